@@ -1,0 +1,69 @@
+"""Group-relative advantages, and the penalty for overlong completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from statistics import mean, stdev
+
+# Keeps the quotient finite; the value GRPO's implementation in TRL uses.
+_STD_EPSILON = 1e-4
+
+Rewards = Sequence[Sequence[float]]
+
+
+def _centered(rewards: Rewards) -> list[list[float]]:
+    """Reward minus the group's mean (Dr. GRPO, Liu et al. 2025)."""
+    return _normalized(rewards, [1.0] * len(rewards))
+
+
+def _group_scaled(rewards: Rewards) -> list[list[float]]:
+    """Centered, over the standard deviation of the group (GRPO, Shao et al. 2024)."""
+    return _normalized(rewards, [_std(group) + _STD_EPSILON for group in rewards])
+
+
+def _batch_scaled(rewards: Rewards) -> list[list[float]]:
+    """Centered, over the standard deviation of all the step's rewards."""
+    return _normalized(rewards, [_std(list(chain.from_iterable(rewards))) + _STD_EPSILON] * len(rewards))
+
+
+def _normalized(rewards: Rewards, scales: Sequence[float]) -> list[list[float]]:
+    """Each group's rewards minus their mean, over the group's scale."""
+    centers = [mean(group) for group in rewards]
+    return [
+        [(reward - center) / scale for reward in group]
+        for group, center, scale in zip(rewards, centers, scales, strict=True)
+    ]
+
+
+def _std(values: Sequence[float]) -> float:
+    """The sample standard deviation (n - 1), 0 for a single value."""
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+_ESTIMATORS: dict[str, Callable[[Rewards], list[list[float]]]] = {
+    "none": _centered,
+    "group": _group_scaled,
+    "batch": _batch_scaled,
+}
+
+
+def group_advantages(rewards: Rewards, scale_rewards: str) -> list[list[float]]:
+    """Each sample's advantage, given the rewards of each group's samples; `scale_rewards` as in `LossConfig`.
+
+    Means and deviations are exactly rounded, so the order of samples does not matter and a group whose rewards are
+    all equal has advantages of exactly zero.
+    """
+    return _ESTIMATORS[scale_rewards](rewards)
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, penalty: float) -> float:
+    """What to add to the reward of a completion of `length` tokens: DAPO's soft overlong punishment.
+
+    0 up to `max_length - buffer`, from there falling linearly to `-penalty` at `max_length` and staying there; 0
+    everywhere when `buffer` is 0 (Yu et al. 2025, equation 13).
+    """
+    excess = length - (max_length - buffer)
+    if buffer == 0 or excess <= 0:
+        return 0.0
+    return -penalty * min(excess / buffer, 1.0)

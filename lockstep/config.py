@@ -1,0 +1,301 @@
+"""Every configuration dataclass and its validation, and nowhere else.
+
+Names are the field's own (TRL, vLLM, Hugging Face). All are frozen; `validate` is called once, on the resolved
+`RunConfig`, and raises `InputError` naming the field.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .errors import InputError
+
+LossType = Literal["grpo", "dr_grpo", "dapo", "sft"]
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Where prompts and rewards come from."""
+
+    name: Literal["sum-digits", "gsm8k", "dataset"] = "sum-digits"
+    """Prompt source. `dataset` reads --data and needs at least one --reward."""
+    data: str | None = None
+    """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    reward: tuple[str, ...] = ()
+    """Reward functions as module:function or path.py:function; empty for the task's own."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight a reward function; empty for all ones."""
+    easy: bool = False
+    """sum-digits only: a short prompt with two numbers, for a tiny model."""
+    seed: int = 42
+    """Seed of the training problems or of the data's order."""
+    validation_seed: int = 99
+    """Seed of the validation problems (sum-digits)."""
+    validation_data: str | None = None
+    """Validation rows; without it a dataset's last `validation_prompts` rows are held out."""
+    validation_prompts: int = 20
+    """Prompts a validation generates greedily; 0 turns validation off."""
+    validation_interval: int = 0
+    """Validate every this many steps as well as before and after; 0 for only those two."""
+    prompt_length: int = 0
+    """Cut or refuse: prompts longer than this many tokens are an error; 0 allows up to the model's context."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How completions are sampled."""
+
+    num_generations: int = 8
+    """Samples a prompt (the group size)."""
+    temperature: float = 1.0
+    """Softmax temperature; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 is off."""
+    top_p: float = 1.0
+    """Keep the most likely tokens up to this mass; 1 is off."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely; 0 is off."""
+    max_completion_length: int = 100
+    """New tokens a sample, at most."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    ignore_eos: bool = False
+    """Always generate max_completion_length tokens (benchmarks)."""
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """The generation engine."""
+
+    page_size: int = 16
+    """Tokens a KV-cache page."""
+    kv_cache_tokens: int = 0
+    """Capacity of the KV cache in tokens; 0 plans it from the workload and the memory at hand."""
+    max_num_seqs: int = 256
+    """Sequences running at once."""
+    max_num_batched_tokens: int = 8192
+    """Prefill tokens a forward pass; longer prompts are prefilled in chunks."""
+    prefix_caching: bool = True
+    """Reuse pages of equal prefixes computed with equal weights."""
+    steps_per_sync: int = 8
+    """Decode steps between two looks of the host at the results."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The training step."""
+
+    prompts_per_step: int = 5
+    """Groups a step."""
+    num_iterations: int = 1
+    """Optimizer updates on each rollout."""
+    mode: Literal["packed", "per_sample"] = "packed"
+    """packed: prompts once, many samples a micro-batch. per_sample: one sample's forward, then its backward."""
+    max_tokens_per_micro_batch: int = 16384
+    """Packed tokens a micro-batch; a step with more accumulates gradients over several."""
+    skip_zero_variance: bool = True
+    """Leave out groups whose advantages are all zero."""
+    max_idle_steps: int = 10
+    """Stop after this many steps in a row with nothing to train on."""
+    warmup_steps: int = 0
+    """Supervised steps on worked examples before reinforcement learning (tasks that have them)."""
+    warmup_learning_rate: float = 1e-3
+    """Learning rate of the supervised steps."""
+    warmup_batch_size: int = 64
+    """Worked examples a supervised step."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The policy loss and the advantage estimate."""
+
+    loss_type: LossType = "grpo"
+    """grpo: mean over each sequence, then over sequences. dr_grpo: sum over max_completion_length. dapo: mean over
+    all tokens with an asymmetric clip."""
+    epsilon: float = 0.2
+    """Clip range below (and above unless epsilon_high is given)."""
+    epsilon_high: float | None = None
+    """Clip range above; 0.28 by default for dapo."""
+    beta: float = 0.0
+    """Weight of the KL divergence from the frozen initial model."""
+    scale_rewards: Literal["none", "group", "batch"] = "none"
+    """Divide advantages by the standard deviation of the group's or the batch's rewards."""
+    overlong_buffer: int = 0
+    """dapo: the last this many tokens before max_completion_length cost a linear penalty; 0 is off."""
+    overlong_penalty: float = 1.0
+    """dapo: the penalty at max_completion_length."""
+    mask_truncated_completions: bool = False
+    """Leave completions that did not finish out of the loss."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW on fp32 masters."""
+
+    learning_rate: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    """Applied to matrices, not to norm weights."""
+    max_grad_norm: float = 1.0
+    """Clip by global norm; 0 is off."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay over the run after warm-up."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints for resuming (the final model is always exported)."""
+
+    interval: int = 0
+    """Save every this many steps and at the end; 0 is off."""
+    keep_last: int = 2
+    """Checkpoints kept."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """What a run writes and shows."""
+
+    progress: bool = True
+    """Show the live display (plain lines where standard error is no terminal)."""
+    rollouts: bool = True
+    """Write rollouts.jsonl."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A resolved run: what config.yaml holds and `--config` replays."""
+
+    recipe: str = "sum-digits"
+    """Name of the recipe this came from."""
+    model: str | None = None
+    """Hugging Face folder or hub id; without it a tiny random model is made."""
+    arch: str = "tiny"
+    """Architecture of the random model when `model` is not given."""
+    steps: int = 10
+    """Reinforcement-learning steps."""
+    seed: int = 0
+    """Seed of sampling and of a random model."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU (the only one there) and float32 on a CPU."""
+    parity: Literal["strict", "warn", "off"] = "strict"
+    """What a difference between generator and trainer does."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+
+def validate(config: RunConfig) -> RunConfig:
+    """Return `config` when every field is usable; raise `InputError` naming the first that is not."""
+    for path, value, low, high in _ranges(config):
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+            bounds = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+            raise InputError(f"{path} is {value!r}; it must be {bounds}")
+    _check_combinations(config)
+    return config
+
+
+def _ranges(c: RunConfig) -> list[tuple[str, float, float, float]]:
+    inf = math.inf
+    s, g, t, o, lo = c.sampling, c.generator, c.trainer, c.optimizer, c.loss
+    return [
+        ("steps", c.steps, 0, inf),
+        ("seed", c.seed, 0, 2**63 - 1),
+        ("task.seed", c.task.seed, 0, 2**63 - 1),
+        ("task.validation_seed", c.task.validation_seed, 0, 2**63 - 1),
+        ("task.validation_prompts", c.task.validation_prompts, 0, inf),
+        ("task.validation_interval", c.task.validation_interval, 0, inf),
+        ("task.prompt_length", c.task.prompt_length, 0, inf),
+        ("sampling.num_generations", s.num_generations, 1, inf),
+        ("sampling.temperature", s.temperature, 0, 1e4),
+        ("sampling.top_k", s.top_k, 0, inf),
+        ("sampling.top_p", s.top_p, 1e-6, 1),
+        ("sampling.min_p", s.min_p, 0, 1),
+        ("sampling.max_completion_length", s.max_completion_length, 1, inf),
+        ("generator.page_size", g.page_size, 1, 4096),
+        ("generator.kv_cache_tokens", g.kv_cache_tokens, 0, inf),
+        ("generator.max_num_seqs", g.max_num_seqs, 1, inf),
+        ("generator.max_num_batched_tokens", g.max_num_batched_tokens, 1, inf),
+        ("generator.steps_per_sync", g.steps_per_sync, 1, inf),
+        ("trainer.prompts_per_step", t.prompts_per_step, 1, inf),
+        ("trainer.num_iterations", t.num_iterations, 1, inf),
+        ("trainer.max_tokens_per_micro_batch", t.max_tokens_per_micro_batch, 2, inf),
+        ("trainer.max_idle_steps", t.max_idle_steps, 1, inf),
+        ("trainer.warmup_steps", t.warmup_steps, 0, inf),
+        ("trainer.warmup_learning_rate", t.warmup_learning_rate, 0, inf),
+        ("trainer.warmup_batch_size", t.warmup_batch_size, 1, inf),
+        ("loss.epsilon", lo.epsilon, 0, inf),
+        ("loss.epsilon_high", lo.epsilon if lo.epsilon_high is None else lo.epsilon_high, 0, inf),
+        ("loss.beta", lo.beta, 0, inf),
+        ("loss.overlong_buffer", lo.overlong_buffer, 0, inf),
+        ("loss.overlong_penalty", lo.overlong_penalty, 0, inf),
+        ("optimizer.learning_rate", o.learning_rate, 0, inf),
+        ("optimizer.beta1", o.beta1, 0, 0.999999),
+        ("optimizer.beta2", o.beta2, 0, 0.999999),
+        ("optimizer.epsilon", o.epsilon, 1e-20, inf),
+        ("optimizer.weight_decay", o.weight_decay, 0, inf),
+        ("optimizer.max_grad_norm", o.max_grad_norm, 0, inf),
+        ("optimizer.warmup_steps", o.warmup_steps, 0, inf),
+        ("checkpoint.interval", c.checkpoint.interval, 0, inf),
+        ("checkpoint.keep_last", c.checkpoint.keep_last, 1, inf),
+    ]
+
+
+def _check_combinations(c: RunConfig) -> None:
+    def refuse(when: bool, message: str) -> None:
+        if when:
+            raise InputError(message)
+
+    t, lo, s = c.task, c.loss, c.sampling
+    refuse(t.name == "gsm8k" and not t.data, "task.data is missing: gsm8k needs --data FILE.jsonl")
+    refuse(t.name == "dataset" and not t.data, "task.data is missing: a dataset task needs --data PATH or hub id")
+    refuse(
+        t.name == "dataset" and not t.reward,
+        "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
+    )
+    refuse(t.name == "sum-digits" and t.data is not None, "task.data has no effect on sum-digits; remove it")
+    refuse(t.easy and t.name != "sum-digits", f"task.easy has no effect on {t.name}; remove it")
+    refuse(
+        bool(t.reward_weights) and len(t.reward_weights) != len(t.reward),
+        f"task.reward_weights has {len(t.reward_weights)} values for {len(t.reward)} reward functions; give one each",
+    )
+    refuse(
+        c.sampling.temperature == 0,
+        "sampling.temperature is 0: training needs samples that differ; use a value above 0",
+    )
+    refuse(
+        lo.overlong_buffer > 0 and lo.loss_type != "dapo",
+        f"loss.overlong_buffer has no effect on loss_type {lo.loss_type}; use dapo or remove it",
+    )
+    refuse(
+        lo.overlong_buffer > s.max_completion_length,
+        "loss.overlong_buffer is longer than sampling.max_completion_length",
+    )
+    refuse(lo.loss_type == "sft", "loss.loss_type sft is for the supervised warm-up only; use grpo, dr_grpo or dapo")
+    refuse(
+        lo.epsilon_high is not None and lo.epsilon_high < lo.epsilon,
+        "loss.epsilon_high is below loss.epsilon; it must be at least as large",
+    )
+    refuse(
+        c.trainer.warmup_steps > 0 and t.name != "sum-digits",
+        f"trainer.warmup_steps needs worked examples, which task {t.name} does not have; set it to 0",
+    )
+    refuse(
+        s.num_generations == 1 and c.trainer.skip_zero_variance,
+        "sampling.num_generations is 1: every group's advantage would be zero; use 2 or more",
+    )

@@ -1,0 +1,135 @@
+"""config.yaml: a resolved `RunConfig` written out, and read back strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .config import RunConfig
+from .errors import InputError
+
+
+def save(config: RunConfig, path: Path) -> None:
+    """Write every field of `config`; `load(path)` gives an equal one back."""
+    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+
+
+def load(path: Path) -> RunConfig:
+    """Read a config.yaml. A key that is left out has the default of its dataclass.
+
+    Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
+    Values' ranges are `config.validate`'s business.
+    """
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    try:
+        return _dataclass({} if values is None else values, RunConfig, "")
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as plain JSON and YAML values: dicts, lists, strings, numbers, booleans, None."""
+    return {key: _plain(value) for key, value in dataclasses.asdict(config).items()}
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """`to_dict` with dotted names, such as `sampling.top_p`."""
+    result: dict[str, Any] = {}
+    for key, value in to_dict(config).items():
+        inner = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
+        result.update(inner)
+    return result
+
+
+def suggest(name: str, allowed: Iterable[str]) -> str:
+    """Words that follow "unknown NAME": the close matches, and everything that is allowed."""
+    names = list(allowed)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}allowed: {', '.join(names)}"
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """A SafeLoader that refuses a key given twice (plain YAML would take the last in silence).
+
+    Its booleans are YAML 1.2's, true and false: `parity: off` is the word, not False.
+    """
+
+    yaml_implicit_resolvers: typing.ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _dataclass(values: Any, kind: Any, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        where = prefix.rstrip(".") or "the file"
+        raise InputError(f"{where} holds {values!r}; it must be a mapping of keys to values")
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            raise InputError(f"unknown key {prefix}{key}; {suggest(str(key), hints)}")
+    return kind(**{key: _value(value, hints[key], f"{prefix}{key}") for key, value in values.items()})
+
+
+def _value(value: Any, hint: Any, path: str) -> Any:
+    """`value` as the type `hint` asks for, or `InputError` saying what `path` takes."""
+    if dataclasses.is_dataclass(hint):
+        return _dataclass(value, hint, f"{path}.")
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):  # X | None
+        return None if value is None else _value(value, arguments[0], path)
+    if origin is tuple and isinstance(value, list):  # tuple[X, ...]
+        return tuple(_value(inner, arguments[0], f"{path}[{index}]") for index, inner in enumerate(value))
+    if origin is typing.Literal and value in arguments:
+        return value
+    if hint is float:
+        return _float(value, path)
+    if type(value) is hint:
+        return value
+    raise InputError(f"{path} is {value!r}; it must be {_expected(hint)}")
+
+
+def _float(value: Any, path: str) -> float:
+    """YAML 1.1 reads 1e-6 (no dot) as a string; whoever writes it means the number."""
+    if type(value) in (int, float, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    raise InputError(f"{path} is {value!r}; it must be a number")
+
+
+def _expected(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(hint)))}"
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each item {_expected(typing.get_args(hint)[0])}"
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]

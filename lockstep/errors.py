@@ -1,0 +1,17 @@
+"""Exceptions a user can meet. Messages name what was wrong, where, and what would be right."""
+
+
+class LockstepError(Exception):
+    """A run or check failed. The command line prints the message and exits with code 1."""
+
+
+class InputError(LockstepError):
+    """Bad input: a flag, file, row, model folder or reward. The command line exits with code 2."""
+
+
+class ParityError(LockstepError):
+    """Generator and trainer disagree on a log-probability; no weight was changed by that step."""
+
+
+class NonFiniteError(LockstepError):
+    """The loss or the gradient norm is NaN or infinite; no weight was changed by that step."""

@@ -1,0 +1,154 @@
+"""Flags of each command, as the dataclasses that tyro derives the parser and its help from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from .config import RunConfig, TaskConfig
+
+_Json = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+_Device = Literal["auto", "cpu", "cuda"]
+_Dtype = Literal["auto", "float32", "bfloat16"]
+_MODEL, _DATA, _REWARD = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
+
+
+@dataclass(frozen=True)
+class _Task(TaskConfig):
+    """Where prompts and rewards come from."""
+
+    data: Annotated[str | None, tyro.conf.arg(metavar=_DATA, aliases=["--data"])] = None
+    """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
+    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_REWARD} ...", aliases=["--reward"])] = ()
+    """Reward functions as module:function or path.py:function; empty for the task's own."""
+
+
+@dataclass(frozen=True)
+class Train(RunConfig):
+    """Train a model by reinforcement learning: a recipe, or a replayed configuration, with flags on top."""
+
+    recipe: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE", help_behavior_hint="(default: sum-digits)")
+    ] = ""
+    """Named configuration to begin from: sum-digits, gsm8k or dataset."""
+    model: Annotated[str | None, tyro.conf.arg(metavar=_MODEL)] = None
+    """Hugging Face folder or hub id; without it a tiny random model is made."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
+    """Begin from this configuration (a run folder's config.yaml) instead of a recipe."""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR")] = None
+    """Continue the run in this folder from its last checkpoint; only --steps may be raised."""
+    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/RECIPE-TIME)")] = (
+        None
+    )
+    """Folder for everything the run writes; new or empty."""
+    task: _Task = field(default_factory=_Task)
+    json: _Json = False
+    """Print the summary as one JSON object on standard output."""
+
+    @staticmethod
+    def of(config: RunConfig, **changes: Any) -> Train:
+        """Flags whose defaults are `config`'s values."""
+        values = {item.name: getattr(config, item.name) for item in fields(RunConfig)}
+        return Train(**(values | {"task": _Task(**vars(config.task))} | changes))
+
+    def resolved(self) -> RunConfig:
+        """The configuration that the flags spell out."""
+        values = {item.name: getattr(self, item.name) for item in fields(RunConfig)}
+        return RunConfig(**(values | {"task": TaskConfig(**vars(self.task))}))
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Generate from one prompt."""
+
+    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
+    """Hugging Face folder or hub id."""
+    prompt: str
+    """Text to continue, as it is (no chat template)."""
+    n: int = 1
+    """Completions."""
+    max_completion_length: int = 128
+    """New tokens a completion, at most."""
+    temperature: float = 1.0
+    """Softmax temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Keep the most likely tokens up to this mass; 1 is off."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 is off."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely; 0 is off."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    seed: int = 0
+    """Seed of sampling."""
+    device: _Device = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: _Dtype = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    json: _Json = False
+    """Print completions, tokens and log-probabilities as one JSON object."""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Measure a model on a task: greedy accuracy and mean reward."""
+
+    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
+    """Hugging Face folder or hub id."""
+    task: Annotated[str, tyro.conf.arg(metavar="NAME")]
+    """Prompt source: sum-digits, gsm8k or dataset."""
+    easy: bool = True
+    """sum-digits only: the short prompt with two numbers that its recipe trains on."""
+    data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
+    """Rows to evaluate on (gsm8k and dataset)."""
+    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_REWARD} ...")] = ()
+    """Reward functions; a dataset task needs one."""
+    prompts: int | None = None
+    """Prompts to evaluate, at most; the recipe's number by default."""
+    max_completion_length: int | None = None
+    """New tokens a completion, at most; the recipe's number by default."""
+    device: _Device = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: _Dtype = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    json: _Json = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Check that generator and trainer give a model's tokens the same log-probabilities, bit for bit."""
+
+    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
+    """Hugging Face folder or hub id."""
+    tokens: int = 4000
+    """Tokens to check."""
+    seed: int = 0
+    """Seed of sampling."""
+    device: _Device = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: _Dtype = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    json: _Json = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """Make a model folder with random weights."""
+
+    arch: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ARCH")]
+    """Architecture; an unknown one lists them all."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Folder to write."""
+    seed: int = 0
+    """Seed of the weights."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """Tokenizer to put in the folder."""
+    vocab_size: int | None = None
+    """Rows of the embedding; the architecture's or the tokenizer's by default."""
+    json: _Json = False
+    """Print one JSON object."""

@@ -1,0 +1,7 @@
+"""Generation: continuous batching over a paged KV cache with the trainer's own model."""
+
+from .engine import Engine
+from .kv_cache import KVCache, plan_cache_tokens
+from .weights import SharedWeights, SnapshotWeights
+
+__all__ = ["Engine", "KVCache", "SharedWeights", "SnapshotWeights", "plan_cache_tokens"]

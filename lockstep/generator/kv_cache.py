@@ -1,0 +1,142 @@
+"""The paged KV cache: pages with reference counts, found again by the tokens and the weights that made them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from ..config import GeneratorConfig
+from ..errors import InputError
+from ..models import ModelConfig
+
+
+class KVCache:
+    """Keys and values of `num_pages` pages, and who holds them.
+
+    A page that nobody holds keeps its contents until it is handed out again, least recently used first. A full
+    page is registered under a digest of the weights' version and every token up to its end, so pages of other
+    weights cannot be found.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self._references = [0] * num_pages
+        self._digests: list[bytes | None] = [None] * num_pages
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
+        self._by_digest: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` positions."""
+        return -(-tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages with one reference each and nothing registered, or None when too few are free."""
+        if count > len(self._free):
+            return None
+        pages = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+            self._forget(page)
+        return pages
+
+    def share(self, pages: list[int]) -> None:
+        """Add a reference to each page."""
+        for page in pages:
+            if self._references[page] == 0:
+                del self._free[page]
+            self._references[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """Drop a reference to each page; the later pages of a sequence are handed out first."""
+        for page in reversed(pages):
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free[page] = None
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy the contents of a page in every layer."""
+        self.k[:, target] = self.k[:, source]
+        self.v[:, target] = self.v[:, source]
+
+    def register(self, tokens: list[int], pages: list[int], version: int) -> None:
+        """Make the full pages of a sequence findable; `tokens` are those whose keys and values are in place."""
+        for digest, page in zip(self._digest_chain(tokens, version), pages, strict=False):
+            if self._digests[page] is None and digest not in self._by_digest:
+                self._digests[page] = digest
+                self._by_digest[digest] = page
+
+    def match(self, tokens: list[int], version: int) -> list[int]:
+        """The longest run of registered pages that are a prefix of `tokens`, with a reference added to each."""
+        pages = []
+        for digest in self._digest_chain(tokens, version):
+            page = self._by_digest.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        self.share(pages)
+        return pages
+
+    def _forget(self, page: int) -> None:
+        digest = self._digests[page]
+        if digest is not None:
+            del self._by_digest[digest]
+            self._digests[page] = None
+
+    def _digest_chain(self, tokens: list[int], version: int):
+        digest = version.to_bytes(8, "little", signed=True)
+        for i in range(0, len(tokens) - self.page_size + 1, self.page_size):
+            block = array("q", tokens[i : i + self.page_size]).tobytes()
+            digest = hashlib.blake2b(digest + block, digest_size=16).digest()
+            yield digest
+
+
+def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Cache bytes of one position, keys and values, all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def plan_cache_tokens(
+    config: GeneratorConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    sequences: int,
+    tokens_per_sequence: int,
+) -> int:
+    """Capacity in tokens, decided and checked before anything is generated.
+
+    `generator.kv_cache_tokens` when given; otherwise what `sequences` of `tokens_per_sequence` need at once, bounded
+    by `max_num_seqs` and by the memory at hand (half of the GPU's free memory; 2 GiB on a CPU).
+
+    Raises:
+        InputError: not even one sequence of that length fits.
+    """
+    pages_a_sequence = -(-tokens_per_sequence // config.page_size)
+    per_sequence = (pages_a_sequence + 1) * config.page_size
+    if config.kv_cache_tokens:
+        planned = config.kv_cache_tokens
+    else:
+        wanted = min(sequences, config.max_num_seqs) * per_sequence
+        free = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
+        planned = min(wanted, free // bytes_per_token(model, dtype))
+    if planned // config.page_size < pages_a_sequence:
+        raise InputError(
+            f"generator.kv_cache_tokens: the cache holds {planned} tokens, one sequence may need "
+            f"{pages_a_sequence * config.page_size}; raise it, or shorten the prompt or sampling.max_completion_length"
+        )
+    return planned

@@ -1,0 +1,285 @@
+"""The algorithm: sample, score, advantage, pack, forward_backward, optim_step. The generator sees new weights at once.
+
+`Loop.step` is the page to read; the rest of the file serves it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean, pstdev
+from typing import Any
+
+import torch
+
+from . import rollout
+from .advantage import group_advantages, overlong_penalty
+from .build import Run
+from .config import RunConfig
+from .errors import LockstepError, NonFiniteError
+from .parity import Certificate, raise_mismatch
+from .trainer import StepResult, learning_rate, loss_weights, pack, padding_waste
+from .types import (
+    TRAIN_DOMAIN,
+    VALIDATION_DOMAIN,
+    PackedBatch,
+    RolloutGroup,
+
+    SamplingParams,
+    TrainGroup,
+    TrainSequence,
+)
+
+
+class Loop:
+    """On-policy reinforcement learning with one model in both roles."""
+
+    def __init__(self, config: RunConfig, run: Run) -> None:
+        self.config = config
+        self.run = run
+        self.device = run.policy.model.embed.device
+        self.certificate = Certificate(config.parity)
+        self.idle_steps = 0
+        self.seconds: dict[str, float] = {}
+
+    def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
+        """One step: returns its metrics and its rollouts.
+
+        Raises:
+            ParityError: strict parity, and a log-probability differs; the weights are unchanged.
+            NonFiniteError: the loss or the gradient norm is; the weights are unchanged.
+            LockstepError: `max_idle_steps` steps in a row had nothing to train on.
+        """
+        self.seconds = {}
+        config, trainer = self.config, self.run.trainer
+        with self._timed("time/step"):
+            with self._timed("time/generate"):
+                groups = self._collect(step)
+            self._advantages(groups)
+            batches, checks = self._pack(groups)
+            with self._timed("time/forward_backward"):
+                for batch in checks:
+                    trainer.check(batch)
+            updates = config.trainer.num_iterations if batches else 0
+            lr = learning_rate(config.optimizer, step, config.steps)
+            results = [self._update(batches, lr, first=i == 0, last=i == updates - 1) for i in range(updates)]
+            result = results[0] if results else trainer.finish_check()
+            self._verify(step, result, groups)
+            for later in results[1:]:
+                self._require_finite(step, later)
+            self._count_idle(step, trained=bool(batches))
+        return self._metrics(groups, result, [*batches, *checks]), groups
+
+    def _collect(self, step: int) -> list[RolloutGroup]:
+        problems = [(g, self.run.task.train_problem(step, g)) for g in range(self.config.trainer.prompts_per_step)]
+        return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
+
+    def _rollouts(self, problems, sampling: SamplingParams, domain: int, step: int) -> list[RolloutGroup]:
+        return rollout.collect(
+            problems,
+            self.run.policy.encode,
+            self.run.engine.generate,
+            sampling,
+            self.config.seed,
+            domain,
+            step,
+            self.run.task.rewards,
+            self.config.task.prompt_length or None,
+        )
+
+    def _advantages(self, groups: list[RolloutGroup]) -> None:
+        """Group-relative advantages of the rewards, DAPO's length penalty included."""
+        loss, limit = self.config.loss, self.config.sampling.max_completion_length
+        for group in groups:
+            for r in group.rollouts:
+                length = len(r.completion.token_ids)
+                r.reward += overlong_penalty(length, limit, loss.overlong_buffer, loss.overlong_penalty)
+        rewards = [[r.reward for r in group.rollouts] for group in groups]
+        for group, advantages in zip(groups, group_advantages(rewards, loss.scale_rewards), strict=True):
+            for r, advantage in zip(group.rollouts, advantages, strict=True):
+                r.advantage = advantage
+
+    def _pack(self, groups: list[RolloutGroup]) -> tuple[list[PackedBatch], list[PackedBatch]]:
+        """Micro-batches to train on, and those of groups that are skipped, which are only checked."""
+        config = self.config
+        skip = config.trainer.skip_zero_variance and config.loss.beta == 0
+        trained = [g for g in groups if not skip or any(r.advantage != 0 for r in g.rollouts)]
+        skipped = [g for g in groups if g not in trained] if config.parity != "off" else []
+        weights = self._weights(groups)
+        return self._batches(trained, weights), self._batches(skipped, weights)
+
+    def _weights(self, groups: list[RolloutGroup]) -> dict[int, float]:
+        """Each rollout's weight a token, normalized over the whole step (skipped groups count: their gradient is 0)."""
+        loss = self.config.loss
+        rollouts = [
+            r
+            for g in groups
+            for r in g.rollouts
+            if not (loss.mask_truncated_completions and r.completion.finish_reason == "length")
+        ]
+        lengths = [len(r.completion.token_ids) for r in rollouts]
+        limit = self.config.sampling.max_completion_length
+        weights = loss_weights(loss.loss_type, lengths, len(rollouts), limit)
+        return {id(r): w for r, w in zip(rollouts, weights, strict=True)}
+
+    def _batches(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:
+        if not groups:
+            return []
+        train_groups = [
+            TrainGroup(
+                g.prompt_ids,
+                [
+                    TrainSequence(
+                        r.completion.token_ids,
+                        r.advantage,
+                        weights.get(id(r), 0.0),
+                        r.completion.logprobs,
+                        r.completion.model_logprobs,
+                        f"group {g.group} sample {r.completion.identity.sample}",
+                    )
+                    for r in g.rollouts
+                ],
+                g.sampling,
+            )
+            for g in groups
+        ]
+        t = self.config.trainer
+        check = self.config.parity != "off"
+        packed = pack(train_groups, max_tokens=t.max_tokens_per_micro_batch, mode=t.mode, check_parity=check)
+        return [batch.to(self.device) for batch in packed]
+
+    def _update(self, batches: list[PackedBatch], lr: float, first: bool, last: bool) -> StepResult:
+        """One optimizer update on all micro-batches; only the first on a rollout can match the generator's bits."""
+        trainer = self.run.trainer
+        with self._timed("time/forward_backward"):
+            for batch in batches:
+                if first and self.config.loss.beta > 0:
+                    trainer.reference_logprobs(batch)
+                trainer.forward_backward(batch, keep_support=first and not last)
+                batch.check_parity = False
+        with self._timed("time/optim_step"):
+            return trainer.optim_step(lr)
+
+    def _verify(self, step: int, result: StepResult, groups: list[RolloutGroup]) -> None:
+        tokens = sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+        if self.config.parity != "off":
+            self.certificate.add(step, result, tokens)
+        if self.config.parity == "strict" and result.tokens_different:
+            raise_mismatch(step, result)
+        self._require_finite(step, result)
+
+    @staticmethod
+    def _require_finite(step: int, result: StepResult) -> None:
+        if not result.finite:
+            raise NonFiniteError(
+                f"step {step}: loss is {result.loss}, gradient norm is {result.grad_norm}; the weights were not changed"
+            )
+
+    def _count_idle(self, step: int, trained: bool) -> None:
+        self.idle_steps = 0 if trained else self.idle_steps + 1
+        if self.idle_steps >= self.config.trainer.max_idle_steps:
+            raise LockstepError(
+                f"step {step}: for {self.idle_steps} steps every group's rewards were all equal, so there was nothing "
+                "to learn from; use easier or harder prompts, more samples a prompt, or a finer reward "
+                "(trainer.max_idle_steps sets the patience)"
+            )
+
+    def warmup_step(self, step: int) -> StepResult:
+        """One supervised step on worked examples, through the same packed trainer."""
+        t, policy, trainer = self.config.trainer, self.run.policy, self.run.trainer
+        problems = [self.run.task.warmup_problem(step, i) for i in range(t.warmup_batch_size)]
+        targets = [policy.encode_completion(p.worked_example or "") for p in problems]
+        weights = loss_weights("sft", [len(ids) for ids in targets], len(targets), 0)
+        groups = [
+            TrainGroup(policy.encode(p.prompt), [TrainSequence(ids, 0.0, w, request=f"example {i}")], SamplingParams())
+            for i, (p, ids, w) in enumerate(zip(problems, targets, weights, strict=True))
+        ]
+        for batch in pack(groups, max_tokens=t.max_tokens_per_micro_batch, check_parity=False):
+            trainer.forward_backward(batch.to(self.device), loss_type="sft")
+        result = trainer.optim_step(t.warmup_learning_rate)
+        self._require_finite(step, result)
+        return result
+
+    def numerics(self) -> dict[str, Any]:
+        """What the bits of a run depend on besides its configuration."""
+        return {
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads() if self.device.type == "cpu" else 0,
+            "dtype": str(self.run.policy.model.embed.dtype),
+        }
+
+    def validate(self) -> dict[str, float]:
+        """Greedy completions of the held-out problems: mean reward, and each reward function's mean."""
+        problems = list(enumerate(self.run.task.validation_problems()))
+        if not problems:
+            return {}
+        groups = self._rollouts(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
+        return {f"validation/{name}": value for name, value in reward_metrics(groups).items()}
+
+    def _metrics(self, groups: list[RolloutGroup], result: StepResult, batches: list[PackedBatch]) -> dict[str, Any]:
+        completions = [r.completion for g in groups for r in g.rollouts]
+        lengths = [len(c.token_ids) for c in completions]
+        zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
+        versions = [c.weight_versions[0] for c in completions]
+        current = self.run.trainer.weights_version - int(result.applied)
+        return {
+            **reward_metrics(groups),
+            "frac_reward_zero_std": mean(map(float, zero_std)),
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "kl": result.kl,
+            "entropy": result.entropy,
+            "clip_ratio": result.clip_ratio,
+            "response_length/mean": mean(lengths),
+            "response_length/clip_ratio": mean(float(c.finish_reason == "length") for c in completions),
+            "policy_age": max(current - v for v in versions),
+            "logprob_diff/max": result.logprob_diff_max,
+            "parity/tokens_checked": result.tokens_checked,
+            "parity/tokens_different": result.tokens_different,
+            "padding_waste": padding_waste(batches),
+            "time/sync": 0.0,  # the generator reads the trainer's weights: nothing moves
+            **self.seconds,
+            "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / self.seconds["time/step"],
+            "memory/peak_gib": peak_memory_gib(self.device),
+        }
+
+    @staticmethod
+    def _packed_tokens(groups: list[RolloutGroup]) -> int:
+        return sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
+    """`reward/mean`, `reward/std` and `rewards/<fn>/mean` over where the function applies."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    metrics = {
+        "reward/mean": mean(r.reward for r in rollouts),
+        "reward/std": mean(pstdev([r.reward for r in g.rollouts]) for g in groups),
+    }
+    for name in rollouts[0].rewards:
+        values = [v for r in rollouts if (v := r.rewards[name]) is not None]
+        if values:
+            metrics[f"rewards/{name}/mean"] = mean(values)
+    return metrics
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory used so far: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+

@@ -1,0 +1,16 @@
+"""Architecture only: one decoder for both roles, and its Hugging Face form."""
+
+from .attention import PackedAttention, PagedAttention
+from .config import ModelConfig
+from .decoder import Decoder
+from .hf import load_model, resolve_folder, save_model
+
+__all__ = [
+    "Decoder",
+    "ModelConfig",
+    "PackedAttention",
+    "PagedAttention",
+    "load_model",
+    "resolve_folder",
+    "save_model",
+]

@@ -1,0 +1,137 @@
+"""Causal attention for both roles: packed with shared prefixes (training) and paged (generation).
+
+A query's result depends on the keys' absolute positions only: keys are taken in tiles of `KEY_TILE` at absolute
+positions in ascending order, wherever they lie. The two operators differ in how a position becomes an address and
+in nothing else.
+
+Shape suffixes: T rows, S segments or sequences, N query heads, K key/value heads, H head dim, P pages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import attention_backward, attention_reference
+from .rows import accumulate_rows
+
+KEY_TILE = attention_reference.KEY_TILE
+
+
+@torch.library.custom_op("lockstep::attention_packed", mutates_args=(), device_types="cpu")
+def attention_packed(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    max_len: int,
+) -> Tensor:
+    """Attention over packed segments, each after an optional shared prefix; [T, N, H] in q's dtype.
+
+    Args:
+        q_TNH, k_TKH, v_TKH: one dtype; N is a multiple of K; scores are scaled by H ** -0.5.
+        cu_seqlens: int32 [S + 1]; segment s is rows `cu_seqlens[s]:cu_seqlens[s + 1]` (empty ones allowed).
+        prefix_start_S, prefix_len_S: int32 [S]; the rows that come before the segment's own (length 0: none).
+        max_len: bound on prefix + own length.
+
+    Rows after the last segment are padding; their output is zero. The prefix must be one segment's first rows.
+    """
+    return attention_reference.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S)
+
+
+@attention_packed.register_kernel("cuda")
+def _(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len):
+    from .kernels import attention
+
+    return attention.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len)
+
+
+@attention_packed.register_fake
+def _(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len):
+    return torch.empty_like(q_TNH)
+
+
+@torch.library.custom_op("lockstep::attention_packed_backward", mutates_args=())
+def attention_packed_backward(
+    grad_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients for q, k and v. Not under the forward's contract, but the same every time."""
+    return attention_backward.packed(
+        grad_TNH, q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, accumulate_rows
+    )
+
+
+@attention_packed_backward.register_fake
+def _(grad_TNH, q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S):
+    return torch.empty_like(q_TNH), torch.empty_like(k_TKH), torch.empty_like(v_TKH)
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+
+
+def _backward(ctx, grad_TNH: Tensor):
+    return (*attention_packed_backward(grad_TNH.contiguous(), *ctx.saved_tensors), None, None, None, None)
+
+
+attention_packed.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("lockstep::attention_paged", mutates_args=(), device_types="cpu")
+def attention_paged(
+    q_TNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_len_S: Tensor,
+    max_query_len: int,
+    max_context_len: int,
+) -> Tensor:
+    """Attention of new tokens over a paged cache that already holds their keys and values; [T, N, H].
+
+    Args:
+        k_cache, v_cache: [P, page_size, K, H].
+        block_table: int32 [S, pages a sequence]; entry j holds positions `j * page_size` onwards.
+        cu_seqlens: int32 [S + 1]; sequence s has the new tokens in rows `cu_seqlens[s]:cu_seqlens[s + 1]`, the last
+            ones of its context.
+        context_len_S: int32 [S], positions that exist, the new ones included.
+        max_query_len, max_context_len: bounds on new tokens and on context over the sequences.
+    """
+    return attention_reference.paged(
+        q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_query_len, max_context_len
+    )
+
+
+@attention_paged.register_kernel("cuda")
+def _(q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_query_len, max_context_len):
+    from .kernels import attention
+
+    return attention.paged(
+        q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_query_len, max_context_len
+    )
+
+
+@attention_paged.register_fake
+def _(q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_query_len, max_context_len):
+    return torch.empty_like(q_TNH)
+
+
+@torch.library.custom_op("lockstep::write_kv", mutates_args=("k_cache", "v_cache"))
+def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:
+    """Store keys and values at `slots_T` (int64; page * page_size + offset) of caches [P, page_size, K, H]."""
+    k_cache.flatten(0, 1).index_copy_(0, slots_T, k_TKH)
+    v_cache.flatten(0, 1).index_copy_(0, slots_T, v_TKH)
+
+
+@write_kv.register_fake
+def _(k_TKH, v_TKH, k_cache, v_cache, slots_T) -> None:
+    return None

@@ -1,0 +1,227 @@
+"""Log-probabilities over a chunked LM head, and sampling from it: one code path for trainer and generator.
+
+Two numbers a token: of the distribution that was sampled (temperature, top-k, top-p, min-p) and of the model's own
+(temperature 1, untruncated). The [tokens, vocabulary] logits exist one chunk at a time.
+
+Shape suffixes: C rows (one a token to score), D model dim, V vocabulary, B bytes of a support mask.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import logprobs_reference
+from .linear import linear_fp32
+
+CHUNK = 1024  # rows of logits at a time
+
+
+class RowStatistics(NamedTuple):
+    """Per row, float32: log-sum-exp of the logits; of logits / temperature over the support; the smallest
+    logit / temperature in the support (-inf: all); entropy in nats at temperature 1, untruncated."""
+
+    lse_C: Tensor
+    sampled_lse_C: Tensor
+    threshold_C: Tensor
+    entropy_C: Tensor
+
+
+def _rows(x: Tensor) -> ModuleType:
+    """The implementation of the row functions for this device."""
+    if not x.is_cuda:
+        return logprobs_reference
+    from .kernels import logprobs
+
+    return logprobs
+
+
+def _gather(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: RowStatistics) -> tuple[Tensor, Tensor]:
+    """Both log-probabilities of the targets; the sampled one is 0 where temperature is 0 (greedy)."""
+    logit_C = logits_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1)
+    sampled_C = logit_C / logprobs_reference.divisor(temperature_C) - stats.sampled_lse_C
+    return torch.where(temperature_C > 0, sampled_C, 0.0), logit_C - stats.lse_C
+
+
+@torch.library.custom_op("lockstep::token_logprobs", mutates_args=())
+def _token_logprobs(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    targets_C: Tensor,
+    temperature_C: Tensor,
+    top_k_C: Tensor,
+    top_p_C: Tensor,
+    min_p_C: Tensor,
+    support_CB: Tensor | None,
+    truncated: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    results = []
+    for i in range(0, hidden_CD.shape[0], CHUNK):
+        chunk = slice(i, i + CHUNK)
+        logits_CV = linear_fp32(hidden_CD[chunk], weight_VD)
+        stats = RowStatistics(
+            *_rows(logits_CV).statistics(
+                logits_CV,
+                temperature_C[chunk],
+                top_k_C[chunk],
+                top_p_C[chunk],
+                min_p_C[chunk],
+                None if support_CB is None else support_CB[chunk],
+                truncated,
+                True,
+            )
+        )
+        results.append((*_gather(logits_CV, targets_C[chunk], temperature_C[chunk], stats), *stats))
+    logprob, model_logprob, lse, sampled_lse, threshold, entropy = (torch.cat(r) for r in zip(*results, strict=True))
+    return logprob, model_logprob, entropy, lse, sampled_lse, threshold
+
+
+@_token_logprobs.register_fake
+def _(hidden_CD, weight_VD, targets_C, temperature_C, top_k_C, top_p_C, min_p_C, support_CB, truncated):
+    return tuple(torch.empty_like(temperature_C) for _ in range(6))
+
+
+def _setup(ctx, inputs, output) -> None:
+    hidden_CD, weight_VD, targets_C, temperature_C, _, _, _, support_CB, ctx.truncated = inputs
+    _, _, _, lse_C, sampled_lse_C, threshold_C = output
+    ctx.save_for_backward(
+        hidden_CD, weight_VD, targets_C, temperature_C, support_CB, lse_C, sampled_lse_C, threshold_C
+    )
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _backward(ctx, grad_logprob_C: Tensor, grad_model_C: Tensor, *_: Tensor):
+    """Recomputes the logits chunk by chunk. Gradients of the weight add up in float32."""
+    hidden, weight, targets, temperature, support, lse, sampled_lse, threshold = ctx.saved_tensors
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+    for i in range(0, hidden.shape[0], CHUNK):
+        c = slice(i, i + CHUNK)
+        logits_CV = linear_fp32(hidden[c], weight)
+        stats = RowStatistics(lse[c], sampled_lse[c], threshold[c], lse[c])
+        grad_logits = _grad_logits(
+            logits_CV,
+            targets[c],
+            temperature[c],
+            stats,
+            None if support is None else support[c],
+            grad_logprob_C[c],
+            grad_model_C[c],
+            ctx.truncated,
+        ).to(hidden.dtype)
+        grad_hidden[c] = grad_logits @ weight
+        grad_weight += grad_logits.t() @ hidden[c]
+    return grad_hidden, grad_weight.to(weight.dtype), *([None] * 7)
+
+
+def _grad_logits(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    temperature_C: Tensor,
+    stats: RowStatistics,
+    support_CB: Tensor | None,
+    grad_logprob_C: Tensor,
+    grad_model_C: Tensor,
+    truncated: bool,
+) -> Tensor:
+    """`d/dlogits` of both log-probabilities: (one-hot - softmax), the sampled one over its support and temperature."""
+    slope_C = torch.where(temperature_C > 0, grad_logprob_C / logprobs_reference.divisor(temperature_C), 0.0)
+    z_CV = logits_CV / logprobs_reference.divisor(temperature_C).unsqueeze(1)
+    sampled_CV = torch.exp(z_CV - stats.sampled_lse_C.unsqueeze(1))
+    if support_CB is not None:
+        sampled_CV *= logprobs_reference.unpack_support(support_CB, z_CV.shape[1])
+    elif truncated:
+        sampled_CV.masked_fill_(z_CV < stats.threshold_C.unsqueeze(1), 0.0)
+    grad_CV = sampled_CV.mul_(-slope_C.unsqueeze(1))
+    grad_CV.sub_(torch.exp(logits_CV - stats.lse_C.unsqueeze(1)).mul_(grad_model_C.unsqueeze(1)))
+    return grad_CV.scatter_add_(1, targets_C.unsqueeze(1), (slope_C + grad_model_C).unsqueeze(1))
+
+
+_token_logprobs.register_autograd(_backward, setup_context=_setup)
+
+
+class TokenLogprobs(NamedTuple):
+    """Float32 [C] each: of the sampled distribution, of the model's own, entropy (nats; no gradient), and the
+    support's threshold (`support_mask`)."""
+
+    logprob_C: Tensor
+    model_logprob_C: Tensor
+    entropy_C: Tensor
+    threshold_C: Tensor
+
+
+def token_logprobs(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    targets_C: Tensor,
+    temperature_C: Tensor,
+    top_k_C: Tensor,
+    top_p_C: Tensor,
+    min_p_C: Tensor,
+    support_CB: Tensor | None = None,
+    truncated: bool = False,
+) -> TokenLogprobs:
+    """Score tokens.
+
+    Args:
+        hidden_CD: hidden states that predict the targets; weight_VD: LM head, same dtype.
+        targets_C: int64 token ids.
+        temperature_C, top_p_C, min_p_C: float32; top_k_C: int32. As in `types.SamplingParams`, one a row.
+        support_CB: uint8 bits of the support to use in place of the filters (`support_mask`).
+        truncated: whether any row has a filter on; False skips the search for the support.
+    """
+    logprob, model, entropy, _, _, threshold = _token_logprobs(
+        hidden_CD, weight_VD, targets_C, temperature_C, top_k_C, top_p_C, min_p_C, support_CB, truncated
+    )
+    return TokenLogprobs(logprob, model, entropy, threshold)
+
+
+def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, threshold_C: Tensor) -> Tensor:
+    """The sampled support as bits, uint8 [C, ceil(V / 8)]: for updates after the first, when logits have moved."""
+    masks = []
+    with torch.no_grad():
+        for i in range(0, hidden_CD.shape[0], CHUNK):
+            c = slice(i, i + CHUNK)
+            z_CV = linear_fp32(hidden_CD[c], weight_VD) / logprobs_reference.divisor(temperature_C[c]).unsqueeze(1)
+            masks.append(logprobs_reference.pack_support(z_CV >= threshold_C[c].unsqueeze(1)))
+    return torch.cat(masks)
+
+
+@torch.library.custom_op("lockstep::sample", mutates_args=())
+def sample(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    key_C4: Tensor,
+    position_C: Tensor,
+    temperature_C: Tensor,
+    top_k_C: Tensor,
+    top_p_C: Tensor,
+    min_p_C: Tensor,
+    truncated: bool,
+    greedy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token a row and score it.
+
+    Args:
+        key_C4: int64 words of the sample's identity (`philox.sample_key`).
+        position_C: int64, absolute position of the token that is drawn.
+        truncated, greedy: whether any row has a filter on, or temperature 0.
+
+    Returns:
+        Token ids int64 [C], log-probability under the sampled distribution and under the model's own, float32 [C].
+    """
+    logits_CV = linear_fp32(hidden_CD, weight_VD)
+    rows = _rows(logits_CV)
+    stats = RowStatistics(
+        *rows.statistics(logits_CV, temperature_C, top_k_C, top_p_C, min_p_C, None, truncated, False)
+    )
+    token_C = rows.draw(logits_CV, temperature_C, stats.threshold_C, key_C4, position_C, greedy)
+    return token_C, *_gather(logits_CV, token_C, temperature_C, stats)
+
+
+@sample.register_fake
+def _(hidden_CD, weight_VD, key_C4, position_C, temperature_C, top_k_C, top_p_C, min_p_C, truncated, greedy):
+    return torch.empty_like(position_C), torch.empty_like(temperature_C), torch.empty_like(temperature_C)

@@ -1,0 +1,67 @@
+"""The reference path: every operator in plain torch, bitwise invariant to batch, position and padding on a CPU.
+
+What makes it so was measured, not assumed (`docs/numerics.md`): matrix products see a multiple of `ROW_BLOCK` rows,
+attention sees fixed key tiles at absolute positions, and no kernel whose vector body and scalar tail differ is used.
+
+Shape suffixes as in `rows.py` and `attention.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROW_BLOCK = 16
+
+
+def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Matrix product with the rows padded to a multiple of `ROW_BLOCK`."""
+    rows = x_TK.shape[0]
+    padding = -rows % ROW_BLOCK
+    if padding:
+        return F.linear(F.pad(x_TK, (0, 0, 0, padding)), weight_NK)[:rows].contiguous()
+    return F.linear(x_TK, weight_NK)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim; float32 result."""
+    x = x.float()
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def head_weights(q_weight_H: Tensor, k_weight_H: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
+    """Norm weights a head, float32 [N + K, H]."""
+    return torch.cat((q_weight_H.expand(num_heads, -1), k_weight_H.expand(num_kv_heads, -1))).float()
+
+
+def qk_norm_rope(
+    qkv_TE: Tensor,
+    q_weight_H: Tensor | None,
+    k_weight_H: Tensor | None,
+    cos_sin_TH: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> Tensor:
+    """See `rows.qk_norm_rope`."""
+    tokens, head_dim = cos_sin_TH.shape
+    heads = num_heads + num_kv_heads
+    qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim)
+    if q_weight_H is not None and k_weight_H is not None:
+        qk = rms_norm(qk, head_weights(q_weight_H, k_weight_H, num_heads, num_kv_heads), eps)
+    else:
+        qk = qk.float()
+    half = head_dim // 2
+    cos, sin = cos_sin_TH[:, None, :half], cos_sin_TH[:, None, half:]
+    first, second = qk[..., :half], qk[..., half:]
+    out = torch.empty(tokens, heads, head_dim, dtype=torch.float32)
+    torch.sub(first * cos, second * sin, out=out[..., :half])
+    torch.add(second * cos, first * sin, out=out[..., half:])
+    return out.to(qkv_TE.dtype)
+
+
+def silu_mul(gate_up_TE: Tensor) -> Tensor:
+    """See `rows.silu_mul`. `x / (1 + exp(-x))`: torch's own silu differs between its vector body and scalar tail."""
+    gate, up = gate_up_TE.float().chunk(2, dim=1)
+    return (gate / (torch.exp(-gate) + 1.0) * up).to(gate_up_TE.dtype)

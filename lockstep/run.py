@@ -1,0 +1,188 @@
+"""What the command line runs: training in a run folder, one-off generation, evaluation."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from . import __version__, checkpoint, config_file
+from .build import build, load_policy, save_policy
+from .config import RunConfig
+from .errors import InputError, LockstepError
+from .generator import Engine, SharedWeights, plan_cache_tokens
+from .loop import Loop
+from .metrics import METRICS_FILE, ROLLOUTS_FILE, Display, MetricsWriter, rollout_records, write_json, write_summary
+from .parity import Certificate
+from .report import write_report
+from .types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
+
+PARITY_FILE, CHECKPOINTS, FINAL_MODEL = "parity.json", "checkpoints", "model"
+
+
+def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
+    """Run `config` in `run_dir`, or go on from its last whole checkpoint; returns the summary it writes there.
+
+    Raises:
+        LockstepError: the run failed; what it wrote until then stays, with a report.
+    """
+    recorder = _Recorder(config, run_dir)
+    loop = Loop(config, build(config))
+    recorder.started()
+    with recorder, Display(config.steps, live=config.metrics.progress) as display:
+        start = recorder.resume(loop, display) if resume else 0
+        if start == 0:
+            recorder.warmup(loop, display)
+            recorder.validate(loop, display, 0)
+            recorder.checkpoint(loop, 0)
+        recorder.open(start)
+        for step in range(start, config.steps):
+            try:
+                metrics, groups = loop.step(step)
+            finally:
+                write_json(run_dir / PARITY_FILE, loop.certificate.to_dict())
+            if _is_due(step + 1, config.task.validation_interval, config.steps):
+                metrics |= recorder.validate(loop, display, step + 1)
+            recorder.step(step, metrics, groups)
+            display.update(step, metrics)
+            recorder.checkpoint(loop, step + 1)
+        save_policy(loop.run.policy, run_dir / FINAL_MODEL)
+    return recorder.summary
+
+
+def _is_due(done: int, interval: int, steps: int) -> bool:
+    return done == steps or (interval > 0 and done % interval == 0)
+
+
+class _Recorder:
+    """The run folder of one training run: metrics, rollouts, checkpoints, summary, report."""
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.began = time.perf_counter()
+        self.validations: dict[str, dict[str, float]] = {}
+        self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
+        self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
+        self._metrics: MetricsWriter | None = None
+        self._rollouts: MetricsWriter | None = None
+        self._rewards: list[float] = []
+
+    def started(self) -> None:
+        """The parts are built: record the configuration and the start-up time."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        config_file.save(self.config, self.run_dir / "config.yaml")
+        self.summary["startup_s"] = time.perf_counter() - self.began
+
+    def open(self, start: int) -> None:
+        """Open the files that get a line a step; lines of step `start` and later are of a history that is redone."""
+        self._metrics = MetricsWriter(self.run_dir / METRICS_FILE, start)
+        self._rollouts = MetricsWriter(self.run_dir / ROLLOUTS_FILE, start)
+
+    def resume(self, loop: Loop, display: Display) -> int:
+        """Restore the newest whole checkpoint; returns the steps it had done (0 when there is none)."""
+        loaded = checkpoint.latest(self.run_dir / CHECKPOINTS)
+        if loaded is None:
+            display.note("no whole checkpoint to resume from; starting over")
+            return 0
+        _require_same_numerics(loaded.state["numerics"], loop)
+        loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
+        loop.certificate = Certificate(**loaded.state["certificate"])
+        loop.idle_steps = loaded.state["idle_steps"]
+        self.validations = loaded.state["validations"]
+        self.summary |= {"warmup": loaded.state["warmup"], "resumed_from_step": loaded.step}
+        display.note(f"resumed from {loaded.path.name}")
+        return loaded.step
+
+    def checkpoint(self, loop: Loop, step: int) -> None:
+        """Save when `checkpoint.interval` says so, and at the end."""
+        c = self.config.checkpoint
+        if c.interval == 0 or (step % c.interval and step != self.config.steps):
+            return
+        tensors, counters = loop.run.trainer.state()
+        state = {
+            "trainer": counters,
+            "certificate": vars(loop.certificate),
+            "idle_steps": loop.idle_steps,
+            "validations": self.validations,
+            "warmup": self.summary.get("warmup"),
+            "numerics": loop.numerics(),
+        }
+        checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, c.keep_last)
+
+    def warmup(self, loop: Loop, display: Display) -> None:
+        """Supervised steps on worked examples before reinforcement learning."""
+        steps = self.config.trainer.warmup_steps
+        if not steps:
+            return
+        began = time.perf_counter()
+        display.note(f"warm-up: {steps} supervised steps on worked examples")
+        losses = [loop.warmup_step(i).loss for i in range(steps)]
+        loop.run.trainer.reset_optimizer()
+        seconds = time.perf_counter() - began
+        display.note(f"warm-up: loss {losses[0]:.3f} to {losses[-1]:.3f} in {seconds:.1f} s")
+        self.summary["warmup"] = {"steps": steps, "loss_first": losses[0], "loss_last": losses[-1]}
+        self.summary["warmup_s"] = seconds
+
+    def validate(self, loop: Loop, display: Display, step: int) -> dict[str, float]:
+        """Greedy completions of held-out problems after `step` steps."""
+        metrics = loop.validate()
+        if metrics:
+            self.validations[str(step)] = metrics
+            shown = ", ".join(f"{k.removeprefix('validation/')} {v:.3f}" for k, v in metrics.items())
+            display.note(f"validation after {step} steps: {shown}")
+        return metrics
+
+    def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
+        """Write one step's lines."""
+        assert self._metrics is not None and self._rollouts is not None
+        self._metrics.write({"step": step, **metrics})
+        if self.config.metrics.rollouts:
+            for record in rollout_records(step, groups):
+                self._rollouts.write(record)
+        self.summary["generator_s"] += metrics["time/generate"]
+        self.summary["trainer_s"] += metrics["time/forward_backward"] + metrics.get("time/optim_step", 0.0)
+        self._rewards.append(metrics["reward/mean"])
+
+    def __enter__(self) -> _Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever ended the run, leave a summary and a report of what there is."""
+        for file in (self._metrics, self._rollouts):
+            if file is not None:
+                file.close()
+        ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
+        self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
+        self.summary |= {"steps_done": len(self._rewards), "validation": self.validations}
+        self.summary["total_s"] = time.perf_counter() - self.began
+        write_summary(self.run_dir, self.summary)
+        write_report(self.run_dir)
+
+
+def _require_same_numerics(saved: dict[str, Any], loop: Loop) -> None:
+    """Bits depend on these; a run that goes on with others would not be the same run."""
+    now = loop.numerics()
+    changed = [f"{k} was {saved.get(k)!r} and is {now[k]!r}" for k in now if saved.get(k) != now[k]]
+    if changed:
+        raise InputError(f"cannot resume with the same bits: {'; '.join(changed)}. Resume where the run began")
+
+
+def generate(model: str, prompt: str, sampling: SamplingParams, seed: int, device: str, dtype: str) -> list[Completion]:
+    """Complete one prompt `sampling.n` times. The tokenizer's end-of-sequence token stops."""
+    policy = load_policy(model, "tiny", seed, device, dtype)
+    ids = policy.encode(prompt)
+    config = RunConfig().generator
+    embed, length = policy.model.embed, len(ids) + sampling.max_completion_length
+    capacity = plan_cache_tokens(config, policy.model.config, embed.dtype, embed.device, sampling.n, length)
+    engine = Engine(SharedWeights(policy.model), config, capacity, policy.decode)
+    return engine.generate([ids], [sampling], [SampleIdentity(seed, GENERATE_DOMAIN, 0, 0)])[0]
+
+
+def evaluate(config: RunConfig) -> dict[str, Any]:
+    """Greedy completions of the task's validation problems: mean reward, and each reward function's mean."""
+    loop = Loop(config, build(config))
+    metrics = loop.validate()
+    if not metrics:
+        raise LockstepError(f"task {config.task.name} has no validation problems")
+    return {"task": config.task.name, "prompts": len(loop.run.task.validation_problems()), **metrics}

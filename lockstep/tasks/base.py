@@ -1,0 +1,54 @@
+"""What a task is: a source of problems, each a pure function of its place in the run, and their rewards."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InputError
+from .rewards import RewardSet
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt with what its reward needs to know.
+
+    `prompt` is plain text or chat messages; `columns` go to the reward functions by name. `worked_example` is a
+    completion, without the end-of-sequence token, that earns the full reward. `origin` names the data row in
+    messages, for example "train.jsonl line 3".
+    """
+
+    prompt: str | list[dict[str, Any]]
+    columns: dict[str, Any] = field(default_factory=dict)
+    worked_example: str | None = None
+    origin: str = ""
+
+
+class Task(ABC):
+    """A prompt source and its rewards. Nothing in it advances, so a run resumes from a step's number alone."""
+
+    name: str
+    rewards: RewardSet
+
+    @abstractmethod
+    def train_problem(self, step: int, group: int) -> Problem:
+        """The problem that group `group` of step `step` trains on."""
+
+    @abstractmethod
+    def validation_problems(self) -> list[Problem]:
+        """The held-out problems, the same at every call; empty when validation is off."""
+
+    def warmup_problem(self, step: int, index: int) -> Problem:
+        """Example `index` of supervised step `step`, with its worked example.
+
+        Raises `InputError` for a task that has none.
+        """
+        raise InputError(f"task {self.name} has no worked examples, which supervised warm-up steps need")
+
+
+def draw(*key: int | str) -> int:
+    """64 random bits that are a pure function of `key`: BLAKE2b of its parts. Used modulo small bounds only."""
+    text = "/".join(str(part) for part in key)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

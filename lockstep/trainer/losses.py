@@ -1,0 +1,69 @@
+"""Policy losses, one small function a family, over per-token tensors.
+
+A loss is a per-token value; its normalization is in the weights (`packing.loss_weights`). Nothing is clamped to hide
+an overflow: the loss is then infinite or NaN, and the step is not applied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..config import LossConfig, LossType
+
+DAPO_EPSILON_HIGH = 0.28  # section 4.1 of arXiv 2503.14476
+
+# (logprob_C, model_logprob_C, old_logprob_C, advantage_C, config) -> loss_C, clipped_C (bool)
+TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor, LossConfig], tuple[Tensor, Tensor]]
+
+
+def clipped_surrogate(
+    logprob_C: Tensor, old_logprob_C: Tensor, advantage_C: Tensor, epsilon: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped objective, negated: `-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, and where it clips.
+
+    `r = exp(logprob - old_logprob)`, of the distribution that was sampled (Schulman et al. 2017, equation 7). The
+    minimum clips from above where A > 0 and from below where A < 0, so the bound is put on `log r`, on that side
+    alone: the same function, but the exponential overflows only where the objective does, and the gradient of a
+    clipped token is 0 and never 0 * inf.
+    """
+    log_ratio_C = logprob_C - old_logprob_C
+    low = math.log1p(-epsilon) if epsilon < 1 else -math.inf
+    bounded_C = torch.where(
+        advantage_C >= 0, log_ratio_C.clamp(max=math.log1p(epsilon_high)), log_ratio_C.clamp(min=low)
+    )
+    clipped_C = (bounded_C != log_ratio_C) & (advantage_C != 0)
+    return -advantage_C * torch.exp(bounded_C), clipped_C
+
+
+def grpo(logprob_C: Tensor, model_logprob_C: Tensor, old_logprob_C: Tensor, advantage_C: Tensor, config: LossConfig):
+    """Symmetric clip unless `epsilon_high` is given. `dr_grpo` differs in its weights only."""
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    return clipped_surrogate(logprob_C, old_logprob_C, advantage_C, config.epsilon, high)
+
+
+def dapo(logprob_C: Tensor, model_logprob_C: Tensor, old_logprob_C: Tensor, advantage_C: Tensor, config: LossConfig):
+    """Clip-higher: more room above than below (arXiv 2503.14476, section 3.1)."""
+    high = DAPO_EPSILON_HIGH if config.epsilon_high is None else config.epsilon_high
+    return clipped_surrogate(logprob_C, old_logprob_C, advantage_C, config.epsilon, high)
+
+
+def sft(logprob_C: Tensor, model_logprob_C: Tensor, old_logprob_C: Tensor, advantage_C: Tensor, config: LossConfig):
+    """Cross-entropy of the model's own distribution."""
+    return -model_logprob_C, torch.zeros_like(model_logprob_C, dtype=torch.bool)
+
+
+LOSSES: dict[LossType, TokenLoss] = {"grpo": grpo, "dr_grpo": grpo, "dapo": dapo, "sft": sft}
+
+
+def kl_k3(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
+    """Estimate of KL(model || reference) from the model's own samples, nats a token, never negative.
+
+    `exp(d) - 1 - d` with `d = ref - model`: Schulman's k3 (http://joschu.net/blog/kl-approx.html). `expm1` keeps its
+    digits near 0.
+    """
+    difference_C = ref_logprob_C - model_logprob_C
+    return torch.expm1(difference_C) - difference_C

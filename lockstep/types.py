@@ -1,0 +1,158 @@
+"""Records that cross rooms.
+
+Shape suffixes: T packed tokens, C completion tokens, S segments (packed sequences).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+# Sampling domains: a part of the identity that keys the random numbers, so that validation or a one-off
+# `generate` never consumes or repeats what training draws.
+TRAIN_DOMAIN, VALIDATION_DOMAIN, GENERATE_DOMAIN, WARMUP_DOMAIN = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. Fields have the meaning they have in TRL and vLLM.
+
+    `temperature == 0` is greedy. Filters apply in the order temperature, top-k, top-p (over what top-k kept),
+    min-p; ties at a filter's edge are all kept. `top_k == 0`, `top_p == 1` and `min_p == 0` are off.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_completion_length: int = 128
+    n: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a filter removes tokens from the support (greedy aside)."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+@dataclass(frozen=True)
+class SampleIdentity:
+    """What a sample's random numbers are keyed by, together with the token's position and nothing else."""
+
+    seed: int
+    domain: int
+    step: int
+    group: int
+    sample: int = 0
+
+
+@dataclass
+class Completion:
+    """One sampled continuation, exactly as the generator produced it.
+
+    `logprobs` are of the distribution that was sampled (temperature and filters applied), `model_logprobs` of the
+    model's own at temperature 1, untruncated; both are float32 values held exactly. All four per-token lists have
+    the length of `token_ids`, which ends with the stop token when one was sampled.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    model_logprobs: list[float]
+    weight_versions: list[int]
+    text: str
+    finish_reason: FinishReason
+    identity: SampleIdentity
+
+
+@dataclass
+class Rollout:
+    """A completion with what scoring made of it. `rewards` holds each reward function's value (None: not applicable)."""
+
+    completion: Completion
+    rewards: dict[str, float | None]
+    reward: float
+    advantage: float = 0.0
+
+
+@dataclass
+class RolloutGroup:
+    """The samples of one prompt. `prompt` is the text or messages, `columns` the data row's other columns."""
+
+    group: int
+    prompt: Any
+    prompt_ids: list[int]
+    rollouts: list[Rollout]
+    sampling: SamplingParams
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TrainSequence:
+    """One completion to train on. `loss_weight` multiplies each of its tokens' loss, normalization included."""
+
+    token_ids: list[int]
+    advantage: float
+    loss_weight: float
+    logprobs: list[float] | None = None  # None: nothing to hold parity against (supervised steps)
+    model_logprobs: list[float] | None = None
+    request: str = ""  # names the sample in messages, for example "group 3 sample 1"
+
+
+@dataclass
+class TrainGroup:
+    """A prompt and the completions that share it in the pack."""
+
+    prompt_ids: list[int]
+    sequences: list[TrainSequence]
+    sampling: SamplingParams
+
+
+@dataclass
+class PackedBatch:
+    """One micro-batch: packed tokens in a fixed bucket, no batch dimension.
+
+    Segment s occupies rows `cu_seqlens[s]:cu_seqlens[s + 1]`; its tokens have absolute positions starting at
+    `prefix_len[s]` and attend to rows `prefix_start[s] : prefix_start[s] + prefix_len[s]` (a shared prompt) and
+    causally to their own segment. Unused segments are empty; rows past the last segment are padding.
+
+    Per completion token c: its logits come from hidden row `logit_rows_C[c]`; padding has `valid_C` False.
+    """
+
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    cu_seqlens: Tensor  # int32 [S + 1]
+    prefix_start_S: Tensor  # int32
+    prefix_len_S: Tensor  # int32
+    max_len: int  # bound on prefix + own length over the segments
+    logit_rows_C: Tensor  # int64
+    targets_C: Tensor  # int64
+    valid_C: Tensor  # bool
+    weight_C: Tensor  # float32, includes the loss's normalization
+    advantage_C: Tensor  # float32
+    old_logprob_C: Tensor  # float32, of the sampled distribution
+    old_model_logprob_C: Tensor  # float32, temperature 1, untruncated
+    ref_logprob_C: Tensor  # float32, the frozen reference's, temperature 1
+    temperature_C: Tensor  # float32
+    top_k_C: Tensor  # int32
+    top_p_C: Tensor  # float32
+    min_p_C: Tensor  # float32
+    check_parity: bool  # old log-probs are the generator's and must be equal
+    truncated: bool  # some row has a filter on
+    sequence_C: Tensor  # int64 (host side), index into `sequences` for messages
+    sequences: list[TrainSequence] = field(default_factory=list)
+    support_C: Tensor | None = None  # uint8 [C, ceil(V / 8)], the sampled support, for updates after the first
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same batch with its tensors on `device` (`sequence_C` stays on the host)."""
+        moved = {
+            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) and k != "sequence_C" else v
+            for k, v in vars(self).items()
+        }
+        return PackedBatch(**moved)

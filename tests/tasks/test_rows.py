@@ -1,0 +1,143 @@
+"""Reading rows: every format, GSM8K's and verl's columns, and errors that name the line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from lockstep.errors import InputError
+from lockstep.tasks.rows import read_problems
+
+MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": MESSAGES, "data_source": "d", "reward_model": {"style": "rule", "ground_truth": "7"}},
+    {"prompt": MESSAGES, "data_source": "e", "reward_model": {"style": "rule", "ground_truth": "8"}},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", [{"prompt": "é", "a": 1}, {"prompt": MESSAGES, "b": [2]}])
+    first, second = read_problems(data, "train")
+    assert (first.prompt, first.columns, first.origin) == ("é", {"a": 1, "b": None}, f"{data} line 1")
+    assert (second.prompt, second.columns, second.origin) == (MESSAGES, {"a": None, "b": [2]}, f"{data} line 2")
+
+
+def test_blank_lines_a_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b\\u2028c"}')
+    problems = read_problems(str(path), "train")
+    assert [(p.prompt, p.origin) for p in problems] == [("a", f"{path} line 1"), ("b\u2028c", f"{path} line 3")]
+
+
+def test_parquet_and_saved_folders_and_folders_of_files(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files" / "train.jsonl", ROWS)
+    for name in ("rows.parquet", "saved", "splits", "files"):
+        problems = read_problems(str(tmp_path / name), "train")
+        assert [{"prompt": p.prompt, **p.columns} for p in problems] == ROWS
+        assert problems[1].origin == f"{tmp_path / name} row 1"
+    (only,) = read_problems(str(tmp_path / "splits"), "test")
+    assert only.columns["reward_model"]["ground_truth"] == "8"
+
+
+def test_gsm8k_columns_ask_the_question(tmp_path: Path) -> None:
+    (problem,) = read_problems(write(tmp_path / "g.jsonl", [{"question": "How many?", "answer": "#### 3"}]), "train")
+    assert isinstance(problem.prompt, list)
+    (message,) = problem.prompt
+    assert message["role"] == "user" and message["content"].startswith("How many?\n\n") and "####" in message["content"]
+    assert problem.columns == {"question": "How many?", "answer": "#### 3"}
+
+
+def test_a_prompt_column_comes_before_question_and_answer(tmp_path: Path) -> None:
+    row = {"prompt": "p", "question": "q", "answer": "a"}
+    (problem,) = read_problems(write(tmp_path / "g.jsonl", [row]), "train")
+    assert (problem.prompt, problem.columns) == ("p", {"question": "q", "answer": "a"})
+
+
+GOOD = '{"prompt": "p"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON: Expecting"),
+        ("prompt", "line 2 is not JSON"),
+        ("[1, 2]", "line 2 is of type list; each line must be a JSON object"),
+        ("3", "line 2 is of type int; each line must be a JSON object"),
+        ("[" * 100_000, "line 2 is not JSON"),
+        ("{}", "line 2 has no columns; it needs prompt, or question and answer"),
+        ('{"question": "q"}', "line 2 has question; it needs prompt, or question and answer"),
+        ('{"question": 3, "answer": "a"}', "line 2: question must be a text"),
+        ('{"prompt": 3}', "line 2: prompt is of type int; it must be a text or a list of chat messages"),
+        ('{"prompt": null}', "line 2: prompt is of type NoneType"),
+        ('{"prompt": ""}', "line 2: prompt is empty"),
+        ('{"prompt": []}', "line 2: prompt is empty"),
+        ('{"prompt": "\\ud800"}', "line 2: prompt is of type str"),
+        ('{"prompt": ["hi"]}', "line 2: prompt message 0 must be an object with role and content"),
+        ('{"prompt": [{"role": "user"}]}', "line 2: prompt message 0 must be an object with role and content"),
+        ('{"prompt": [{"role": "assistant", "content": "a"}]}', "line 2: the prompt's last message is the assistant's"),
+        ('{"prompt": "p", "completions": 1}', "line 2: column 'completions' has the name of a reward argument"),
+    ],
+)
+def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{GOOD}\n{line}\n{GOOD}\n")
+    with pytest.raises(InputError, match=f"^{path} {message}"):
+        read_problems(str(path), "train")
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
+    with pytest.raises(InputError, match=f"{path} line 2 is not UTF-8"):
+        read_problems(str(path), "train")
+
+
+def test_malformed_rows_of_other_formats_are_named_by_row(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"prompt": "p"}, {"prompt": ""}]).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match="rows.parquet row 1: prompt is empty"):
+        read_problems(str(tmp_path / "rows.parquet"), "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.jsonl", None, "none.jsonl cannot be read: No such file"),
+        ("none.parquet", None, "none.parquet does not exist"),
+        ("none/folder/", None, "does not exist"),
+        ("empty.jsonl", "", "empty.jsonl has no rows"),
+        ("blank.jsonl", "\n \n", "blank.jsonl has no rows"),
+        ("rows.csv", "prompt\np\n", "rows.csv must end in .jsonl, .json, .ndjson or .parquet, or be a folder"),
+        ("bad.parquet", "no parquet", r"bad.parquet \(split train\) cannot be loaded"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_problems(f"{tmp_path}/{name}", "train")
+
+
+def test_an_unknown_split_is_named(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(InputError, match=r"\(split test\) cannot be loaded"):
+        read_problems(str(tmp_path / "splits"), "test")

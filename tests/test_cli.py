@@ -1,0 +1,306 @@
+"""The command line: what flags resolve to, what bad input says, exit codes, and what goes where.
+
+The commands' own work (`lockstep.run`, `lockstep.parity`, `lockstep.models.init`) is replaced by recorders: these
+tests are about the way there and back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep import config_file
+from lockstep.cli import main
+from lockstep.config import RunConfig
+from lockstep.errors import InputError, LockstepError, ParityError
+from lockstep.recipes import RECIPES
+from lockstep.types import Completion, SampleIdentity, SamplingParams
+
+
+class Recorder(SimpleNamespace):
+    """Stands for `lockstep.run`: remembers the calls, returns or raises what the test sets."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=[], result={"total_s": 1.5, "note": math.nan}, error=None)
+
+    def _record(self, *arguments: Any) -> Any:
+        self.calls.append(arguments)
+        print("a library's chatter")
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def train(self, config: RunConfig, run_dir: Path, resume: bool) -> Any:
+        result = self._record(config, run_dir, resume)
+        config_file.save(config, run_dir / "config.yaml")
+        return result
+
+    def generate(self, *arguments: Any) -> Any:
+        return self._record(*arguments)
+
+    def evaluate(self, config: RunConfig) -> Any:
+        return self._record(config)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "lockstep.run", recorder)
+    return recorder
+
+
+def resolved(run: Recorder, *arguments: str) -> RunConfig:
+    """The configuration that `lockstep train ARGUMENTS` trains with."""
+    assert main(["train", *arguments]) == 0
+    return run.calls[-1][0]
+
+
+# What flags resolve to
+
+
+def test_train_alone_is_the_default_recipe(run: Recorder) -> None:
+    assert resolved(run) == RECIPES["sum-digits"]()
+    _, run_dir, resume = run.calls[0]
+    assert run_dir.parent == Path("runs") and run_dir.name.startswith("sum-digits-") and not resume
+
+
+def test_runs_of_one_second_get_folders_of_their_own(run: Recorder) -> None:
+    for _ in range(3):
+        assert main(["train"]) == 0
+    assert len({call[1] for call in run.calls}) == 3
+
+
+def test_flags_override_the_recipe(run: Recorder) -> None:
+    config = resolved(
+        run,
+        *("gsm8k --steps 7 --seed 3 --model my/model --device cpu --parity warn --data d.jsonl".split()),
+        *("--sampling.top-p 0.9 --sampling.top_k=5 --loss.loss_type dapo --generator.no-prefix-caching".split()),
+    )
+    recipe = RECIPES["gsm8k"]()
+    assert config == replace(
+        recipe,
+        steps=7,
+        seed=3,
+        model="my/model",
+        device="cpu",
+        parity="warn",
+        task=replace(recipe.task, data="d.jsonl"),
+        sampling=replace(recipe.sampling, top_p=0.9, top_k=5),
+        loss=replace(recipe.loss, loss_type="dapo"),
+        generator=replace(recipe.generator, prefix_caching=False),
+    )
+
+
+@pytest.mark.parametrize("prefix", ["--", "--task."])
+def test_short_and_long_names_of_data_and_reward(run: Recorder, prefix: str) -> None:
+    config = resolved(run, "dataset", f"{prefix}data", "d.jsonl", f"{prefix}reward", "m:f", "p.py:g")
+    assert config.task.data == "d.jsonl" and config.task.reward == ("m:f", "p.py:g")
+
+
+def test_the_recipe_may_stand_anywhere_before_a_list(run: Recorder) -> None:
+    assert resolved(run, "--steps", "2", "gsm8k", "--data", "d").recipe == "gsm8k"
+
+
+def test_config_replays_and_flags_override_it(run: Recorder, tmp_path: Path) -> None:
+    saved = replace(RECIPES["sum-digits"](), seed=11, steps=4)
+    config_file.save(saved, tmp_path / "my.yaml")
+    assert resolved(run, "--config", "my.yaml") == saved
+    assert resolved(run, "--config", "my.yaml", "--steps", "9") == replace(saved, steps=9)
+
+
+def test_resume_goes_on_with_the_run_and_may_raise_steps(run: Recorder, tmp_path: Path) -> None:
+    first = resolved(run, "--run-dir", "r", "--seed", "5", "--steps", "3")
+    assert resolved(run, "--resume", "r") == first
+    assert run.calls[-1][1:] == (Path("r"), True)
+    assert resolved(run, "--resume", "r", "--steps", "8", "--seed", "5") == replace(first, steps=8)
+
+
+def test_eval(run: Recorder) -> None:
+    flags = "eval --model m --task gsm8k --data test.jsonl --prompts 50 --max-completion-length 64 --dtype float32"
+    assert main(flags.split()) == 0
+    (config,) = run.calls[0]
+    assert (config.model, config.dtype, config.sampling.max_completion_length) == ("m", "float32", 64)
+    task = config.task
+    assert (task.name, task.data, task.validation_data, task.validation_prompts) == ("gsm8k", *["test.jsonl"] * 2, 50)
+    assert main("eval --model m --task sum-digits --no-easy".split()) == 0
+    assert run.calls[1][0].task.easy is False
+
+
+def completion(text: str) -> Completion:
+    return Completion([1, 2], [-0.5, -0.1], [-0.5, -0.1], [0, 0], text, "stop", SampleIdentity(0, 2, 0, 0))
+
+
+def test_generate(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    run.result = [completion("one"), completion("two")]
+    flags = ["--prompt", "Say it: -5", "--n", "2", "--top-p", "0.5", "--stop", "\n", "--seed", "3"]
+    assert main(["generate", "--model", "m", *flags]) == 0
+    sampling = SamplingParams(n=2, top_p=0.5, stop=("\n",))
+    assert run.calls[0] == ("m", "Say it: -5", sampling, 3, "auto", "auto")
+    assert capsys.readouterr().out == "--- 1 of 2\none\n--- 2 of 2\ntwo\n"
+    assert main(["generate", "--model", "m", "--json", *flags]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["completions"][1]["text"] == "two" and printed["completions"][1]["logprobs"] == [-0.5, -0.1]
+
+
+@pytest.mark.parametrize("identical", [True, False])
+def test_parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], identical: bool) -> None:
+    calls = []
+
+    def check_model(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return SimpleNamespace(identical=identical, render=lambda: "PASS", to_dict=lambda: {"identical": identical})
+
+    monkeypatch.setitem(sys.modules, "lockstep.parity", SimpleNamespace(check_model=check_model))
+    assert main(["parity", "--model", "m", "--tokens", "12"]) == (0 if identical else 1)
+    assert calls == [("m", 12, 0, "auto", "auto")]
+    assert capsys.readouterr().out == "PASS\n"
+    main(["parity", "--model", "m", "--json"])
+    assert json.loads(capsys.readouterr().out) == {"identical": identical}
+
+
+def test_init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = []
+
+    def init_folder(*arguments: Any) -> dict[str, Any]:
+        calls.append(arguments)
+        return {"parameters": 12}
+
+    monkeypatch.setitem(sys.modules, "lockstep.models.init", SimpleNamespace(init_folder=init_folder))
+    assert main("init tiny --out m --seed 4 --vocab-size 600 --json".split()) == 0
+    assert calls == [("tiny", Path("m"), 4, None, 600)]
+    assert json.loads(capsys.readouterr().out) == {"parameters": 12}
+
+
+# What goes where
+
+
+def test_json_prints_one_object_and_nothing_else(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"total_s": 1.5, "note": "NaN"} and printed.out.count("\n") == 1
+    assert "a library's chatter" in printed.err
+
+
+def test_without_json_a_table(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--run-dir", "r"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "folder", "r"] and ["total_s", "1.5"] in [line.split() for line in lines]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["", "train", "generate", "eval", "parity", "init"])
+def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    assert f"usage: lockstep {command}".rstrip() in capsys.readouterr().out
+
+
+def test_help_shows_the_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "gsm8k", "--help"])
+    assert f"(default: {RECIPES['gsm8k']().steps})" in capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; from lockstep.cli import main; main(['train', '--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run([sys.executable, "-m", "lockstep", "--help"], stdout=write_end, stderr=subprocess.PIPE)
+    os.close(write_end)
+    assert done.returncode == 1 and b"Traceback" not in done.stderr
+
+
+# Bad input: exit code 2, a message that names it, nothing on standard output, nothing run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        ("trian", ["trian", "train, generate, eval, parity, init"]),
+        ("train sum-digit", ["unknown recipe 'sum-digit'", "did you mean sum-digits"]),
+        ("train zzz", ["unknown recipe 'zzz'", "allowed: sum-digits, gsm8k, dataset"]),
+        ("train sum-digits gsm8k", ["gsm8k"]),
+        ("train --stepz 3", ["--stepz", "--steps"]),
+        ("train --sampling.topp 0.5", ["--sampling.topp", "--sampling.top-p"]),
+        ("train --steps many", ["--steps", "many"]),
+        ("train --steps", ["--steps"]),
+        ("train --steps 1 --steps 2", ["--steps is given twice"]),
+        ("train --sampling.top-p=1 --sampling.top_p=1", ["--sampling.top-p is given twice"]),
+        ("train --parity perhaps", ["--parity", "perhaps", "strict"]),
+        ("train --steps -1", ["steps is -1", "at least 0"]),
+        ("train --sampling.top-p 2", ["sampling.top_p is 2.0", "between"]),
+        ("train dataset", ["task.data is missing"]),
+        ("train --data d.jsonl", ["task.data has no effect on sum-digits"]),
+        ("train --config none.yaml", ["none.yaml", "cannot be read"]),
+        ("train --config bad.yaml", ["bad.yaml", "unknown key stepz", "did you mean steps"]),
+        ("train gsm8k --config good.yaml", ["a recipe and --config"]),
+        ("train --config good.yaml --resume done", ["--config and --resume"]),
+        ("train --resume nowhere", ["--resume nowhere", "not a run folder"]),
+        ("train --resume done --run-dir other", ["--run-dir has no effect with --resume"]),
+        ("train --resume done --steps 1", ["steps is 30 there and 1 here", "only be raised"]),
+        ("train --resume done --seed 9", ["--resume done", "seed is 0 there and 9 here", "only --steps"]),
+        ("train --resume done --sampling.top-p 0.5", ["sampling.top_p is 1.0 there and 0.5 here"]),
+        ("train --run-dir done", ["--run-dir done is not empty", "--resume done"]),
+        ("train --run-dir good.yaml", ["cannot make the run folder", "good.yaml"]),
+        ("generate --prompt x", ["--model"]),
+        ("eval --model m --task sum", ["unknown task 'sum'", "did you mean sum-digits"]),
+        ("eval --model m --task gsm8k", ["task.data is missing"]),
+        ("eval --model m --task sum-digits --prompts 0", ["--prompts is 0"]),
+        ("parity --model m --tokens 0", ["--tokens is 0"]),
+        ("init tiny", ["--out"]),
+        ("", ["train, generate, eval, parity, init"]),
+    ],
+)
+def test_bad_input(run: Recorder, capsys: pytest.CaptureFixture[str], arguments: str, messages: list[str]) -> None:
+    Path("done").mkdir()
+    config_file.save(replace(RECIPES["sum-digits"](), steps=30), Path("done/config.yaml"))
+    Path("good.yaml").write_text("steps: 3\n")
+    Path("bad.yaml").write_text("stepz: 3\n")
+    assert main(arguments.split()) == 2
+    printed = capsys.readouterr()
+    said = " ".join(printed.err.replace("│", " ").split())
+    for message in messages:
+        assert message in said
+    assert printed.out == "" and "Traceback" not in printed.err
+    assert run.calls == [] and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InputError("row 3 is bad"), 2),
+        (ParityError("row 3 is bad"), 1),
+        (LockstepError("row 3 is bad"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(run: Recorder, capsys: pytest.CaptureFixture[str], error: BaseException, code: int) -> None:
+    run.error = error
+    assert main(["train", "--json"]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert ("row 3 is bad" if code != 130 else "interrupted") in printed.err
+    assert not list(Path("runs").iterdir())  # a folder that nothing was written to does not stay
+
+
+def test_a_bug_is_not_hidden(run: Recorder) -> None:
+    run.error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
