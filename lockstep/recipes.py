@@ -13,7 +13,7 @@ def sum_digits() -> RunConfig:
         recipe="sum-digits",
         steps=30,
         task=TaskConfig(name="sum-digits", easy=True),
-        sampling=SamplingConfig(num_generations=8, max_completion_length=16),
+        sampling=SamplingConfig(num_generations=8, max_completion_length=24),
         trainer=TrainerConfig(prompts_per_step=8, warmup_steps=200, warmup_learning_rate=3e-3),
         optimizer=OptimizerConfig(learning_rate=3e-4),
     )

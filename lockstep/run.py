@@ -13,6 +13,7 @@ from .errors import InputError, LockstepError
 from .generator import Engine, SharedWeights, plan_cache_tokens
 from .loop import Loop
 from .metrics import METRICS_FILE, ROLLOUTS_FILE, Display, MetricsWriter, rollout_records, write_json, write_summary
+from .parallel import require_single_process
 from .parity import Certificate
 from .report import write_report
 from .types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
@@ -26,6 +27,7 @@ def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
     Raises:
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
+    require_single_process()
     recorder = _Recorder(config, run_dir)
     loop = Loop(config, build(config))
     recorder.started()

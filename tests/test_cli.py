@@ -60,9 +60,14 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     return recorder
 
 
-def resolved(run: Recorder, *arguments: str) -> RunConfig:
-    """The configuration that `lockstep train ARGUMENTS` trains with."""
-    assert main(["train", *arguments]) == 0
+def command(line: str) -> int:
+    """The exit code of `lockstep LINE`."""
+    return main(line.split())
+
+
+def resolved(run: Recorder, line: str) -> RunConfig:
+    """The configuration that `lockstep train LINE` trains with."""
+    assert command(f"train {line}") == 0
     return run.calls[-1][0]
 
 
@@ -70,22 +75,22 @@ def resolved(run: Recorder, *arguments: str) -> RunConfig:
 
 
 def test_train_alone_is_the_default_recipe(run: Recorder) -> None:
-    assert resolved(run) == RECIPES["sum-digits"]()
+    assert resolved(run, "") == RECIPES["sum-digits"]()
     _, run_dir, resume = run.calls[0]
     assert run_dir.parent == Path("runs") and run_dir.name.startswith("sum-digits-") and not resume
 
 
 def test_runs_of_one_second_get_folders_of_their_own(run: Recorder) -> None:
     for _ in range(3):
-        assert main(["train"]) == 0
+        assert command("train") == 0
     assert len({call[1] for call in run.calls}) == 3
 
 
 def test_flags_override_the_recipe(run: Recorder) -> None:
     config = resolved(
         run,
-        *("gsm8k --steps 7 --seed 3 --model my/model --device cpu --parity warn --data d.jsonl".split()),
-        *("--sampling.top-p 0.9 --sampling.top_k=5 --loss.loss_type dapo --generator.no-prefix-caching".split()),
+        "gsm8k --steps 7 --seed 3 --model my/model --device cpu --parity warn --data d.jsonl "
+        "--sampling.top-p 0.9 --sampling.top_k=5 --loss.loss_type dapo --generator.no-prefix-caching",
     )
     recipe = RECIPES["gsm8k"]()
     assert config == replace(
@@ -104,36 +109,36 @@ def test_flags_override_the_recipe(run: Recorder) -> None:
 
 @pytest.mark.parametrize("prefix", ["--", "--task."])
 def test_short_and_long_names_of_data_and_reward(run: Recorder, prefix: str) -> None:
-    config = resolved(run, "dataset", f"{prefix}data", "d.jsonl", f"{prefix}reward", "m:f", "p.py:g")
+    config = resolved(run, f"dataset {prefix}data d.jsonl {prefix}reward m:f p.py:g")
     assert config.task.data == "d.jsonl" and config.task.reward == ("m:f", "p.py:g")
 
 
 def test_the_recipe_may_stand_anywhere_before_a_list(run: Recorder) -> None:
-    assert resolved(run, "--steps", "2", "gsm8k", "--data", "d").recipe == "gsm8k"
+    assert resolved(run, "--steps 2 gsm8k --data d").recipe == "gsm8k"
 
 
 def test_config_replays_and_flags_override_it(run: Recorder, tmp_path: Path) -> None:
     saved = replace(RECIPES["sum-digits"](), seed=11, steps=4)
     config_file.save(saved, tmp_path / "my.yaml")
-    assert resolved(run, "--config", "my.yaml") == saved
-    assert resolved(run, "--config", "my.yaml", "--steps", "9") == replace(saved, steps=9)
+    assert resolved(run, "--config my.yaml") == saved
+    assert resolved(run, "--config my.yaml --steps 9") == replace(saved, steps=9)
 
 
 def test_resume_goes_on_with_the_run_and_may_raise_steps(run: Recorder, tmp_path: Path) -> None:
-    first = resolved(run, "--run-dir", "r", "--seed", "5", "--steps", "3")
-    assert resolved(run, "--resume", "r") == first
+    first = resolved(run, "--run-dir r --seed 5 --steps 3")
+    assert resolved(run, "--resume r") == first
     assert run.calls[-1][1:] == (Path("r"), True)
-    assert resolved(run, "--resume", "r", "--steps", "8", "--seed", "5") == replace(first, steps=8)
+    assert resolved(run, "--resume r --steps 8 --seed 5") == replace(first, steps=8)
 
 
 def test_eval(run: Recorder) -> None:
     flags = "eval --model m --task gsm8k --data test.jsonl --prompts 50 --max-completion-length 64 --dtype float32"
-    assert main(flags.split()) == 0
+    assert command(flags) == 0
     (config,) = run.calls[0]
     assert (config.model, config.dtype, config.sampling.max_completion_length) == ("m", "float32", 64)
     task = config.task
     assert (task.name, task.data, task.validation_data, task.validation_prompts) == ("gsm8k", *["test.jsonl"] * 2, 50)
-    assert main("eval --model m --task sum-digits --no-easy".split()) == 0
+    assert command("eval --model m --task sum-digits --no-easy") == 0
     assert run.calls[1][0].task.easy is False
 
 
@@ -162,10 +167,10 @@ def test_parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         return SimpleNamespace(identical=identical, render=lambda: "PASS", to_dict=lambda: {"identical": identical})
 
     monkeypatch.setitem(sys.modules, "lockstep.parity", SimpleNamespace(check_model=check_model))
-    assert main(["parity", "--model", "m", "--tokens", "12"]) == (0 if identical else 1)
+    assert command("parity --model m --tokens 12") == (0 if identical else 1)
     assert calls == [("m", 12, 0, "auto", "auto")]
     assert capsys.readouterr().out == "PASS\n"
-    main(["parity", "--model", "m", "--json"])
+    command("parity --model m --json")
     assert json.loads(capsys.readouterr().out) == {"identical": identical}
 
 
@@ -177,7 +182,7 @@ def test_init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         return {"parameters": 12}
 
     monkeypatch.setitem(sys.modules, "lockstep.models.init", SimpleNamespace(init_folder=init_folder))
-    assert main("init tiny --out m --seed 4 --vocab-size 600 --json".split()) == 0
+    assert command("init tiny --out m --seed 4 --vocab-size 600 --json") == 0
     assert calls == [("tiny", Path("m"), 4, None, 600)]
     assert json.loads(capsys.readouterr().out) == {"parameters": 12}
 
@@ -186,31 +191,31 @@ def test_init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 def test_json_prints_one_object_and_nothing_else(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--json"]) == 0
+    assert command("train --json") == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"total_s": 1.5, "note": "NaN"} and printed.out.count("\n") == 1
     assert "a library's chatter" in printed.err
 
 
 def test_without_json_a_table(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--run-dir", "r"]) == 0
+    assert command("train --run-dir r") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["run", "folder", "r"] and ["total_s", "1.5"] in [line.split() for line in lines]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
+    assert command("--version") == 0
     assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["", "train", "generate", "eval", "parity", "init"])
-def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    assert main([*command.split(), "--help"]) == 0
-    assert f"usage: lockstep {command}".rstrip() in capsys.readouterr().out
+@pytest.mark.parametrize("name", ["", "train", "generate", "eval", "parity", "init"])
+def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert command(f"{name} --help") == 0
+    assert f"usage: lockstep {name}".rstrip() in capsys.readouterr().out
 
 
 def test_help_shows_the_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["train", "gsm8k", "--help"])
+    command("train gsm8k --help")
     assert f"(default: {RECIPES['gsm8k']().steps})" in capsys.readouterr().out
 
 
@@ -260,7 +265,7 @@ def test_a_closed_pipe_is_no_traceback() -> None:
         ("train --run-dir done", ["--run-dir done is not empty", "--resume done"]),
         ("train --run-dir good.yaml", ["cannot make the run folder", "good.yaml"]),
         ("generate --prompt x", ["--model"]),
-        ("eval --model m --task sum", ["unknown task 'sum'", "did you mean sum-digits"]),
+        ("eval --model m --task sum-digit", ["unknown task 'sum-digit'", "did you mean sum-digits"]),
         ("eval --model m --task gsm8k", ["task.data is missing"]),
         ("eval --model m --task sum-digits --prompts 0", ["--prompts is 0"]),
         ("parity --model m --tokens 0", ["--tokens is 0"]),
@@ -273,7 +278,7 @@ def test_bad_input(run: Recorder, capsys: pytest.CaptureFixture[str], arguments:
     config_file.save(replace(RECIPES["sum-digits"](), steps=30), Path("done/config.yaml"))
     Path("good.yaml").write_text("steps: 3\n")
     Path("bad.yaml").write_text("stepz: 3\n")
-    assert main(arguments.split()) == 2
+    assert command(arguments) == 2
     printed = capsys.readouterr()
     said = " ".join(printed.err.replace("│", " ").split())
     for message in messages:
@@ -293,7 +298,7 @@ def test_bad_input(run: Recorder, capsys: pytest.CaptureFixture[str], arguments:
 )
 def test_exit_codes(run: Recorder, capsys: pytest.CaptureFixture[str], error: BaseException, code: int) -> None:
     run.error = error
-    assert main(["train", "--json"]) == code
+    assert command("train --json") == code
     printed = capsys.readouterr()
     assert printed.out == ""
     assert ("row 3 is bad" if code != 130 else "interrupted") in printed.err
@@ -303,4 +308,4 @@ def test_exit_codes(run: Recorder, capsys: pytest.CaptureFixture[str], error: Ba
 def test_a_bug_is_not_hidden(run: Recorder) -> None:
     run.error = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
-        main(["train"])
+        command("train")

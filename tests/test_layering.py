@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "build": {"generator", "trainer", "models", "models.init", "tasks", "tokenizer"},
     "parity": {"build", "generator", "trainer"},
     "loop": {"rollout", "advantage", "build", "parity", "trainer"},
-    "run": {"loop", "build", "parity", "checkpoint", "metrics", "report", "config_file", "generator"},
+    "run": {"loop", "build", "parallel", "parity", "checkpoint", "metrics", "report", "config_file", "generator"},
     "recipes": set(),
     "flags": set(),
     "cli": {"run", "parity", "models.init", "recipes", "flags", "config_file", "metrics"},

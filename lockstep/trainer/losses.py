@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +17,21 @@ from ..config import LossConfig, LossType
 
 DAPO_EPSILON_HIGH = 0.28  # section 4.1 of arXiv 2503.14476
 
-# (logprob_C, model_logprob_C, old_logprob_C, advantage_C, config) -> loss_C, clipped_C (bool)
-TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor, LossConfig], tuple[Tensor, Tensor]]
+
+class TokenValues(NamedTuple):
+    """What a loss may look at, float32 [C] each: log-probs as the weights are now, of the sampled distribution and of
+    the model's own; the sampled one when the token was generated; the advantage."""
+
+    logprob_C: Tensor
+    model_logprob_C: Tensor
+    old_logprob_C: Tensor
+    advantage_C: Tensor
 
 
-def clipped_surrogate(
-    logprob_C: Tensor, old_logprob_C: Tensor, advantage_C: Tensor, epsilon: float, epsilon_high: float
-) -> tuple[Tensor, Tensor]:
+TokenLoss = Callable[[TokenValues, LossConfig], tuple[Tensor, Tensor]]  # loss_C, and clipped_C (bool)
+
+
+def clipped_surrogate(values: TokenValues, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective, negated: `-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, and where it clips.
 
     `r = exp(logprob - old_logprob)`, of the distribution that was sampled (Schulman et al. 2017, equation 7). The
@@ -30,7 +39,7 @@ def clipped_surrogate(
     alone: the same function, but the exponential overflows only where the objective does, and the gradient of a
     clipped token is 0 and never 0 * inf.
     """
-    log_ratio_C = logprob_C - old_logprob_C
+    log_ratio_C, advantage_C = values.logprob_C - values.old_logprob_C, values.advantage_C
     low = math.log1p(-epsilon) if epsilon < 1 else -math.inf
     bounded_C = torch.where(
         advantage_C >= 0, log_ratio_C.clamp(max=math.log1p(epsilon_high)), log_ratio_C.clamp(min=low)
@@ -39,21 +48,21 @@ def clipped_surrogate(
     return -advantage_C * torch.exp(bounded_C), clipped_C
 
 
-def grpo(logprob_C: Tensor, model_logprob_C: Tensor, old_logprob_C: Tensor, advantage_C: Tensor, config: LossConfig):
+def grpo(values: TokenValues, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Symmetric clip unless `epsilon_high` is given. `dr_grpo` differs in its weights only."""
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    return clipped_surrogate(logprob_C, old_logprob_C, advantage_C, config.epsilon, high)
+    return clipped_surrogate(values, config.epsilon, high)
 
 
-def dapo(logprob_C: Tensor, model_logprob_C: Tensor, old_logprob_C: Tensor, advantage_C: Tensor, config: LossConfig):
+def dapo(values: TokenValues, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Clip-higher: more room above than below (arXiv 2503.14476, section 3.1)."""
     high = DAPO_EPSILON_HIGH if config.epsilon_high is None else config.epsilon_high
-    return clipped_surrogate(logprob_C, old_logprob_C, advantage_C, config.epsilon, high)
+    return clipped_surrogate(values, config.epsilon, high)
 
 
-def sft(logprob_C: Tensor, model_logprob_C: Tensor, old_logprob_C: Tensor, advantage_C: Tensor, config: LossConfig):
+def sft(values: TokenValues, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the model's own distribution."""
-    return -model_logprob_C, torch.zeros_like(model_logprob_C, dtype=torch.bool)
+    return -values.model_logprob_C, torch.zeros_like(values.model_logprob_C, dtype=torch.bool)
 
 
 LOSSES: dict[LossType, TokenLoss] = {"grpo": grpo, "dr_grpo": grpo, "dapo": dapo, "sft": sft}

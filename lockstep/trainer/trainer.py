@@ -17,7 +17,7 @@ from .. import ops
 from ..config import LossConfig, LossType, OptimizerConfig
 from ..models import Decoder, PackedAttention
 from ..types import PackedBatch
-from .losses import LOSSES, kl_k3
+from .losses import LOSSES, TokenValues, kl_k3
 from .optimizer import AdamW, FlatParameters
 
 MAX_MISMATCHES = 8
@@ -179,9 +179,8 @@ class Trainer:
 
     def _loss(self, batch: PackedBatch, scores: ops.TokenLogprobs, loss_type: LossType) -> Tensor:
         """The weighted sum to differentiate; its statistics are added up on the way."""
-        loss_C, clipped_C = LOSSES[loss_type](
-            scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C, self.loss
-        )
+        values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
+        loss_C, clipped_C = LOSSES[loss_type](values, self.loss)
         s = self._statistics
         if self.reference is not None and loss_type != "sft":
             kl_C = kl_k3(scores.model_logprob_C, batch.ref_logprob_C)

@@ -17,6 +17,15 @@ from lockstep.types import PackedBatch, SamplingParams, TrainGroup, TrainSequenc
 VOCABULARY = 97
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads gain nothing at these sizes and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def make_model() -> Callable[..., Decoder]:
     """`make_model(dtype=float32, seed=0, tie=True)`: two layers, logits far from uniform."""

@@ -5,7 +5,7 @@ import torch
 
 from lockstep.config import LossConfig
 from lockstep.trainer import LOSSES
-from lockstep.trainer.losses import kl_k3
+from lockstep.trainer.losses import TokenValues, kl_k3
 
 
 def evaluate(loss_type, log_ratio, advantage, **config):
@@ -13,7 +13,8 @@ def evaluate(loss_type, log_ratio, advantage, **config):
     old = torch.full((len(log_ratio),), -2.0)
     logprob = (old + torch.tensor(log_ratio)).requires_grad_()
     model = torch.linspace(-3, -1, len(log_ratio), requires_grad=True)
-    loss, clipped = LOSSES[loss_type](logprob, model, old, torch.tensor(advantage), LossConfig(**config))
+    values = TokenValues(logprob, model, old, torch.tensor(advantage))
+    loss, clipped = LOSSES[loss_type](values, LossConfig(**config))
     target = model if loss_type == "sft" else logprob
     (grad,) = torch.autograd.grad(loss.sum(), target)
     return loss.detach(), clipped.tolist(), grad

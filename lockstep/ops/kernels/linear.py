@@ -45,12 +45,13 @@ def _linear_kernel(
     out_ptr,
     rows,
     columns,
+    depth,
     x_stride,
     w_stride,
-    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     blocks_m, blocks_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
@@ -64,12 +65,12 @@ def _linear_kernel(
     x = x_ptr + (m % rows).to(tl.int64)[:, None] * x_stride + k[None, :]  # rows and columns past the end wrap
     w = w_ptr + (n % columns).to(tl.int64)[None, :] * w_stride + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
+    for start in range(0, depth, BLOCK_K):
+        if EVEN_K:
             a, b = tl.load(x), tl.load(w)
         else:
-            a = tl.load(x, mask=k[None, :] < K - start, other=0.0)
-            b = tl.load(w, mask=k[:, None] < K - start, other=0.0)
+            a = tl.load(x, mask=k[None, :] < depth - start, other=0.0)
+            b = tl.load(w, mask=k[:, None] < depth - start, other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
         x += BLOCK_K
         w += BLOCK_K
@@ -80,26 +81,26 @@ def _linear_kernel(
 def _linear(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     w_NK = w_NK if w_NK.stride(1) == 1 else w_NK.contiguous()
-    (rows, k), columns = x_MK.shape, w_NK.shape[0]
+    (rows, depth), columns = x_MK.shape, w_NK.shape[0]
     out_MN = torch.empty((rows, columns), dtype=out_dtype, device=x_MK.device)
     config = _config(rows)
-    if rows:
-        _linear_kernel[(triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n),)](
-            x_MK,
-            w_NK,
-            out_MN,
-            rows,
-            columns,
-            x_MK.stride(0),
-            w_NK.stride(0),
-            K=k,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP=GROUP_M,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+    _linear_kernel[(triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n),)](
+        x_MK,
+        w_NK,
+        out_MN,
+        rows,
+        columns,
+        depth,
+        x_MK.stride(0),
+        w_NK.stride(0),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        EVEN_K=depth % config.block_k == 0,
+        GROUP=GROUP_M,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
     return out_MN
 
 

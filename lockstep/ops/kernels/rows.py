@@ -2,7 +2,7 @@
 
 A program does one row (one token), so the order of a row's sum is a function of its width.
 
-Shape suffixes: T rows, D model dim, E fused projection, F feed-forward dim, N query heads, K key/value heads, H head dim.
+Shape suffixes: T rows, D model dim, E a fused projection's output, F feed-forward dim, H head dim.
 """
 
 from __future__ import annotations
@@ -48,18 +48,17 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x_TD, weight_D = aligned_rows(x_TD), aligned_rows(weight_D)
     rows, width = x_TD.shape
     out_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
-    if rows:
-        _rms_norm_kernel[(rows,)](
-            x_TD,
-            weight_D,
-            out_TD,
-            x_TD.stride(0),
-            eps,
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
-            num_warps=_warps(width, 8),
-            enable_fp_fusion=False,
-        )
+    _rms_norm_kernel[(rows,)](
+        x_TD,
+        weight_D,
+        out_TD,
+        x_TD.stride(0),
+        eps,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=_warps(width, 8),
+        enable_fp_fusion=False,
+    )
     return out_TD
 
 
@@ -121,24 +120,23 @@ def qk_norm_rope(
     block_heads, block_half = triton.next_power_of_2(heads), triton.next_power_of_2(half)
     norm = q_weight_H is not None and k_weight_H is not None
     weights = (aligned_rows(q_weight_H), aligned_rows(k_weight_H)) if norm else (qkv_TE, qkv_TE)  # read if NORM
-    if tokens:
-        _qk_norm_rope_kernel[(tokens,)](
-            qkv_TE,
-            *weights,
-            cos_sin_TH,
-            out,
-            qkv_TE.stride(0),
-            cos_sin_TH.stride(0),
-            eps,
-            NORM=norm,
-            NUM_HEADS=num_heads,
-            HEADS=heads,
-            HALF=half,
-            BLOCK_HEADS=block_heads,
-            BLOCK_HALF=block_half,
-            num_warps=_warps(2 * block_heads * block_half, 32),
-            enable_fp_fusion=False,
-        )
+    _qk_norm_rope_kernel[(tokens,)](
+        qkv_TE,
+        *weights,
+        cos_sin_TH,
+        out,
+        qkv_TE.stride(0),
+        cos_sin_TH.stride(0),
+        eps,
+        NORM=norm,
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        HALF=half,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        num_warps=_warps(2 * block_heads * block_half, 32),
+        enable_fp_fusion=False,
+    )
     return out
 
 
@@ -158,14 +156,13 @@ def silu_mul(gate_up_TE: Tensor) -> Tensor:
     gate_up_TE = aligned_rows(gate_up_TE)
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out_TF = torch.empty((rows, width), dtype=gate_up_TE.dtype, device=gate_up_TE.device)
-    if rows:
-        _silu_mul_kernel[(rows, triton.cdiv(width, SILU_BLOCK))](
-            gate_up_TE,
-            out_TF,
-            gate_up_TE.stride(0),
-            WIDTH=width,
-            BLOCK=SILU_BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    _silu_mul_kernel[(rows, triton.cdiv(width, SILU_BLOCK))](
+        gate_up_TE,
+        out_TF,
+        gate_up_TE.stride(0),
+        WIDTH=width,
+        BLOCK=SILU_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return out_TF

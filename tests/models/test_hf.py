@@ -1,0 +1,142 @@
+"""The decoder against `transformers`, and folders in and out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lockstep.errors import InputError
+from lockstep.models import Decoder, PackedAttention, load_model, resolve_folder, save_model
+from lockstep.models.hf import read_config
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "gqa, tied": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "odd heads": {"hidden_size": 40, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16},
+    "wide head": {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24},
+}
+
+
+def hf_model(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=211,
+        intermediate_size=100,
+        num_hidden_layers=3,
+        max_position_embeddings=256,
+        tie_word_embeddings=name == "gqa, tied",
+        rope_theta=10000.0,
+        eos_token_id=3,
+        **SIZES[name],
+    )
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
+    return model
+
+
+def logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Plain float32 logits of one sequence."""
+    length = len(tokens)
+    zero = torch.zeros(1, dtype=torch.int32)
+    attend = PackedAttention(torch.tensor([0, length], dtype=torch.int32), zero, zero, length)
+    with torch.no_grad():
+        return model(tokens, torch.arange(length), attend).float() @ model.lm_head.float().t()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    hf_model("gqa, tied").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("shard", ["100KB", "5GB"])
+def test_logits_agree_with_transformers(name: str, shard: str, tmp_path: Path) -> None:
+    theirs = hf_model(name)
+    theirs.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "100KB")
+    tokens = torch.randint(0, 211, (150,))
+    expected = theirs(tokens[None]).logits[0]
+    ours = logits(load_model(tmp_path, torch.float32), tokens)
+    assert expected.abs().max() > 1
+    assert (ours - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard_bytes", [50_000, 10**9])
+def test_round_trip_keeps_every_bit(name: str, dtype: torch.dtype, shard_bytes: int, tmp_path: Path) -> None:
+    theirs = hf_model(name).to(dtype)
+    theirs.save_pretrained(tmp_path / "in")
+    save_model(load_model(tmp_path / "in", dtype), tmp_path / "out", shard_bytes)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    assert again.config.tie_word_embeddings == theirs.config.tie_word_embeddings
+    state = theirs.state_dict()
+    assert state.keys() == again.state_dict().keys()
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in state.items())
+    assert read_config(tmp_path / "in") == read_config(tmp_path / "out")
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id in (3, [3])
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_broken_folders_are_named(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"model\.safetensors: not a whole safetensors file"):
+        load_model(folder, torch.float32)
+
+    weights.unlink()
+    with pytest.raises(InputError, match=r"model\.safetensors: missing"):
+        load_model(folder, torch.float32)
+
+    weights.write_bytes(whole)
+    tensors = load_file(weights)
+    save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}, weights)
+    with pytest.raises(InputError, match=r"1 tensors are missing, first model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(folder, torch.float32)
+
+    save_file(tensors | {"model.norm.weight": torch.ones(65)}, weights)
+    with pytest.raises(InputError, match=r"model\.norm\.weight has shape \[65\]; config\.json asks for \[64\]"):
+        load_model(folder, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; it must be an integer"),
+        ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type is 'yarn'"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+    ],
+)
+def test_unusable_configurations_are_named(folder: Path, changes: dict, message: str) -> None:
+    edit(folder / "config.json", **changes)
+    with pytest.raises(InputError, match=message.replace("[", r"\[")):
+        read_config(folder)
+
+
+def test_missing_folders_and_damaged_json_are_named(folder: Path) -> None:
+    with pytest.raises(InputError, match="there is no such folder"):
+        resolve_folder("./nowhere")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON"):
+        read_config(folder)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    with pytest.raises(InputError, match=r"config\.json: missing"):
+        read_config(folder)

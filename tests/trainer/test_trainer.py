@@ -1,0 +1,381 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.models import save_model
+from lockstep.models.hf import weight_map
+from lockstep.trainer import Mismatch, Trainer, loss_weights, pack
+from lockstep.types import SamplingParams
+
+MAX_TOKENS = 1 << 12
+LR = 1e-2
+WARM = SamplingParams(temperature=0.7)
+FILTERED = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.02)
+
+
+def make_trainer(model, *, reference=None, enforce_parity=True, **loss):
+    optimizer = OptimizerConfig(weight_decay=0.1)
+    return Trainer(model, optimizer, LossConfig(**loss), reference=reference, enforce_parity=enforce_parity)
+
+
+def one_batch(groups, **options):
+    (batch,) = pack(groups, **{"max_tokens": MAX_TOKENS, "check_parity": True, **options})
+    return batch
+
+
+def gradients(trainer, batches):
+    """The accumulated gradients; the trainer is left as it was."""
+    for batch in batches:
+        trainer.forward_backward(batch)
+    grad = trainer.flat.grad.clone()
+    assert not trainer.finish_check().applied and not trainer.flat.grad.any()
+    return grad
+
+
+def bits(trainer):
+    tensors = {**trainer.state()[0], "weights": trainer.flat.data}
+    return [t.clone().view(torch.int32 if t.dtype == torch.float32 else torch.int16) for t in tensors.values()]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sampling", [SamplingParams(), WARM, FILTERED], ids=["plain", "warm", "filtered"])
+def test_first_update_is_on_policy_and_is_applied(make_model, make_groups, record, dtype, sampling):
+    model = make_model(dtype)
+    groups = record(model, make_groups(sampling))
+    trainer = make_trainer(model)
+    before = bits(trainer)
+    batch = one_batch(groups)
+    trainer.forward_backward(batch)
+    result = trainer.optim_step(LR)
+    n = sum(len(s.token_ids) for g in groups for s in g.sequences)
+    assert (result.tokens, result.tokens_checked, result.tokens_different) == (n, n, 0)
+    assert result.applied and result.finite and trainer.weights_version == 1
+    assert (result.clip_ratio, result.logprob_diff_max, result.mismatches) == (0.0, 0.0, [])
+    assert result.loss == -(batch.weight_C * batch.advantage_C).sum().item()  # every ratio is exactly 1
+    assert result.grad_norm > 0 and result.lr == LR and result.kl is None
+    assert not same(before, bits(trainer))
+
+
+def test_entropy_is_of_the_untruncated_model(make_model, make_groups, hidden_rows):
+    model = make_model()
+    batch = one_batch(make_groups(FILTERED), check_parity=False)
+    trainer = make_trainer(model)
+    log_p = torch.log_softmax(hidden_rows(model, batch)[batch.valid_C].detach() @ model.lm_head.T, dim=1)
+    trainer.forward_backward(batch)
+    assert trainer.optim_step(0.0).entropy == pytest.approx(-(log_p.exp() * log_p).sum(1).mean().item(), rel=1e-5)
+
+
+def test_packing_does_not_change_the_gradient(make_model, make_groups, record):
+    model = make_model()
+    groups = record(model, make_groups(WARM))
+    trainer = make_trainer(model)
+    whole = gradients(trainer, [one_batch(groups)])
+    for options in ({"mode": "per_sample"}, {"share_prefix": False}, {"max_tokens": 160}):
+        batches = pack(groups, **{"max_tokens": MAX_TOKENS, "check_parity": True, **options})
+        torch.testing.assert_close(gradients(trainer, batches), whole, rtol=1e-4, atol=1e-5 * whole.abs().max().item())
+    assert len(batches) > 1
+
+
+def test_micro_batches_add_up_to_one_update(make_model, make_groups, record):
+    results, weights = [], []
+    for max_tokens in (MAX_TOKENS, 160):
+        model = make_model()
+        trainer = make_trainer(model)
+        for batch in pack(record(model, make_groups()), max_tokens=max_tokens, check_parity=True):
+            trainer.forward_backward(batch)
+        results.append(trainer.optim_step(LR))
+        weights.append(trainer.flat.data)
+    whole, parts = results
+    assert (parts.tokens, parts.tokens_checked) == (whole.tokens, whole.tokens_checked)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-5) and parts.entropy == pytest.approx(whole.entropy)
+    assert parts.grad_norm == pytest.approx(whole.grad_norm, rel=1e-4) and trainer.weights_version == 1
+
+
+def dense_logits(model, groups):
+    """[tokens, V] logits of every completion token from a padded batch through `transformers`' model."""
+    pairs = [(g.prompt_ids, s.token_ids) for g in groups for s in g.sequences]
+    longest = max(len(p) + len(c) for p, c in pairs)
+    ids = torch.zeros(len(pairs), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, completion) in enumerate(pairs):
+        n = len(prompt) + len(completion)
+        ids[row, :n], mask[row, :n] = torch.tensor(prompt + completion), 1
+    logits = model(ids, attention_mask=mask).logits
+    return torch.cat([logits[row, len(p) - 1 : len(p) + len(c) - 1] for row, (p, c) in enumerate(pairs)])
+
+
+def dense_loss(logits, groups, loss_type, old, advantage, reference, beta):
+    """The losses as their papers write them, over a list of sequences."""
+    sequences = [s for g in groups for s in g.sequences]
+    targets = torch.tensor([t for s in sequences for t in s.token_ids])
+    temperature = groups[0].sampling.temperature
+    logprob = torch.log_softmax(logits / temperature, dim=1).gather(1, targets[:, None])[:, 0]
+    model = torch.log_softmax(logits, dim=1).gather(1, targets[:, None])[:, 0]
+    ref = torch.log_softmax(reference, dim=1).gather(1, targets[:, None])[:, 0]
+    ratio, high = torch.exp(logprob - old), 1.28 if loss_type == "dapo" else 1.2
+    token = -torch.minimum(ratio * advantage, ratio.clamp(0.8, high) * advantage)
+    token = -model if loss_type == "sft" else token + beta * (torch.exp(ref - model) - (ref - model) - 1)
+    per_sequence = torch.split(token, [len(s.token_ids) for s in sequences])
+    if loss_type == "grpo":
+        return torch.stack([t.mean() for t in per_sequence]).mean()
+    if loss_type == "dr_grpo":
+        return torch.stack([t.sum() / 100 for t in per_sequence]).mean()
+    return token.mean()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "sft"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_step_equals_autograd_on_a_dense_padded_model(make_model, make_groups, tmp_path, loss_type, tie):
+    from transformers import AutoModelForCausalLM
+
+    model, reference, groups = make_model(tie=tie), make_model(seed=1, tie=tie), make_groups(WARM)
+    save_model(model, tmp_path / "model")
+    save_model(reference, tmp_path / "reference")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    dense_reference = AutoModelForCausalLM.from_pretrained(tmp_path / "reference", dtype=torch.float32)
+
+    sequences = [s for g in groups for s in g.sequences]
+    lengths = [len(s.token_ids) for s in sequences]
+    logits = dense_logits(dense, groups)
+    with torch.no_grad():  # old log-probs at some distance, so that both sides of the clip are reached
+        targets = torch.tensor([t for s in sequences for t in s.token_ids])
+        old = torch.log_softmax(logits / WARM.temperature, dim=1).gather(1, targets[:, None])[:, 0]
+        old = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
+        reference_logits = dense_logits(dense_reference, groups)
+    advantage = torch.cat([torch.full((n,), s.advantage) for s, n in zip(sequences, lengths, strict=True)])
+    loss = dense_loss(logits, groups, loss_type, old, advantage, reference_logits, beta=0.05)
+    loss.backward()
+
+    weights = loss_weights(loss_type, lengths, len(sequences), 100)
+    for s, weight, values in zip(sequences, weights, torch.split(old, lengths), strict=True):
+        s.loss_weight, s.logprobs = weight, values.tolist()
+    trainer = make_trainer(model, reference=reference, beta=0.05, loss_type=loss_type)
+    for batch in pack(groups, max_tokens=300, check_parity=False):
+        trainer.reference_logprobs(batch)
+        trainer.forward_backward(batch)
+    expected = {name: p.grad for name, p in dense.named_parameters()}
+    offset_of = {id(p): p.storage_offset() for p in model.parameters()}
+    parameters = dict(model.named_parameters())
+    for piece in weight_map(model.config):
+        parameter = parameters[piece.parameter]
+        start = offset_of[id(parameter)]
+        grad = trainer.flat.grad[start : start + parameter.numel()].view(parameter.shape)
+        want = expected[piece.name]
+        torch.testing.assert_close(
+            grad[piece.start : piece.start + piece.rows], want, rtol=1e-4, atol=1e-4 * want.abs().max().item()
+        )
+    result = trainer.optim_step(LR)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-4, abs=1e-6) and result.applied
+    norm = math.sqrt(sum(g.square().sum().item() for g in expected.values()))
+    assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+    if loss_type != "sft":
+        assert 0.1 < result.clip_ratio < 0.9
+        assert result.kl > 0
+
+
+def test_kl_of_the_reference_itself_is_zero(make_model, make_groups, record):
+    model, reference = make_model(), make_model()
+    batch = one_batch(record(model, make_groups()))
+    trainer = make_trainer(model, reference=reference, beta=0.1)
+    trainer.reference_logprobs(batch)
+    trainer.forward_backward(batch)
+    assert trainer.optim_step(LR).kl == 0.0
+    batch.check_parity = False
+    trainer.forward_backward(batch)
+    assert trainer.optim_step(LR).kl > 0.0
+
+
+def test_beta_needs_a_reference(make_model):
+    with pytest.raises(ValueError, match="beta"):
+        make_trainer(make_model(), beta=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_advantage_changes_no_bit(make_model, make_groups, record, dtype):
+    model = make_model(dtype)
+    trainer = make_trainer(model)
+    trainer.forward_backward(one_batch(record(model, make_groups())))
+    assert trainer.optim_step(LR).applied
+    before = bits(trainer)
+    groups = record(model, make_groups(seed=1))
+    groups[1].sequences[0].advantage = math.nan
+    trainer.forward_backward(one_batch(groups))
+    result = trainer.optim_step(LR)
+    assert not result.applied and not result.finite and math.isnan(result.loss)
+    assert same(before, bits(trainer)) and trainer.weights_version == 1
+    trainer.forward_backward(one_batch(record(model, make_groups(seed=1))))
+    assert trainer.optim_step(LR).applied and trainer.weights_version == 2
+
+
+def flip_bit(value):
+    word = torch.tensor(value, dtype=torch.float32).view(torch.int32) ^ 1
+    return word.view(torch.float32).item()
+
+
+@pytest.mark.parametrize("kind, attribute", [("sampled", "logprobs"), ("model", "model_logprobs")])
+def test_one_flipped_bit_stops_the_update_and_is_named(make_model, make_groups, record, kind, attribute):
+    model = make_model()
+    groups = record(model, make_groups())
+    values = getattr(groups[2].sequences[0], attribute)
+    trainer_value, values[17] = values[17], flip_bit(values[17])
+    expected = Mismatch("group 2 sample 0", 17, kind, generator=values[17], trainer=trainer_value)
+    for how in ("forward_backward", "check"):
+        trainer = make_trainer(model)
+        before = bits(trainer)
+        *others, last = pack(groups, max_tokens=200, check_parity=True)
+        for batch in others:
+            trainer.forward_backward(batch)
+        getattr(trainer, how)(last)
+        result = trainer.optim_step(LR)
+        assert not result.applied and result.finite and trainer.weights_version == 0 and same(before, bits(trainer))
+        assert result.tokens_different == 1 and result.mismatches == [expected]
+        assert result.logprob_diff_max == abs(values[17] - trainer_value)
+
+    trainer = make_trainer(model, enforce_parity=False)
+    trainer.forward_backward(one_batch(groups))
+    result = trainer.optim_step(LR)
+    assert result.applied and result.mismatches == [expected] and not same(before, bits(trainer))
+
+
+def test_without_check_parity_nothing_is_compared(make_model, make_groups, record):
+    model = make_model()
+    groups = record(model, make_groups())
+    groups[0].sequences[0].logprobs[0] = flip_bit(groups[0].sequences[0].logprobs[0])
+    trainer = make_trainer(model)
+    trainer.forward_backward(one_batch(groups, check_parity=False))
+    result = trainer.optim_step(LR)
+    assert result.applied and (result.tokens_checked, result.tokens_different) == (0, 0) and result.tokens > 0
+
+
+def test_only_checks_leave_everything_as_it_was(make_model, make_groups, record):
+    model = make_model()
+    batch = one_batch(record(model, make_groups()))
+    trainer = make_trainer(model)
+    before = bits(trainer)
+    trainer.check(batch)
+    result = trainer.finish_check()
+    assert not result.applied and same(before, bits(trainer)) and trainer.weights_version == 0
+    assert result.finite and (result.tokens, result.tokens_different) == (0, 0) and result.entropy > 0
+    assert result.tokens_checked == int(batch.valid_C.sum())
+    trainer.check(batch)
+    assert trainer.finish_check() == result
+
+
+def sample_in_place(model, groups, hidden_rows, length):
+    """Replace the first `length` tokens of every completion by samples of the filtered distribution."""
+    generator = torch.Generator().manual_seed(0)
+    for group in groups:
+        for sequence in group.sequences:
+            sequence.token_ids = sequence.token_ids[:length]
+    for i in range(length):
+        batch = one_batch(groups, check_parity=False)
+        with torch.no_grad():
+            p = torch.softmax(dense_filter(hidden_rows(model, batch) @ model.lm_head.T, groups[0].sampling), dim=1)
+        drawn = torch.multinomial(p, 1, generator=generator).flatten().tolist()
+        row = 0
+        for sequence in batch.sequences:
+            n = len(sequence.token_ids)
+            if i < n:
+                sequence.token_ids[i] = drawn[row + i]
+            row += n
+
+
+def dense_filter(logits, p):
+    """Logits over temperature, -inf outside the support: top-k, then top-p over what is left, then min-p."""
+    z = logits / p.temperature
+    z = z.masked_fill(z < z.topk(p.top_k, dim=1).values[:, -1:], -math.inf)
+    probability, order = torch.softmax(z, dim=1).sort(dim=1, descending=True)
+    beyond = probability.cumsum(1) - probability >= p.top_p
+    z = z.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), -math.inf)
+    return z.masked_fill(z < z.max(1, keepdim=True).values + math.log(p.min_p), -math.inf)
+
+
+def test_second_update_keeps_the_support_that_was_sampled(make_model, make_groups, hidden_rows, record):
+    """Against a dense computation whose support is that of the weights before the first update."""
+    model = make_model()
+    groups = make_groups(FILTERED)
+    sample_in_place(model, groups, hidden_rows, length=8)
+    batch = one_batch(record(model, groups))
+    valid = batch.valid_C
+    with torch.no_grad():
+        support = dense_filter(hidden_rows(model, batch) @ model.lm_head.T, FILTERED).isfinite()
+    trainer = make_trainer(model)
+    trainer.forward_backward(batch, keep_support=True)
+    first = trainer.optim_step(LR)
+    assert first.applied and first.loss == -(batch.weight_C * batch.advantage_C).sum().item()
+    assert batch.support_C.shape == (len(valid), -(-model.config.vocab_size // 8))
+
+    batch.check_parity = False
+    logits = hidden_rows(model, batch) @ model.lm_head.T
+    with torch.no_grad():
+        assert not torch.equal(dense_filter(logits, FILTERED).isfinite()[valid], support[valid])  # it would move
+    z = (logits / FILTERED.temperature).masked_fill(~support, -math.inf)
+    logprob = torch.log_softmax(z, dim=1).gather(1, batch.targets_C[:, None])[:, 0]
+    ratio = torch.exp(logprob - batch.old_logprob_C)[valid]
+    advantage, weight = batch.advantage_C[valid], batch.weight_C[valid]
+    loss = -(weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)).sum()
+    dense_grads = torch.autograd.grad(loss, trainer.flat.parameters)
+    kept = batch.support_C.clone()
+    trainer.forward_backward(batch, keep_support=True)
+    assert torch.equal(batch.support_C, kept)
+    want = torch.zeros_like(trainer.flat.grad)
+    for parameter, grad in zip(trainer.flat.parameters, dense_grads, strict=True):
+        want[parameter.storage_offset() :][: parameter.numel()] = grad.flatten()
+    torch.testing.assert_close(trainer.flat.grad, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+    second = trainer.optim_step(LR)
+    assert second.loss == pytest.approx(loss.item(), rel=1e-4) and second.tokens_checked == 0
+    assert second.applied and second.clip_ratio > 0
+
+
+def run_three_steps(model, make_groups, record, trainer=None, start=0):
+    trainer = trainer or make_trainer(model)
+    results = []
+    for step in range(start, 3):
+        for batch in pack(record(model, make_groups(FILTERED, seed=step)), max_tokens=200, check_parity=True):
+            trainer.forward_backward(batch)
+        results.append(trainer.optim_step(LR))
+    return trainer, results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_runs_and_a_resumed_one_give_the_same_bits(make_model, make_groups, record, dtype):
+    trainer, results = run_three_steps(make_model(dtype), make_groups, record)
+    again, repeated = run_three_steps(make_model(dtype), make_groups, record)
+    assert [dataclasses.asdict(r) for r in results] == [dataclasses.asdict(r) for r in repeated]
+    assert all(r.applied for r in results) and same(bits(trainer), bits(again))
+
+    model = make_model(dtype)
+    stopped = make_trainer(model)
+    for batch in pack(record(model, make_groups(FILTERED, seed=0)), max_tokens=200, check_parity=True):
+        stopped.forward_backward(batch)
+    stopped.optim_step(LR)
+    tensors, numbers = stopped.state()
+    model = make_model(dtype, seed=5)
+    resumed = make_trainer(model)
+    resumed.load_state({k: v.clone() for k, v in tensors.items()}, numbers)
+    _, rest = run_three_steps(model, make_groups, record, resumed, start=1)
+    assert rest == results[1:] and same(bits(resumed), bits(trainer)) and resumed.weights_version == 3
+
+
+def test_supervised_steps_lower_the_loss(make_model, make_groups):
+    model = make_model()
+    trainer = make_trainer(model)
+    groups = make_groups()
+    lengths = [len(s.token_ids) for g in groups for s in g.sequences]
+    weights = iter(loss_weights("sft", lengths, len(lengths), 0))
+    for group in groups:
+        for sequence in group.sequences:
+            sequence.loss_weight = next(weights)
+    batch = one_batch(groups, check_parity=False)
+    losses = []
+    for _ in range(8):
+        trainer.forward_backward(batch, loss_type="sft")
+        losses.append(trainer.optim_step(LR).loss)
+    assert losses[-1] < 0.5 * losses[0]
