@@ -71,7 +71,7 @@ def _parse(arguments: list[str]) -> Any:
     _refuse_repeated(arguments)
     named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
     commands: Any = (
-        Annotated[Train, tyro.conf.subcommand("train", default=Train.of(recipes.RECIPES[named](), recipe=""))]
+        Annotated[Train, tyro.conf.subcommand("train", default=Train.of(recipes.RECIPES[named](None), recipe=""))]
         | Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Eval, tyro.conf.subcommand("eval")]
         | Annotated[Parity, tyro.conf.subcommand("parity")]
@@ -112,13 +112,13 @@ def _base(flags: Train) -> RunConfig:
         return _resumed(flags.resume)
     if flags.config is not None:
         return config_file.load(flags.config)
-    return _recipe(flags.recipe or recipes.DEFAULT, "recipe")
+    return _recipe(flags.recipe or recipes.DEFAULT, "recipe", flags.model)
 
 
-def _recipe(name: str, kind: str) -> RunConfig:
+def _recipe(name: str, kind: str, model: str | None) -> RunConfig:
     if name not in recipes.RECIPES:
         raise InputError(f"unknown {kind} {name!r}; {config_file.suggest(name, recipes.RECIPES)}")
-    return recipes.RECIPES[name]()
+    return recipes.RECIPES[name](model)
 
 
 def _resumed(run_dir: Path) -> RunConfig:
@@ -203,7 +203,7 @@ def _generate(flags: Generate) -> Outcome:
 
 
 def _eval(flags: Eval) -> Outcome:
-    base = _recipe(flags.task, "task")
+    base = _recipe(flags.task, "task", flags.model)
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts
     if prompts < 1:
         raise InputError(f"--prompts is {prompts}; it must be at least 1")

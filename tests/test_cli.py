@@ -75,7 +75,7 @@ def resolved(run: Recorder, line: str) -> RunConfig:
 
 
 def test_train_alone_is_the_default_recipe(run: Recorder) -> None:
-    assert resolved(run, "") == RECIPES["sum-digits"]()
+    assert resolved(run, "") == RECIPES["sum-digits"](None)
     _, run_dir, resume = run.calls[0]
     assert run_dir.parent == Path("runs") and run_dir.name.startswith("sum-digits-") and not resume
 
@@ -92,7 +92,7 @@ def test_flags_override_the_recipe(run: Recorder) -> None:
         "gsm8k --steps 7 --seed 3 --model my/model --device cpu --parity warn --data d.jsonl "
         "--sampling.top-p 0.9 --sampling.top_k=5 --loss.loss_type dapo --generator.no-prefix-caching",
     )
-    recipe = RECIPES["gsm8k"]()
+    recipe = RECIPES["gsm8k"](None)
     assert config == replace(
         recipe,
         steps=7,
@@ -118,7 +118,7 @@ def test_the_recipe_may_stand_anywhere_before_a_list(run: Recorder) -> None:
 
 
 def test_config_replays_and_flags_override_it(run: Recorder, tmp_path: Path) -> None:
-    saved = replace(RECIPES["sum-digits"](), seed=11, steps=4)
+    saved = replace(RECIPES["sum-digits"](None), seed=11, steps=4)
     config_file.save(saved, tmp_path / "my.yaml")
     assert resolved(run, "--config my.yaml") == saved
     assert resolved(run, "--config my.yaml --steps 9") == replace(saved, steps=9)
@@ -216,7 +216,7 @@ def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str], name: str) 
 
 def test_help_shows_the_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     command("train gsm8k --help")
-    assert f"(default: {RECIPES['gsm8k']().steps})" in capsys.readouterr().out
+    assert f"(default: {RECIPES['gsm8k'](None).steps})" in capsys.readouterr().out
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -275,7 +275,7 @@ def test_a_closed_pipe_is_no_traceback() -> None:
 )
 def test_bad_input(run: Recorder, capsys: pytest.CaptureFixture[str], arguments: str, messages: list[str]) -> None:
     Path("done").mkdir()
-    config_file.save(replace(RECIPES["sum-digits"](), steps=30), Path("done/config.yaml"))
+    config_file.save(replace(RECIPES["sum-digits"](None), steps=30), Path("done/config.yaml"))
     Path("good.yaml").write_text("steps: 3\n")
     Path("bad.yaml").write_text("stepz: 3\n")
     assert command(arguments) == 2

@@ -39,7 +39,7 @@ def test_importing_configuration_does_not_import_torch() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_named_and_valid_once_given_their_data(name: str) -> None:
-    config = RECIPES[name]()
+    config = RECIPES[name](None)
     assert config.recipe == config.task.name == name
     if name != DEFAULT:
         with pytest.raises(InputError, match=r"task\.data is missing"):

@@ -25,7 +25,7 @@ def statistics(
     lse_C = torch.logsumexp(logits_CV, dim=1)
     threshold_C = torch.full_like(lse_C, -torch.inf)
     sampled_lse_C = lse_C
-    if truncated or bool((temperature_C != 1).any()):
+    if truncated or support_CB is not None or bool((temperature_C != 1).any()):
         z_CV = logits_CV / divisor(temperature_C).unsqueeze(1)
         if support_CB is not None:
             z_CV = z_CV.masked_fill(~unpack_support(support_CB, z_CV.shape[1]), -torch.inf)
@@ -53,13 +53,14 @@ def support_threshold(z_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, min_p_C: T
     """
     vocabulary = z_CV.shape[1]
     sorted_CV = z_CV.sort(dim=1, descending=True).values
-    k_C1 = torch.where(top_k_C > 0, top_k_C, vocabulary).clamp(max=vocabulary).long().unsqueeze(1)
-    top_k_threshold_C1 = sorted_CV.gather(1, k_C1 - 1)
+    k_C1 = top_k_C.clamp(min=1, max=vocabulary).long().unsqueeze(1)
+    top_k_threshold_C1 = torch.where(top_k_C.unsqueeze(1) > 0, sorted_CV.gather(1, k_C1 - 1), -torch.inf)
     p_CV = torch.softmax(sorted_CV.masked_fill(sorted_CV < top_k_threshold_C1, -torch.inf), dim=1)
     larger_CV = p_CV.cumsum(dim=1).roll(1, dims=1)
     larger_CV[:, 0] = 0
     kept_C1 = ((larger_CV < top_p_C.unsqueeze(1)) & (p_CV > 0)).sum(dim=1, keepdim=True)
-    top_p_threshold_C1 = sorted_CV.gather(1, kept_C1 - 1)
+    # A cumulative sum may round up to 1: without the filter nothing is cut off.
+    top_p_threshold_C1 = torch.where(top_p_C.unsqueeze(1) < 1, sorted_CV.gather(1, kept_C1 - 1), -torch.inf)
     min_p_threshold_C1 = sorted_CV[:, :1] + torch.log(min_p_C).unsqueeze(1)
     return torch.maximum(torch.maximum(top_k_threshold_C1, top_p_threshold_C1), min_p_threshold_C1).squeeze(1)
 

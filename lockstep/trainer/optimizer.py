@@ -54,7 +54,7 @@ class FlatParameters:
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019) with global-norm clipping; equal to torch's, but able to do nothing.
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with global-norm clipping; torch's, but able to do nothing.
 
     Weight decay applies to matrices alone. Nothing here waits for the device: `step` and `lr` are tensors.
     """

@@ -39,7 +39,7 @@ def loss_weights(
       (arXiv 2402.03300).
     - `dr_grpo`: a constant in place of the length, 1 / (max_completion_length * num_sequences): Understanding
       R1-Zero-Like Training, section 3.2 (arXiv 2503.20783).
-    - `dapo`, `sft`: the mean over all tokens, 1 / sum(lengths): DAPO, equation 8 (arXiv 2503.14476).
+    - `dapo`, `sft`: the mean over all tokens, 1 / sum(lengths): DAPO, section 3.3 (arXiv 2503.14476).
 
     Args:
         lengths: completion tokens of each sequence that is trained on in this step, all micro-batches together.
@@ -49,8 +49,9 @@ def loss_weights(
     if loss_type == "grpo":
         return [1.0 / (length * num_sequences) for length in lengths]
     if loss_type == "dr_grpo":
-        return [1.0 / (max_completion_length * num_sequences)] * len(lengths)
-    return [1.0 / sum(lengths)] * len(lengths)
+        return [1.0 / (max_completion_length * num_sequences) for _ in lengths]
+    total = sum(lengths)
+    return [1.0 / total for _ in lengths]
 
 
 def pack(

@@ -189,7 +189,7 @@ class Trainer:
         loss = (batch.weight_C * loss_C).sum()
         s["loss"].add_(loss.detach())
         s["tokens"].add_(batch.valid_C.sum())
-        s["clipped"].add_((clipped_C & batch.valid_C).sum())
+        s["clipped"].add_(clipped_C.sum())  # never padding: its advantage is 0
         return loss
 
     def _record(self, batch: PackedBatch, scores: ops.TokenLogprobs) -> None:

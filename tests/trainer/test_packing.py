@@ -160,6 +160,8 @@ def test_loss_weights():
     assert loss_weights("dr_grpo", [2, 5], 3, 10) == pytest.approx([1 / 30, 1 / 30])
     assert loss_weights("dapo", [2, 5], 3, 10) == pytest.approx([1 / 7, 1 / 7])
     assert loss_weights("sft", [2, 5], 3, 10) == pytest.approx([1 / 7, 1 / 7])
+    for loss_type in ("grpo", "dr_grpo", "dapo", "sft"):
+        assert loss_weights(loss_type, [], 0, 10) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.models import save_model
@@ -239,6 +240,8 @@ def test_one_flipped_bit_stops_the_update_and_is_named(make_model, make_groups, 
         assert result.logprob_diff_max == abs(values[17] - trainer_value)
 
     trainer = make_trainer(model, enforce_parity=False)
+    trainer.check(one_batch(groups))
+    assert trainer.finish_check().mismatches == [expected]
     trainer.forward_backward(one_batch(groups))
     result = trainer.optim_step(LR)
     assert result.applied and result.mismatches == [expected] and not same(before, bits(trainer))
@@ -332,6 +335,47 @@ def test_second_update_keeps_the_support_that_was_sampled(make_model, make_group
     second = trainer.optim_step(LR)
     assert second.loss == pytest.approx(loss.item(), rel=1e-4) and second.tokens_checked == 0
     assert second.applied and second.clip_ratio > 0
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where Python looks at a tensor's value or a shape depends on one: what a CUDA graph could not hold."""
+
+    READS = {
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.is_nonzero.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.equal.default,
+    }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in self.READS, func
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_reads_from_the_device_before_the_end_of_the_step(make_model, make_groups, record):
+    model, reference = make_model(), make_model(seed=1)
+    batch = one_batch(record(model, make_groups(FILTERED)))
+    trainer = make_trainer(model, reference=reference, beta=0.1)
+    with NoHostReads():
+        trainer.reference_logprobs(batch)
+        trainer.forward_backward(batch, keep_support=True)
+        trainer.check(batch)
+        _, applied = trainer.optimizer.step(torch.tensor(LR), torch.tensor(True))
+        with pytest.raises(AssertionError, match="scalar"):
+            bool(applied)
+    assert applied
+
+
+def test_reset_forgets_the_moments_but_not_the_weights(make_model, make_groups, record):
+    model, fresh_model = make_model(), make_model()
+    trainer = make_trainer(model)
+    trainer.forward_backward(one_batch(record(model, make_groups())))
+    trainer.optim_step(LR)
+    trainer.reset_optimizer()
+    fresh_model.load_state_dict(model.state_dict())
+    fresh = make_trainer(fresh_model)
+    assert same(bits(trainer), bits(fresh))
 
 
 def run_three_steps(model, make_groups, record, trainer=None, start=0):
