@@ -104,7 +104,7 @@ class TrainerConfig:
     warmup_steps: int = 0
     """Supervised steps on worked examples before reinforcement learning (tasks that have them)."""
     warmup_learning_rate: float = 1e-3
-    """Learning rate of the supervised steps."""
+    """Learning rate of the first supervised step; it falls linearly to 0 over them."""
     warmup_batch_size: int = 64
     """Worked examples a supervised step."""
 

@@ -54,6 +54,7 @@ class Loop:
         """
         self.seconds = {}
         config, trainer = self.config, self.run.trainer
+        version = trainer.weights_version
         with self._timed("time/step"):
             with self._timed("time/generate"):
                 groups = self._collect(step)
@@ -70,7 +71,7 @@ class Loop:
             for later in results[1:]:
                 self._require_finite(step, later)
             self._count_idle(step, trained=bool(batches))
-        return self._metrics(groups, result, [*batches, *checks]), groups
+        return self._metrics(groups, result, [*batches, *checks], version), groups
 
     def _collect(self, step: int) -> list[RolloutGroup]:
         problems = [(g, self.run.task.train_problem(step, g)) for g in range(self.config.trainer.prompts_per_step)]
@@ -198,7 +199,7 @@ class Loop:
         ]
         for batch in pack(groups, max_tokens=t.max_tokens_per_micro_batch, check_parity=False):
             trainer.forward_backward(batch.to(self.device), loss_type="sft")
-        result = trainer.optim_step(t.warmup_learning_rate)
+        result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps))
         self._require_finite(step, result)
         return result
 
@@ -219,12 +220,12 @@ class Loop:
         groups = self._rollouts(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
         return {f"validation/{name}": value for name, value in reward_metrics(groups).items()}
 
-    def _metrics(self, groups: list[RolloutGroup], result: StepResult, batches: list[PackedBatch]) -> dict[str, Any]:
+    def _metrics(
+        self, groups: list[RolloutGroup], result: StepResult, batches: list[PackedBatch], version: int
+    ) -> dict[str, Any]:
         completions = [r.completion for g in groups for r in g.rollouts]
         lengths = [len(c.token_ids) for c in completions]
         zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
-        versions = [c.weight_versions[0] for c in completions]
-        current = self.run.trainer.weights_version - int(result.applied)
         return {
             **reward_metrics(groups),
             "frac_reward_zero_std": mean(map(float, zero_std)),
@@ -236,7 +237,7 @@ class Loop:
             "clip_ratio": result.clip_ratio,
             "response_length/mean": mean(lengths),
             "response_length/clip_ratio": mean(float(c.finish_reason == "length") for c in completions),
-            "policy_age": max(current - v for v in versions),
+            "policy_age": version - min(v for c in completions for v in c.weight_versions),
             "logprob_diff/max": result.logprob_diff_max,
             "parity/tokens_checked": result.tokens_checked,
             "parity/tokens_different": result.tokens_different,

@@ -134,6 +134,7 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
                 "rewards": rollout.rewards,
                 "advantage": rollout.advantage,
                 "tokens": len(rollout.completion.token_ids),
+                "token_ids": rollout.completion.token_ids,
                 "finish_reason": rollout.completion.finish_reason,
             }
             for rollout in group.rollouts

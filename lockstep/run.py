@@ -32,8 +32,9 @@ def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
     loop = Loop(config, build(config))
     recorder.started()
     with recorder, Display(config.steps, live=config.metrics.progress) as display:
-        start = recorder.resume(loop, display) if resume else 0
-        if start == 0:
+        start = recorder.resume(loop, display) if resume else None
+        if start is None:
+            start = 0
             recorder.warmup(loop, display)
             recorder.validate(loop, display, 0)
             recorder.checkpoint(loop, 0)
@@ -81,12 +82,12 @@ class _Recorder:
         self._metrics = MetricsWriter(self.run_dir / METRICS_FILE, start)
         self._rollouts = MetricsWriter(self.run_dir / ROLLOUTS_FILE, start)
 
-    def resume(self, loop: Loop, display: Display) -> int:
-        """Restore the newest whole checkpoint; returns the steps it had done (0 when there is none)."""
+    def resume(self, loop: Loop, display: Display) -> int | None:
+        """Restore the newest whole checkpoint; returns the steps it had done (None: there is no checkpoint)."""
         loaded = checkpoint.latest(self.run_dir / CHECKPOINTS)
         if loaded is None:
             display.note("no whole checkpoint to resume from; starting over")
-            return 0
+            return None
         _require_same_numerics(loaded.state["numerics"], loop)
         loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
         loop.certificate = Certificate(**loaded.state["certificate"])

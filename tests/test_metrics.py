@@ -140,6 +140,7 @@ def test_rollout_records() -> None:
                     "rewards": {"f": 1.0, "g": None},
                     "advantage": 0.25,
                     "tokens": 2,
+                    "token_ids": [5, 6],
                     "finish_reason": "stop",
                 }
             ],

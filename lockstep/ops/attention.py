@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import attention_backward, attention_reference
+from . import attention_backward, attention_reference, native
 from .rows import accumulate_rows
 
 KEY_TILE = attention_reference.KEY_TILE
@@ -38,6 +38,8 @@ def attention_packed(
 
     Rows after the last segment are padding; their output is zero. The prefix must be one segment's first rows.
     """
+    if native.usable(q_TNH, k_TKH, v_TKH):
+        return native.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len)
     return attention_reference.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S)
 
 
@@ -106,6 +108,8 @@ def attention_paged(
         context_len_S: int32 [S], positions that exist, the new ones included.
         max_query_len, max_context_len: bounds on new tokens and on context over the sequences.
     """
+    if native.usable(q_TNH, k_cache, v_cache):
+        return native.paged(q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_context_len)
     return attention_reference.paged(
         q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_query_len, max_context_len
     )
@@ -128,6 +132,8 @@ def _(q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_query
 @torch.library.custom_op("lockstep::write_kv", mutates_args=("k_cache", "v_cache"))
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:
     """Store keys and values at `slots_T` (int64; page * page_size + offset) of caches [P, page_size, K, H]."""
+    if k_cache.is_cpu and native.usable(k_TKH, v_TKH, k_cache, v_cache):
+        return native.write_kv(k_TKH, v_TKH, k_cache, v_cache, slots_T)
     k_cache.flatten(0, 1).index_copy_(0, slots_T, k_TKH)
     v_cache.flatten(0, 1).index_copy_(0, slots_T, v_TKH)
 

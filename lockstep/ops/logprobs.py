@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import logprobs_reference
+from . import logprobs_reference, native
 from .linear import linear_fp32
 
 CHUNK = 1024  # rows of logits at a time
@@ -33,7 +33,7 @@ class RowStatistics(NamedTuple):
 def _rows(x: Tensor) -> ModuleType:
     """The implementation of the row functions for this device."""
     if not x.is_cuda:
-        return logprobs_reference
+        return native if native.usable(x) else logprobs_reference
     from .kernels import logprobs
 
     return logprobs

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
+from . import native, reference
 
 
 @torch.library.custom_op("lockstep::gather_rows", mutates_args=(), device_types="cpu")
@@ -54,6 +54,8 @@ gather_rows.register_autograd(_gather_backward, setup_context=_gather_setup)
 @torch.library.custom_op("lockstep::rms_norm", mutates_args=(), device_types="cpu")
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dim (Zhang and Sennrich 2019)."""
+    if native.usable(x_TD, weight_D):
+        return native.rms_norm(x_TD, weight_D, eps)
     return reference.rms_norm(x_TD, weight_D, eps).to(x_TD.dtype)
 
 
@@ -112,7 +114,8 @@ def qk_norm_rope(
     Returns:
         [T, N + K, H] in qkv's dtype. Rotation pairs element i with i + H/2, as Hugging Face does (Su et al. 2021).
     """
-    return reference.qk_norm_rope(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps)
+    path = native if native.usable(qkv_TE) else reference
+    return path.qk_norm_rope(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps)
 
 
 @qk_norm_rope.register_kernel("cuda")
@@ -164,7 +167,7 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
 @torch.library.custom_op("lockstep::silu_mul", mutates_args=(), device_types="cpu")
 def silu_mul(gate_up_TE: Tensor) -> Tensor:
     """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F] (Shazeer 2020)."""
-    return reference.silu_mul(gate_up_TE)
+    return (native if native.usable(gate_up_TE) else reference).silu_mul(gate_up_TE)
 
 
 @silu_mul.register_kernel("cuda")

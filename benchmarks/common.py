@@ -1,0 +1,77 @@
+"""What every benchmark shares: repeats, medians, a table, and a JSON file that says where it was measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs after one warm-up (default: 5)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
+    return parser
+
+
+def seconds(run: Callable[[], object], device: str) -> float:
+    """Wall time of one call, the device's work included."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def alternate(runs: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, list[float]]:
+    """Times of each, taken in turn so that a drift of the machine meets all alike; one warm-up each first."""
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            times[name].append(seconds(run, device))
+    return times
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median, minimum and maximum in seconds."""
+    return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
+
+
+def finish(name: str, figures: dict[str, Any], rows: list[list[str]], path: Path | None) -> None:
+    """Print the table (first row: heads) and write the JSON file."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"benchmark": name, **_provenance(), **figures}, indent=2) + "\n")
+
+
+def _provenance() -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit.stdout.strip() or "unknown",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device,
+        "cpu_threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,127 @@
+"""One training step (forward, loss, backward, clip, AdamW) beside transformers' eager step on the same tokens.
+
+Both train on all tokens of equal-length sequences: ours packs each as a one-token prompt and its completion. The peer
+holds weights in the compute dtype and does not clip; ours holds float32 masters and clips. The floor is the matrix
+products of forward and backward alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from common import alternate, arguments, finish, summary
+
+from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.models import Decoder, save_model
+from lockstep.models.init import architecture, initialize
+from lockstep.trainer import Trainer, pack
+from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+
+LEARNING_RATE = 1e-6
+
+
+def groups(tokens: torch.Tensor, shared: int) -> list[TrainGroup]:
+    """Sequences as prompt and completion; with `shared` > 1 so many completions follow one prompt, half of it each."""
+    rows = tokens.tolist()
+    if shared == 1:
+        cut = 1
+    else:
+        cut = len(rows[0]) // 2
+    weight = 1.0 / (len(rows) * (len(rows[0]) - cut))
+    made = []
+    for i in range(0, len(rows), shared):
+        sequences = [TrainSequence(row[cut:], 1.0, weight) for row in rows[i : i + shared]]
+        made.append(TrainGroup(rows[i][:cut], sequences, SamplingParams()))
+    return made
+
+
+class Ours:
+    """Packing included."""
+
+    def __init__(self, model: Decoder, tokens: torch.Tensor, shared: int) -> None:
+        self.trainer = Trainer(model, OptimizerConfig(learning_rate=LEARNING_RATE), LossConfig())
+        self.groups = groups(tokens, shared)
+        self.device = model.embed.device
+
+    def __call__(self) -> None:
+        for batch in pack(self.groups, max_tokens=1 << 17, check_parity=False):
+            self.trainer.forward_backward(batch.to(self.device), loss_type="sft")
+        result = self.trainer.optim_step(LEARNING_RATE)
+        assert result.applied
+
+
+class Transformers:
+    """The eager step as its users write it: sdpa attention, fused AdamW."""
+
+    def __init__(self, model: Decoder, tokens: torch.Tensor) -> None:
+        import transformers
+
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(model, Path(folder))
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.embed.dtype)
+        self.model = loaded.to(model.embed.device).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
+        self.tokens = tokens.to(model.embed.device)
+
+    def __call__(self) -> None:
+        loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss.item()
+
+
+def floor(model: Decoder, tokens: int):
+    """Matrix products of forward and backward: three a weight."""
+    layers = [w for layer in model.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    weights = [w.detach() for w in (*layers, model.lm_head)]
+    inputs = {w.shape[1]: torch.randn(tokens, w.shape[1]).to(w) for w in weights}
+
+    def run() -> None:
+        for weight in weights:
+            out = torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+            torch.mm(out, weight)
+            torch.mm(out.t(), inputs[weight.shape[1]])
+
+    return run
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU")
+    parser.add_argument("--sequences", type=int, help="default: 32 on a CPU, 40 on a GPU")
+    parser.add_argument("--length", type=int, help="default: 128 on a CPU, 245 on a GPU")
+    parser.add_argument("--peer", choices=["transformers", "none"], default="transformers")
+    args = parser.parse_args()
+    on_cpu = args.device == "cpu"
+    dtype = getattr(torch, args.dtype or ("float32" if on_cpu else "bfloat16"))
+    count, length = args.sequences or (32 if on_cpu else 40), args.length or (128 if on_cpu else 245)
+    config = architecture(args.arch or ("tiny" if on_cpu else "qwen3-0.6b"))
+
+    def fresh() -> Decoder:
+        return initialize(Decoder(config, dtype, args.device), seed=0)
+
+    tokens = torch.randint(0, 256, (count, length), generator=torch.Generator().manual_seed(1))
+    tokens[:, : length // 2] = tokens[::8, : length // 2].repeat_interleave(8, 0)[:count]  # groups of 8 share a prompt
+    runs = {
+        "lockstep": Ours(fresh(), tokens, 1),
+        "lockstep, prompts of 8 trained once": Ours(fresh(), tokens, 8),
+        "floor (matrix products)": floor(fresh(), count * length),
+    }
+    if args.peer == "transformers":
+        runs["transformers, eager"] = Transformers(fresh(), tokens)
+    times = alternate(runs, args.repeats, args.device)
+    figures = {"arch": args.arch or "default", "dtype": str(dtype), "sequences": count, "length": length}
+    figures["systems"] = {name: summary(measured) for name, measured in times.items()}
+    rows = [["system", "tok/s", "median ms", "min", "max"]]
+    for name, s in figures["systems"].items():
+        rate = count * length / s["median_s"]
+        rows.append([name, f"{rate:,.0f}", *(f"{s[k] * 1e3:.1f}" for k in ("median_s", "min_s", "max_s"))])
+    finish("train_step", figures, rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""The operators on a CPU in C, for float32; other dtypes, and machines without a compiler, take the reference path.
+
+The two paths agree closely but not bit for bit, so a process stays on one. Functions have the names, arguments and
+meanings of the reference's; the expressions are in the C sources.
+
+Shape suffixes as in `rows.py`, `attention.py` and `logprobs_reference.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from .. import logprobs_reference
+from . import library
+
+THREAD_WORK = 1 << 25  # multiplications that are worth a thread
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether this path takes these tensors."""
+    return library.current is not None and all(t.dtype is torch.float32 for t in tensors)
+
+
+def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+    """Address of a contiguous tensor's data, which the caller keeps alive; None for None."""
+    if tensor is None:
+        return None
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise TypeError(f"expected a contiguous {dtype} tensor, got {tensor.dtype} with strides {tensor.stride()}")
+    return tensor.data_ptr()
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """See `rows.rms_norm`."""
+    x_TD = x_TD.contiguous()
+    out, dim = torch.empty_like(x_TD), x_TD.shape[-1]
+    assert weight_D.shape == (dim,)
+    library.current.rms_norm(out.data_ptr(), x_TD.data_ptr(), _pointer(weight_D), x_TD.numel() // dim, dim, eps)
+    return out
+
+
+def qk_norm_rope(
+    qkv_TE: Tensor,
+    q_weight_H: Tensor | None,
+    k_weight_H: Tensor | None,
+    cos_sin_TH: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> Tensor:
+    """See `rows.qk_norm_rope`."""
+    qkv_TE = qkv_TE.contiguous()
+    (tokens, width), head_dim, heads = qkv_TE.shape, cos_sin_TH.shape[1], num_heads + num_kv_heads
+    assert cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
+    assert all(w is None or w.shape == (head_dim,) for w in (q_weight_H, k_weight_H))
+    out = qkv_TE.new_empty(tokens, heads, head_dim)
+    library.current.qk_norm_rope(
+        out.data_ptr(),
+        qkv_TE.data_ptr(),
+        _pointer(q_weight_H),
+        _pointer(k_weight_H),
+        _pointer(cos_sin_TH),
+        tokens,
+        width,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        eps,
+    )
+    return out
+
+
+def silu_mul(gate_up_TE: Tensor) -> Tensor:
+    """See `rows.silu_mul`."""
+    gate_up_TE = gate_up_TE.contiguous()
+    rows, width = gate_up_TE.shape
+    out = gate_up_TE.new_empty(rows, width // 2)
+    library.current.silu_mul(out.data_ptr(), gate_up_TE.data_ptr(), rows, width // 2)
+    return out
+
+
+def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:
+    """See `attention.write_kv`."""
+    k_TKH, v_TKH = _head_rows(k_TKH), _head_rows(v_TKH)
+    tokens, kv_heads, head_dim = k_TKH.shape
+    assert v_TKH.shape == k_TKH.shape and slots_T.shape == (tokens,)
+    assert v_cache.shape == k_cache.shape and k_cache.shape[2:] == (kv_heads, head_dim)
+    slots, size = k_cache.shape[0] * k_cache.shape[1], 4
+    error = library.current.write_kv(
+        k_TKH.data_ptr(),
+        v_TKH.data_ptr(),
+        _pointer(k_cache),
+        _pointer(v_cache),
+        _pointer(slots_T, torch.int64),
+        tokens,
+        slots,
+        k_TKH.stride(0) * size,
+        v_TKH.stride(0) * size,
+        kv_heads * head_dim * size,
+    )
+    if error:
+        raise IndexError(f"write_kv: slots lie outside the cache's {slots}")
+
+
+def packed(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    max_len: int,
+) -> Tensor:
+    """See `attention.attention_packed`."""
+    context_len_S = prefix_len_S + cu_seqlens.diff()
+    k_TKH, v_TKH = _head_rows(k_TKH), _head_rows(v_TKH)
+    return _attention(q_TNH, k_TKH, v_TKH, cu_seqlens, context_len_S, prefix_start_S, None, 0, max_len)
+
+
+def paged(
+    q_TNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_len_S: Tensor,
+    max_context_len: int,
+) -> Tensor:
+    """See `attention.attention_paged`."""
+    k, v, page_size = k_cache.flatten(0, 1), v_cache.flatten(0, 1), k_cache.shape[1]
+    return _attention(q_TNH, k, v, cu_seqlens, context_len_S, None, block_table, page_size, max_context_len)
+
+
+def _head_rows(x_TKH: Tensor) -> Tensor:
+    """With the heads of a row side by side; rows may lie apart."""
+    return x_TKH if x_TKH.stride()[1:] == (x_TKH.shape[2], 1) else x_TKH.contiguous()
+
+
+def _attention(
+    q_TNH: Tensor,
+    k_RKH: Tensor,
+    v_RKH: Tensor,
+    cu_seqlens: Tensor,
+    context_len_S: Tensor,
+    prefix_start_S: Tensor | None,
+    block_table: Tensor | None,
+    page_size: int,
+    max_len: int,
+) -> Tensor:
+    """Blocks of queries on as many threads as the work is worth; each block is computed by one of them."""
+    q_TNH = _head_rows(q_TNH)
+    (tokens, heads, head_dim), sequences = q_TNH.shape, context_len_S.shape[0]
+    assert k_RKH.shape == v_RKH.shape and k_RKH.shape[2] == head_dim and cu_seqlens.shape == (sequences + 1,)
+    assert all(x is None or x.shape[0] == sequences for x in (prefix_start_S, block_table))
+    out = q_TNH.new_empty(tokens, heads, head_dim)
+    arguments = library.Attention(
+        out.data_ptr(),
+        q_TNH.data_ptr(),
+        k_RKH.data_ptr(),
+        v_RKH.data_ptr(),
+        q_TNH.stride(0),
+        k_RKH.stride(0),
+        v_RKH.stride(0),
+        tokens,
+        k_RKH.shape[0],
+        sequences,
+        heads,
+        k_RKH.shape[1],
+        head_dim,
+        _pointer(cu_seqlens, torch.int32),
+        _pointer(context_len_S, torch.int32),
+        _pointer(prefix_start_S, torch.int32),
+        _pointer(block_table, torch.int32),
+        page_size,
+        0 if block_table is None else block_table.shape[1],
+    )
+    address, attention = ctypes.addressof(arguments), library.current.attention
+    parts = min(torch.get_num_threads(), 2 * tokens * heads * head_dim * max_len // THREAD_WORK)
+    if parts <= 1:
+        error = attention(address, 0, 1)
+    else:
+        with ThreadPoolExecutor(parts) as pool:
+            error = any(list(pool.map(lambda part: attention(address, part, parts), range(parts))))
+    if error:
+        raise IndexError("attention: a sequence, page or prefix lies outside its table")
+    return out
+
+
+def statistics(
+    logits_CV: Tensor,
+    temperature_C: Tensor,
+    top_k_C: Tensor,
+    top_p_C: Tensor,
+    min_p_C: Tensor,
+    support_CB: Tensor | None,
+    truncated: bool,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `logprobs_reference.statistics`; the search for the threshold is the reference's."""
+    rows, vocabulary = logits_CV.shape
+    threshold_C = torch.full_like(temperature_C, -torch.inf)
+    if truncated and support_CB is None:
+        z_CV = logits_CV / logprobs_reference.divisor(temperature_C).unsqueeze(1)
+        threshold_C = logprobs_reference.support_threshold(z_CV, top_k_C, top_p_C, min_p_C)
+    lse_C, sampled_lse_C = torch.empty_like(temperature_C), torch.empty_like(temperature_C)
+    entropy_C = torch.zeros_like(temperature_C)
+    assert temperature_C.shape == threshold_C.shape == (rows,)
+    assert support_CB is None or support_CB.shape == (rows, (vocabulary + 7) // 8)
+    library.current.statistics(
+        lse_C.data_ptr(),
+        sampled_lse_C.data_ptr(),
+        entropy_C.data_ptr() if with_entropy else None,
+        _pointer(logits_CV),
+        _pointer(temperature_C),
+        _pointer(threshold_C),
+        _pointer(support_CB, torch.uint8),
+        rows,
+        vocabulary,
+        (vocabulary + 7) // 8,
+    )
+    return lse_C, sampled_lse_C, threshold_C, entropy_C
+
+
+def draw(
+    logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, key_C4: Tensor, position_C: Tensor, greedy: bool
+) -> Tensor:
+    """See `logprobs_reference.draw`."""
+    rows, vocabulary = logits_CV.shape
+    assert key_C4.shape == (rows, 4) and temperature_C.shape == threshold_C.shape == position_C.shape == (rows,)
+    token_C = torch.empty_like(position_C)
+    library.current.draw(
+        token_C.data_ptr(),
+        _pointer(logits_CV),
+        _pointer(temperature_C),
+        _pointer(threshold_C),
+        _pointer(key_C4, torch.int64),
+        _pointer(position_C, torch.int64),
+        rows,
+        vocabulary,
+    )
+    return token_C

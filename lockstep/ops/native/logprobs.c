@@ -1,0 +1,102 @@
+/* Row statistics of logits, and the sampler's draw. Meaning: `logprobs_reference.py`. */
+#include "vector.h"
+
+/* 16 of a row's logits divided by the temperature; -inf for what is not in the support, and past the row's end. */
+INLINE V tempered(const float *x, int64_t column, int64_t n, float divisor, float threshold, const uint8_t *support) {
+    V z = load_first(x + column, n - column, -INFINITY) / divisor;
+    z = pick(z < threshold, splat(-INFINITY), z);
+    if (support)
+        for (int l = 0; l < LANES && column + l < n; l++)
+            if (!(support[(column + l) / 8] >> (column + l) % 8 & 1)) z[l] = -INFINITY;
+    return z;
+}
+
+/* Log-sum-exp of a row's support; `entropy` (nats) may be NULL. */
+static float log_sum_exp(const float *x, int64_t n, float divisor, float threshold, const uint8_t *support,
+                         float *entropy) {
+    V highest = splat(-INFINITY), sum = splat(0), moment = splat(0);
+    for (int64_t i = 0; i < n; i += LANES) highest = largest(highest, tempered(x, i, n, divisor, threshold, support));
+    float maximum = fold_max(highest);
+    for (int64_t i = 0; i < n; i += LANES) {
+        V shifted = at_least(tempered(x, i, n, divisor, threshold, support) - maximum, -126.0f); /* p is 0 there */
+        V p = exp_(shifted);
+        sum += p;
+        moment = fmadd(p, shifted, moment);
+    }
+    float total = fold_sum(sum), log_total = log_(splat(total))[0];
+    if (entropy) *entropy = log_total - fold_sum(moment) / total;
+    return maximum + log_total;
+}
+
+/* Per row; threshold, support and entropy may be NULL. */
+void statistics(float *lse, float *sampled_lse, float *entropy, const float *logits, const float *temperature,
+                const float *threshold, const uint8_t *support, int64_t rows, int64_t vocabulary,
+                int64_t support_bytes) {
+    for (int64_t row = 0; row < rows; row++, logits += vocabulary) {
+        float divisor = temperature[row] > 0 ? temperature[row] : 1.0f, least = threshold ? threshold[row] : -INFINITY;
+        const uint8_t *mask = support ? support + row * support_bytes : NULL;
+        lse[row] = log_sum_exp(logits, vocabulary, 1.0f, -INFINITY, NULL, entropy ? entropy + row : NULL);
+        sampled_lse[row] = divisor == 1.0f && least == -INFINITY && !mask
+                               ? lse[row]
+                               : log_sum_exp(logits, vocabulary, divisor, least, mask, NULL);
+    }
+}
+
+INLINE void multiply(U a, uint32_t b, U *high, U *low) {
+    U h, w;
+    EACH_LANE {
+        uint64_t product = (uint64_t)a[l] * b;
+        h[l] = (uint32_t)(product >> 32), w[l] = (uint32_t)product;
+    }
+    *high = h, *low = w;
+}
+
+/* Philox4x32-10, 16 counters at a time: `philox.py`, word for word. */
+INLINE void philox(U c[4], uint32_t k0, uint32_t k1) {
+    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+        U high0, low0, high1, low1;
+        multiply(c[0], 0xD2511F53u, &high0, &low0);
+        multiply(c[2], 0xCD9E8D57u, &high1, &low1);
+        c[0] = high1 ^ c[1] ^ k0, c[1] = low1, c[2] = high0 ^ c[3] ^ k1, c[3] = low0;
+    }
+}
+
+/* -log(-log1p(-v)) of v uniform in (0, 1). What 1 - v rounds away is added to its logarithm. */
+INLINE V gumbel(U bits) {
+    V v;
+    EACH_LANE v[l] = (float)bits[l];
+    v = at_most((v + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
+    V rest = 1.0f - v, lost = (1.0f - rest) - v;
+    return -log_(-(log_(rest) + lost / rest));
+}
+
+/* Noise for the 64 columns from `column` on (a multiple of 64). */
+INLINE void gumbel_columns(V noise[4], const int64_t *key, int64_t position, int64_t column) {
+    U c[4];
+    EACH_LANE c[0][l] = (uint32_t)position, c[1][l] = (uint32_t)(column / 4 + l), c[2][l] = (uint32_t)key[2],
+              c[3][l] = (uint32_t)key[3];
+    philox(c, (uint32_t)key[0], (uint32_t)key[1]);
+    V a = gumbel(c[0]), b = gumbel(c[1]), d = gumbel(c[2]), e = gumbel(c[3]);
+    V even0 = LOW(a, d), even1 = HIGH(a, d), odd0 = LOW(b, e), odd1 = HIGH(b, e);
+    noise[0] = LOW(even0, odd0), noise[1] = HIGH(even0, odd0), noise[2] = LOW(even1, odd1), noise[3] = HIGH(even1, odd1);
+}
+
+/* Gumbel-max over each row's support, the lowest index on ties; temperature 0 takes the largest logit. */
+void draw(int64_t *token, const float *logits, const float *temperature, const float *threshold, const int64_t *key,
+          const int64_t *position, int64_t rows, int64_t vocabulary) {
+    for (int64_t row = 0; row < rows; row++, logits += vocabulary, key += 4) {
+        int greedy = !(temperature[row] > 0);
+        float divisor = greedy ? 1.0f : temperature[row], least = greedy || !threshold ? -INFINITY : threshold[row];
+        V best = splat(-INFINITY), noise[4] = {splat(0), splat(0), splat(0), splat(0)};
+        I index = {0};
+        for (int64_t column = 0; column < vocabulary; column += LANES) {
+            if (!greedy && column % 64 == 0) gumbel_columns(noise, key, position[row], column);
+            V value = tempered(logits, column, vocabulary, divisor, least, NULL) + noise[column / LANES % 4];
+            index = (I)pick(value > best, (V)(LANE + (int32_t)column), (V)index);
+            best = largest(value, best);
+        }
+        int winner = 0;
+        EACH_LANE if (best[l] > best[winner] || (best[l] == best[winner] && index[l] < index[winner])) winner = l;
+        token[row] = index[winner];
+    }
+}

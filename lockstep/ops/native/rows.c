@@ -1,0 +1,83 @@
+/* Row operators, keys and values into the cache, and what the loader asks of the library. */
+#include "vector.h"
+
+/* Identity of the build: the checksum of this file, and whether this machine has the instructions it was built for. */
+uint32_t kernels_checksum(void) { return SOURCE_CHECKSUM; }
+
+int kernels_supported(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+#define HAS(feature) if (!__builtin_cpu_supports(feature)) return 0;
+#ifdef __AVX2__
+    HAS("avx2") HAS("bmi") HAS("bmi2")
+#endif
+#ifdef __AVX512F__
+    HAS("avx512f")
+#endif
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+    HAS("avx512bw") HAS("avx512dq") HAS("avx512vl")
+#endif
+#ifdef __AVX512VBMI__
+    HAS("avx512vbmi")
+#endif
+#endif
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return 1;
+#else
+    return 0; /* fma would be a slow function call */
+#endif
+}
+
+INLINE float rms_scale(const float *x, int64_t n, float eps) {
+    V sum = splat(0);
+    for (int64_t i = 0; i < n; i += LANES) {
+        V v = load_first(x + i, n - i, 0);
+        sum = fmadd(v, v, sum);
+    }
+    return 1.0f / sqrtf(fold_sum(sum) / (float)n + eps);
+}
+
+void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t dim, float eps) {
+    for (int64_t row = 0; row < rows; row++, x += dim, out += dim) {
+        float scale = rms_scale(x, dim, eps);
+        for (int64_t i = 0; i < dim; i++) out[i] = x[i] * scale * weight[i];
+    }
+}
+
+/* Norm weights may be NULL: rotation alone. */
+void qk_norm_rope(float *out, const float *qkv, const float *q_weight, const float *k_weight, const float *cos_sin,
+                  int64_t tokens, int64_t stride, int64_t heads, int64_t kv_heads, int64_t dim, float eps) {
+    int64_t half = dim / 2;
+    for (int64_t t = 0; t < tokens; t++, cos_sin += dim) {
+        const float *x = qkv + t * stride;
+        for (int64_t h = 0; h < heads + kv_heads; h++, x += dim, out += dim) {
+            const float *weight = h < heads ? q_weight : k_weight;
+            float scale = weight ? rms_scale(x, dim, eps) : 1.0f;
+            for (int64_t i = 0; i < half; i++) {
+                float a = x[i], b = x[i + half];
+                if (weight) a = a * scale * weight[i], b = b * scale * weight[i + half];
+                out[i] = a * cos_sin[i] - b * cos_sin[i + half];
+                out[i + half] = b * cos_sin[i] + a * cos_sin[i + half];
+            }
+        }
+    }
+}
+
+void silu_mul(float *out, const float *gate_up, int64_t rows, int64_t dim) {
+    for (int64_t row = 0; row < rows; row++, gate_up += 2 * dim, out += dim)
+        for (int64_t i = 0; i < dim; i += LANES) {
+            V gate = load_first(gate_up + i, dim - i, 0), up = load_first(gate_up + dim + i, dim - i, 0);
+            store_first(out + i, gate / (exp_(-gate) + 1.0f) * up, dim - i);
+        }
+}
+
+/* Rows of `bytes` bytes, `k_stride` and `v_stride` apart, to slots of two caches. */
+int write_kv(const char *k, const char *v, char *k_cache, char *v_cache, const int64_t *slots, int64_t tokens,
+             int64_t cache_rows, int64_t k_stride, int64_t v_stride, int64_t bytes) {
+    for (int64_t t = 0; t < tokens; t++) {
+        if (slots[t] < 0 || slots[t] >= cache_rows) return 1;
+        memcpy(k_cache + slots[t] * bytes, k + t * k_stride, bytes);
+        memcpy(v_cache + slots[t] * bytes, v + t * v_stride, bytes);
+    }
+    return 0;
+}

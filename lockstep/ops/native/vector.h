@@ -1,0 +1,99 @@
+/* Vectors of 16 float32 for the operators on a CPU.
+ *
+ * A result is a fixed expression of its own row: additions, multiplications, divisions, square roots and fused
+ * multiply-adds written out (`fmadd`), each rounded as IEEE 754 says, in an order that the source fixes. Compiled with
+ * -ffp-contract=off and without -ffast-math nothing is left to the compiler, so the bits are the same for any vector
+ * width and any number of threads. exp and log are polynomials here: a library's vector and scalar versions differ.
+ *
+ * Sums over a row are 16 partial sums (lane l takes the elements l, l + 16, ...), folded by halves.
+ *
+ * Loops over lanes stay loops (UNROLLED and EACH_LANE steer GCC): they become one instruction each.
+ */
+#ifndef LOCKSTEP_VECTOR_H
+#define LOCKSTEP_VECTOR_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { LANES = 16 };
+
+typedef float V __attribute__((vector_size(4 * LANES)));
+typedef uint32_t U __attribute__((vector_size(4 * LANES)));
+typedef int32_t I __attribute__((vector_size(4 * LANES)));
+
+static const I LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+#define INLINE static inline __attribute__((always_inline))
+#define EACH_LANE _Pragma("GCC unroll 1") for (int l = 0; l < LANES; l++)
+#define UNROLLED _Pragma("GCC unroll 16") for
+
+INLINE V load(const float *p) { V v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store(float *p, V v) { memcpy(p, &v, sizeof v); }
+INLINE V splat(float x) { V r; EACH_LANE r[l] = x; return r; }
+INLINE V fmadd(V a, V b, V c) { V r; EACH_LANE r[l] = __builtin_fmaf(a[l], b[l], c[l]); return r; }
+INLINE V pick(I mask, V yes, V no) { V r; EACH_LANE r[l] = mask[l] ? yes[l] : no[l]; return r; }
+INLINE V largest(V a, V b) { V r; EACH_LANE r[l] = a[l] > b[l] ? a[l] : b[l]; return r; } /* b where one is NaN */
+INLINE V at_least(V a, float low) { return largest(splat(low), a); }
+INLINE V at_most(V a, float high) { V r; EACH_LANE r[l] = high < a[l] ? high : a[l]; return r; }
+
+/* The first n of 16 elements, `fill` after them; nothing past the n-th is read. */
+INLINE V load_first(const float *p, int64_t n, float fill) {
+    if (n >= LANES) return load(p);
+    V r = splat(fill);
+    for (int l = 0; l < n; l++) r[l] = p[l];
+    return r;
+}
+
+INLINE void store_first(float *p, V v, int64_t n) {
+    if (n >= LANES) store(p, v);
+    else for (int l = 0; l < n; l++) p[l] = v[l];
+}
+
+#define SHUFFLE __builtin_shufflevector
+#define HALF(v) SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+#define QUARTER(v) SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
+#define PAIR(v) SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
+#define NEXT(v) SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
+#define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) /* interleaved first halves */
+#define HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+
+INLINE float fold_sum(V v) { v += HALF(v); v += QUARTER(v); v += PAIR(v); v += NEXT(v); return v[0]; }
+
+INLINE float fold_max(V v) {
+    v = largest(v, HALF(v)), v = largest(v, QUARTER(v)), v = largest(v, PAIR(v)), v = largest(v, NEXT(v));
+    return v[0];
+}
+
+/* e^x within 1 ulp; exactly 1 for 0, and exactly 0 below 2^-125, so there are no denormals. Cody and Waite's reduction
+ * by ln 2 in two parts, then the polynomial of Cephes' expf. */
+INLINE V exp_(V x) {
+    const V shifter = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    x = at_most(at_least(x, -87.5f), 89.0f);
+    V shifted = fmadd(x, splat(1.44269504f), shifter), n = shifted - shifter;
+    V r = fmadd(n, splat(2.12194440e-4f), fmadd(n, splat(-0.693359375f), x));
+    V p = fmadd(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+    p = fmadd(p, r, splat(8.3334519073e-3f));
+    p = fmadd(p, r, splat(4.1665795894e-2f));
+    p = fmadd(p, r, splat(1.6666665459e-1f));
+    p = fmadd(p, r, splat(5.0000001201e-1f));
+    p = fmadd(p, r * r, r) + 1.0f;
+    V power = (V)(((U)shifted - (U)shifter + 126u) << 23); /* 2^(n - 1); 0 for n = -126 */
+    return p * power * 2.0f;
+}
+
+/* Natural logarithm of positive normal numbers within 1 ulp; NaN for NaN and infinity. The polynomial of fdlibm's logf. */
+INLINE V log_(V x) {
+    U bits = (U)x - 0x3f3504f3u; /* sqrt(1/2), so that the mantissa lies around 1 */
+    V exponent = __builtin_convertvector((I)bits >> 23, V);
+    V f = (V)((bits & 0x7fffffu) + 0x3f3504f3u) - 1.0f;
+    V s = f / (f + 2.0f), z = s * s, w = z * z;
+    V odd = z * fmadd(w, splat(0.28498786688f), splat(0.66666662693f));
+    V even = w * fmadd(w, splat(0.24279078841f), splat(0.40000972152f));
+    V half = 0.5f * f * f;
+    V tail = fmadd(exponent, splat(9.0580006145e-6f), s * (half + (odd + even)));
+    return fmadd(exponent, splat(6.9313812256e-1f), f - (half - tail)) + (x - x);
+}
+
+#endif

@@ -1,0 +1,190 @@
+"""The loop as a whole: it learns, it fails closed, it says what it cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.build import Run, build
+from lockstep.config import LossConfig, OptimizerConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from lockstep.errors import InputError, LockstepError, NonFiniteError, ParityError
+from lockstep.generator import SnapshotWeights
+from lockstep.loop import Loop
+from lockstep.run import train
+
+REWARD = """
+def letters(completion_ids, **_):
+    "The share of lower-case letters."
+    return [sum(97 <= t < 123 for t in ids) / len(ids) for ids in completion_ids]
+
+def constant(completions, **_):
+    return [1.0] * len(completions)
+
+def broken(completions, **_):
+    raise KeyError("no such column")
+
+def infinite(completion_ids, **_):
+    return [1e38 if i % 2 else -1e38 for i in range(len(completion_ids))]
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A tiny model on two prompts, rewarded for lower-case letters."""
+    (tmp_path / "rewards.py").write_text(REWARD)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "a longer prompt than that"}\n')
+    return RunConfig(
+        recipe="dataset",
+        steps=8,
+        task=TaskConfig(
+            "dataset",
+            data=str(tmp_path / "data.jsonl"),
+            reward=(f"{tmp_path / 'rewards.py'}:letters",),
+            validation_prompts=0,
+        ),
+        sampling=SamplingConfig(num_generations=8, max_completion_length=12),
+        trainer=TrainerConfig(prompts_per_step=2),
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+    )
+
+
+def rewarded_by(config: RunConfig, function: str) -> RunConfig:
+    path = config.task.reward[0].rsplit(":", 1)[0]
+    return replace(config, task=replace(config.task, reward=(f"{path}:{function}",)))
+
+
+def weights(run: Run) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in run.policy.model.parameters()]
+
+
+def steps(loop: Loop, count: int) -> list[dict]:
+    return [loop.step(i)[0] for i in range(count)]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_reward_rises_and_every_token_is_checked(config: RunConfig, loss_type: str) -> None:
+    sampling, optimizer = replace(config.sampling, num_generations=32), OptimizerConfig(learning_rate=1e-2)
+    config = replace(config, sampling=sampling, optimizer=optimizer, loss=LossConfig(loss_type))  # type: ignore[arg-type]
+    loop = Loop(config, build(config))
+    metrics = steps(loop, 10)
+    rewards = [m["reward/mean"] for m in metrics]
+    assert rewards[0] < 0.1 and rewards[-1] > 0.3
+    for m in metrics:
+        assert m["parity/tokens_different"] == 0
+        assert m["parity/tokens_checked"] == 64 * m["response_length/mean"]
+    assert loop.certificate.to_dict()["identical"] is True
+
+
+def test_without_advantages_nothing_is_learned(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = build(replace(config, trainer=replace(config.trainer, skip_zero_variance=False)))
+    loop = Loop(replace(config, trainer=replace(config.trainer, skip_zero_variance=False)), run)
+    monkeypatch.setattr(loop, "_advantages", lambda groups: None)
+    before = weights(run)
+    assert all(m["grad_norm"] == 0 for m in steps(loop, 3))
+    assert all(map(torch.equal, before, weights(run)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer": {"num_iterations": 3}, "sampling": {"top_p": 0.9, "temperature": 0.8}},
+        {"loss": {"beta": 0.1, "scale_rewards": "group"}},
+        {"trainer": {"mode": "per_sample"}, "sampling": {"top_k": 50}},
+        {"trainer": {"max_tokens_per_micro_batch": 64}, "sampling": {"min_p": 0.01}},
+        {"loss": {"loss_type": "dapo", "overlong_buffer": 6, "mask_truncated_completions": False}},
+        {"dtype": "bfloat16"},
+    ],
+)
+def test_every_mode_keeps_parity_and_moves_the_weights(config: RunConfig, changes: dict) -> None:
+    for section, fields in changes.items():
+        value = replace(getattr(config, section), **fields) if isinstance(fields, dict) else fields
+        config = replace(config, **{section: value})
+    run = build(config)
+    loop = Loop(config, run)
+    before = weights(run)
+    metrics = steps(loop, 3)
+    assert all(m["parity/tokens_different"] == 0 and m["parity/tokens_checked"] > 0 for m in metrics)
+    assert run.trainer.weights_version == 3 * config.trainer.num_iterations
+    assert not all(map(torch.equal, before, weights(run)))
+    if config.loss.beta:
+        assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6) and metrics[2]["kl"] > 0
+
+
+def with_a_flipped_bit(run: Run) -> Run:
+    """The generator reads a copy of the weights in which one bit is wrong."""
+    snapshot = SnapshotWeights(run.policy.model)
+    snapshot.model.layers[0].o.data.view(torch.int32)[3, 5] ^= 1 << 20
+    run.engine.weights = run.engine.runner.weights = snapshot
+    return run
+
+
+def test_strict_parity_stops_before_weights_change(config: RunConfig) -> None:
+    run = with_a_flipped_bit(build(config))
+    before = weights(run)
+    with pytest.raises(ParityError, match=r"step 0: \d+ of 192 .*\n  group \d sample \d, completion token \d+, "):
+        Loop(config, run).step(0)
+    assert all(map(torch.equal, before, weights(run)))
+    assert run.trainer.weights_version == 0
+
+
+def test_warn_goes_on_and_records(config: RunConfig) -> None:
+    config = replace(config, parity="warn")
+    run = with_a_flipped_bit(build(config))
+    loop = Loop(config, run)
+    metrics, _ = loop.step(0)
+    assert metrics["parity/tokens_different"] > 0 and metrics["logprob_diff/max"] > 0
+    assert run.trainer.weights_version == 1
+    certificate = loop.certificate.to_dict()
+    assert certificate["identical"] is False and certificate["first_difference"]["step"] == 0
+
+
+def test_off_checks_nothing_and_says_so(config: RunConfig) -> None:
+    config = replace(config, parity="off")
+    loop = Loop(config, with_a_flipped_bit(build(config)))
+    assert loop.step(0)[0]["parity/tokens_checked"] == 0
+    assert loop.certificate.to_dict()["identical"] is False
+
+
+def test_nothing_to_learn_from_goes_on_then_stops(config: RunConfig) -> None:
+    config = rewarded_by(replace(config, trainer=replace(config.trainer, max_idle_steps=2)), "constant")
+    run = build(config)
+    loop = Loop(config, run)
+    before = weights(run)
+    metrics, _ = loop.step(0)
+    assert metrics["frac_reward_zero_std"] == 1
+    assert metrics["parity/tokens_checked"] > 0 and metrics["parity/tokens_different"] == 0
+    assert all(map(torch.equal, before, weights(run)))
+    with pytest.raises(LockstepError, match="step 1: for 2 steps every group's rewards were all equal"):
+        loop.step(1)
+
+
+def test_an_overflowing_loss_stops_before_weights_change(config: RunConfig) -> None:
+    config = rewarded_by(config, "infinite")
+    run = build(config)
+    before = weights(run)
+    with pytest.raises(NonFiniteError, match="step 0: loss is .* the weights were not changed"):
+        Loop(config, run).step(0)
+    assert all(map(torch.equal, before, weights(run)))
+
+
+def test_a_raising_reward_is_named(config: RunConfig) -> None:
+    config = rewarded_by(config, "broken")
+    with pytest.raises(InputError, match=r"broken.*KeyError"):
+        Loop(config, build(config)).step(0)
+
+
+def test_a_run_folder_holds_the_evidence_of_a_failure(config: RunConfig, tmp_path: Path) -> None:
+    config = rewarded_by(replace(config, trainer=replace(config.trainer, max_idle_steps=2)), "constant")
+    with pytest.raises(LockstepError):
+        train(config, tmp_path / "run", resume=False)
+    for name in ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "parity.json", "summary.json", "report.html"):
+        assert (tmp_path / "run" / name).stat().st_size > 0
+
+
+def test_several_processes_are_refused(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="WORLD_SIZE is 2"):
+        train(config, tmp_path / "run", resume=False)
