@@ -25,10 +25,7 @@ LEARNING_RATE = 1e-6
 def groups(tokens: torch.Tensor, shared: int) -> list[TrainGroup]:
     """Sequences as prompt and completion; with `shared` > 1 so many completions follow one prompt, half of it each."""
     rows = tokens.tolist()
-    if shared == 1:
-        cut = 1
-    else:
-        cut = len(rows[0]) // 2
+    cut = 1 if shared == 1 else len(rows[0]) // 2
     weight = 1.0 / (len(rows) * (len(rows[0]) - cut))
     made = []
     for i in range(0, len(rows), shared):

@@ -151,6 +151,21 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class CompileConfig:
+    """Captured graphs, in both roles. They compute the same bits as without."""
+
+    capture: Literal["none", "step"] = "none"
+    """step: trace forward_backward, optim_step and decode into graphs, one a shape. none: call the model."""
+    cudagraph_mode: Literal["none", "piecewise", "full", "full_and_piecewise"] = "none"
+    """full: record every captured graph whole as a CUDA graph and replay it (GPU only)."""
+    canonicalize: bool = True
+    """Drop what nothing depends on from captured graphs."""
+    recompute: tuple[str, ...] = ()
+    """What the backward pass computes again instead of keeping: `full`, module paths such as `layers.*`, or operators
+    such as `silu_mul`."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints for resuming (the final model is always exported)."""
 
@@ -196,6 +211,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
@@ -268,7 +284,14 @@ def _check_combinations(c: RunConfig) -> None:
         t.name == "dataset" and not t.reward,
         "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
     )
-    refuse(t.name == "sum-digits" and t.data is not None, "task.data has no effect on sum-digits; remove it")
+    refuse(
+        t.name == "sum-digits" and t.data is not None,
+        "task.data has no effect on sum-digits; remove it, or name a recipe: gsm8k or dataset",
+    )
+    refuse(
+        t.name == "sum-digits" and t.validation_data is not None,
+        "task.validation_data has no effect on sum-digits; remove it",
+    )
     refuse(t.easy and t.name != "sum-digits", f"task.easy has no effect on {t.name}; remove it")
     refuse(
         bool(t.reward_weights) and len(t.reward_weights) != len(t.reward),
@@ -298,4 +321,14 @@ def _check_combinations(c: RunConfig) -> None:
     refuse(
         s.num_generations == 1 and c.trainer.skip_zero_variance,
         "sampling.num_generations is 1: every group's advantage would be zero; use 2 or more",
+    )
+    k = c.compile
+    refuse(
+        "piecewise" in k.cudagraph_mode,
+        f"compile.cudagraph_mode is {k.cudagraph_mode}: attention is recorded with the rest, so there are no pieces to "
+        "record; use full or none",
+    )
+    refuse(
+        k.capture == "none" and k != CompileConfig(),
+        "compile: cudagraph_mode, canonicalize and recompute act on captured graphs; set compile.capture to step",
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any
 
@@ -20,13 +19,13 @@ from .build import Run
 from .config import RunConfig
 from .errors import LockstepError, NonFiniteError
 from .parity import Certificate, raise_mismatch
+from .tasks import Problem
 from .trainer import StepResult, learning_rate, loss_weights, pack, padding_waste
 from .types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
     PackedBatch,
     RolloutGroup,
-
     SamplingParams,
     TrainGroup,
     TrainSequence,
@@ -77,7 +76,9 @@ class Loop:
         problems = [(g, self.run.task.train_problem(step, g)) for g in range(self.config.trainer.prompts_per_step)]
         return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
 
-    def _rollouts(self, problems, sampling: SamplingParams, domain: int, step: int) -> list[RolloutGroup]:
+    def _rollouts(
+        self, problems: list[tuple[int, Problem]], sampling: SamplingParams, domain: int, step: int
+    ) -> list[RolloutGroup]:
         return rollout.collect(
             problems,
             self.run.policy.encode,
@@ -207,7 +208,9 @@ class Loop:
         """What the bits of a run depend on besides its configuration."""
         return {
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else torch.backends.cpu.get_cpu_capability(),
+            "device": torch.cuda.get_device_name()
+            if self.device.type == "cuda"
+            else torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads() if self.device.type == "cpu" else 0,
             "dtype": str(self.run.policy.model.embed.dtype),
         }
@@ -282,5 +285,3 @@ def peak_memory_gib(device: torch.device) -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-

@@ -73,7 +73,7 @@ class Completion:
 
 @dataclass
 class Rollout:
-    """A completion with what scoring made of it. `rewards` holds each reward function's value (None: not applicable)."""
+    """A completion with what scoring made of it. `rewards`: each function's value (None: not applicable)."""
 
     completion: Completion
     rewards: dict[str, float | None]
@@ -151,7 +151,7 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device` (`sequence_C` stays on the host)."""
-        moved = {
+        moved: dict[str, Any] = {
             k: v.to(device, non_blocking=True) if isinstance(v, Tensor) and k != "sequence_C" else v
             for k, v in vars(self).items()
         }

@@ -41,7 +41,9 @@ def requests(count: int, seed: int = 0, length: int = 24) -> tuple[list[list[int
         size = int(torch.randint(1, 151, (1,), generator=generator))
         prompts.append(torch.randint(0, 256, (size,), generator=generator).tolist())
         kind = kinds[i % len(kinds)]
-        sampling.append(SamplingParams(**kind, n=1 + i % 4, max_completion_length=length - i % 3, ignore_eos=i % 2 == 0))
+        sampling.append(
+            SamplingParams(**kind, n=1 + i % 4, max_completion_length=length - i % 3, ignore_eos=i % 2 == 0)
+        )
     return prompts, sampling
 
 

@@ -206,6 +206,9 @@ def test_bad_input_ends_with_exit_code_2(
     names["REWARDS"] = tmp_path / "rewards.py"
     for name, path in names.items():
         arguments = [a.replace(name, str(path)) for a in arguments]
-    assert main(["train", *arguments, "--steps", "1", "--trainer.warmup-steps", "0", "--run-dir", str(tmp_path / "r")]) == 2
+    assert (
+        main(["train", *arguments, "--steps", "1", "--trainer.warmup-steps", "0", "--run-dir", str(tmp_path / "r")])
+        == 2
+    )
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-
 from ..config import GeneratorConfig
 from ..errors import InputError
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
@@ -202,5 +201,3 @@ class Engine:
                 f"{where}: {length} tokens do not fit the KV cache of "
                 f"{self.cache.num_pages * self.cache.page_size}; raise generator.kv_cache_tokens"
             )
-
-

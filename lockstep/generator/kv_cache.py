@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from ..config import GeneratorConfig
 from ..errors import InputError
@@ -97,7 +97,7 @@ class KVCache:
             del self._by_digest[digest]
             self._digests[page] = None
 
-    def _digest_chain(self, tokens: list[int], version: int):
+    def _digest_chain(self, tokens: list[int], version: int) -> Iterator[bytes]:
         digest = version.to_bytes(8, "little", signed=True)
         for i in range(0, len(tokens) - self.page_size + 1, self.page_size):
             block = array("q", tokens[i : i + self.page_size]).tobytes()

@@ -5,6 +5,8 @@ Shape suffixes: T tokens, D hidden, E fused projection, N query heads, K key/val
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -46,7 +48,7 @@ class Decoder(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, weight) -> None:
+    def __init__(self, config: ModelConfig, weight: Callable[..., nn.Parameter]) -> None:
         super().__init__()
         self.config = config
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -68,9 +70,7 @@ class Layer(nn.Module):
     def _attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         c = self.config
         qkv_TE = ops.linear(x_TD, self.qkv)
-        qk = ops.qk_norm_rope(
-            qkv_TE, self.q_norm, self.k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps
-        )
+        qk = ops.qk_norm_rope(qkv_TE, self.q_norm, self.k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
         q_TNH, k_TKH = qk[:, : c.num_heads], qk[:, c.num_heads :]
         v_TKH = qkv_TE[:, (c.num_heads + c.num_kv_heads) * c.head_dim :].unflatten(1, (c.num_kv_heads, c.head_dim))
         return ops.linear(attend(index, q_TNH, k_TKH, v_TKH).flatten(1), self.o)

@@ -147,7 +147,7 @@ def save_model(model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BY
     parameters = dict(model.named_parameters())
     pieces = [(s, parameters[s.parameter].detach()[s.start : s.start + s.rows]) for s in weight_map(model.config)]
     shards = _shards(pieces, max_shard_bytes)
-    placed = {}
+    placed: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         tensors = {piece.name: tensor.contiguous().cpu() for piece, tensor in shard}
@@ -155,9 +155,7 @@ def save_model(model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BY
         placed |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         total = sum(t.numel() * t.element_size() for _, t in pieces)
-        _write_json(
-            folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed}
-        )
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
 
 
 def _shards(pieces: list[tuple[WeightSlice, Tensor]], limit: int) -> list[list[tuple[WeightSlice, Tensor]]]:
