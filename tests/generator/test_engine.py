@@ -1,0 +1,188 @@
+"""What a user of the engine sees: stops, cancellation, versions, limits, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import CONFIG, generate, make_model, requests, words
+
+from lockstep.config import GeneratorConfig
+from lockstep.errors import InputError
+from lockstep.generator import Engine, SharedWeights, SnapshotWeights, plan_cache_tokens
+from lockstep.types import SampleIdentity, SamplingParams
+
+EngineOf = Callable[..., Engine]
+PROMPT = list(range(30))
+
+
+def text(token_ids: list[int]) -> str:
+    return "".join(chr(33 + t % 90) for t in token_ids)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(torch.float32)
+
+
+def run(engine: Engine, **fields) -> list:
+    return generate(engine, [PROMPT], [SamplingParams(**({"max_completion_length": 20} | fields))])[0]
+
+
+def test_greedy_is_the_argmax_and_its_sampled_log_prob_is_zero(model, engine_of: EngineOf) -> None:
+    one, two = run(engine_of(model), temperature=0.0, n=2)
+    assert one.token_ids == two.token_ids
+    assert one.logprobs == [0.0] * len(one.token_ids)
+    assert all(-6 < p < 0 for p in one.model_logprobs)
+    sampled = run(engine_of(model), n=2, ignore_eos=True)
+    assert sampled[0].token_ids != sampled[1].token_ids
+    top_1 = run(engine_of(model), top_k=1)[0]
+    assert (top_1.token_ids, top_1.logprobs) == (one.token_ids, one.logprobs)
+
+
+def test_a_sample_depends_on_its_identity_alone(model, engine_of: EngineOf) -> None:
+    params = [SamplingParams(max_completion_length=12, ignore_eos=True)]
+    outcomes = []
+    for identity in [(1, 0, 0, 0), (1, 0, 0, 0), (2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1)]:
+        outcomes.append(engine_of(model).generate([PROMPT], params, [SampleIdentity(*identity)])[0][0].token_ids)
+    assert outcomes[0] == outcomes[1]
+    assert len({tuple(tokens) for tokens in outcomes}) == 5
+
+
+def test_truncated_log_probs_are_of_the_distribution_that_was_sampled(model, engine_of: EngineOf) -> None:
+    """top-k 2 leaves two tokens: their sampled probabilities add up to 1, and have the ratio of the model's own."""
+    completion = run(engine_of(model), top_k=2, temperature=0.5, n=1)[0]
+    for sampled, own in zip(completion.logprobs, completion.model_logprobs, strict=True):
+        p = torch.tensor(sampled).exp()
+        assert 0 < p <= 1 and sampled > own
+        if p < 1:
+            other = (1 - p).log()
+            assert torch.isfinite(other)
+
+
+def test_stop_tokens_and_strings_end_a_sample_where_they_occur(model) -> None:
+    engine = Engine(SharedWeights(model), GeneratorConfig(steps_per_sync=8), 16384, text)
+    whole = run(engine, ignore_eos=True)[0]
+    assert whole.finish_reason == "length" and len(whole.token_ids) == 20
+    token = whole.token_ids[11]
+    first = whole.token_ids.index(token)
+    stopped = run(engine, ignore_eos=True, stop_token_ids=(token,))[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == whole.token_ids[: first + 1]
+    assert stopped.logprobs == whole.logprobs[: first + 1]
+    string = text(whole.token_ids[5:8])
+    cut = run(engine, ignore_eos=True, stop=("never", string))[0]
+    assert cut.finish_reason == "stop" and string in cut.text
+    assert string not in text(cut.token_ids[:-1])
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert len(cut.model_logprobs) == len(cut.weight_versions) == len(cut.token_ids)
+
+
+def test_the_end_of_sequence_token_stops_unless_ignored(model, engine_of: EngineOf) -> None:
+    many = run(engine_of(model), n=64, max_completion_length=60, temperature=3.0)
+    stopped = [c for c in many if c.finish_reason == "stop"]
+    assert stopped and all(c.token_ids[-1] == CONFIG.eos_token_ids[0] for c in stopped)
+    assert all(CONFIG.eos_token_ids[0] not in c.token_ids[:-1] for c in many)
+    ignoring = run(engine_of(model), n=64, max_completion_length=60, temperature=3.0, ignore_eos=True)
+    assert all(len(c.token_ids) == 60 for c in ignoring)
+
+
+def test_cancelling_gives_what_was_there_and_leaves_the_others_alone(model, engine_of: EngineOf) -> None:
+    prompts, sampling = requests(4, seed=3)
+    expected = words(generate(engine_of(model, steps_per_sync=2), prompts, sampling))
+    engine = engine_of(model, steps_per_sync=2)
+    ids = [
+        engine.add_request(p, s, SampleIdentity(11, 0, 0, g))
+        for g, (p, s) in enumerate(zip(prompts, sampling, strict=True))
+    ]
+    victim = ids[3]
+    done = dict(engine.step()) | dict(engine.step())
+    partial = engine.abort(victim)
+    assert len(partial) == sampling[3].n and {c.finish_reason for c in partial} == {"abort"}
+    assert [c.token_ids for c in partial] == [
+        tokens[: len(c.token_ids)] for c, (tokens, _, _) in zip(partial, expected[3], strict=True)
+    ]
+    assert engine.abort(victim) == [] == engine.abort(999)
+    while engine.scheduler.busy:
+        done |= dict(engine.step())
+    assert words([done[i] for i in ids[:3]]) == expected[:3]
+    assert engine.cache.num_free == engine.cache.num_pages
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(
+    model, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, sampling = requests(6)
+    expected = words(generate(engine_of(model), prompts, sampling))
+    engine = engine_of(model, max_num_batched_tokens=64)
+    calls = 0
+    forward = type(model).forward
+
+    def failing(self, *arguments):
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(type(model), "forward", failing)
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine, prompts, sampling)
+    assert engine.cache.num_free == engine.cache.num_pages and not engine.scheduler.busy
+    assert words(generate(engine, prompts, sampling)) == expected
+
+
+def test_every_token_carries_the_version_of_its_weights(model, engine_of: EngineOf) -> None:
+    version = 3
+    engine = Engine(SharedWeights(model, lambda: version), GeneratorConfig(steps_per_sync=4), 16384)
+    request = engine.add_request(
+        PROMPT, SamplingParams(max_completion_length=12, ignore_eos=True), SampleIdentity(0, 0, 0, 0)
+    )
+    engine.step()
+    version = 4
+    done: dict = {}
+    while request not in done:
+        done |= dict(engine.step())
+    assert done[request][0].weight_versions == [3] + [4] * 11
+
+
+def test_a_snapshot_changes_only_when_updated(model) -> None:
+    source = make_model(torch.float32, seed=1)
+    weights = SnapshotWeights(source)
+    engine = Engine(weights, GeneratorConfig(), 16384)
+    before = run(engine)[0]
+    with torch.no_grad():
+        source.layers[0].qkv.mul_(1.5)
+    assert run(engine)[0].logprobs == before.logprobs
+    weights.update(source, 1)
+    after = run(engine)[0]
+    assert after.weight_versions[0] == 1 and after.logprobs != before.logprobs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ([], {}, "the prompt has no tokens"),
+        ([260], {}, "token id 260 is outside the model's vocabulary of 260"),
+        (PROMPT, {"n": 0}, "n and max_completion_length must be at least 1"),
+        (PROMPT, {"max_completion_length": 500}, "exceeds the model's context of 512"),
+        (PROMPT, {"max_completion_length": 400}, "do not fit the KV cache of 320; raise generator.kv_cache_tokens"),
+        (PROMPT, {"stop": ("x",)}, "stop strings need a tokenizer"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused(model, prompt, fields, message, engine_of: EngineOf) -> None:
+    engine = engine_of(model, cache_tokens=320)
+    with pytest.raises(InputError, match=message):
+        engine.generate([prompt], [SamplingParams(**fields)], [SampleIdentity(0, 0, 0, 7)])
+    assert len(run(engine)[0].token_ids) > 0
+
+
+def test_the_cache_is_planned_and_refused_before_it_is_too_small() -> None:
+    cpu, config = torch.device("cpu"), GeneratorConfig(page_size=16, max_num_seqs=4)
+    assert plan_cache_tokens(config, CONFIG, torch.float32, cpu, sequences=100, tokens_per_sequence=40) == 4 * 64
+    small = GeneratorConfig(kv_cache_tokens=32)
+    with pytest.raises(
+        InputError, match=r"generator\.kv_cache_tokens: the cache holds 32 tokens, one sequence may need 48"
+    ):
+        plan_cache_tokens(small, CONFIG, torch.float32, cpu, sequences=1, tokens_per_sequence=40)
