@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from .config import RunConfig, SamplingConfig
+from .config import CompileConfig, RunConfig, SamplingConfig
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
+from .graph import Compiler
 from .models import Decoder, load_model, resolve_folder
 from .models.init import architecture, initialize
 from .tasks import make_task
@@ -54,6 +55,7 @@ class Run:
     engine: Engine
     sampling: SamplingParams
     validation_sampling: SamplingParams
+    compiler: Compiler | None = None
 
 
 def resolve_device(device: str) -> torch.device:
@@ -98,14 +100,31 @@ def build(config: RunConfig) -> Run:
     task = make_task(config.task, config.trainer.prompts_per_step)
     policy = load_policy(config.model, config.arch, config.seed, config.device, config.dtype)
     reference = copy.deepcopy(policy.model) if config.loss.beta > 0 else None
+    compiler = make_compiler(config.compile, policy.model.embed.device)
     trainer = Trainer(
-        policy.model, config.optimizer, config.loss, reference=reference, enforce_parity=config.parity == "strict"
+        policy.model,
+        config.optimizer,
+        config.loss,
+        reference=reference,
+        enforce_parity=config.parity == "strict",
+        compiler=compiler,
     )
     sampling = training_sampling(config.sampling, policy.tokenizer.eos_token_id)
     validation = replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     weights = SharedWeights(policy.model, lambda: trainer.weights_version)
-    engine = Engine(weights, config.generator, _cache_tokens(config, policy, task), policy.decode)
-    return Run(policy, task, trainer, engine, sampling, validation)
+    engine = Engine(weights, config.generator, _cache_tokens(config, policy, task), policy.decode, compiler)
+    if compiler:
+        longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step) + sampling.max_completion_length
+        engine.warm_up(config.trainer.prompts_per_step * sampling.n, longest, sampling)
+        engine.warm_up(config.task.validation_prompts, longest, validation)
+    return Run(policy, task, trainer, engine, sampling, validation, compiler)
+
+
+def make_compiler(config: CompileConfig, device: torch.device) -> Compiler | None:
+    """What both roles compile with; None when nothing is captured."""
+    if config.cudagraph_mode != "none" and device.type != "cuda":
+        raise InputError(f"compile.cudagraph_mode is {config.cudagraph_mode}; CUDA graphs need a GPU, use none")
+    return Compiler(config, device) if config.capture != "none" else None
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:

@@ -105,6 +105,8 @@ class TrainerConfig:
     """Supervised steps on worked examples before reinforcement learning (tasks that have them)."""
     warmup_learning_rate: float = 1e-3
     """Learning rate of the first supervised step; it falls linearly to 0 over them."""
+    warmup_loss: float = 0.0
+    """End the supervised steps early, once the mean loss of the last ten is below this (nats a token)."""
     warmup_batch_size: int = 64
     """Worked examples a supervised step."""
 
@@ -254,6 +256,7 @@ def _ranges(c: RunConfig) -> list[tuple[str, float, float, float]]:
         ("trainer.max_idle_steps", t.max_idle_steps, 1, inf),
         ("trainer.warmup_steps", t.warmup_steps, 0, inf),
         ("trainer.warmup_learning_rate", t.warmup_learning_rate, 0, inf),
+        ("trainer.warmup_loss", t.warmup_loss, 0, inf),
         ("trainer.warmup_batch_size", t.warmup_batch_size, 1, inf),
         ("loss.epsilon", lo.epsilon, 0, inf),
         ("loss.epsilon_high", lo.epsilon if lo.epsilon_high is None else lo.epsilon_high, 0, inf),

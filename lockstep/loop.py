@@ -19,7 +19,6 @@ from .build import Run
 from .config import RunConfig
 from .errors import LockstepError, NonFiniteError
 from .parity import Certificate, raise_mismatch
-from .tasks import Problem
 from .trainer import StepResult, learning_rate, loss_weights, pack, padding_waste
 from .types import (
     TRAIN_DOMAIN,
@@ -70,6 +69,8 @@ class Loop:
             for later in results[1:]:
                 self._require_finite(step, later)
             self._count_idle(step, trained=bool(batches))
+        if self.run.compiler:
+            self.run.compiler.end_warm_up()
         return self._metrics(groups, result, [*batches, *checks], version), groups
 
     def _collect(self, step: int) -> list[RolloutGroup]:
@@ -77,7 +78,7 @@ class Loop:
         return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
 
     def _rollouts(
-        self, problems: list[tuple[int, Problem]], sampling: SamplingParams, domain: int, step: int
+        self, problems: rollout.Problems, sampling: SamplingParams, domain: int, step: int
     ) -> list[RolloutGroup]:
         return rollout.collect(
             problems,
@@ -249,6 +250,8 @@ class Loop:
             **self.seconds,
             "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / self.seconds["time/step"],
             "memory/peak_gib": peak_memory_gib(self.device),
+            "recompiles": self.run.compiler.recompiles if self.run.compiler else 0,
+            "graph_replays": self.run.compiler.replays.total() if self.run.compiler else 0,
         }
 
     @staticmethod

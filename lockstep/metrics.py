@@ -25,7 +25,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Responses": ("response_length/mean", "response_length/clip_ratio"),
     "Parity": ("logprob_diff/max", "parity/tokens_checked", "parity/tokens_different"),
     "Time": ("time/step", "time/generate", "time/forward_backward", "time/optim_step", "time/sync"),
-    "Performance": ("perf/tokens_per_s_per_gpu", "memory/peak_gib", "padding_waste", "recompiles"),
+    "Performance": ("perf/tokens_per_s_per_gpu", "memory/peak_gib", "padding_waste", "recompiles", "graph_replays"),
 }
 NAMES: tuple[str, ...] = tuple(name for names in SECTIONS.values() for name in names)
 

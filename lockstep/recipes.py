@@ -26,10 +26,10 @@ def sum_digits(model: str | None) -> RunConfig:
         steps=120,
         task=TaskConfig(easy=True, validation_prompts=200),
         sampling=SamplingConfig(max_completion_length=24),
-        trainer=TrainerConfig(prompts_per_step=16, warmup_steps=100, warmup_learning_rate=2e-3),
+        trainer=TrainerConfig(prompts_per_step=64, warmup_steps=400, warmup_learning_rate=2e-3, warmup_loss=0.05),
         loss=LossConfig(scale_rewards="group"),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-        checkpoint=CheckpointConfig(interval=20),
+        optimizer=OptimizerConfig(learning_rate=3e-4, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
+        checkpoint=CheckpointConfig(interval=25),
     )
 
 

@@ -11,6 +11,7 @@ from .tasks.rewards import RewardSet
 from .types import Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 
 Prompt = str | list[dict[str, Any]]
+Problems = Sequence[tuple[int, Problem]]  # each with its group
 
 # generate(prompt_ids, sampling, identities): for each prompt its `sampling.n` completions, whose identities are the
 # prompt's with sample 0 to n - 1.
@@ -18,7 +19,7 @@ Generate = Callable[[list[list[int]], list[SamplingParams], list[SampleIdentity]
 
 
 def collect(
-    problems: Sequence[tuple[int, Problem]],
+    problems: Problems,
     encode: Callable[[Prompt], list[int]],
     generate: Generate,
     sampling: SamplingParams,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from . import __version__, checkpoint, config_file
@@ -50,6 +51,8 @@ def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
             display.update(step, metrics)
             recorder.checkpoint(loop, step + 1)
         save_policy(loop.run.policy, run_dir / FINAL_MODEL)
+    if loop.run.compiler:
+        loop.run.compiler.close()
     return recorder.summary
 
 
@@ -115,16 +118,19 @@ class _Recorder:
 
     def warmup(self, loop: Loop, display: Display) -> None:
         """Supervised steps on worked examples before reinforcement learning."""
-        steps = self.config.trainer.warmup_steps
+        t = self.config.trainer
+        steps = t.warmup_steps
         if not steps:
             return
         began = time.perf_counter()
-        display.note(f"warm-up: {steps} supervised steps on worked examples")
-        losses = [loop.warmup_step(i).loss for i in range(steps)]
+        display.note(f"warm-up: at most {steps} supervised steps on worked examples")
+        losses: list[float] = []
+        while len(losses) < steps and not (len(losses) >= 10 and mean(losses[-10:]) < t.warmup_loss):
+            losses.append(loop.warmup_step(len(losses)).loss)
         loop.run.trainer.reset_optimizer()
         seconds = time.perf_counter() - began
-        display.note(f"warm-up: loss {losses[0]:.3f} to {losses[-1]:.3f} in {seconds:.1f} s")
-        self.summary["warmup"] = {"steps": steps, "loss_first": losses[0], "loss_last": losses[-1]}
+        display.note(f"warm-up: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps, {seconds:.1f} s")
+        self.summary["warmup"] = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1]}
         self.summary["warmup_s"] = seconds
 
     def validate(self, loop: Loop, display: Display, step: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Small real models, and the two sides of the parity check."""
+"""What all tests share."""
 
 from __future__ import annotations
 
@@ -7,85 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
+from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.models import Decoder, ModelConfig
-from lockstep.models.init import initialize
-from lockstep.trainer import StepResult, Trainer, pack
-from lockstep.types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+from lockstep.models import Decoder
 
-CONFIG = ModelConfig(260, 48, 80, 2, 6, 2, 16, max_position_embeddings=512, rope_theta=10000.0, eos_token_ids=(258,))
-
-
-def make_model(dtype: torch.dtype, seed: int = 0, config: ModelConfig = CONFIG) -> Decoder:
-    """A random model with weights large enough that its distributions are far from flat."""
-    model = initialize(Decoder(config, dtype), seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-    return model
-
-
-def requests(count: int, seed: int = 0, length: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 1 to 150 tokens with plain, truncated and greedy sampling in turn, 1 to 4 samples each."""
-    generator = torch.Generator().manual_seed(seed)
-    kinds = [
-        {"temperature": 1.0},
-        {"temperature": 0.8, "top_p": 0.9},
-        {"temperature": 0.0},
-        {"temperature": 1.3, "top_k": 20, "min_p": 0.01},
-    ]
-    prompts, sampling = [], []
-    for i in range(count):
-        size = int(torch.randint(1, 151, (1,), generator=generator))
-        prompts.append(torch.randint(0, 256, (size,), generator=generator).tolist())
-        kind = kinds[i % len(kinds)]
-        sampling.append(
-            SamplingParams(**kind, n=1 + i % 4, max_completion_length=length - i % 3, ignore_eos=i % 2 == 0)
-        )
-    return prompts, sampling
-
-
-def generate(
-    engine: Engine, prompts: list[list[int]], sampling: list[SamplingParams], groups: list[int] | None = None
-) -> list[list[Completion]]:
-    """Run requests; `groups` gives their identities (default: their index)."""
-    identities = [SampleIdentity(11, 0, 0, g) for g in groups or range(len(prompts))]
-    return engine.generate(prompts, sampling, identities)
-
-
-def words(completions: list[list[Completion]]) -> list[list[tuple[list[int], list[str], list[str]]]]:
-    """Everything that must be equal, log-probabilities exactly."""
-    return [
-        [(c.token_ids, [x.hex() for x in c.logprobs], [x.hex() for x in c.model_logprobs]) for c in group]
-        for group in completions
-    ]
-
-
-def train_groups(
-    prompts: list[list[int]], sampling: list[SamplingParams], completions: list[list[Completion]]
-) -> list[TrainGroup]:
-    """Completions as the trainer takes them, advantages alternating."""
-    return [
-        TrainGroup(
-            prompt,
-            [
-                TrainSequence(c.token_ids, (-1.0) ** i, 0.01, c.logprobs, c.model_logprobs, f"group {g} sample {i}")
-                for i, c in enumerate(group)
-            ],
-            params,
-        )
-        for g, (prompt, params, group) in enumerate(zip(prompts, sampling, completions, strict=True))
-    ]
-
-
-def compare(model: Decoder, groups: list[TrainGroup], share_prefix: bool = True, max_tokens: int = 4096) -> StepResult:
-    """The trainer's view of what the generator recorded."""
-    trainer = Trainer(model, OptimizerConfig(), LossConfig())
-    for batch in pack(groups, max_tokens=max_tokens, check_parity=True, share_prefix=share_prefix):
-        trainer.check(batch)
-    return trainer.finish_check()
+# Tests run beside each other and beside other work; threads that spin for each other would be many times slower.
+torch.set_num_threads(1)
 
 
 @pytest.fixture

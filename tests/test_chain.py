@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import compare, generate, make_model, requests, train_groups, words
+from small import compare, generate, make_model, requests, train_groups, words
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, KVCache, SharedWeights, SnapshotWeights

@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "charts": set(),
     "report": {"metrics", "charts"},
     "config_file": set(),
-    "build": {"generator", "trainer", "models", "models.init", "tasks", "tokenizer"},
+    "build": {"generator", "trainer", "graph", "models", "models.init", "tasks", "tokenizer"},
     "parity": {"build", "generator", "trainer"},
     "loop": {"rollout", "advantage", "build", "parity", "trainer"},
     "run": {"loop", "build", "parallel", "parity", "checkpoint", "metrics", "report", "config_file", "generator"},

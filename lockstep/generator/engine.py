@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from ..config import GeneratorConfig
 from ..errors import InputError
+from ..graph import Compiler
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
+from .decode_graphs import DecodeGraphs
 from .kv_cache import KVCache
 from .request import Prefill, Sequence
 from .runner import Runner, Work
@@ -23,6 +25,7 @@ class Engine:
         config: engine settings.
         cache_tokens: capacity of the KV cache (`plan_cache_tokens`).
         detokenize: token ids to text; needed for stop strings and for `Completion.text`.
+        compiler: run decode steps as captured graphs; None calls the model.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class Engine:
         config: GeneratorConfig,
         cache_tokens: int,
         detokenize: Callable[[list[int]], str] | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         model = weights.model
         self.weights = weights
@@ -41,7 +45,8 @@ class Engine:
         pages = cache_tokens // config.page_size
         self.cache = KVCache(model.config, pages, config.page_size, model.embed.dtype, device)
         self.scheduler = Scheduler(config, self.cache)
-        self.runner = Runner(weights, self.cache, device)
+        graphs = DecodeGraphs(self.cache, config.steps_per_sync, compiler) if compiler else None
+        self.runner = Runner(weights, self.cache, device, graphs)
         self._ids = itertools.count()
         self._pending: dict[int, dict[int, Completion | None]] = {}
 
@@ -63,6 +68,12 @@ class Engine:
             for i in ids:
                 self.abort(i)
             raise
+
+    def warm_up(self, sequences: int, tokens: int, sampling: SamplingParams) -> None:
+        """Make the graphs that decoding up to so many sequences of so many tokens needs; nothing without a compiler."""
+        if self.runner.graphs is not None and sequences > 0:
+            sequences, greedy = min(sequences, self.config.max_num_seqs), sampling.temperature == 0
+            self.runner.graphs.warm_up(self.weights.model, sequences, tokens, sampling.truncated, greedy)
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         """Queue a request; returns its id. `InputError` when it could never run."""

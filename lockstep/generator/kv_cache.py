@@ -19,17 +19,18 @@ class KVCache:
 
     A page that nobody holds keeps its contents until it is handed out again, least recently used first. A full
     page is registered under a digest of the weights' version and every token up to its end, so pages of other
-    weights cannot be found.
+    weights cannot be found. One page more, `null_page`, is nobody's: rows of a batch without a sequence write there.
     """
 
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
         self.num_pages = num_pages
+        self.null_page = num_pages
         self._references = [0] * num_pages
         self._digests: list[bytes | None] = [None] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import ops
 from ..models import PagedAttention
+from .decode_graphs import DecodeGraphs
 from .kv_cache import KVCache
 from .request import Sequence
 from .weights import SharedWeights, SnapshotWeights
@@ -63,7 +64,14 @@ Sampled = tuple[Tensor, Tensor, Tensor]  # token ids, both log-probabilities
 class Runner:
     """Builds tensors, calls the model, samples."""
 
-    def __init__(self, weights: SharedWeights | SnapshotWeights, cache: KVCache, device: torch.device) -> None:
+    def __init__(
+        self,
+        weights: SharedWeights | SnapshotWeights,
+        cache: KVCache,
+        device: torch.device,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self.graphs = graphs
         self.weights = weights
         self.cache = cache
         self.device = device
@@ -106,27 +114,26 @@ class Runner:
     @torch.inference_mode()
     def decode(self, sequences: list[Sequence], steps: int) -> Sampled:
         """Run `steps` decode steps without looking at the results; host tensors [steps, S]."""
+        if self.graphs is not None:
+            return self.graphs.run(self.weights.model, sequences, steps)
         state = self._decode
         if state is None or not state.fits(sequences):
             state = self._decode = DecodeState.of(sequences, self.device)
         max_context = max(s.length for s in sequences) + steps - 1
-        drawn = [self._decode_step(state, max_context) for _ in range(steps)]
+        position = state.position_S + torch.arange(steps + 1, device=self.device).unsqueeze(1)
+        context = position.int()
+        slots = _slots(state.table, position[:-1], self.cache.page_size)
+        drawn = []
+        for i in range(steps):
+            attend = PagedAttention(
+                self.cache.k, self.cache.v, slots[i], state.table, state.cu_seqlens, context[i + 1], 1, max_context
+            )
+            hidden_SD = self.weights.model(state.token_S, position[i], attend)
+            drawn.append(self._sample(hidden_SD, state.sampling, position[i + 1]))
+            state.token_S = drawn[-1][0]
+        state.position_S = position[-1]
         state.num_cached = [n + steps for n in state.num_cached]
         return tuple(torch.stack(column).cpu() for column in zip(*drawn, strict=True))  # type: ignore[return-value]
-
-    def _decode_step(self, state: DecodeState, max_context: int) -> Sampled:
-        page_size = self.cache.page_size
-        column = torch.div(state.position_S, page_size, rounding_mode="floor").unsqueeze(1)
-        slots = state.table.gather(1, column).squeeze(1) * page_size + state.position_S % page_size
-        state.context_S += 1
-        attend = PagedAttention(
-            self.cache.k, self.cache.v, slots, state.table, state.cu_seqlens, state.context_S, 1, max_context
-        )
-        hidden_SD = self.weights.model(state.token_S, state.position_S, attend)
-        state.position_S += 1
-        drawn = self._sample(hidden_SD, state.sampling, state.position_S)
-        state.token_S = drawn[0]
-        return drawn
 
     def _sample(self, hidden_CD: Tensor, s: SamplingTensors, position_C: Tensor) -> Sampled:
         return ops.sample(
@@ -145,14 +152,13 @@ class Runner:
 
 @dataclass
 class DecodeState:
-    """Device tensors of the running sequences, advanced in place from step to step."""
+    """Device tensors of the running sequences, from step to step."""
 
     sequences: list[Sequence]
     pages: list[list[int]]
     num_cached: list[int]
     token_S: Tensor
     position_S: Tensor
-    context_S: Tensor
     table: Tensor
     cu_seqlens: Tensor
     sampling: SamplingTensors
@@ -161,14 +167,12 @@ class DecodeState:
     def of(sequences: list[Sequence], device: torch.device) -> DecodeState:
         """The state before the next step: each sequence's last token is to run at the position after its cache."""
         num_cached = [s.num_cached for s in sequences]
-        position = torch.tensor(num_cached, device=device)
         return DecodeState(
             list(sequences),
             [list(s.pages) for s in sequences],
             num_cached,
             torch.tensor([s.last_token for s in sequences], device=device),
-            position,
-            position.int(),
+            torch.tensor(num_cached, device=device),
             _block_table([s.pages for s in sequences]).to(device),
             torch.arange(len(sequences) + 1, dtype=torch.int32, device=device),
             SamplingTensors.of(sequences, device),
@@ -181,6 +185,11 @@ class DecodeState:
             and self.num_cached == [s.num_cached for s in sequences]
             and self.pages == [s.pages for s in sequences]
         )
+
+
+def _slots(table_SP: Tensor, position_iS: Tensor, page_size: int) -> Tensor:
+    """Cache slots of one position a sequence, [steps, S]."""
+    return table_SP.t().gather(0, position_iS // page_size) * page_size + position_iS % page_size
 
 
 def _block_table(pages: list[list[int]]) -> Tensor:

@@ -7,6 +7,7 @@ in `docs/numerics.md`.
 from .attention import KEY_TILE, attention_packed, attention_paged, write_kv
 from .linear import linear
 from .logprobs import TokenLogprobs, sample, support_mask, token_logprobs
+from .native.library import cpu_backend
 from .philox import sample_key
 from .rows import gather_rows, qk_norm_rope, rms_norm, rope_table, silu_mul
 
@@ -15,6 +16,7 @@ __all__ = [
     "TokenLogprobs",
     "attention_packed",
     "attention_paged",
+    "cpu_backend",
     "gather_rows",
     "linear",
     "qk_norm_rope",

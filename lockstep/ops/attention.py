@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from . import attention_backward, attention_reference, native
+from .operator import operator
 from .rows import accumulate_rows
 
 KEY_TILE = attention_reference.KEY_TILE
 
 
-@torch.library.custom_op("lockstep::attention_packed", mutates_args=(), device_types="cpu")
 def attention_packed(
     q_TNH: Tensor,
     k_TKH: Tensor,
@@ -38,56 +38,93 @@ def attention_packed(
 
     Rows after the last segment are padding; their output is zero. The prefix must be one segment's first rows.
     """
-    if native.usable(q_TNH, k_TKH, v_TKH):
-        return native.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len)
-    return attention_reference.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S)
+    return _packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len)[0]
 
 
-@attention_packed.register_kernel("cuda")
-def _(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len):
-    from .kernels import attention
-
-    return attention.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len)
-
-
-@attention_packed.register_fake
-def _(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len):
-    return torch.empty_like(q_TNH)
-
-
-@torch.library.custom_op("lockstep::attention_packed_backward", mutates_args=())
-def attention_packed_backward(
-    grad_TNH: Tensor,
+@torch.library.custom_op("lockstep::attention_packed", mutates_args=(), device_types="cpu")
+def _packed(
     q_TNH: Tensor,
     k_TKH: Tensor,
     v_TKH: Tensor,
     cu_seqlens: Tensor,
     prefix_start_S: Tensor,
     prefix_len_S: Tensor,
+    max_len: int,
+) -> tuple[Tensor, Tensor]:
+    """The output and, for the backward, log2 of each row's sum of exponentials, float32 [K, T, N / K]; empty on a CPU,
+    whose backward takes the softmax anew."""
+    if native.usable(q_TNH, k_TKH, v_TKH):
+        out_TNH = native.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len)
+    else:
+        out_TNH = attention_reference.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S)
+    return out_TNH, q_TNH.new_empty(0, dtype=torch.float32)
+
+
+@_packed.register_kernel("cuda")
+def _(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len):
+    from .kernels import attention
+
+    return attention.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len)
+
+
+@_packed.register_fake
+def _(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len):
+    (tokens, heads, _), kv_heads = q_TNH.shape, k_TKH.shape[1]
+    shape = (kv_heads, tokens, heads // kv_heads) if q_TNH.is_cuda else (0,)
+    return torch.empty_like(q_TNH), q_TNH.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("lockstep::attention_packed_backward", mutates_args=(), device_types="cpu")
+def attention_packed_backward(
+    grad_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    out_TNH: Tensor,
+    lse_KTG: Tensor,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for q, k and v. Not under the forward's contract, but the same every time."""
+    """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time.
+
+    Args:
+        grad_TNH: gradient of the output, contiguous.
+        out_TNH, lse_KTG: what the forward returned; the others are what it was given.
+    """
     return attention_backward.packed(
         grad_TNH, q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, accumulate_rows
     )
 
 
+@attention_packed_backward.register_kernel("cuda")
+def _(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, cu_seqlens, prefix_start_S, prefix_len_S):
+    from .kernels import attention_backward
+
+    return attention_backward.packed(
+        grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, cu_seqlens, prefix_start_S, prefix_len_S
+    )
+
+
 @attention_packed_backward.register_fake
-def _(grad_TNH, q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S):
+def _(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, cu_seqlens, prefix_start_S, prefix_len_S):
     return torch.empty_like(q_TNH), torch.empty_like(k_TKH), torch.empty_like(v_TKH)
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:-1])
+    q_TNH, k_TKH, v_TKH, *layout, _ = inputs
+    ctx.save_for_backward(q_TNH, k_TKH, v_TKH, *output, *layout)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_TNH: Tensor):
+def _backward(ctx, grad_TNH: Tensor, _):
     return (*attention_packed_backward(grad_TNH.contiguous(), *ctx.saved_tensors), None, None, None, None)
 
 
-attention_packed.register_autograd(_backward, setup_context=_setup)
+_packed.register_autograd(_backward, setup_context=_setup)
 
 
-@torch.library.custom_op("lockstep::attention_paged", mutates_args=(), device_types="cpu")
+@operator("lockstep::attention_paged")
 def attention_paged(
     q_TNH: Tensor,
     k_cache: Tensor,
@@ -129,11 +166,17 @@ def _(q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_query
     return torch.empty_like(q_TNH)
 
 
-@torch.library.custom_op("lockstep::write_kv", mutates_args=("k_cache", "v_cache"))
+@operator("lockstep::write_kv", mutates_args=("k_cache", "v_cache"))
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:
     """Store keys and values at `slots_T` (int64; page * page_size + offset) of caches [P, page_size, K, H]."""
-    if k_cache.is_cpu and native.usable(k_TKH, v_TKH, k_cache, v_cache):
-        return native.write_kv(k_TKH, v_TKH, k_cache, v_cache, slots_T)
+    if native.usable(k_TKH, v_TKH, k_cache, v_cache):
+        native.write_kv(k_TKH, v_TKH, k_cache, v_cache, slots_T)
+    else:
+        _index_copy_kv(k_TKH, v_TKH, k_cache, v_cache, slots_T)
+
+
+@write_kv.register_kernel("cuda")
+def _index_copy_kv(k_TKH, v_TKH, k_cache, v_cache, slots_T) -> None:
     k_cache.flatten(0, 1).index_copy_(0, slots_T, k_TKH)
     v_cache.flatten(0, 1).index_copy_(0, slots_T, v_TKH)
 

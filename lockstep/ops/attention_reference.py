@@ -139,9 +139,7 @@ def _attend_blocks(
     out_TNH.index_copy_(0, token_BW[real], out[real])
 
 
-def _softmax_attention(
-    q_BWNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, key_rows_BL: Tensor, bias_BWL: Tensor
-) -> Tensor:
+def _softmax_attention(q_BWNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, key_rows_BL: Tensor, bias_BWL: Tensor) -> Tensor:
     """[B, W, N, H] in q's dtype: W query tokens a block over the block's key rows."""
     blocks, width, heads, head_dim = q_BWNH.shape
     length, kv_heads = key_rows_BL.shape[1], k_RKH.shape[1]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from . import logprobs_reference, native
-from .linear import linear_fp32
+from .linear import linear_fp32, matmul
+from .operator import operator
 
 CHUNK = 1024  # rows of logits at a time
 
@@ -39,11 +40,10 @@ def _rows(x: Tensor) -> ModuleType:
     return logprobs
 
 
-def _gather(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: RowStatistics) -> tuple[Tensor, Tensor]:
-    """Both log-probabilities of the targets; the sampled one is 0 where temperature is 0 (greedy)."""
-    logit_C = logits_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1)
-    sampled_C = logit_C / logprobs_reference.divisor(temperature_C) - stats.sampled_lse_C
-    return torch.where(temperature_C > 0, sampled_C, 0.0), logit_C - stats.lse_C
+def _scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: RowStatistics) -> tuple[Tensor, Tensor]:
+    """Both log-probabilities of the targets."""
+    path = native if not logits_CV.is_cuda and native.usable(logits_CV) else logprobs_reference
+    return path.scores(logits_CV, targets_C, temperature_C, stats.lse_C, stats.sampled_lse_C)
 
 
 @torch.library.custom_op("lockstep::token_logprobs", mutates_args=())
@@ -74,7 +74,7 @@ def _token_logprobs(
                 True,
             )
         )
-        results.append((*_gather(logits_CV, targets_C[chunk], temperature_C[chunk], stats), *stats))
+        results.append((*_scores(logits_CV, targets_C[chunk], temperature_C[chunk], stats), *stats))
     logprob, model_logprob, lse, sampled_lse, threshold, entropy = (torch.cat(r) for r in zip(*results, strict=True))
     return logprob, model_logprob, entropy, lse, sampled_lse, threshold
 
@@ -87,9 +87,7 @@ def _(hidden_CD, weight_VD, targets_C, temperature_C, top_k_C, top_p_C, min_p_C,
 def _setup(ctx, inputs, output) -> None:
     hidden_CD, weight_VD, targets_C, temperature_C, _, _, _, support_CB, ctx.truncated = inputs
     _, _, _, lse_C, sampled_lse_C, threshold_C = output
-    ctx.save_for_backward(
-        hidden_CD, weight_VD, targets_C, temperature_C, support_CB, lse_C, sampled_lse_C, threshold_C
-    )
+    ctx.save_for_backward(hidden_CD, weight_VD, targets_C, temperature_C, support_CB, lse_C, sampled_lse_C, threshold_C)
     ctx.mark_non_differentiable(*output[2:])
 
 
@@ -112,8 +110,8 @@ def _backward(ctx, grad_logprob_C: Tensor, grad_model_C: Tensor, *_: Tensor):
             grad_model_C[c],
             ctx.truncated,
         ).to(hidden.dtype)
-        grad_hidden[c] = grad_logits @ weight
-        grad_weight += grad_logits.t() @ hidden[c]
+        grad_hidden[c] = matmul(grad_logits, weight)
+        grad_weight += matmul(grad_logits.t(), hidden[c])
     return grad_hidden, grad_weight.to(weight.dtype), *([None] * 7)
 
 
@@ -190,7 +188,7 @@ def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, th
     return torch.cat(masks)
 
 
-@torch.library.custom_op("lockstep::sample", mutates_args=())
+@operator("lockstep::sample")
 def sample(
     hidden_CD: Tensor,
     weight_VD: Tensor,
@@ -215,11 +213,12 @@ def sample(
     """
     logits_CV = linear_fp32(hidden_CD, weight_VD)
     rows = _rows(logits_CV)
-    stats = RowStatistics(
-        *rows.statistics(logits_CV, temperature_C, top_k_C, top_p_C, min_p_C, None, truncated, False)
-    )
+    stats = RowStatistics(*rows.statistics(logits_CV, temperature_C, top_k_C, top_p_C, min_p_C, None, truncated, False))
     token_C = rows.draw(logits_CV, temperature_C, stats.threshold_C, key_C4, position_C, greedy)
-    return token_C, *_gather(logits_CV, token_C, temperature_C, stats)
+    return token_C, *_scores(logits_CV, token_C, temperature_C, stats)
+
+
+sample.register_kernel("cuda")(sample.__wrapped__)
 
 
 @sample.register_fake

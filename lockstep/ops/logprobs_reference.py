@@ -40,6 +40,15 @@ def statistics(
     return lse_C, sampled_lse_C, threshold_C, entropy_C
 
 
+def scores(
+    logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, lse_C: Tensor, sampled_lse_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets under the sampled distribution (0 at temperature 0, greedy) and the model's."""
+    logit_C = logits_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1)
+    sampled_C = logit_C / divisor(temperature_C) - sampled_lse_C
+    return torch.where(temperature_C > 0, sampled_C, 0.0), logit_C - lse_C
+
+
 def divisor(temperature_C: Tensor) -> Tensor:
     """What logits are divided by: greedy rows (temperature 0) are left as they are."""
     return torch.where(temperature_C > 0, temperature_C, 1.0)
@@ -58,7 +67,8 @@ def support_threshold(z_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, min_p_C: T
     p_CV = torch.softmax(sorted_CV.masked_fill(sorted_CV < top_k_threshold_C1, -torch.inf), dim=1)
     larger_CV = p_CV.cumsum(dim=1).roll(1, dims=1)
     larger_CV[:, 0] = 0
-    kept_C1 = ((larger_CV < top_p_C.unsqueeze(1)) & (p_CV > 0)).sum(dim=1, keepdim=True)
+    off_C1 = top_p_C.unsqueeze(1) >= 1  # the rounded mass of the larger ones may reach 1 before the row ends
+    kept_C1 = (((larger_CV < top_p_C.unsqueeze(1)) | off_C1) & (p_CV > 0)).sum(dim=1, keepdim=True)
     # A cumulative sum may round up to 1: without the filter nothing is cut off.
     top_p_threshold_C1 = torch.where(top_p_C.unsqueeze(1) < 1, sorted_CV.gather(1, kept_C1 - 1), -torch.inf)
     min_p_threshold_C1 = sorted_CV[:, :1] + torch.log(min_p_C).unsqueeze(1)

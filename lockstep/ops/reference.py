@@ -61,7 +61,23 @@ def qk_norm_rope(
     return out.to(qkv_TE.dtype)
 
 
+def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
+    """See `rows.rope_table`."""
+    angles = positions_T.to(torch.float32).unsqueeze(1) * inv_freq
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
 def silu_mul(gate_up_TE: Tensor) -> Tensor:
     """See `rows.silu_mul`. `x / (1 + exp(-x))`: torch's own silu differs between its vector body and scalar tail."""
     gate, up = gate_up_TE.float().chunk(2, dim=1)
     return (gate / (torch.exp(-gate) + 1.0) * up).to(gate_up_TE.dtype)
+
+
+def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
+    """See `rows.silu_mul_backward`."""
+    gate, up = gate_up_TE.float().chunk(2, dim=1)
+    grad = grad_TF.float()
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.cat((grad_gate, grad * silu), dim=1).to(gate_up_TE.dtype)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from . import native, reference
+from .operator import operator
 
 
-@torch.library.custom_op("lockstep::gather_rows", mutates_args=(), device_types="cpu")
+@operator("lockstep::gather_rows")
 def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:
     """Rows of a table (embedding lookup, logit positions), [T, D]. The backward adds duplicates in a fixed order."""
     return table_RD.index_select(0, rows_T)
@@ -51,7 +52,7 @@ def accumulate_rows(total_RD: Tensor, rows_T: Tensor, values_TD: Tensor) -> Tens
 gather_rows.register_autograd(_gather_backward, setup_context=_gather_setup)
 
 
-@torch.library.custom_op("lockstep::rms_norm", mutates_args=(), device_types="cpu")
+@operator("lockstep::rms_norm")
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dim (Zhang and Sennrich 2019)."""
     if native.usable(x_TD, weight_D):
@@ -94,7 +95,7 @@ def _norm_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple
     return grad_x, grad * normed
 
 
-@torch.library.custom_op("lockstep::qk_norm_rope", mutates_args=(), device_types="cpu")
+@operator("lockstep::qk_norm_rope")
 def qk_norm_rope(
     qkv_TE: Tensor,
     q_weight_H: Tensor | None,
@@ -158,13 +159,23 @@ def _qk_backward(ctx, grad: Tensor):
 qk_norm_rope.register_autograd(_qk_backward, setup_context=_qk_setup)
 
 
+@operator("lockstep::rope_table")
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
-    """Cosines and sines of the rotary angles, float32 [T, H]; `inv_freq` is float32 [H/2]."""
-    angles = positions_T.to(torch.float32).unsqueeze(1) * inv_freq
-    return torch.cat((angles.cos(), angles.sin()), dim=1)
+    """Cosines and sines of the rotary angles, float32 [T, H]; positions are int64, `inv_freq` is float32 [H/2]."""
+    return (native if native.usable(inv_freq) else reference).rope_table(positions_T, inv_freq)
 
 
-@torch.library.custom_op("lockstep::silu_mul", mutates_args=(), device_types="cpu")
+@rope_table.register_kernel("cuda")
+def _(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
+    return reference.rope_table(positions_T, inv_freq)
+
+
+@rope_table.register_fake
+def _(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
+    return inv_freq.new_empty(positions_T.shape[0], 2 * inv_freq.shape[0])
+
+
+@operator("lockstep::silu_mul")
 def silu_mul(gate_up_TE: Tensor) -> Tensor:
     """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F] (Shazeer 2020)."""
     return (native if native.usable(gate_up_TE) else reference).silu_mul(gate_up_TE)
@@ -188,12 +199,24 @@ def _silu_setup(ctx, inputs, output) -> None:
 
 def _silu_backward(ctx, grad_TF: Tensor):
     (gate_up_TE,) = ctx.saved_tensors
-    gate, up = gate_up_TE.float().chunk(2, dim=1)
-    grad = grad_TF.float()
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-    return torch.cat((grad_gate, grad * silu), dim=1).to(gate_up_TE.dtype)
+    return silu_mul_backward(grad_TF, gate_up_TE)
 
 
 silu_mul.register_autograd(_silu_backward, setup_context=_silu_setup)
+
+
+@operator("lockstep::silu_mul_backward")
+def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
+    """Gradient of `silu_mul` for its input, [T, 2F]."""
+    path = native if native.usable(grad_TF, gate_up_TE) else reference
+    return path.silu_mul_backward(grad_TF, gate_up_TE)
+
+
+@silu_mul_backward.register_kernel("cuda")
+def _(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
+    return reference.silu_mul_backward(grad_TF, gate_up_TE)
+
+
+@silu_mul_backward.register_fake
+def _(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
+    return torch.empty_like(gate_up_TE)

@@ -7,6 +7,8 @@ colocated generator reads. Gradients are one float32 buffer that micro-batches a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ class FlatParameters:
     the gaps are zero and stay so. The model's parameters are re-pointed in place and keep their values.
 
     Attributes:
-        parameters: the leaves to differentiate by, in buffer order.
+        parameters, grads: the leaves to differentiate by, in buffer order, and the views that their gradients add into.
         data, grad: [size], compute dtype and float32.
         num_matrix_elements: where the vectors begin.
     """
@@ -39,18 +41,31 @@ class FlatParameters:
         self.num_matrix_elements = offsets[sum(p.dim() >= 2 for p in self.parameters)]
         self.data = torch.zeros(offsets[-1], dtype=first.dtype, device=first.device)
         self.grad = torch.zeros(offsets[-1], dtype=torch.float32, device=first.device)
-        self._grads = []
+        self.grads = []
         for parameter, offset in zip(self.parameters, offsets, strict=False):
             span = slice(offset, offset + parameter.numel())
             view = self.data[span].view(parameter.shape)
             view.copy_(parameter.data)
             parameter.data = view
-            self._grads.append(self.grad[span].view(parameter.shape))
+            self.grads.append(self.grad[span].view(parameter.shape))
 
-    def accumulate(self, grads: tuple[Tensor, ...]) -> None:
-        """Add one gradient a parameter, in the order of `parameters`."""
-        for total, grad in zip(self._grads, grads, strict=True):
-            total.add_(grad)
+
+def accumulate(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Add each gradient to its total, such as `FlatParameters.grads`, in the total's precision."""
+    for total, grad in zip(totals, grads, strict=True):
+        total.add_(grad)
+
+
+class AdamWTensors(NamedTuple):
+    """What an update reads and writes: weights in the compute dtype; float32 gradients, masters and moments, all flat;
+    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor."""
+
+    weights: Tensor
+    grad: Tensor
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: Tensor
 
 
 class AdamW:
@@ -78,39 +93,12 @@ class AdamW:
         Returns:
             Global gradient norm before clipping (float32) and whether the update was applied (bool), 0-dim.
         """
-        grad_norm = _norm(self.flat.grad)
-        applied = ok & torch.isfinite(grad_norm)
-        split = self.flat.num_matrix_elements
-        self._update(slice(0, split), self.steps[0], self.config.weight_decay, lr, grad_norm, applied)
-        self._update(slice(split, None), self.steps[1], 0.0, lr, grad_norm, applied)
-        if self.master is not self.flat.data:
-            self.flat.data.copy_(self.master)  # the same bits again when nothing was applied
-        self.flat.grad.zero_()
-        return grad_norm, applied
+        return adamw_step(self.tensors(), self.flat.num_matrix_elements, self.config, lr, ok)
 
-    def _update(
-        self, span: slice, step: Tensor, weight_decay: float, lr: Tensor, grad_norm: Tensor, applied: Tensor
-    ) -> None:
-        """One fused pass over a span: no temporaries; torch's kernel leaves at once where `found_inf` is 1."""
-        max_norm = self.config.max_grad_norm
-        adamw(
-            [self.master[span]],
-            [self.flat.grad[span]],
-            [self.exp_avg[span]],
-            [self.exp_avg_sq[span]],
-            [],
-            [step],
-            fused=True,
-            grad_scale=((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else None,
-            found_inf=(~applied).float(),
-            amsgrad=False,
-            maximize=False,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=self.config.epsilon,
-        )
+    def tensors(self) -> AdamWTensors:
+        """The live tensors."""
+        flat = self.flat
+        return AdamWTensors(flat.data, flat.grad, self.master, self.exp_avg, self.exp_avg_sq, self.steps)
 
     def reset(self) -> None:
         """Forget moments and step counts; the masters stay."""
@@ -138,6 +126,80 @@ class AdamW:
                 raise ValueError(f"optimizer state {name!r}: expected shape {list(own.shape)}, found {found}")
             own.copy_(state[name])
         self.flat.data.copy_(self.master)
+
+
+def adamw_step(
+    t: AdamWTensors, num_matrix_elements: int, config: OptimizerConfig, lr: Tensor, ok: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`AdamW.step` as a function of its tensors."""
+    grad_norm = _norm(t.grad)
+    applied = ok & torch.isfinite(grad_norm)
+    max_norm = config.max_grad_norm
+    grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else None
+    spans = ((slice(0, num_matrix_elements), config.weight_decay), (slice(num_matrix_elements, None), 0.0))
+    for i, (span, weight_decay) in enumerate(spans):
+        _fused_adamw(
+            t.master[span],
+            t.grad[span],
+            t.exp_avg[span],
+            t.exp_avg_sq[span],
+            t.steps[i],
+            lr,
+            grad_scale,
+            (~applied).float(),
+            config.beta1,
+            config.beta2,
+            config.epsilon,
+            weight_decay,
+        )
+    if t.master is not t.weights:
+        t.weights.copy_(t.master)  # the same bits again when nothing was applied
+    t.grad.zero_()
+    return grad_norm, applied
+
+
+@torch.library.custom_op("lockstep::adamw", mutates_args=("master", "grad", "exp_avg", "exp_avg_sq", "step"))
+def _fused_adamw(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    lr: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+) -> None:
+    """One fused pass over a span: no temporaries; torch's kernel leaves at once where `found_inf` is 1.
+
+    An operator of its own because torch's has no shape function for a tensor `lr`: tracing it would run it.
+    """
+    adamw(
+        [master],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [step],
+        fused=True,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=epsilon,
+    )
+
+
+@_fused_adamw.register_fake
+def _(*_: object) -> None:
+    return None
 
 
 def _norm(x: Tensor) -> Tensor:

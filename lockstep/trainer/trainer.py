@@ -15,10 +15,12 @@ from torch import Tensor
 
 from .. import ops
 from ..config import LossConfig, LossType, OptimizerConfig
-from ..models import Decoder, PackedAttention
+from ..graph import Compiler
+from ..models import Decoder
 from ..types import PackedBatch
-from .losses import LOSSES, TokenValues, kl_k3
 from .optimizer import AdamW, FlatParameters
+from .runs import EagerRuns, GraphRuns
+from .step import STATISTICS, Scored, differs, score
 
 MAX_MISMATCHES = 8
 
@@ -54,17 +56,13 @@ class StepResult:
     mismatches: list[Mismatch] = field(default_factory=list)
 
 
-# What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
-# the trained and the checked tokens, `checked` those that were compared with the generator's.
-STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "checked", "different", "diff_max")
-
-
 class Trainer:
     """Trains `model` in place with gradients accumulated over micro-batches.
 
     Args:
         reference: frozen model for the KL term; required when `loss.beta` is above 0.
         enforce_parity: do not update when a log-probability differs from the generator's in any bit.
+        compiler: run as captured graphs; None calls the model.
 
     Attributes:
         weights_version: updates applied so far.
@@ -78,18 +76,20 @@ class Trainer:
         *,
         reference: Decoder | None = None,
         enforce_parity: bool = True,
+        compiler: Compiler | None = None,
     ) -> None:
         if loss.beta > 0 and reference is None:
             raise ValueError(f"loss.beta is {loss.beta}: the KL term needs a reference model")
-        self.model, self.reference, self.loss, self.enforce_parity = model, reference, loss, enforce_parity
+        self.model, self.reference, self.loss = model, reference, loss
         self.flat = FlatParameters(model)
         self.optimizer = AdamW(self.flat, optimizer)
         self.weights_version = 0
         device = self.flat.data.device
         self._lr = torch.zeros((), device=device)
         self._values = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
-        self._statistics = {name: self._values[i] for i, name in enumerate(STATISTICS)}
-        self._scored: list[tuple[PackedBatch, Tensor, Tensor]] = []  # checked batches and both their log-probs
+        runs = EagerRuns(model, reference, self.flat, self.optimizer, loss, self._values, self._lr, enforce_parity)
+        self._runs = runs if compiler is None else GraphRuns(runs, compiler)
+        self._scored: list[tuple[PackedBatch, Scored]] = []  # checked batches and their log-probs
 
     def forward_backward(
         self, batch: PackedBatch, loss_type: LossType | None = None, keep_support: bool = False
@@ -101,26 +101,26 @@ class Trainer:
             keep_support: store the sampled support in `batch.support_C`, for later updates on the same batch; those
                 run with `batch.check_parity` off, as the weights are no longer the generator's.
         """
-        loss_type = loss_type or self.loss.loss_type
-        rows_CD, scores = self._score(self.model, batch)
-        loss = self._loss(batch, scores, loss_type)
-        self.flat.accumulate(torch.autograd.grad(loss, self.flat.parameters))
-        self._record(batch, scores)
-        if keep_support and batch.truncated and batch.support_C is None:
+        with_support = keep_support and batch.truncated and batch.support_C is None
+        scored = self._runs.forward_backward(batch, loss_type or self.loss.loss_type, with_support)
+        self._remember(batch, scored)
+        if scored.rows_CD is not None and scored.threshold_C is not None:
             batch.support_C = ops.support_mask(
-                rows_CD.detach(), self.model.lm_head, batch.temperature_C, scores.threshold_C
+                scored.rows_CD, self.model.lm_head, batch.temperature_C, scored.threshold_C
             )
 
-    @torch.no_grad()
     def check(self, batch: PackedBatch) -> None:
         """Compare the batch's log-probs with the generator's and train on nothing."""
-        self._record(batch, self._score(self.model, batch)[1])
+        self._remember(batch, self._runs.check(batch))
 
-    @torch.no_grad()
+    def _remember(self, batch: PackedBatch, scored: Scored) -> None:
+        """Keep what names a mismatch."""
+        if batch.check_parity:
+            self._scored.append((batch, Scored(scored.logprob_C, scored.model_logprob_C)))
+
     def reference_logprobs(self, batch: PackedBatch) -> None:
         """Fill `batch.ref_logprob_C` with the reference's log-probs (temperature 1, untruncated)."""
-        assert self.reference is not None
-        batch.ref_logprob_C = self._score(self.reference, batch)[1].model_logprob_C
+        batch.ref_logprob_C = self._runs.reference_logprobs(batch)
 
     def optim_step(self, lr: float) -> StepResult:
         """Update the weights with the accumulated gradients and clear them; the host waits here, once.
@@ -128,13 +128,8 @@ class Trainer:
         Nothing is written when the loss or the gradient norm is not finite or, under `enforce_parity`, when any
         log-probability differed since the last call.
         """
-        s = self._statistics
         self._lr.fill_(lr)
-        ok = torch.isfinite(s["loss"])
-        if self.enforce_parity:
-            ok = ok & (s["different"] == 0)
-        grad_norm, applied = self.optimizer.step(self._lr, ok)
-        return self._finish(lr, grad_norm, applied)
+        return self._finish(lr, *self._runs.optim_step())
 
     def finish_check(self) -> StepResult:
         """The result of a step in which batches were only checked; no update, and gradients are cleared."""
@@ -145,7 +140,7 @@ class Trainer:
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> ops.TokenLogprobs:
         """The batch's log-probabilities and entropies, as `forward_backward` computes them."""
-        return self._score(self.model, batch)[1]
+        return score(self.model, batch)[1]
 
     def reset_optimizer(self) -> None:
         """Start the moments anew (between supervised and reinforcement steps)."""
@@ -159,55 +154,6 @@ class Trainer:
         """Take over what `state` returned; `ValueError` when it belongs to another model."""
         self.optimizer.load_state(tensors)
         self.weights_version = numbers["weights_version"]
-
-    def _score(self, model: Decoder, batch: PackedBatch) -> tuple[Tensor, ops.TokenLogprobs]:
-        """Hidden rows that predict the completion tokens, [C, D], and the tokens' log-probs."""
-        attend = PackedAttention(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
-        hidden_TD = model(batch.tokens_T, batch.positions_T, attend)
-        rows_CD = ops.gather_rows(hidden_TD, batch.logit_rows_C)
-        return rows_CD, ops.token_logprobs(
-            rows_CD,
-            model.lm_head,
-            batch.targets_C,
-            batch.temperature_C,
-            batch.top_k_C,
-            batch.top_p_C,
-            batch.min_p_C,
-            batch.support_C,
-            batch.truncated,
-        )
-
-    def _loss(self, batch: PackedBatch, scores: ops.TokenLogprobs, loss_type: LossType) -> Tensor:
-        """The weighted sum to differentiate; its statistics are added up on the way."""
-        values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
-        loss_C, clipped_C = LOSSES[loss_type](values, self.loss)
-        s = self._statistics
-        if self.reference is not None and loss_type != "sft":
-            kl_C = kl_k3(scores.model_logprob_C, batch.ref_logprob_C)
-            s["kl"].add_(_total(kl_C, batch.valid_C))
-            loss_C = loss_C + self.loss.beta * kl_C
-        loss = (batch.weight_C * loss_C).sum()
-        s["loss"].add_(loss.detach())
-        s["tokens"].add_(batch.valid_C.sum())
-        s["clipped"].add_(clipped_C.sum())  # never padding: its advantage is 0
-        return loss
-
-    def _record(self, batch: PackedBatch, scores: ops.TokenLogprobs) -> None:
-        """Add up the entropy and, where the batch asks for it, compare both log-probs bit by bit."""
-        s = self._statistics
-        s["entropy"].add_(_total(scores.entropy_C, batch.valid_C))
-        s["scored"].add_(batch.valid_C.sum())
-        if not batch.check_parity:
-            return
-        logprob_C, model_logprob_C = scores.logprob_C.detach(), scores.model_logprob_C.detach()
-        different_C = _differs(logprob_C, batch.old_logprob_C) | _differs(model_logprob_C, batch.old_model_logprob_C)
-        difference_C = torch.maximum(
-            (logprob_C - batch.old_logprob_C).abs(), (model_logprob_C - batch.old_model_logprob_C).abs()
-        )
-        s["checked"].add_(batch.valid_C.sum())
-        s["different"].add_((different_C & batch.valid_C).sum())
-        s["diff_max"].copy_(torch.maximum(s["diff_max"], torch.where(batch.valid_C, difference_C, 0.0).max()))
-        self._scored.append((batch, logprob_C, model_logprob_C))
 
     def _finish(self, lr: float, grad_norm: Tensor, applied: Tensor) -> StepResult:
         """Bring the statistics to the host, in one transfer, and start them anew."""
@@ -235,25 +181,16 @@ class Trainer:
         )
 
 
-def _total(values_C: Tensor, valid_C: Tensor) -> Tensor:
-    """Sum over the valid rows, float64, detached."""
-    return torch.where(valid_C, values_C.detach(), 0.0).sum(dtype=torch.float64)
-
-
-def _differs(a_C: Tensor, b_C: Tensor) -> Tensor:
-    """Where two float32 vectors have different bits."""
-    return a_C.view(torch.int32) != b_C.view(torch.int32)
-
-
-def _mismatches(scored: list[tuple[PackedBatch, Tensor, Tensor]]) -> list[Mismatch]:
+def _mismatches(checked: list[tuple[PackedBatch, Scored]]) -> list[Mismatch]:
     """Name the first differing tokens, in packed order. Reads from the device, but only after a difference."""
     found: list[Mismatch] = []
-    for batch, *log_probs in scored:
+    for batch, scored in checked:
         starts = [0, *accumulate(len(s.token_ids) for s in batch.sequences)]
-        for kind, trainer_C, generator_C in zip(
-            ("sampled", "model"), log_probs, (batch.old_logprob_C, batch.old_model_logprob_C), strict=True
+        for kind, trainer_C, generator_C in (
+            ("sampled", scored.logprob_C, batch.old_logprob_C),
+            ("model", scored.model_logprob_C, batch.old_model_logprob_C),
         ):
-            rows = (_differs(trainer_C, generator_C) & batch.valid_C).nonzero().flatten().tolist()
+            rows = (differs(trainer_C, generator_C) & batch.valid_C).nonzero().flatten().tolist()
             for row in rows[:MAX_MISMATCHES]:
                 index = int(batch.sequence_C[row])
                 found.append(

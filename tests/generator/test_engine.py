@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import CONFIG, generate, make_model, requests, words
+from small import CONFIG, generate, make_model, requests, words
 
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError

@@ -99,7 +99,7 @@ def paged_chunks(q, k, v, page_size: int, cuts: list[int]) -> torch.Tensor:
 def packed_alone(q, k, v) -> torch.Tensor:
     """One segment without a prefix."""
     zero = torch.zeros(1, dtype=torch.int32)
-    return attention.packed(q, k, v, torch.tensor([0, len(q)]).int(), zero, zero, len(q))
+    return attention.packed(q, k, v, torch.tensor([0, len(q)]).int(), zero, zero, len(q))[0]
 
 
 # temperature, top-k, top-p, min-p
@@ -176,14 +176,14 @@ class Interpreted:
     @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 24), (4, 4, 64), (5, 1, 16)])
     def test_packed_attention(self, heads, kv_heads, head_dim):
         q, k, v = qkv(ROWS, heads, kv_heads, head_dim)
-        out = attention.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)
+        out = attention.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)[0]
         expected = attention_reference.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN)
         torch.testing.assert_close(out, expected)
         assert same_bits(out[127:], torch.zeros(3, heads, head_dim))
 
     def test_shared_prefix_is_a_repeated_prefix(self, exact_matmul):
         q, k, v = qkv(ROWS, 6, 2, 32)
-        out = attention.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)
+        out = attention.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)[0]
         for s, (first, end) in enumerate([(0, 70), (70, 100), (100, 127)]):
             shared = torch.arange(PREFIX_START[s], PREFIX_START[s] + PREFIX_LEN[s])
             index = torch.cat((shared, torch.arange(first, end)))

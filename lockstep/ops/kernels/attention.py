@@ -9,7 +9,7 @@ Rounding points: scores, maxima, sums and the output's accumulator are float32; 
 dtype before the second product, their sum is taken before that rounding; the result is rounded once.
 
 Shape suffixes: T tokens, S sequences, N query heads, K kv heads, H head dim, R rows of keys and values, M query rows of
-a program, L keys of a tile.
+a program, G query heads of a kv head, L keys of a tile.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def _attend_tile(q_MH, k_LH, v_LH, visible_ML, shift_M, sum_M, acc_MH, scale):
 @triton.jit
 def _zero_rows(
     out_ptr,
+    lse_ptr,  # of token `first`
     kv_head,
     first,
     tokens,
@@ -76,6 +77,7 @@ def _zero_rows(
         zero_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=out_ptr.dtype.element_ty)
         mask_MH = (token_M < tokens)[:, None] & (h < HEAD_DIM)[None, :]
         tl.store(out_ptr + offset_M[:, None] + h[None, :], zero_MH, mask=mask_MH)
+        tl.store(lse_ptr + row_M, tl.zeros((BLOCK_M,), tl.float32), mask=token_M < tokens)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -84,6 +86,7 @@ def _attention_kernel(
     k_ptr,  # [R, K, H]
     v_ptr,
     out_ptr,  # [T, N, H], contiguous
+    lse_ptr,  # [K, T, G], contiguous
     cu_seqlens_ptr,  # [S + 1]
     length_ptr,  # [S]: context length when paged, prefix length when packed
     table_ptr,  # block table [S, pages] when paged, prefix start [S] when packed
@@ -106,8 +109,9 @@ def _attention_kernel(
     kv_head, sequence = tl.program_id(1), tl.program_id(2)
     out_stride = tl.num_programs(1) * GROUP * HEAD_DIM
     first = tl.load(cu_seqlens_ptr + sequence)
+    lse_ptr += (kv_head * tokens + first) * GROUP
     if sequence == tl.num_programs(2) - 1:  # one past the last sequence: padding
-        _zero_rows(out_ptr, kv_head, first, tokens, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_H)
+        _zero_rows(out_ptr, lse_ptr, kv_head, first, tokens, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_H)
         return
     length = tl.load(cu_seqlens_ptr + sequence + 1) - first
     first_row = tl.program_id(0) * BLOCK_M
@@ -146,6 +150,7 @@ def _attention_kernel(
     out_offset_M = (first + token_M).to(tl.int64) * out_stride + head_M * HEAD_DIM
     out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_offset_M[:, None] + h[None, :], out_MH, mask=row_mask_MH)
+    tl.store(lse_ptr + row_M, shift_M + tl.log2(sum_M), mask=token_M < length)
 
 
 def _launch(
@@ -157,19 +162,21 @@ def _launch(
     table: Tensor,
     page_size: int,
     max_queries: int,
-) -> Tensor:
-    """Run the kernel; `max_queries` bounds a sequence's query tokens."""
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; `max_queries` bounds a sequence's query tokens."""
     tokens, heads, head_dim = q_TNH.shape
     kv_heads = k_RKH.shape[1]
     group = heads // kv_heads
     q_TNH, k_RKH, v_RKH = (x if x.stride(2) == 1 else x.contiguous() for x in (q_TNH, k_RKH, v_RKH))
     out_TNH = torch.empty((tokens, heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)
+    lse_KTG = torch.empty((kv_heads, tokens, group), dtype=torch.float32, device=q_TNH.device)
     grid = (max(triton.cdiv(max_queries * group, BLOCK_M), 1), kv_heads, length_S.shape[0] + 1)
     _attention_kernel[grid](
         q_TNH,
         k_RKH,
         v_RKH,
         out_TNH,
+        lse_KTG,
         cu_seqlens,
         length_S,
         table,
@@ -187,7 +194,7 @@ def _launch(
         num_stages=NUM_STAGES,
         enable_fp_fusion=False,
     )
-    return out_TNH
+    return out_TNH, lse_KTG
 
 
 def packed(
@@ -198,8 +205,8 @@ def packed(
     prefix_start_S: Tensor,
     prefix_len_S: Tensor,
     max_len: int,
-) -> Tensor:
-    """See `attention.attention_packed`."""
+) -> tuple[Tensor, Tensor]:
+    """See `attention.attention_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [K, T, G]."""
     return _launch(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_len_S, prefix_start_S, 0, max_len)
 
 
@@ -215,4 +222,4 @@ def paged(
 ) -> Tensor:
     """See `attention.attention_paged`. The context's bound is not needed: a program reads its own context's length."""
     k_RKH, v_RKH = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
-    return _launch(q_TNH, k_RKH, v_RKH, cu_seqlens, context_len_S, block_table, k_cache.shape[1], max_query_len)
+    return _launch(q_TNH, k_RKH, v_RKH, cu_seqlens, context_len_S, block_table, k_cache.shape[1], max_query_len)[0]

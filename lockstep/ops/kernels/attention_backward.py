@@ -39,9 +39,9 @@ class Tile(NamedTuple):
     stages: int
 
 
-QUERY_TILE = Tile(64, 64, 4, 2)
-KEY_TILE = Tile(64, 64, 4, 2)
-WIDE_TILE = Tile(32, 32, 4, 1)  # of either kernel, for float32 and for head dims above 128
+DQ_TILE = Tile(64, 64, 4, 2)
+DKV_TILE = Tile(64, 64, 4, 2)
+SMALL_TILE = Tile(32, 32, 4, 1)  # of either kernel, for float32 and for head dims above 128
 
 
 @triton.jit
@@ -102,10 +102,10 @@ def _over_keys(
     h = tl.arange(0, BLOCK_H)
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
-        row_L = tl.where(position_L < prefix, shared, own) + position_L
+        row_L = (tl.where(position_L < prefix, shared, own) + position_L).to(tl.int64)
         mask_LH = (h < HEAD_DIM)[None, :]
         if MASKED:
-            mask_LH = mask_LH & (position_L < end)[:, None]
+            mask_LH = (position_L < end)[:, None] & mask_LH
         k_LH = tl.load(k_ptr + (row_L * k_stride)[:, None] + h[None, :], mask_LH, other=0.0)
         v_LH = tl.load(v_ptr + (row_L * v_stride)[:, None] + h[None, :], mask_LH, other=0.0)
         score_ML = tl.dot(q_MH, tl.trans(k_LH), input_precision="ieee")
@@ -153,7 +153,8 @@ def _query_kernel(
         return
     first = tl.load(cu_seqlens_ptr + segment)
     h = tl.arange(0, BLOCK_H)
-    row_M = (tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M)  # the longest rows first
+    first_row = (tiles - 1 - tile) * BLOCK_M  # the rows that see most come first
+    row_M = first_row + tl.arange(0, BLOCK_M)
     token_M, head_M = first + row_M // GROUP, kv_head * GROUP + row_M % GROUP
     offset_M = token_M.to(tl.int64) * (tl.num_programs(0) * GROUP * HEAD_DIM) + head_M * HEAD_DIM
     offset_MH = offset_M[:, None] + h[None, :]
@@ -164,8 +165,8 @@ def _query_kernel(
 
     end = tl.load(cu_seqlens_ptr + segment + 1)
     prefix = tl.load(prefix_len_ptr + segment)
-    shared = tl.load(prefix_start_ptr + segment).to(tl.int64)
-    own = first.to(tl.int64) - prefix
+    shared = tl.load(prefix_start_ptr + segment)
+    own = first - prefix
     inside_M = token_M < end
     mask_MH = inside_M[:, None] & (h < HEAD_DIM)[None, :]
     q_offset_M = token_M.to(tl.int64) * q_stride + head_M * q_head_stride
@@ -177,9 +178,9 @@ def _query_kernel(
     delta_M = tl.sum(grad_MH.to(tl.float32) * out_MH.to(tl.float32), axis=1)
     tl.store(delta_ptr + statistic_M, delta_M, mask=inside_M)
 
-    position_M = prefix + tl.minimum(token_M, end - 1) - first
-    seen_by_all = tl.min(position_M, axis=0) // BLOCK_L * BLOCK_L
-    seen = tl.max(position_M, axis=0) + 1
+    position_M = prefix + row_M // GROUP
+    seen_by_all = (prefix + first_row // GROUP + 1) // BLOCK_L * BLOCK_L
+    seen = prefix + tl.minimum((first_row + BLOCK_M - 1) // GROUP + 1, end - first)
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     dq_MH = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
@@ -306,10 +307,11 @@ def _key_kernel(
     dv_LH = tl.zeros((BLOCK_L, BLOCK_H), tl.float32)
 
     visible_L = row_L < end
-    rows_end = end * GROUP
-    after = first * GROUP + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
+    begin, rows_end = first * GROUP, end * GROUP
+    after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
+    stop = tl.minimum(after, rows_end)
     dk_LH, dv_LH = _over_queries(
-        dk_LH, dv_LH, k_LH, v_LH, row_L, visible_L, first * GROUP, tl.minimum(after, rows_end), rows_end, grad_ptr, q_ptr, lse_ptr, delta_ptr,
+        dk_LH, dv_LH, k_LH, v_LH, row_L, visible_L, begin, stop, rows_end, grad_ptr, q_ptr, lse_ptr, delta_ptr,
         grad_stride, q_stride, q_head_stride, scale, "causal", GROUP, HEAD_DIM, BLOCK_M, BLOCK_H,
     )  # fmt: skip
     dk_LH, dv_LH = _over_queries(
@@ -343,7 +345,7 @@ def _key_kernel(
 
 
 def _tile(kind: Tile, head_dim: int, dtype: torch.dtype) -> Tile:
-    return kind if dtype.itemsize == 2 and head_dim <= 128 else WIDE_TILE
+    return kind if dtype.itemsize == 2 and head_dim <= 128 else SMALL_TILE
 
 
 def packed(
@@ -384,12 +386,13 @@ def packed(
             "BLOCK_S": triton.next_power_of_2(segments + 1),
             "num_warps": tile.warps,
             "num_stages": tile.stages,
+            "enable_fp_fusion": True,
         }
 
-    tile = _tile(QUERY_TILE, head_dim, q_TNH.dtype)
+    tile = _tile(DQ_TILE, head_dim, q_TNH.dtype)
     grid = (kv_heads, triton.cdiv(tokens * group, tile.query_rows) + segments + 1)  # a segment's last tile may be short
     _query_kernel[grid](grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, **options(tile))
-    tile = _tile(KEY_TILE, head_dim, q_TNH.dtype)
+    tile = _tile(DKV_TILE, head_dim, q_TNH.dtype)
     grid = (kv_heads, triton.cdiv(tokens, tile.keys) + segments + 1)
     _key_kernel[grid](grad_TNH, q_TNH, k_TKH, v_TKH, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, **options(tile))
     return dq_TNH, dk_TKH, dv_TKH

@@ -9,7 +9,7 @@ Shape suffixes as in `rows.py`, `attention.py` and `logprobs_reference.py`.
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
+import math
 
 import torch
 from torch import Tensor
@@ -32,6 +32,39 @@ def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int |
     if tensor.dtype is not dtype or not tensor.is_contiguous():
         raise TypeError(f"expected a contiguous {dtype} tensor, got {tensor.dtype} with strides {tensor.stride()}")
     return tensor.data_ptr()
+
+
+def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """See `linear.linear`."""
+    assert x_TK.shape[1] == weight_NK.shape[1]
+    return _product(x_TK, weight_NK.contiguous(), True, weight_NK.shape[0])
+
+
+def matmul(a_RD: Tensor, b_DC: Tensor) -> Tensor:
+    """`a @ b`; a may be transposed."""
+    assert a_RD.shape[1] == b_DC.shape[0]
+    return _product(a_RD, b_DC.contiguous(), False, b_DC.shape[1])
+
+
+def _product(a_RD: Tensor, b: Tensor, transposed: bool, columns: int) -> Tensor:
+    """`a @ b`, or `a @ b.T`."""
+    (rows, dim), out = a_RD.shape, a_RD.new_empty(a_RD.shape[0], columns)
+    addresses = out.data_ptr(), a_RD.data_ptr(), b.data_ptr()
+    job = library.Product(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
+    if not _run("product", job, rows * columns * dim):
+        raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
+    return out
+
+
+def _run(name: str, job: ctypes.Structure, work: int) -> bool:
+    """Do a job on as many threads as its work (multiplications) is worth; whether it succeeded."""
+    function, address = getattr(library.current, name), ctypes.addressof(job)
+    threads = min(torch.get_num_threads(), work // THREAD_WORK)
+    if threads <= 1 or library.team is None:
+        function(address)
+    else:
+        library.team(ctypes.cast(function, ctypes.c_void_p), address, threads, 0)
+    return not job.error
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -74,6 +107,15 @@ def qk_norm_rope(
     return out
 
 
+def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
+    """See `rows.rope_table`."""
+    positions_T, tokens, half = positions_T.contiguous(), positions_T.shape[0], inv_freq.shape[0]
+    out = inv_freq.new_empty(tokens, 2 * half)
+    address = _pointer(positions_T, torch.int64)
+    library.current.rope_table(out.data_ptr(), address, _pointer(inv_freq), tokens, half)
+    return out
+
+
 def silu_mul(gate_up_TE: Tensor) -> Tensor:
     """See `rows.silu_mul`."""
     gate_up_TE = gate_up_TE.contiguous()
@@ -83,9 +125,18 @@ def silu_mul(gate_up_TE: Tensor) -> Tensor:
     return out
 
 
+def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
+    """See `rows.silu_mul_backward`."""
+    grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
+    out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
+    assert gate_up_TE.shape == (rows, 2 * width)
+    library.current.silu_mul_backward(out.data_ptr(), grad_TF.data_ptr(), gate_up_TE.data_ptr(), rows, width)
+    return out
+
+
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:
     """See `attention.write_kv`."""
-    k_TKH, v_TKH = _head_rows(k_TKH), _head_rows(v_TKH)
+    k_TKH, v_TKH, slots_T = _head_rows(k_TKH), _head_rows(v_TKH), slots_T.contiguous()
     tokens, kv_heads, head_dim = k_TKH.shape
     assert v_TKH.shape == k_TKH.shape and slots_T.shape == (tokens,)
     assert v_cache.shape == k_cache.shape and k_cache.shape[2:] == (kv_heads, head_dim)
@@ -118,7 +169,8 @@ def packed(
     """See `attention.attention_packed`."""
     context_len_S = prefix_len_S + cu_seqlens.diff()
     k_TKH, v_TKH = _head_rows(k_TKH), _head_rows(v_TKH)
-    return _attention(q_TNH, k_TKH, v_TKH, cu_seqlens, context_len_S, prefix_start_S, None, 0, max_len)
+    start_S = prefix_start_S.contiguous()
+    return _attention(q_TNH, k_TKH, v_TKH, cu_seqlens.contiguous(), context_len_S, start_S, None, 0, max_len)
 
 
 def paged(
@@ -131,8 +183,9 @@ def paged(
     max_context_len: int,
 ) -> Tensor:
     """See `attention.attention_paged`."""
-    k, v, page_size = k_cache.flatten(0, 1), v_cache.flatten(0, 1), k_cache.shape[1]
-    return _attention(q_TNH, k, v, cu_seqlens, context_len_S, None, block_table, page_size, max_context_len)
+    k, v, page_size = k_cache.contiguous(), v_cache.contiguous(), k_cache.shape[1]
+    cu_seqlens, context_len_S, table = cu_seqlens.contiguous(), context_len_S.contiguous(), block_table.contiguous()
+    return _attention(q_TNH, k, v, cu_seqlens, context_len_S, None, table, page_size, max_context_len)
 
 
 def _head_rows(x_TKH: Tensor) -> Tensor:
@@ -142,8 +195,8 @@ def _head_rows(x_TKH: Tensor) -> Tensor:
 
 def _attention(
     q_TNH: Tensor,
-    k_RKH: Tensor,
-    v_RKH: Tensor,
+    k: Tensor,
+    v: Tensor,
     cu_seqlens: Tensor,
     context_len_S: Tensor,
     prefix_start_S: Tensor | None,
@@ -151,25 +204,26 @@ def _attention(
     page_size: int,
     max_len: int,
 ) -> Tensor:
-    """Blocks of queries on as many threads as the work is worth; each block is computed by one of them."""
     q_TNH = _head_rows(q_TNH)
     (tokens, heads, head_dim), sequences = q_TNH.shape, context_len_S.shape[0]
-    assert k_RKH.shape == v_RKH.shape and k_RKH.shape[2] == head_dim and cu_seqlens.shape == (sequences + 1,)
+    *rows, kv_heads, _ = k.shape
+    assert v.shape == k.shape == (*rows, kv_heads, head_dim) and heads % kv_heads == 0
+    assert cu_seqlens.shape == (sequences + 1,)
     assert all(x is None or x.shape[0] == sequences for x in (prefix_start_S, block_table))
     out = q_TNH.new_empty(tokens, heads, head_dim)
-    arguments = library.Attention(
+    job = library.Attention(
         out.data_ptr(),
         q_TNH.data_ptr(),
-        k_RKH.data_ptr(),
-        v_RKH.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
         q_TNH.stride(0),
-        k_RKH.stride(0),
-        v_RKH.stride(0),
+        k.stride(-3),
+        v.stride(-3),
         tokens,
-        k_RKH.shape[0],
+        math.prod(rows),
         sequences,
         heads,
-        k_RKH.shape[1],
+        kv_heads,
         head_dim,
         _pointer(cu_seqlens, torch.int32),
         _pointer(context_len_S, torch.int32),
@@ -178,14 +232,7 @@ def _attention(
         page_size,
         0 if block_table is None else block_table.shape[1],
     )
-    address, attention = ctypes.addressof(arguments), library.current.attention
-    parts = min(torch.get_num_threads(), 2 * tokens * heads * head_dim * max_len // THREAD_WORK)
-    if parts <= 1:
-        error = attention(address, 0, 1)
-    else:
-        with ThreadPoolExecutor(parts) as pool:
-            error = any(list(pool.map(lambda part: attention(address, part, parts), range(parts))))
-    if error:
+    if not _run("attention", job, 2 * tokens * heads * head_dim * max_len):
         raise IndexError("attention: a sequence, page or prefix lies outside its table")
     return out
 
@@ -223,6 +270,28 @@ def statistics(
         (vocabulary + 7) // 8,
     )
     return lse_C, sampled_lse_C, threshold_C, entropy_C
+
+
+def scores(
+    logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, lse_C: Tensor, sampled_lse_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `logprobs_reference.scores`."""
+    rows, vocabulary = logits_CV.shape
+    assert targets_C.shape == temperature_C.shape == lse_C.shape == sampled_lse_C.shape == (rows,)
+    sampled_C, model_C = torch.empty_like(lse_C), torch.empty_like(lse_C)
+    if library.current.scores(
+        sampled_C.data_ptr(),
+        model_C.data_ptr(),
+        _pointer(logits_CV),
+        _pointer(targets_C, torch.int64),
+        _pointer(temperature_C),
+        _pointer(lse_C),
+        _pointer(sampled_lse_C),
+        rows,
+        vocabulary,
+    ):
+        raise IndexError(f"a target is outside the vocabulary of {vocabulary}")
+    return sampled_C, model_C
 
 
 def draw(

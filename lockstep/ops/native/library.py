@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import zlib
-from collections.abc import Iterator
-from ctypes import c_float, c_int64, c_void_p
+from collections.abc import Callable, Iterator
+from ctypes import c_float, c_int64, c_uint, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Literal
-
-FOLDER = Path(__file__).parent
+from typing import Any, Literal
 
 
 class Attention(ctypes.Structure):
@@ -25,27 +23,41 @@ class Attention(ctypes.Structure):
         *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, c_int64) for name in ("tokens", "kv_rows", "sequences", "heads", "kv_heads", "dim")),
         *((name, c_void_p) for name in ("cu_seqlens", "context_len", "prefix_start", "block_table")),
-        *((name, c_int64) for name in ("page_size", "table_width")),
+        *((name, c_int64) for name in ("page_size", "table_width", "next", "error")),
+    ]
+
+
+class Product(ctypes.Structure):
+    """`Product` of linear.c."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("out", "a", "b")),
+        *((name, c_int64) for name in ("a_row", "a_step", "b_stride", "transposed", "rows", "columns", "dim")),
+        *((name, c_int64) for name in ("next", "error")),
     ]
 
 
 ARGUMENTS: dict[str, list[type]] = {
+    "attention": [c_void_p],
+    "product": [c_void_p],
     "rms_norm": [c_void_p] * 3 + [c_int64] * 2 + [c_float],
     "qk_norm_rope": [c_void_p] * 5 + [c_int64] * 5 + [c_float],
+    "rope_table": [c_void_p] * 3 + [c_int64] * 2,
     "silu_mul": [c_void_p] * 2 + [c_int64] * 2,
+    "silu_mul_backward": [c_void_p] * 3 + [c_int64] * 2,
     "write_kv": [c_void_p] * 5 + [c_int64] * 5,
-    "attention": [c_void_p] + [c_int64] * 2,
     "statistics": [c_void_p] * 7 + [c_int64] * 3,
+    "scores": [c_void_p] * 7 + [c_int64] * 2,
     "draw": [c_void_p] * 6 + [c_int64] * 2,
 }
 
 
-def load(path: Path) -> ctypes.CDLL | None:
-    """The library at `path`; None when there is none, or one of other sources or for another machine."""
+def load(path: Path) -> Any:
+    """The library at `path`; None when there is none, or not of the sources beside it, or for another machine."""
     if not path.exists():
         return None
     library = ctypes.CDLL(str(path))
-    sources = b"".join(source.read_bytes() for source in sorted(FOLDER.glob("*.[ch]")))
+    sources = b"".join(source.read_bytes() for source in sorted(path.parent.glob("*.[ch]")))
     library.kernels_checksum.restype = ctypes.c_uint32
     if library.kernels_checksum() != zlib.crc32(sources) or not library.kernels_supported():
         return None
@@ -54,7 +66,20 @@ def load(path: Path) -> ctypes.CDLL | None:
     return library
 
 
-built = next(filter(None, (load(FOLDER / f"_kernels{suffix}") for suffix in EXTENSION_SUFFIXES)), None)
+def _team() -> Callable[..., None] | None:
+    """Runs a function on torch's own threads, if torch has GNU OpenMP. Threads of our own would have to share the cores
+    with torch's, which spin for milliseconds after each of its operators."""
+    try:
+        run = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, TypeError, OSError):
+        return None
+    run.argtypes, run.restype = [c_void_p, c_void_p, c_uint, c_uint], None
+    return run
+
+
+team = _team()
+paths = [Path(__file__).parent / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES]
+built: Any = next(filter(None, map(load, paths)), None)
 current = built
 
 
@@ -64,7 +89,7 @@ def cpu_backend() -> Literal["native", "reference"]:
 
 
 @contextlib.contextmanager
-def using(library: ctypes.CDLL | None) -> Iterator[None]:
+def using(library: Any) -> Iterator[None]:
     """Compute with this library, or with None on the reference path: for tests."""
     global current
     before, current = current, library

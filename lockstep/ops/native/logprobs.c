@@ -3,7 +3,8 @@
 
 /* 16 of a row's logits divided by the temperature; -inf for what is not in the support, and past the row's end. */
 INLINE V tempered(const float *x, int64_t column, int64_t n, float divisor, float threshold, const uint8_t *support) {
-    V z = load_first(x + column, n - column, -INFINITY) / divisor;
+    V z = load_first(x + column, n - column, -INFINITY);
+    if (divisor != 1.0f) z /= divisor;
     z = pick(z < threshold, splat(-INFINITY), z);
     if (support)
         for (int l = 0; l < LANES && column + l < n; l++)
@@ -42,21 +43,29 @@ void statistics(float *lse, float *sampled_lse, float *entropy, const float *log
     }
 }
 
-INLINE void multiply(U a, uint32_t b, U *high, U *low) {
-    U h, w;
-    EACH_LANE {
-        uint64_t product = (uint64_t)a[l] * b;
-        h[l] = (uint32_t)(product >> 32), w[l] = (uint32_t)product;
+/* Both log-probabilities of each row's target; the sampled one is 0 at temperature 0. 1 when a target lies outside. */
+int scores(float *sampled, float *model, const float *logits, const int64_t *target, const float *temperature,
+           const float *lse, const float *sampled_lse, int64_t rows, int64_t vocabulary) {
+    for (int64_t row = 0; row < rows; row++, logits += vocabulary) {
+        if (target[row] < 0 || target[row] >= vocabulary) return 1;
+        float logit = logits[target[row]];
+        sampled[row] = temperature[row] > 0 ? logit / temperature[row] - sampled_lse[row] : 0.0f;
+        model[row] = logit - lse[row];
     }
-    *high = h, *low = w;
+    return 0;
+}
+
+INLINE U high_product(U a, uint32_t b) {
+    U r;
+    EACH_LANE r[l] = (uint32_t)((uint64_t)a[l] * b >> 32);
+    return r;
 }
 
 /* Philox4x32-10, 16 counters at a time: `philox.py`, word for word. */
 INLINE void philox(U c[4], uint32_t k0, uint32_t k1) {
     for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-        U high0, low0, high1, low1;
-        multiply(c[0], 0xD2511F53u, &high0, &low0);
-        multiply(c[2], 0xCD9E8D57u, &high1, &low1);
+        U high0 = high_product(c[0], 0xD2511F53u), high1 = high_product(c[2], 0xCD9E8D57u);
+        U low0 = c[0] * 0xD2511F53u, low1 = c[2] * 0xCD9E8D57u;
         c[0] = high1 ^ c[1] ^ k0, c[1] = low1, c[2] = high0 ^ c[3] ^ k1, c[3] = low0;
     }
 }
@@ -72,13 +81,14 @@ INLINE V gumbel(U bits) {
 
 /* Noise for the 64 columns from `column` on (a multiple of 64). */
 INLINE void gumbel_columns(V noise[4], const int64_t *key, int64_t position, int64_t column) {
-    U c[4];
-    EACH_LANE c[0][l] = (uint32_t)position, c[1][l] = (uint32_t)(column / 4 + l), c[2][l] = (uint32_t)key[2],
-              c[3][l] = (uint32_t)key[3];
+    const U zero = {0};
+    U c[4] = {zero + (uint32_t)position, (U)LANE + (uint32_t)(column / 4)};
+    c[2] = zero + (uint32_t)key[2], c[3] = zero + (uint32_t)key[3];
     philox(c, (uint32_t)key[0], (uint32_t)key[1]);
     V a = gumbel(c[0]), b = gumbel(c[1]), d = gumbel(c[2]), e = gumbel(c[3]);
     V even0 = LOW(a, d), even1 = HIGH(a, d), odd0 = LOW(b, e), odd1 = HIGH(b, e);
-    noise[0] = LOW(even0, odd0), noise[1] = HIGH(even0, odd0), noise[2] = LOW(even1, odd1), noise[3] = HIGH(even1, odd1);
+    noise[0] = LOW(even0, odd0), noise[1] = HIGH(even0, odd0);
+    noise[2] = LOW(even1, odd1), noise[3] = HIGH(even1, odd1);
 }
 
 /* Gumbel-max over each row's support, the lowest index on ties; temperature 0 takes the largest logit. */
@@ -92,7 +102,7 @@ void draw(int64_t *token, const float *logits, const float *temperature, const f
         for (int64_t column = 0; column < vocabulary; column += LANES) {
             if (!greedy && column % 64 == 0) gumbel_columns(noise, key, position[row], column);
             V value = tempered(logits, column, vocabulary, divisor, least, NULL) + noise[column / LANES % 4];
-            index = (I)pick(value > best, (V)(LANE + (int32_t)column), (V)index);
+            EACH_LANE index[l] = value[l] > best[l] ? (int32_t)column + l : index[l];
             best = largest(value, best);
         }
         int winner = 0;

@@ -1,7 +1,7 @@
 /* Row operators, keys and values into the cache, and what the loader asks of the library. */
 #include "vector.h"
 
-/* Identity of the build: the checksum of this file, and whether this machine has the instructions it was built for. */
+/* The checksum of the sources, and whether this machine has the instructions that they were compiled for. */
 uint32_t kernels_checksum(void) { return SOURCE_CHECKSUM; }
 
 int kernels_supported(void) {
@@ -9,7 +9,7 @@ int kernels_supported(void) {
     __builtin_cpu_init();
 #define HAS(feature) if (!__builtin_cpu_supports(feature)) return 0;
 #ifdef __AVX2__
-    HAS("avx2") HAS("bmi") HAS("bmi2")
+    HAS("avx2") HAS("fma") HAS("bmi") HAS("bmi2")
 #endif
 #ifdef __AVX512F__
     HAS("avx512f")
@@ -37,7 +37,8 @@ INLINE float rms_scale(const float *x, int64_t n, float eps) {
     return 1.0f / sqrtf(fold_sum(sum) / (float)n + eps);
 }
 
-void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t dim, float eps) {
+void rms_norm(float *restrict out, const float *restrict x, const float *restrict weight, int64_t rows, int64_t dim,
+              float eps) {
     for (int64_t row = 0; row < rows; row++, x += dim, out += dim) {
         float scale = rms_scale(x, dim, eps);
         for (int64_t i = 0; i < dim; i++) out[i] = x[i] * scale * weight[i];
@@ -45,22 +46,34 @@ void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int
 }
 
 /* Norm weights may be NULL: rotation alone. */
-void qk_norm_rope(float *out, const float *qkv, const float *q_weight, const float *k_weight, const float *cos_sin,
-                  int64_t tokens, int64_t stride, int64_t heads, int64_t kv_heads, int64_t dim, float eps) {
+void qk_norm_rope(float *restrict out, const float *restrict qkv, const float *restrict q_weight,
+                  const float *restrict k_weight, const float *restrict cos_sin, int64_t tokens, int64_t stride,
+                  int64_t heads, int64_t kv_heads, int64_t dim, float eps) {
     int64_t half = dim / 2;
     for (int64_t t = 0; t < tokens; t++, cos_sin += dim) {
         const float *x = qkv + t * stride;
         for (int64_t h = 0; h < heads + kv_heads; h++, x += dim, out += dim) {
             const float *weight = h < heads ? q_weight : k_weight;
             float scale = weight ? rms_scale(x, dim, eps) : 1.0f;
-            for (int64_t i = 0; i < half; i++) {
-                float a = x[i], b = x[i + half];
-                if (weight) a = a * scale * weight[i], b = b * scale * weight[i + half];
-                out[i] = a * cos_sin[i] - b * cos_sin[i + half];
-                out[i + half] = b * cos_sin[i] + a * cos_sin[i + half];
+            for (int64_t i = 0; i < half; i += LANES) {
+                int64_t n = half - i;
+                V a = load_first(x + i, n, 0) * scale, b = load_first(x + half + i, n, 0) * scale;
+                if (weight) a *= load_first(weight + i, n, 0), b *= load_first(weight + half + i, n, 0);
+                V c = load_first(cos_sin + i, n, 0), s = load_first(cos_sin + half + i, n, 0);
+                store_first(out + i, a * c - b * s, n);
+                store_first(out + half + i, b * c + a * s, n);
             }
         }
     }
+}
+
+/* One library call an element, never its vector version. (torch's cos and sin wake all threads for a few hundred.) */
+void rope_table(float *out, const int64_t *positions, const float *inv_freq, int64_t tokens, int64_t half) {
+    for (int64_t t = 0; t < tokens; t++, out += 2 * half)
+        for (int64_t i = 0; i < half; i++) {
+            float angle = (float)positions[t] * inv_freq[i];
+            out[i] = cosf(angle), out[half + i] = sinf(angle);
+        }
 }
 
 void silu_mul(float *out, const float *gate_up, int64_t rows, int64_t dim) {
@@ -68,6 +81,17 @@ void silu_mul(float *out, const float *gate_up, int64_t rows, int64_t dim) {
         for (int64_t i = 0; i < dim; i += LANES) {
             V gate = load_first(gate_up + i, dim - i, 0), up = load_first(gate_up + dim + i, dim - i, 0);
             store_first(out + i, gate / (exp_(-gate) + 1.0f) * up, dim - i);
+        }
+}
+
+/* Gradient of both halves of gate_up. */
+void silu_mul_backward(float *out, const float *grad, const float *gate_up, int64_t rows, int64_t dim) {
+    for (int64_t row = 0; row < rows; row++, gate_up += 2 * dim, out += 2 * dim, grad += dim)
+        for (int64_t i = 0; i < dim; i += LANES) {
+            V gate = load_first(gate_up + i, dim - i, 0), up = load_first(gate_up + dim + i, dim - i, 0);
+            V g = load_first(grad + i, dim - i, 0), sigmoid = 1.0f / (exp_(-gate) + 1.0f), silu = gate * sigmoid;
+            store_first(out + i, g * up * (sigmoid + silu * (1.0f - sigmoid)), dim - i);
+            store_first(out + dim + i, g * silu, dim - i);
         }
 }
 

@@ -30,6 +30,15 @@ static const I LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #define UNROLLED _Pragma("GCC unroll 16") for
 
 INLINE V load(const float *p) { V v; memcpy(&v, p, sizeof v); return v; }
+/* A load for several uses: GCC would repeat it at each, and loads are what a product waits for. */
+INLINE V load_once(const float *p) {
+    V v = load(p);
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(v));
+#endif
+    return v;
+}
+
 INLINE void store(float *p, V v) { memcpy(p, &v, sizeof v); }
 INLINE V splat(float x) { V r; EACH_LANE r[l] = x; return r; }
 INLINE V fmadd(V a, V b, V c) { V r; EACH_LANE r[l] = __builtin_fmaf(a[l], b[l], c[l]); return r; }
@@ -50,6 +59,11 @@ INLINE void store_first(float *p, V v, int64_t n) {
     if (n >= LANES) store(p, v);
     else for (int l = 0; l < n; l++) p[l] = v[l];
 }
+
+/* The next piece of a job that threads share; pieces are independent, so who computes one does not matter. */
+static inline int64_t claim(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
+static inline void fail(int64_t *error) { __atomic_store_n(error, 1, __ATOMIC_RELAXED); }
+static inline int failed(const int64_t *error) { return __atomic_load_n(error, __ATOMIC_RELAXED) != 0; }
 
 #define SHUFFLE __builtin_shufflevector
 #define HALF(v) SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
@@ -83,7 +97,7 @@ INLINE V exp_(V x) {
     return p * power * 2.0f;
 }
 
-/* Natural logarithm of positive normal numbers within 1 ulp; NaN for NaN and infinity. The polynomial of fdlibm's logf. */
+/* Natural logarithm of positive normal numbers within 1 ulp; NaN for NaN and infinity. The polynomial is fdlibm's. */
 INLINE V log_(V x) {
     U bits = (U)x - 0x3f3504f3u; /* sqrt(1/2), so that the mantissa lies around 1 */
     V exponent = __builtin_convertvector((I)bits >> 23, V);

@@ -1,0 +1,264 @@
+"""Eager, captured and CUDA-graph runs of the policy step and of decoding: equal bit for bit, and how long each takes.
+
+The train step is the seed workload's: groups of 8 share a prompt, top-p sampling, parity compared, clip and AdamW. On a
+CPU the CUDA graphs are stood in for by the fake recorder, whose times mean nothing. A section that fails is named in
+the table and does not stop the others; the exit code is 1 when any failed or differed.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from common import arguments, finish, seconds
+
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import Compiler, FakeRecorder
+from lockstep.models import Decoder
+from lockstep.models.init import architecture, initialize
+from lockstep.trainer import Trainer, pack
+from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+
+WAYS: dict[str, CompileConfig | None] = {
+    "eager": None,
+    "eager again": None,
+    "captured": CompileConfig("step"),
+    "CUDA graph": CompileConfig("step", "full"),
+    "CUDA graph, recompute": CompileConfig("step", "full", recompute=("full",)),
+}
+UPDATES = 3
+LEARNING_RATE = 1e-5
+GROUP = 8
+GIB = 2**30
+
+
+def make_compiler(way: str, device: torch.device) -> Compiler | None:
+    config = WAYS[way]
+    if config is None:
+        return None
+    recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
+    return Compiler(config, device, recorder=FakeRecorder() if recorded_on_cpu else None)
+
+
+def train_batch(model: Decoder, prompts: int, prompt_length: int, length: int) -> PackedBatch:
+    """Random tokens; random old log-probs, so that ratios, clips and differences are all there."""
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, model.config.vocab_size, (count,), generator=generator).tolist()
+
+    def logprobs() -> list[float]:
+        return (-12 + torch.randn(length, generator=generator)).tolist()
+
+    sampling = SamplingParams(temperature=0.8, top_p=0.95)
+    groups = [
+        TrainGroup(
+            tokens(prompt_length),
+            [
+                TrainSequence(tokens(length), (-1.0) ** i, 1 / (length * prompts * GROUP), logprobs(), logprobs())
+                for i in range(GROUP)
+            ],
+            sampling,
+        )
+        for _ in range(prompts)
+    ]
+    (batch,) = pack(groups, max_tokens=1 << 17, check_parity=True)
+    return batch.to(model.embed.device)
+
+
+class Memory:
+    """Peak memory within, in GiB; zeros on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on = device.type == "cuda"
+        self.figures: dict[str, float] = {}
+
+    def __enter__(self) -> Memory:
+        if self.on:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.on:
+            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            self.figures = {"peak_gib": allocated / GIB, "reserved_gib": reserved / GIB}
+
+
+def timed(run: Callable[[], object], repeats: int, device: torch.device) -> dict[str, float]:
+    """Median milliseconds, the device's work included, and of the host alone."""
+    total = [seconds(run, device.type) for _ in range(repeats)]
+    host = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        host.append(time.perf_counter() - began)
+    return {"ms": statistics.median(total) * 1e3, "host_ms": statistics.median(host) * 1e3, "min_ms": min(total) * 1e3}
+
+
+def train_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tuple[list[Any], dict[str, Any]]:
+    """What `UPDATES` updates leave behind, and the times of each part."""
+    device = source.embed.device
+    compiler = make_compiler(way, device)
+    with Memory(device) as memory:
+        model = copy.deepcopy(source)
+        trainer = Trainer(
+            model, OptimizerConfig(weight_decay=0.1), LossConfig(), enforce_parity=False, compiler=compiler
+        )
+        evidence: list[Any] = []
+        began = time.perf_counter()
+        for _ in range(UPDATES):
+            trainer.forward_backward(batch)
+            evidence.append(trainer.flat.grad.cpu())
+            evidence.append(trainer.optim_step(LEARNING_RATE))
+        first_steps = time.perf_counter() - began
+        evidence += [trainer.flat.data.cpu(), *(t.cpu() for t in trainer.state()[0].values())]
+        scores = trainer.score(batch)  # from here on no difference is found, and with a rate of 0 none arises
+        on_policy = replace(batch, old_logprob_C=scores.logprob_C, old_model_logprob_C=scores.model_logprob_C)
+        figures: dict[str, Any] = {
+            "forward_backward": timed(lambda: trainer.forward_backward(on_policy), repeats, device),
+            "optim_step": timed(lambda: trainer.optim_step(0.0), repeats, device),
+            "first_steps_s": first_steps,
+        }
+    figures |= memory.figures
+    if compiler:
+        graphs = {f.name: g for f in compiler.functions for g in f.graphs.values()}
+        figures["graphs"] = {name: list(g.captured.log) for name, g in graphs.items()}
+        figures["replays"] = dict(compiler.replays)
+        compiler.close()
+    return evidence, figures
+
+
+def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, length: int, repeats: int):
+    """Completions of `repeats` rounds, and milliseconds a decode step once all prompts are in."""
+    device = model.embed.device
+    compiler = make_compiler(way, device)
+    groups = max(1, sequences // GROUP)
+    sampling = SamplingParams(
+        temperature=0.8, top_p=0.95, max_completion_length=length, n=sequences // groups, ignore_eos=True
+    )
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(0, model.config.vocab_size, (groups, prompt_length), generator=generator).tolist()
+    config = GeneratorConfig(prefix_caching=False)
+    tokens = (prompt_length + length + config.page_size) * sequences
+    with Memory(device) as memory:
+        engine = Engine(SharedWeights(model), config, tokens, compiler=compiler)
+        rounds, times = [], []
+        for _ in range(repeats + 1):
+            for g, prompt in enumerate(prompts):
+                engine.add_request(prompt, sampling, SampleIdentity(0, 0, 0, g))
+            while engine.scheduler.waiting or len(engine.scheduler.running) < sequences:
+                engine.step()
+            steps = engine.scheduler.running[0].remaining
+            done: dict[int, Any] = {}
+            times.append(seconds(lambda done=done: drain(engine, done, groups), device.type) / steps)
+            rounds.append([(c.token_ids, c.logprobs, c.model_logprobs) for i in sorted(done) for c in done[i]])
+    figures = {"ms_a_step": statistics.median(times[1:]) * 1e3, "first_round_ms_a_step": times[0] * 1e3}
+    figures |= {"tokens_per_s": sequences / statistics.median(times[1:]), **memory.figures}
+    if compiler:
+        figures["replays"] = compiler.replays.total()
+        compiler.close()
+    return rounds, figures
+
+
+def drain(engine: Engine, done: dict[int, Any], count: int) -> None:
+    while len(done) < count:
+        done |= dict(engine.step())
+
+
+def identical(a: list[Any], b: list[Any]) -> bool:
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
+
+
+def section(name: str, ways: dict[str, Callable[[], tuple[list[Any], dict[str, Any]]]]) -> dict[str, Any]:
+    """Run each way; compare what it leaves behind with the first's. A failure is printed and recorded."""
+    figures: dict[str, Any] = {}
+    expected = None
+    for way, run in ways.items():
+        print(f"{name}: {way}", file=sys.stderr, flush=True)
+        try:
+            evidence, figures[way] = run()
+            expected = evidence if way == "eager" else expected
+            figures[way]["identical"] = expected is not None and identical(evidence, expected)
+        except Exception as error:
+            traceback.print_exc()
+            figures[way] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return figures
+
+
+def train_rows(figures: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for way, f in figures.items():
+        if "failed" in f:
+            rows.append(["train", way, "FAILED", f["failed"][:60], "", ""])
+            continue
+        for part in ("forward_backward", "optim_step"):
+            t, peak = f[part], f"{f.get('peak_gib', 0):.1f}/{f.get('reserved_gib', 0):.1f}"
+            rows.append([part, way, str(f["identical"]), f"{t['ms']:.2f}", f"{t['host_ms']:.2f}", peak])
+    return rows
+
+
+def decode_rows(name: str, figures: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for way, f in figures.items():
+        if "failed" in f:
+            rows.append([name, way, "FAILED", f["failed"][:60], "", ""])
+        else:
+            peak = f"{f.get('peak_gib', 0):.1f}/{f.get('reserved_gib', 0):.1f}"
+            rows.append([name, way, str(f["identical"]), f"{f['ms_a_step']:.3f}", "", peak])
+    return rows
+
+
+def main() -> int:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
+    parser.add_argument("--prompts", type=int, default=5, help="groups of 8 in the train step (default: 5)")
+    parser.add_argument("--prompt-length", type=int, help="default: 145 on a GPU, 30 on a CPU")
+    parser.add_argument("--length", type=int, help="new tokens; default: 100 on a GPU, 20 on a CPU")
+    parser.add_argument("--sequences", type=int, nargs="*", help="decoded at once; default: 1 40 256 on a GPU, 1 16")
+    parser.add_argument("--skip", choices=["train", "decode"], nargs="*", default=[])
+    args = parser.parse_args()
+    on_cpu = args.device == "cpu"
+    prompt_length, length = args.prompt_length or (30 if on_cpu else 145), args.length or (20 if on_cpu else 100)
+    arch = args.arch or ("tiny" if on_cpu else "qwen3-0.6b")
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    model = initialize(Decoder(architecture(arch), dtype, args.device), 0)
+    figures: dict[str, Any] = {"arch": arch, "dtype": str(dtype), "prompt_length": prompt_length, "length": length}
+    rows = [["part", "way", "identical", "ms", "host ms", "GiB peak/reserved"]]
+    if "train" not in args.skip:
+        batch = train_batch(model, args.prompts, prompt_length, length)
+        figures["packed_tokens"] = batch.tokens_T.numel()
+        ways = {way: (lambda way=way: train_way(way, model, batch, args.repeats)) for way in WAYS}
+        figures["train"] = section("train", ways)
+        rows += train_rows(figures["train"])
+    for sequences in [] if "decode" in args.skip else (args.sequences or ([1, 16] if on_cpu else [1, 40, 256])):
+        ways = {
+            way: (lambda way=way, n=sequences: decode_way(way, model, n, prompt_length, length, args.repeats))
+            for way in ("eager", "captured", "CUDA graph")
+        }
+        name = f"decode {sequences}"
+        figures[name] = section(name, ways)
+        rows += decode_rows(name, figures[name])
+    if on_cpu:
+        rows = [[cell.replace("CUDA graph", "fake recorder") for cell in row] for row in rows]
+    finish("capture", figures, rows, args.json)
+    return int(any(row[2] != "True" for row in rows[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""A captured graph bound to its static tensors and ready to be launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from . import compat
+from .cudagraph import Recorder, Recording
+from .ir import Captured, GraphError, Inputs
+
+
+class BoundGraph:
+    """Launches one captured graph, recorded as a CUDA graph when its passes decided so.
+
+    Static inputs are the tensors given here, by address; user inputs come with each launch, and a recorded graph copies
+    them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of any graph of the
+    same recorder: read or copy them before.
+
+    Attributes:
+        launches: runs so far, replays among them.
+        replays: runs as a recorded graph.
+    """
+
+    def __init__(self, captured: Captured, inputs: Inputs, recorder: Recorder | None = None) -> None:
+        self.captured = captured
+        self.launches = self.replays = 0
+        self._recorder = recorder if captured.recorded else None
+        if captured.recorded and recorder is None:
+            raise GraphError(f"{captured.title}: a CUDA graph needs a recorder")
+        self._recording: Recording | None = None
+        self._closed = False
+        self._arguments: list[Tensor] = [tensor for _, _, tensor in inputs.flat()]
+        self._static = [i for i, spec in enumerate(captured.inputs) if spec.role != "user"]
+        self._user = {spec.name: i for i, spec in enumerate(captured.inputs) if spec.role == "user"}
+        for i, spec in enumerate(captured.inputs):
+            if problem := spec.mismatch(self._arguments[i]):
+                raise GraphError(f"{captured.title}: {problem}")
+        with torch.inference_mode(False):
+            for i in self._user.values():  # a recorded graph's own; otherwise empty, each launch brings its tensors
+                own = self._arguments[i].shape if self._recorder else (0,)
+                self._arguments[i] = self._arguments[i].new_empty(own)
+        self._addresses = [self._arguments[i].data_ptr() for i in self._static]
+
+    def __call__(self, user: Mapping[str, Tensor], times: int = 1) -> dict[str, Tensor]:
+        """Launch `times` times in a row, at least once; returns the last outputs by name.
+
+        Raises:
+            GraphError: the graph is closed, a user input is missing or is not what the graph was captured for, or a
+                static input has moved.
+        """
+        assert times > 0
+        if self._closed:
+            raise GraphError(f"{self.captured.title}: launched after close()")
+        self._check_addresses()
+        self._check_user(user)
+        with torch.inference_mode(False), torch.no_grad():
+            run = self._replay_with(self._recorder, user) if self._recorder else self._run_with(user)
+            for _ in range(times):
+                outputs = run()
+                self.launches += 1
+        return dict(zip(self.captured.outputs, outputs, strict=True))
+
+    def _run_with(self, user: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
+        arguments = list(self._arguments)
+        for name, i in self._user.items():
+            arguments[i] = user[name]
+        return lambda: self._run(arguments)
+
+    def _replay_with(self, recorder: Recorder, user: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
+        if user:
+            compat.copy_all([self._arguments[i] for i in self._user.values()], [user[name] for name in self._user])
+
+        def run() -> list[Tensor]:
+            if self._recording is None:
+                self._recording = recorder.record(self._run, self._arguments)
+            else:
+                self._recording.replay()
+                self.replays += 1
+            return self._recording.outputs
+
+        return run
+
+    def _run(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        return self.captured.module.forward(*arguments)
+
+    def _check_user(self, user: Mapping[str, Tensor]) -> None:
+        if user.keys() != self._user.keys():
+            odd = ", ".join(sorted(user.keys() ^ self._user.keys()))
+            raise GraphError(f"{self.captured.title}: user inputs that are missing or unknown: {odd}")
+        for name, i in self._user.items():
+            if problem := self.captured.inputs[i].mismatch(user[name]):
+                raise GraphError(f"{self.captured.title}: {problem}")
+
+    def _check_addresses(self) -> None:
+        for i, address in zip(self._static, self._addresses, strict=True):
+            if self._arguments[i].data_ptr() != address:
+                raise GraphError(
+                    f"{self.captured.title}: static input {self.captured.inputs[i]} has moved in memory since the "
+                    "graph was bound; write new values in place"
+                )
+
+    def close(self) -> None:
+        """Give back the recording's memory and let go of every tensor."""
+        if self._recording is not None:
+            self._recording.close()
+        self._recording, self._arguments, self._closed = None, [], True

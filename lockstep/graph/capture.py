@@ -1,0 +1,116 @@
+"""Tracing a function of named tensors into a flat graph.
+
+Only tensors vary between launches. Every Python value the trace meets becomes a constant, so the function takes them as
+declared statics, and a graph is made for each combination. Writes to inputs stay writes: a launch changes the very
+gradients, weights and cache that it is bound to.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import compat
+from .ir import BACKWARD, BACKWARD_TAG, MODULE_TAG, Captured, GraphError, Inputs, InputSpec, Role, Static
+
+GraphBody = Callable[..., Mapping[str, Tensor]]  # (inputs: Inputs, **statics) -> named outputs
+
+
+def backward() -> AbstractContextManager[None]:
+    """Marks what is traced within as the backward pass; put it around `torch.autograd.grad`."""
+    return compat.annotate(**{BACKWARD_TAG: BACKWARD})
+
+
+def capture(
+    name: str,
+    body: GraphBody,
+    inputs: Inputs,
+    *,
+    statics: Mapping[str, Static] | None = None,
+    writes: Collection[Role] = (),
+) -> Captured:
+    """Trace `body(inputs, **statics)`; no input is read or written.
+
+    Gradients are off; the body turns them on where it differentiates.
+
+    Args:
+        body: returns its outputs by name, each a tensor of its own (not a view of an input).
+        statics: Python values that become constants of the graph.
+        writes: roles that the body writes in place (checked by the verifier).
+
+    Raises:
+        GraphError: the body closes over a number or a tensor, asks for a tensor's value, or returns something else.
+    """
+    statics = dict(statics or {})
+    _check_closure(name, body)
+    roles = list(inputs.flat())
+    outputs: list[str] = []
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        result = body(inputs.with_tensors(tensors), **statics)
+        outputs.extend(result)
+        return list(result.values())
+
+    try:
+        module = compat.trace(flat, [tensor for _, _, tensor in roles])
+    except compat.Untraceable as error:
+        raise GraphError(f"{name}: cannot be captured: {error}") from error
+    specs = tuple(InputSpec.of(*item) for item in roles)
+    return Captured(name, module, specs, tuple(outputs), statics, frozenset(writes))
+
+
+def _check_closure(name: str, body: GraphBody) -> None:
+    """Refuse numbers and tensors that would become constants without being declared."""
+    hidden: dict[str, Any] = {}
+    while isinstance(body, functools.partial):
+        hidden |= {f"argument {i}": value for i, value in enumerate(body.args)} | body.keywords
+        body = body.func
+    if inspect.isroutine(body):
+        hidden |= inspect.getclosurevars(body).nonlocals
+    for variable, value in hidden.items():
+        if isinstance(value, (bool, int, float, str, Tensor)):
+            kind = "tensor; pass it as an input" if isinstance(value, Tensor) else "value; pass it as a static"
+            raise GraphError(f"{name}: the traced function closes over {variable!r}, a {type(value).__name__} {kind}")
+
+
+@contextmanager
+def substituted(module: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Within a traced function: `module` with the traced tensors of its `module_inputs`, its calls marked by path."""
+    own = module_inputs(module)
+    traced = {name: inputs.param[name] for name in own.param} | {name: inputs.buffer[name] for name in own.buffer}
+    with compat.swapped(module, traced), _tagged(module):
+        yield
+
+
+def module_inputs(module: nn.Module) -> Inputs:
+    """A module's parameters (role `param`) and its other tensors (role `buffer`), for `substituted`."""
+    parameters, others = compat.module_tensors(module)
+    return Inputs(param=parameters, buffer=others)
+
+
+@contextmanager
+def _tagged(module: nn.Module) -> Iterator[None]:
+    """Nodes made in the forward of a submodule carry its path."""
+    contexts: list[AbstractContextManager[None]] = []
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            contexts.append(compat.annotate(**{MODULE_TAG: path}))
+            contexts[-1].__enter__()
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        contexts.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for path, submodule in module.named_modules():
+            if path:
+                stack.callback(submodule.register_forward_pre_hook(enter(path)).remove)
+                stack.callback(submodule.register_forward_hook(leave, always_call=True).remove)
+        yield

@@ -1,0 +1,186 @@
+"""What a capture is: a flat graph with named inputs that have roles, and the questions passes ask of its nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import torch
+from torch import Tensor, fx
+
+from ..errors import LockstepError
+from . import compat
+
+Role = Literal["param", "grad", "buffer", "optimizer", "kv", "user"]
+Static = bool | int | float | str | None
+
+BACKWARD_TAG = "remat_pass_tag"  # what torch's own rematerialization passes read, in every version
+BACKWARD = "is_backward"
+MODULE_TAG = "module"
+
+
+class GraphError(LockstepError):
+    """A graph cannot be captured, is refused by the verifier, or is launched with what it was not made for."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A graph's tensors by role and name. All but `user` are static: the graph is bound to those very tensors.
+
+    Attributes:
+        param: weights. grad: what gradients add into. buffer: other state, such as statistics or positions.
+        optimizer: masters and moments. kv: the cache. user: what differs from launch to launch.
+    """
+
+    param: Mapping[str, Tensor] = field(default_factory=dict)
+    grad: Mapping[str, Tensor] = field(default_factory=dict)
+    buffer: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
+    kv: Mapping[str, Tensor] = field(default_factory=dict)
+    user: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def flat(self) -> Iterator[tuple[Role, str, Tensor]]:
+        """(role, name, tensor) in a fixed order."""
+        for item in fields(self):
+            for name, tensor in getattr(self, item.name).items():
+                yield item.name, name, tensor  # type: ignore[misc]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Inputs:
+        """The same names with other tensors, given in the order of `flat`."""
+        source = iter(tensors)
+        return Inputs(**{f.name: {name: next(source) for name in getattr(self, f.name)} for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What an input must be at every launch."""
+
+    role: Role
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(role: Role, name: str, tensor: Tensor) -> InputSpec:
+        """The description of a tensor."""
+        return InputSpec(role, name, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def mismatch(self, tensor: Tensor) -> str | None:
+        """What about `tensor` differs from this description, or None."""
+        for aspect, have, want in (
+            ("shape", tuple(tensor.shape), self.shape),
+            ("dtype", tensor.dtype, self.dtype),
+            ("device", tensor.device, self.device),
+            ("stride", tensor.stride(), self.stride),
+        ):
+            if have != want:
+                return f"{self} has {aspect} {have}, the graph was captured for {want}"
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name!r}"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A flat graph of `torch.fx` and its signature.
+
+    Attributes:
+        module: one placeholder an input, in order; returns a list of tensors, one an output.
+        statics: the Python values that the graph was traced with and holds as constants.
+        writes: roles whose tensors the graph may write in place.
+        recorded: whether it runs as a CUDA graph.
+        log: what each pass did.
+    """
+
+    name: str
+    module: fx.GraphModule
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[str, ...]
+    statics: Mapping[str, Static]
+    writes: frozenset[Role]
+    recorded: bool = False
+    log: tuple[str, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph of `module`."""
+        return self.module.graph
+
+    @property
+    def title(self) -> str:
+        """Name and statics, for messages."""
+        statics = ", ".join(f"{k}={v}" for k, v in self.statics.items())
+        return f"{self.name}({statics})"
+
+    def placeholders(self) -> list[tuple[fx.Node, InputSpec]]:
+        """The graph's inputs with their descriptions."""
+        nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
+        return list(zip(nodes, self.inputs, strict=True))
+
+
+def op_name(node: fx.Node) -> str:
+    """`namespace.operator` of a call, without the overload; the node's kind otherwise."""
+    if compat.is_operator(node.target):
+        namespace, _, name = node.target.name().partition("::")  # type: ignore[union-attr]
+        return f"{namespace}.{name.partition('.')[0]}"
+    return getattr(node.target, "__name__", node.op) if node.op == "call_function" else node.op
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the node was traced within `capture.backward`."""
+    return compat.tags(node).get(BACKWARD_TAG) == BACKWARD
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the innermost module whose forward made the node; empty outside all."""
+    return compat.tags(node).get(MODULE_TAG, "")
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call writes in place."""
+    return [a for argument, values in _bound(node) if argument.is_write for a in values]
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a call writes any argument in place."""
+    return bool(written(node))
+
+
+# Their schemas declare a fresh result, but it shares memory with the argument.
+_UNDECLARED_VIEWS = {"aten._unsafe_view", "aten.lift_fresh"}
+
+
+def viewed(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory a call's result shares."""
+    if node.target is operator.getitem:
+        return [node.args[0]]  # type: ignore[list-item]
+    if op_name(node) in _UNDECLARED_VIEWS:
+        return list(node.all_input_nodes[:1])
+    if not compat.is_operator(node.target):
+        return []
+    shared = frozenset().union(*(result.aliases for result in compat.results(node.target)))
+    return [a for argument, values in _bound(node) if argument.aliases & shared for a in values]
+
+
+def origins(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node the nodes whose memory its result lies in: placeholders, constants, or calls that allocate."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        sources = viewed(node) if node.op == "call_function" else []
+        found[node] = frozenset().union(*(found[s] for s in sources)) if sources else frozenset((node,))
+    return found
+
+
+def _bound(node: fx.Node) -> Iterator[tuple[compat.Argument, list[fx.Node]]]:
+    """A call's declared arguments with the nodes that it passes for each."""
+    if node.op != "call_function" or not compat.is_operator(node.target):
+        return
+    for i, argument in enumerate(compat.arguments(node.target)):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        yield argument, [v for v in values if isinstance(v, fx.Node)]

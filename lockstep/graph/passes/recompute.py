@@ -1,0 +1,144 @@
+"""Computing parts of the forward pass again in the backward pass, in place of keeping their results.
+
+The same operators run on the same inputs, so every bit is the same; memory is traded for time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, fx
+
+from .. import compat
+from ..ir import (
+    BACKWARD,
+    BACKWARD_TAG,
+    Captured,
+    GraphError,
+    is_backward,
+    module_of,
+    mutates,
+    op_name,
+    origins,
+    written,
+)
+from .rewrite import rewritten
+
+FULL = "full"
+
+
+def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, str]:
+    """Compute matching forward results again, just before the backward pass first needs them.
+
+    A graph without a backward pass is left as it is.
+
+    Args:
+        patterns: `full` (everything inside the modules that are called, but what leaves them), module paths such as
+            `layers.*`, or operators such as `silu_mul` and `aten.mul`; wildcards as in a shell.
+
+    Raises:
+        GraphError: a pattern matches nothing that the backward pass needs.
+    """
+    if not any(map(is_backward, captured.graph.nodes)):
+        return captured, "no backward pass"
+    result = rewritten(captured)
+    chosen = _chosen(result, patterns)
+    again = _make_again(result.graph, chosen)
+    for pattern in patterns:
+        if not any(_names_module(pattern, node) or _names_operator(pattern, node) for node in again):
+            raise GraphError(f"{captured.title}: recompute pattern {pattern!r} matches nothing. {_choices(captured)}")
+    result.module.recompile()
+    saved = f"{saved_bytes(captured) / 2**20:.1f} -> {saved_bytes(result) / 2**20:.1f} MiB kept for the backward pass"
+    return result, f"{len(again)} calls made again, {saved}"
+
+
+def saved_bytes(captured: Captured) -> int:
+    """Bytes that the forward pass computes and the backward pass reads; weights and other inputs do not count."""
+    lies_in = origins(captured.graph)
+    kept = {
+        origin
+        for node in captured.graph.nodes
+        if is_backward(node)
+        for source in node.all_input_nodes
+        for origin in lies_in[source]
+        if origin.op == "call_function" and not is_backward(origin)
+    }
+    return sum(_bytes(compat.fake_value(node)) for node in kept)
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, Tensor):
+        return math.prod(value.shape) * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _names_module(pattern: str, node: fx.Node) -> bool:
+    path = module_of(node)
+    return bool(path) and (pattern == FULL or fnmatchcase(path, pattern))
+
+
+def _names_operator(pattern: str, node: fx.Node) -> bool:
+    name = op_name(node)
+    return pattern != FULL and any(fnmatchcase(n, pattern) for n in (name, name.partition(".")[2]))
+
+
+def _leaves_module(node: fx.Node) -> bool:
+    return any(module_of(user) != module_of(node) for user in node.users if not is_backward(user))
+
+
+def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
+    """Forward calls that match and may be made again: pure, repeatable, reading nothing that the graph writes.
+
+    What leaves a module is kept, unless its operator is named; otherwise layer after layer would be computed again
+    from the first.
+    """
+    lies_in = origins(captured.graph)
+    overwritten = {o for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
+    chosen = set()
+    for node in captured.graph.nodes:
+        if node.op != "call_function" or is_backward(node) or mutates(node):
+            continue
+        by_module = any(_names_module(p, node) for p in patterns) and not _leaves_module(node)
+        if not by_module and not any(_names_operator(p, node) for p in patterns):
+            continue
+        random = compat.is_operator(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
+        if not random and not any(o in overwritten for a in [node, *node.all_input_nodes] for o in lies_in[a]):
+            chosen.add(node)
+    return chosen
+
+
+def _needed(node: fx.Node, chosen: Collection[fx.Node]) -> set[fx.Node]:
+    """The chosen calls that `node` reads, and the chosen ones that these are computed from."""
+    needed: set[fx.Node] = set()
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source in chosen and source not in needed:
+            needed.add(source)
+            stack.extend(source.all_input_nodes)
+    return needed
+
+
+def _make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Copy chosen calls to just before the backward call that first needs them, and let the backward pass use these."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    again: dict[fx.Node, fx.Node] = {}
+    for node in filter(is_backward, list(graph.nodes)):
+        for source in sorted(_needed(node, chosen) - again.keys(), key=order.__getitem__):
+            with graph.inserting_before(node):
+                again[source] = graph.node_copy(source, lambda n: again.get(n, n))
+            compat.set_tag(again[source], BACKWARD_TAG, BACKWARD)
+        for source in node.all_input_nodes:
+            if source in again:
+                node.replace_input_with(source, again[source])
+    return again
+
+
+def _choices(captured: Captured) -> str:
+    forward = [n for n in captured.graph.nodes if n.op == "call_function" and not is_backward(n)]
+    modules = sorted({module_of(n) for n in forward} - {""})
+    operators = sorted({op_name(n) for n in forward if compat.is_operator(n.target)})
+    return f"Modules: {', '.join(modules) or 'none'}. Operators: {', '.join(operators)}"

@@ -1,0 +1,67 @@
+"""A captured graph as text: dumped, digested, compared."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable
+
+from torch import Tensor, fx
+
+from . import compat
+from .ir import Captured, is_backward, module_of
+
+Namer = Callable[[fx.Node], str]
+
+
+def dump(captured: Captured) -> str:
+    """The graph, a line a node, with the names that passes keep."""
+    return "\n".join([captured.title, *_lines(captured, str)])
+
+
+def diff(before: Captured, after: Captured) -> str:
+    """What a pass changed, as a unified diff of the dumps; empty when nothing."""
+    return "\n".join(difflib.unified_diff(dump(before).splitlines(), dump(after).splitlines(), lineterm="", n=1))
+
+
+def digest(captured: Captured) -> str:
+    """A hash of all that the graph computes and expects. The order of its nodes counts, their names do not."""
+    numbers = {node: f"%{i}" for i, node in enumerate(captured.graph.nodes)}
+    signature = (captured.title, captured.inputs, captured.outputs, sorted(captured.writes))
+    return hashlib.sha256("\n".join([repr(signature), *_lines(captured, numbers.__getitem__)]).encode()).hexdigest()[
+        :16
+    ]
+
+
+def _lines(captured: Captured, name: Namer) -> list[str]:
+    specs = dict(captured.placeholders())
+    lines = []
+    for node in captured.graph.nodes:
+        tags = [module_of(node)] * bool(module_of(node)) + ["backward"] * is_backward(node)
+        suffix = f"  # {', '.join(tags)}" if tags else ""
+        call = f"input {specs[node]}" if node in specs else _call(node, name)
+        lines.append(f"{name(node)}: {_value(compat.fake_value(node))} = {call}{suffix}")
+    return lines
+
+
+def _call(node: fx.Node, name: Namer) -> str:
+    args = [_argument(a, name) for a in node.args]
+    args += [f"{key}={_argument(value, name)}" for key, value in sorted(node.kwargs.items())]
+    target = "return" if node.op == "output" else getattr(node.target, "__name__", node.target)
+    return f"{str(node.target) if compat.is_operator(node.target) else target}({', '.join(args)})"
+
+
+def _argument(value: object, name: Namer) -> str:
+    if isinstance(value, fx.Node):
+        return name(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_argument(v, name) for v in value)}]"
+    return repr(value)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_value(v) for v in value)})"
+    return "()" if value is None else type(value).__name__

@@ -1,0 +1,142 @@
+"""The policy step as functions of tensors: what runs eagerly, and what graphs are captured from.
+
+State is passed in and written in place: gradients add up, and so do a step's statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import graph, ops
+from ..config import LossConfig, LossType
+from ..models import Decoder, PackedAttention
+from ..types import PackedBatch
+from .losses import LOSSES, TokenValues, kl_k3
+from .optimizer import accumulate
+
+# What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
+# the trained and the checked tokens, `checked` those that were compared with the generator's.
+STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "checked", "different", "diff_max")
+
+
+class Scored(NamedTuple):
+    """What a batch's forward pass leaves behind, without gradient: both log-probs [C] and, where the support is wanted,
+    what it is made from: the hidden rows that predict the tokens [C, D] and the support's thresholds [C]."""
+
+    logprob_C: Tensor
+    model_logprob_C: Tensor
+    rows_CD: Tensor | None = None
+    threshold_C: Tensor | None = None
+
+
+def named(values: Tensor) -> dict[str, Tensor]:
+    """Views of the statistics by name; `values` is float64, one element each."""
+    return {name: values[i] for i, name in enumerate(STATISTICS)}
+
+
+def score(model: Decoder, batch: PackedBatch) -> tuple[Tensor, ops.TokenLogprobs]:
+    """Hidden rows that predict the completion tokens, [C, D], and the tokens' log-probs."""
+    attend = PackedAttention(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
+    hidden_TD = model(batch.tokens_T, batch.positions_T, attend)
+    rows_CD = ops.gather_rows(hidden_TD, batch.logit_rows_C)
+    return rows_CD, ops.token_logprobs(
+        rows_CD,
+        model.lm_head,
+        batch.targets_C,
+        batch.temperature_C,
+        batch.top_k_C,
+        batch.top_p_C,
+        batch.min_p_C,
+        batch.support_C,
+        batch.truncated,
+    )
+
+
+def forward_backward(
+    model: Decoder,
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    values: Tensor,
+    batch: PackedBatch,
+    config: LossConfig,
+    loss_type: LossType,
+    with_kl: bool,
+    with_support: bool,
+) -> Scored:
+    """Add the gradients of `sum(weight * loss)` to `grads` and the batch's statistics to `values`.
+
+    Args:
+        parameters: the model's own, to differentiate by; `grads` is float32, one each.
+        with_kl: add the KL term, from `batch.ref_logprob_C`.
+        with_support: return what the sampled support is made from.
+    """
+    statistics = named(values)
+    with torch.enable_grad():
+        rows_CD, scores = score(model, batch)
+        loss = _loss(statistics, batch, scores, config, loss_type, with_kl)
+        with graph.backward():
+            found = torch.autograd.grad(loss, parameters)
+    accumulate(grads, found)
+    scored = _record(statistics, batch, scores)
+    if not with_support:
+        return scored
+    return scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
+
+
+@torch.no_grad()
+def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
+    """Compare the batch's log-probs with the generator's, in `values`, and train on nothing."""
+    return _record(named(values), batch, score(model, batch)[1])
+
+
+def _loss(
+    statistics: dict[str, Tensor],
+    batch: PackedBatch,
+    scores: ops.TokenLogprobs,
+    config: LossConfig,
+    loss_type: LossType,
+    with_kl: bool,
+) -> Tensor:
+    """The weighted sum to differentiate; its statistics are added up on the way."""
+    values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
+    loss_C, clipped_C = LOSSES[loss_type](values, config)
+    if with_kl:
+        kl_C = kl_k3(scores.model_logprob_C, batch.ref_logprob_C)
+        statistics["kl"].add_(_total(kl_C, batch.valid_C))
+        loss_C = loss_C + config.beta * kl_C
+    loss = (batch.weight_C * loss_C).sum()
+    statistics["loss"].add_(loss.detach())
+    statistics["tokens"].add_(batch.valid_C.sum())
+    statistics["clipped"].add_(clipped_C.sum())  # never padding: its advantage is 0
+    return loss
+
+
+def _record(statistics: dict[str, Tensor], batch: PackedBatch, scores: ops.TokenLogprobs) -> Scored:
+    """Add up the entropy and, where the batch asks for it, compare both log-probs bit by bit."""
+    s = statistics
+    s["entropy"].add_(_total(scores.entropy_C, batch.valid_C))
+    s["scored"].add_(batch.valid_C.sum())
+    logprob_C, model_logprob_C = scores.logprob_C.detach(), scores.model_logprob_C.detach()
+    if batch.check_parity:
+        different_C = differs(logprob_C, batch.old_logprob_C) | differs(model_logprob_C, batch.old_model_logprob_C)
+        difference_C = torch.maximum(
+            (logprob_C - batch.old_logprob_C).abs(), (model_logprob_C - batch.old_model_logprob_C).abs()
+        )
+        s["checked"].add_(batch.valid_C.sum())
+        s["different"].add_((different_C & batch.valid_C).sum())
+        s["diff_max"].copy_(torch.maximum(s["diff_max"], torch.where(batch.valid_C, difference_C, 0.0).max()))
+    return Scored(logprob_C, model_logprob_C)
+
+
+def _total(values_C: Tensor, valid_C: Tensor) -> Tensor:
+    """Sum over the valid rows, float64, detached."""
+    return torch.where(valid_C, values_C.detach(), 0.0).sum(dtype=torch.float64)
+
+
+def differs(a_C: Tensor, b_C: Tensor) -> Tensor:
+    """Where two float32 vectors have different bits."""
+    return a_C.view(torch.int32) != b_C.view(torch.int32)

@@ -1,0 +1,74 @@
+"""Small captures, and a two-layer model with a batch to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lockstep.config import CompileConfig, GeneratorConfig
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import Compiler, FakeRecorder
+from lockstep.models import Decoder, ModelConfig
+from lockstep.models.init import initialize
+from lockstep.types import SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+
+CPU = torch.device("cpu")
+FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads gain nothing at these sizes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def compiler_of() -> Callable[..., Compiler]:
+    """`compiler_of(recorded=False, recompute=())`; recorded ones replay in a `FakeRecorder`."""
+
+    def make(recorded: bool = False, recompute: tuple[str, ...] = (), canonicalize: bool = True) -> Compiler:
+        config = CompileConfig("step", "full" if recorded else "none", canonicalize, recompute)
+        return Compiler(config, CPU, recorder=FakeRecorder(), not_graph_safe={})
+
+    return make
+
+
+@pytest.fixture
+def decoder() -> Callable[..., Decoder]:
+    """`decoder(dtype=float32, seed=0)`: tied, two layers, distributions far from flat."""
+
+    def make(dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
+        config = ModelConfig(97, 48, 64, 2, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256)
+        model = initialize(Decoder(config, dtype), seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter.mul_(6)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def rollout() -> Callable[..., list[TrainGroup]]:
+    """`rollout(model, step, sampling=FILTERED)`: two groups that the model sampled, ready to be packed."""
+
+    def make(model: Decoder, step: int, sampling: SamplingParams = FILTERED) -> list[TrainGroup]:
+        engine = Engine(SharedWeights(model), GeneratorConfig(), cache_tokens=1024)
+        prompts = [[(7 * g + i) % 97 for i in range(size)] for g, size in enumerate((21, 3))]
+        identities = [SampleIdentity(0, 0, step, g) for g in range(2)]
+        groups = []
+        for prompt, completions in zip(prompts, engine.generate(prompts, [sampling] * 2, identities), strict=True):
+            sequences = [
+                TrainSequence(c.token_ids, (-1.0) ** i, 0.02, c.logprobs, c.model_logprobs, f"sample {i}")
+                for i, c in enumerate(completions)
+            ]
+            groups.append(TrainGroup(prompt, sequences, sampling))
+        return groups
+
+    return make

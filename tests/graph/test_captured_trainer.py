@@ -1,0 +1,156 @@
+"""The policy step as graphs: the same bits as eager, whatever the passes and however it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
+from lockstep.graph import Compiler, FakeRecorder, GraphError
+from lockstep.models import Decoder
+from lockstep.trainer import Trainer, loss_weights, pack
+from lockstep.trainer import runs as trainer_runs
+from lockstep.types import SamplingParams
+
+WAYS = {"captured": {}, "recorded": {"recorded": True}, "recomputed": {"recorded": True, "recompute": ("full",)}}
+
+
+def three_steps(
+    model: Decoder,
+    rollout: Callable[..., Any],
+    compiler: Compiler | None,
+    reference: Decoder | None = None,
+    updates: int = 1,
+) -> list[Any]:
+    """Results, accumulated gradients and final state of three steps of two micro-batches, one of them checked only."""
+    loss = LossConfig(beta=0.1 if reference else 0.0)
+    trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), loss, reference=reference, compiler=compiler)
+    seen: list[Any] = []
+    for step in range(3):
+        batches = pack(rollout(model, step), max_tokens=44, check_parity=True)
+        assert len(batches) > 1
+        for update in range(updates):
+            for batch in batches:
+                if reference and update == 0:
+                    trainer.reference_logprobs(batch)
+                trainer.forward_backward(batch, keep_support=updates > 1)
+                if update == 0:
+                    trainer.check(batch)
+                batch.check_parity = False
+            seen += [trainer.flat.grad.clone(), trainer.optim_step(1e-2)]
+    assert all(result.applied and result.tokens_different == 0 for result in seen[1::2])
+    return [*seen, trainer.flat.data.clone(), *(t.clone() for t in trainer.state()[0].values())]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"), [("captured", torch.float32), ("recorded", torch.bfloat16), ("recomputed", torch.float32)]
+)
+def test_three_captured_steps_are_three_eager_steps(decoder, rollout, compiler_of, way: str, dtype) -> None:
+    compiler = compiler_of(**WAYS[way])
+    eager = three_steps(decoder(dtype), rollout, None)
+    assert same(three_steps(decoder(dtype), rollout, compiler), eager)
+    launches = compiler.launches
+    assert launches["optim_step"] == 3 and launches["forward_backward"] == launches["check"] >= 6
+    recorded = [g for f in compiler.functions for g in f.graphs.values()]
+    assert compiler.replays.total() == (launches.total() - len(recorded) if way != "captured" else 0)
+
+
+def test_a_reference_and_later_updates_on_the_support_that_was_sampled(decoder, rollout, compiler_of) -> None:
+    compiler = compiler_of(**WAYS["recomputed"])
+    eager = three_steps(decoder(), rollout, None, decoder(seed=1), updates=2)
+    assert same(three_steps(decoder(), rollout, compiler, decoder(seed=1), updates=2), eager)
+    assert compiler.launches["reference_logprobs"] >= 6
+
+
+def test_a_graph_serves_every_step_of_its_bucket(decoder, rollout, compiler_of) -> None:
+    compiler = compiler_of(recorded=True)
+    model = decoder()
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    for step in range(4):
+        sampling = SamplingParams(n=3, max_completion_length=9, ignore_eos=True)
+        (batch,) = pack(rollout(model, step, sampling), max_tokens=256, check_parity=True)
+        trainer.forward_backward(batch)
+        assert trainer.optim_step(1e-2).applied
+        compiler.end_warm_up()
+    assert (compiler.captures, compiler.recompiles) == (2, 0)
+    assert compiler.replays == {"forward_backward": 3, "optim_step": 3}
+
+
+def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rollout, compiler_of) -> None:
+    def run(compiler: Compiler | None) -> list[Any]:
+        model = decoder()
+        trainer = Trainer(model, OptimizerConfig(), LossConfig("dapo"), compiler=compiler)
+        groups = rollout(model, 0)
+        lengths = [len(s.token_ids) for g in groups for s in g.sequences]
+        for sequence, weight in zip(
+            (s for g in groups for s in g.sequences), loss_weights("sft", lengths, len(lengths), 0), strict=True
+        ):
+            sequence.loss_weight = weight
+        (batch,) = pack(groups, max_tokens=256, check_parity=False)
+        results = []
+        for loss_type in ("sft", None, "sft", None):
+            trainer.forward_backward(batch, loss_type=loss_type)
+            results.append(trainer.optim_step(1e-2))
+        return [*results, trainer.flat.data]
+
+    compiler = compiler_of()
+    assert same(run(compiler), run(None)) and compiler.captures == 3
+
+
+def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, rollout, compiler_of) -> None:
+    model = decoder()
+    groups = rollout(model, 0)
+    values = groups[0].sequences[1].logprobs
+    trainer_value, values[2] = values[2], float(torch.tensor(values[2]).nextafter(torch.tensor(0.0)))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
+    before = trainer.flat.data.clone()
+    for batch in pack(groups, max_tokens=44, check_parity=True):
+        trainer.forward_backward(batch)
+    result = trainer.optim_step(1e-2)
+    assert not result.applied and result.tokens_different == 1 and torch.equal(trainer.flat.data, before)
+    (mismatch,) = result.mismatches
+    assert (mismatch.position, mismatch.kind, mismatch.trainer) == (2, "sampled", trainer_value)
+    assert not trainer.flat.grad.any()
+
+
+def test_keeping_outputs_across_launches_would_be_noticed(decoder, rollout, compiler_of, monkeypatch) -> None:
+    """The mutant of the test above: log-probs that are not copied out of the graphs' memory."""
+    monkeypatch.setattr(trainer_runs, "_scored", lambda outputs: trainer_runs.step.Scored(**outputs))
+    model = decoder()
+    groups = rollout(model, 0)
+    groups[0].sequences[0].logprobs[0] *= 2
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
+    for batch in pack(groups, max_tokens=44, check_parity=True):
+        trainer.forward_backward(batch)
+    result = trainer.optim_step(1e-2)
+    assert result.tokens_different == 1 and len(result.mismatches) > 1  # names tokens that never differed
+
+
+def test_weights_that_moved_are_noticed(decoder, rollout, compiler_of) -> None:
+    model = decoder()
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
+    (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
+    trainer.forward_backward(batch)
+    model.layers[1].down.data = model.layers[1].down.data.clone()
+    with pytest.raises(GraphError, match=r"static input param 'layers\.1\.down' has moved in memory"):
+        trainer.forward_backward(batch)
+
+
+def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout) -> None:
+    unsafe = {"lockstep.attention_packed_backward": "it reads lengths on the host"}
+    compiler = Compiler(
+        CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe=unsafe
+    )
+    model = decoder()
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
+    with pytest.raises(GraphError, match=r"(?s)forward_backward\(.*attention_packed_backward.* yet: it reads lengths"):
+        trainer.forward_backward(batch)

@@ -1,0 +1,69 @@
+"""The graphs of the tiny model, pinned: a change of what they compute is seen, and must be meant.
+
+`python tests/graph/test_digests.py` writes the pins of the torch at hand anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import Compiler, digest
+from lockstep.graph.ir import op_name
+from lockstep.models import Decoder
+from lockstep.models.init import architecture, initialize
+from lockstep.trainer import Trainer, pack
+from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+
+PINS = Path(__file__).with_name("digests.json")
+VERSION = ".".join(torch.__version__.split(".")[:2])
+
+
+def graphs() -> dict[str, dict[str, Any]]:
+    """Each function's digest, and how often it calls each operator."""
+    compiler = Compiler(CompileConfig("step"), torch.device("cpu"))
+    model = initialize(Decoder(architecture("tiny"), torch.float32), 0)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=True, compiler=compiler)
+    sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
+    (batch,) = pack([TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
+    trainer.forward_backward(batch)
+    trainer.check(batch)
+    trainer.optim_step(0.0)
+    Engine(SharedWeights(model), GeneratorConfig(), 1024, compiler=compiler).warm_up(1, 64, SamplingParams())
+    found = {}
+    for function in compiler.functions:
+        for graph in function.graphs.values():
+            calls = Counter(op_name(n) for n in graph.captured.graph.nodes if n.op == "call_function")
+            found[function.name] = {"digest": digest(graph.captured), "calls": dict(sorted(calls.items()))}
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    return graphs()
+
+
+def test_no_graph_changed_unseen(found: dict[str, dict[str, Any]]) -> None:
+    pins = json.loads(PINS.read_text())
+    if VERSION not in pins:
+        pytest.skip(f"no digests are pinned for torch {VERSION}")
+    for name, pinned in pins[VERSION].items():
+        assert found[name]["calls"] == pinned["calls"], f"{name}: other operators; if that is meant, run {__file__}"
+        assert found[name]["digest"] == pinned["digest"], f"{name}: another graph; if that is meant, run {__file__}"
+    assert found.keys() == pins[VERSION].keys()
+
+
+def test_the_same_program_gives_the_same_digests(found: dict[str, dict[str, Any]]) -> None:
+    assert graphs() == found
+
+
+if __name__ == "__main__":
+    known = json.loads(PINS.read_text()) if PINS.exists() else {}
+    PINS.write_text(json.dumps({**known, VERSION: graphs()}, indent=1) + "\n")

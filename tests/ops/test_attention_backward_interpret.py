@@ -1,0 +1,136 @@
+"""The backward of packed attention against autograd of a dense float64 one: the operator on a CPU, and the Triton
+kernels under the interpreter.
+
+As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its own, in float32. Memory that a kernel
+leaves unwritten is NaN there, and so are the padding rows of every input.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep import ops
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from lockstep.ops.kernels import attention
+    from lockstep.ops.kernels import attention_backward as kernels
+
+Segment = tuple[int, int, int]  # own length, prefix start, prefix length
+
+LAYOUTS: dict[str, tuple[int, list[Segment]]] = {  # padding rows, segments
+    "alone": (0, [(67, 0, 0)]),
+    "one token": (0, [(1, 0, 0)]),
+    "all padding": (5, [(0, 0, 0), (0, 0, 0)]),
+    "no prefixes": (3, [(33, 0, 0), (1, 0, 0), (0, 0, 0), (32, 0, 0), (65, 0, 0)]),
+    "a group": (3, [(70, 0, 0), (30, 0, 70), (27, 0, 70), (1, 0, 70), (0, 0, 0)]),  # prompts end within a tile
+    "one-token prompt": (0, [(1, 0, 0), (40, 0, 1), (1, 0, 1), (33, 0, 1)]),
+    "groups, one of them split": (
+        9,
+        [(33, 0, 0), (20, 0, 33), (41, 0, 33), (33, 94, 0), (7, 94, 33), (64, 0, 0), (32, 134, 64), (5, 134, 64)],
+    ),
+    "empty segments between": (1, [(0, 0, 0), (40, 0, 0), (0, 0, 0), (9, 0, 40), (0, 0, 40), (0, 0, 0), (12, 0, 40)]),
+    "parts of a prompt": (2, [(70, 0, 0), (30, 0, 70), (20, 0, 33), (27, 5, 12), (20, 31, 39), (8, 0, 70)]),
+    "a child of a child": (0, [(20, 0, 0), (50, 0, 20), (17, 20, 35), (9, 0, 20)]),
+    "many segments": (4, [(3, 0, 0), *[(1 + i % 2, 0, 3) for i in range(20)]]),
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
+    command += ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", f"{Path(__file__)}::Interpreted"]
+    result = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def layout_tensors(segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor]:
+    lengths, start, length = (torch.tensor(column, dtype=torch.int32) for column in zip(*segments, strict=True))
+    return torch.nn.functional.pad(lengths.cumsum(0).int(), (1, 0)), start, length
+
+
+def inputs(name: str, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dO, and q, k, v as views of one buffer; NaN in the padding rows."""
+    padding, segments = LAYOUTS[name]
+    rows = sum(own for own, _, _ in segments)
+    fused = torch.randn(rows + padding, heads + 2 * kv_heads, head_dim)
+    grad = torch.randn(rows + padding, heads, head_dim)
+    fused[rows:] = grad[rows:] = torch.nan
+    return grad, fused[:, :heads], fused[:, heads:-kv_heads], fused[:, -kv_heads:]
+
+
+def max_len(segments: list[Segment]) -> int:
+    return max(own + length for own, _, length in segments)
+
+
+def dense(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: list[Segment]) -> list[Tensor]:
+    """float64 gradients by autograd, a segment at a time over the keys it sees."""
+    leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
+    group, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
+    end, total = 0, torch.zeros((), dtype=torch.float64)
+    for own, start, length in segments:
+        first, end = end, end + own
+        rows = torch.cat((torch.arange(start, start + length), torch.arange(first, end)))
+        keys, values = (x[rows].repeat_interleave(group, dim=1) for x in leaves[1:])
+        scores = torch.einsum("qnh,knh->nqk", leaves[0][first:end], keys) * scale
+        hidden = torch.ones(own, length + own, dtype=torch.bool).triu(length + 1)
+        p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        total = total + (torch.einsum("nqk,knh->qnh", p, values) * grad[first:end].double()).sum()
+    return list(torch.autograd.grad(total, leaves))
+
+
+def check(results: tuple[Tensor, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: list[Segment]) -> None:
+    rows = sum(own for own, _, _ in segments)
+    for what, x, exact in zip(("dQ", "dK", "dV"), results, dense(grad, q, k, v, segments), strict=True):
+        assert x.dtype == q.dtype and x.shape == exact.shape
+        assert not x[rows:].any(), f"{what}: padding rows must be exactly zero"
+        torch.testing.assert_close(
+            x[:rows].double(), exact[:rows], atol=1e-5, rtol=1e-4, msg=lambda m, what=what: f"{what}: {m}"
+        )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_operator_on_a_cpu(name):
+    torch.manual_seed(0)
+    segments = LAYOUTS[name][1]
+    grad, q, k, v = inputs(name, 4, 2, 16)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = ops.attention_packed(*leaves, *layout_tensors(segments), max_len(segments))
+    check(torch.autograd.grad(out, leaves, grad), grad, q, k, v, segments)
+
+
+class Interpreted:
+    @pytest.fixture(autouse=True)
+    def nan_for_unwritten(self):
+        torch.manual_seed(0)
+        torch.use_deterministic_algorithms(True)  # fills new memory
+        yield
+        torch.use_deterministic_algorithms(False)
+
+    def run(self, name: str, heads: int, kv_heads: int, head_dim: int) -> None:
+        segments = LAYOUTS[name][1]
+        layout = layout_tensors(segments)
+        grad, q, k, v = inputs(name, heads, kv_heads, head_dim)
+        out, lse = attention.packed(q, k, v, *layout, max_len(segments))
+        check(kernels.packed(grad, q, k, v, out, lse, *layout), grad, q, k, v, segments)
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_layouts(self, name):
+        self.run(name, 2, 1, 16)
+
+    @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (6, 2, 24), (8, 1, 16), (1, 1, 128)])
+    def test_heads(self, heads, kv_heads, head_dim):
+        self.run("a group", heads, kv_heads, head_dim)
+
+    @pytest.mark.parametrize(("query_rows", "keys"), [(64, 64), (16, 64), (64, 16), (128, 32)])
+    def test_tiles(self, query_rows, keys, monkeypatch):
+        monkeypatch.setattr(kernels, "SMALL_TILE", kernels.Tile(query_rows, keys, 4, 1))
+        self.run("groups, one of them split", 1, 1, 16)
+        self.run("parts of a prompt", 3, 1, 16)

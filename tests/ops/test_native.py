@@ -1,0 +1,207 @@
+"""The C operators: close to the reference path, and a row has the same bits in any batch."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from native_cases import same, sampling, wide
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lockstep import ops
+from lockstep.ops import logprobs_reference, native, reference
+from lockstep.ops.native import library
+from lockstep.ops.philox import philox
+
+pytestmark = pytest.mark.skipif(library.built is None, reason="the C library is not built")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- close to the reference ----
+
+
+@pytest.mark.parametrize("dim", [1, 16, 24, 100, 128, 333])
+def test_row_operators_agree_with_the_reference(dim: int) -> None:
+    x, weight = wide(37, dim), torch.randn(dim)
+    torch.testing.assert_close(native.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    gate_up = 20 * torch.randn(37, 2 * dim)
+    torch.testing.assert_close(native.silu_mul(gate_up), reference.silu_mul(gate_up), rtol=1e-5, atol=1e-30)
+    grad = torch.randn(37, dim)
+    torch.testing.assert_close(
+        native.silu_mul_backward(grad, gate_up), reference.silu_mul_backward(grad, gate_up), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("head_dim", [2, 16, 24, 32, 80, 128])
+@pytest.mark.parametrize("norm", [True, False])
+def test_qk_norm_rope_agrees_with_the_reference(head_dim: int, norm: bool) -> None:
+    qkv, inv_freq = wide(9, 7 * head_dim), 10000 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    positions = torch.tensor([0, 1, 2, 63, 64, 500, 4095, 40000, 7])
+    table = native.rope_table(positions, inv_freq)
+    torch.testing.assert_close(table, reference.rope_table(positions, inv_freq), rtol=0, atol=2e-7)
+    weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else (None, None)
+    arguments = (qkv, *weights, table, 3, 2, 1e-6)
+    torch.testing.assert_close(native.qk_norm_rope(*arguments), reference.qk_norm_rope(*arguments))
+
+
+def test_exp_is_exact_to_two_ulp_and_safe_at_its_ends() -> None:
+    gate = torch.cat((torch.linspace(-87, 88, 100001), torch.tensor([-torch.inf, -200.0, -0.0, 0.0, 200.0, torch.nan])))
+    out = native.silu_mul(torch.stack((gate, torch.ones_like(gate)), dim=1)).flatten()
+    exact = (gate.double() / (1 + torch.exp(-gate.double()))).float()
+    torch.testing.assert_close(out[:100001], exact[:100001], rtol=4 * 2.0**-24, atol=1e-36)
+    assert out[-6:-1].isnan().tolist() == [True, False, False, False, False]
+    assert out[-5:-1].tolist() == [0.0, 0.0, 0.0, 200.0] and math.isnan(out[-1])
+
+
+@pytest.mark.parametrize(("rows", "columns", "dim"), [(1, 1, 1), (5, 100, 72), (33, 64, 300), (700, 130, 17)])
+def test_products_agree_with_torch(rows: int, columns: int, dim: int) -> None:
+    x, weight = torch.randn(rows, dim), torch.randn(columns, dim)
+    exact = (x.double() @ weight.double().t()).float()
+    torch.testing.assert_close(native.linear(x, weight), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(native.matmul(x, weight.t()), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(native.matmul(x.t().contiguous().t(), weight.t()), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 15, 64, 97, 512, 1000])
+@pytest.mark.parametrize("support", ["all", "filtered", "given"])
+def test_statistics_agree_with_the_reference(vocabulary: int, support: str) -> None:
+    logits, parameters = 5 * torch.randn(12, vocabulary), sampling(12)
+    mask = logprobs_reference.pack_support(logits >= logits.median(dim=1, keepdim=True).values)
+    arguments = (logits, *parameters, mask if support == "given" else None, support != "all", True)
+    *ours, entropy = native.statistics(*arguments)
+    for got, expected in zip(ours, logprobs_reference.statistics(*arguments)[:3], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+    scored = (logits, torch.arange(12) % vocabulary, parameters[0], *ours[:2])
+    assert all(map(same, native.scores(*scored), logprobs_reference.scores(*scored)))
+    exact = torch.distributions.Categorical(logits=logits.double()).entropy().float()
+    torch.testing.assert_close(entropy, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 64, 65, 1000])
+def test_noise_is_philox_word_for_word(vocabulary: int) -> None:
+    """With equal logits the smallest word wins, the first one among those that round to the same float32."""
+    rows, keys = 300, torch.randint(0, 2**32, (300, 4))
+    position = torch.randint(0, 2**31, (rows,))
+    k0, k1, c2, c3 = keys.unsqueeze(2).unbind(1)
+    words = torch.stack(philox(position.unsqueeze(1), torch.arange(-(-vocabulary // 4)), c2, c3, k0, k1), dim=2)
+    expected = words.flatten(1)[:, :vocabulary].float().argmin(dim=1)
+    off = torch.full((rows,), -torch.inf)
+    assert torch.equal(
+        native.draw(torch.zeros(rows, vocabulary), torch.ones(rows), off, keys, position, False), expected
+    )
+
+
+def test_drawn_tokens_are_the_references() -> None:
+    logits, (temperature, top_k, top_p, min_p) = 3 * torch.randn(400, 97), sampling(400)
+    temperature[::5] = 0
+    keys, position = torch.randint(0, 2**32, (400, 4)), torch.arange(400)
+    threshold = native.statistics(logits, temperature, top_k, top_p, min_p, None, True, False)[2]
+    arguments = (logits, temperature, threshold, keys, position, True)
+    ours = native.draw(*arguments)
+    assert torch.equal(ours, logprobs_reference.draw(*arguments))
+    assert torch.equal(ours[::5], logits[::5].argmax(dim=1))
+    tied = torch.zeros(3, 200).index_fill(1, torch.tensor([70, 131]), 1.0)
+    assert native.draw(tied, torch.zeros(3), torch.zeros(3), keys[:3], position[:3], True).tolist() == [70] * 3
+
+
+# ---- invariance ----
+
+BATCHES = [1, 2, 3, 7, 8, 16, 17, 63, 64, 65, 130]
+
+
+@pytest.mark.parametrize("dim", [24, 128, 300])
+def test_a_row_does_not_know_its_batch(dim: int) -> None:
+    """Alone, in every batch size, at the front and at the back, beside NaN: the same bits from each operator."""
+    weight, matrix, frequencies = torch.randn(dim), torch.randn(100, dim), torch.rand(6)
+    one, zero, off = torch.ones(1), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+
+    def run(x: Tensor, index: int) -> list[Tensor]:
+        rows = x.shape[0]
+        logits = native.linear(x, matrix)
+        table = native.rope_table(torch.full((rows,), 77), frequencies)
+        entropies = native.statistics(
+            logits,
+            0.7 * one.expand(rows).contiguous(),
+            off.expand(rows),
+            one.expand(rows),
+            zero.expand(rows),
+            None,
+            False,
+            True,
+        )
+        outputs = (
+            native.rms_norm(x, weight, 1e-6),
+            native.silu_mul(x),
+            native.qk_norm_rope(x, weight[:12].contiguous(), weight[:12].contiguous(), table, 1, 1, 1e-6),
+            logits,
+            *entropies,
+        )
+        return [out[index] for out in outputs]
+
+    probe = wide(1, dim)
+    expected = run(probe, 0)
+    for rows in BATCHES:
+        for index in {0, rows // 2, rows - 1}:
+            batch = wide(rows, dim)
+            batch[rows // 3] = torch.nan
+            batch[index] = probe[0]
+            assert all(map(same, run(batch, index), expected)), (rows, index)
+
+
+def test_threads_and_pieces_do_not_change_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = wide(1100, 300), wide(200, 300)
+    expected = native.linear(x, weight)
+    assert same(native.linear(x[511:514], weight), expected[511:514])
+    assert same(native.linear(x, weight[60:70].contiguous()), expected[:, 60:70])
+    monkeypatch.setattr(native, "THREAD_WORK", 1)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert same(native.linear(x, weight), expected)
+
+
+# ---- which path runs ----
+
+
+def test_other_dtypes_and_the_forced_reference_take_the_reference_path() -> None:
+    x, weight = torch.randn(3, 32), torch.randn(8, 32)
+    assert ops.cpu_backend() == "native"
+    assert same(ops.linear(x, weight), native.linear(x, weight))
+    half = ops.linear(x.bfloat16(), weight.bfloat16())
+    assert torch.equal(half, reference.linear(x.bfloat16(), weight.bfloat16()))
+    with library.using(None):
+        assert ops.cpu_backend() == "reference"
+        assert same(ops.silu_mul(x), reference.silu_mul(x))
+
+
+def test_inference_and_tracing_see_the_same_operator() -> None:
+    x, weight = torch.randn(5, 32), torch.randn(32)
+    expected = ops.rms_norm(x, weight, 1e-6)
+    with torch.inference_mode():
+        assert same(ops.rms_norm(x, weight, 1e-6), expected)
+        graph = make_fx(lambda x, weight: ops.rms_norm(x, weight, 1e-6))(x, weight)
+        assert same(graph(x, weight), expected)
+    assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [torch.ops.lockstep.rms_norm.default]
+
+
+def test_a_library_of_other_sources_is_not_loaded(tmp_path: Path) -> None:
+    folder = Path(native.__file__).parent
+    for path in [*folder.glob("*.[ch]"), *folder.glob("_kernels*")]:
+        shutil.copy(path, tmp_path)
+    built = next(tmp_path.glob("_kernels*"))
+    assert library.load(built) is not None
+    (tmp_path / "rows.c").write_text((tmp_path / "rows.c").read_text() + "\n")
+    assert library.load(built) is None
+    assert library.load(tmp_path / "nothing.so") is None
