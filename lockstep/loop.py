@@ -38,7 +38,7 @@ class Loop:
         self.config = config
         self.run = run
         self.device = run.policy.model.embed.device
-        self.certificate = Certificate(config.parity)
+        self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
         self.idle_steps = 0
         self.seconds: dict[str, float] = {}
 
@@ -204,17 +204,6 @@ class Loop:
         result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps))
         self._require_finite(step, result)
         return result
-
-    def numerics(self) -> dict[str, Any]:
-        """What the bits of a run depend on besides its configuration."""
-        return {
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name()
-            if self.device.type == "cuda"
-            else torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads() if self.device.type == "cpu" else 0,
-            "dtype": str(self.run.policy.model.embed.dtype),
-        }
 
     def validate(self) -> dict[str, float]:
         """Greedy completions of the held-out problems: mean reward, and each reward function's mean."""

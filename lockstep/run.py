@@ -112,7 +112,7 @@ class _Recorder:
             "idle_steps": loop.idle_steps,
             "validations": self.validations,
             "warmup": self.summary.get("warmup"),
-            "numerics": loop.numerics(),
+            "numerics": loop.run.trainer.numerics(),
         }
         checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, c.keep_last)
 
@@ -171,7 +171,7 @@ class _Recorder:
 
 def _require_same_numerics(saved: dict[str, Any], loop: Loop) -> None:
     """Bits depend on these; a run that goes on with others would not be the same run."""
-    now = loop.numerics()
+    now = loop.run.trainer.numerics()
     changed = [f"{k} was {saved.get(k)!r} and is {now[k]!r}" for k in now if saved.get(k) != now[k]]
     if changed:
         raise InputError(f"cannot resume with the same bits: {'; '.join(changed)}. Resume where the run began")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,6 +146,17 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Start the moments anew (between supervised and reinforcement steps)."""
         self.optimizer.reset()
+
+    def numerics(self) -> dict[str, Any]:
+        """What the bits of a run depend on besides its configuration."""
+        on_cpu = self.flat.data.device.type == "cpu"
+        return {
+            "torch": torch.__version__,
+            "dtype": str(self.flat.data.dtype),
+            "device": torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(),
+            "operators": ops.cpu_backend() if on_cpu else "cuda",
+            "threads": torch.get_num_threads() if on_cpu else 0,
+        }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """What a checkpoint keeps: tensors (live, not copies) and numbers."""

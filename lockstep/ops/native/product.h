@@ -21,7 +21,6 @@ static void transpose_rows(float *columns, const float *const *row, int64_t coun
             V a[LANES], b[LANES];
             UNROLLED (int i = 0; i < LANES; i++)
                 a[i] = j + i < count ? load_first(row[j + i] + d, dim - d, 0) : splat(0);
-            for (int64_t i = j + LANES; i < smaller(j + 2 * LANES, count); i++) __builtin_prefetch(row[i] + d);
 #define ROUND(to, from) \
     UNROLLED (int i = 0; i < 8; i++) to[2 * i] = LOW(from[i], from[i + 8]), to[2 * i + 1] = HIGH(from[i], from[i + 8]);
             ROUND(b, a) ROUND(a, b) ROUND(b, a) ROUND(a, b)
