@@ -11,6 +11,9 @@ from small import compare, generate, make_model, requests, train_groups, words
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, KVCache, SharedWeights, SnapshotWeights
+from lockstep.models import Decoder
+from lockstep.ops import attention_reference, reference
+from lockstep.ops.native import library
 from lockstep.trainer import Trainer, pack
 from lockstep.types import SamplingParams
 
@@ -169,3 +172,54 @@ def test_one_flipped_bit_in_a_cached_key_is_caught(dtype: torch.dtype, engine_of
     result = compare(model, train_groups(prompts, sampling, completions))
     assert result.tokens_different > 0
     assert min(m.position for m in result.mismatches) >= 10
+
+
+def _against_the_trainer(model: Decoder, engine: Engine) -> int:
+    prompts, sampling = requests(8)
+    completions = generate(engine, prompts, sampling)
+    return compare(model, train_groups(prompts, sampling, completions)).tokens_different
+
+
+def test_stock_matrix_products_are_caught(engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: without the padding of rows, one row's product is another sum than a batch's."""
+    model = make_model(torch.float32)
+    with library.using(None):
+        assert _against_the_trainer(model, engine_of(model)) == 0
+        monkeypatch.setattr(reference, "ROW_BLOCK", 1)
+        assert _against_the_trainer(model, engine_of(model, max_num_seqs=1)) > 0
+
+
+def test_stock_attention_is_caught(engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: torch's own attention adds in an order that depends on the sequence's length."""
+
+    def stock(q_TNH, k_RKH, v_RKH, queries, rows):
+        out = torch.zeros_like(q_TNH)
+        for sequence, (row, length, position) in enumerate(queries):
+            if length:
+                keys = rows(torch.tensor([sequence]), torch.arange(position + length).unsqueeze(0))[0]
+                q = q_TNH[row : row + length].transpose(0, 1).unsqueeze(0)
+                k, v = (x[keys].transpose(0, 1).unsqueeze(0) for x in (k_RKH, v_RKH))
+                mask = torch.ones(length, position + length, dtype=torch.bool).tril(position)
+                attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+                out[row : row + length] = attended[0].transpose(0, 1)
+        return out
+
+    model = make_model(torch.float32)
+    with library.using(None):
+        monkeypatch.setattr(attention_reference, "_attend", stock)
+        assert _against_the_trainer(model, engine_of(model)) > 0
+
+
+def test_a_wrong_plan_is_caught(engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator whose decode takes smaller key tiles than its prefill and the trainer."""
+    decode = attention_reference._decode
+
+    def halved(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(attention_reference, "KEY_TILE", 32)
+            return decode(*arguments)
+
+    model = make_model(torch.float32)
+    with library.using(None):
+        monkeypatch.setattr(attention_reference, "_decode", halved)
+        assert _against_the_trainer(model, engine_of(model)) > 0
