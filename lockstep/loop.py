@@ -211,7 +211,9 @@ class Loop:
         if not problems:
             return {}
         groups = self._rollouts(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
-        return {f"validation/{name}": value for name, value in reward_metrics(groups).items()}
+        metrics = reward_metrics(groups)
+        del metrics["reward/std"]  # one sample a prompt
+        return {f"validation/{name}": value for name, value in metrics.items()}
 
     def _metrics(
         self, groups: list[RolloutGroup], result: StepResult, batches: list[PackedBatch], version: int

@@ -112,8 +112,9 @@ def _tiles(metrics: list[dict[str, Any]], summary: dict[str, Any], certificate: 
     tiles = [_verdict(metrics, certificate)]
     if rewards:
         tiles.append(("reward, first to last step", f"{_number(rewards[0])} → {_number(rewards[-1])}", ""))
-    for name in [name for name in _recorded(metrics) if name.startswith("validation/")][:2]:
-        values = [value for _, value in _series(metrics, name)]
+    validations = _validations(metrics, summary)
+    for name in [name for name in _recorded(validations) if name.startswith("validation/")][:2]:
+        values = [value for _, value in _series(validations, name)]
         if values:
             tiles.append((f"{name}, first to last", f"{_number(values[0])} → {_number(values[-1])}", ""))
     if speed:
@@ -125,6 +126,13 @@ def _tiles(metrics: list[dict[str, Any]], summary: dict[str, Any], certificate: 
         for label, value, style in tiles
     )
     return f'<div class="tiles">{"".join(cards)}</div>'
+
+
+def _validations(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each validation found, in order. The summary has the one before the first step too; a run that was killed
+    has no summary."""
+    found = summary.get("validation") or {}
+    return [{"step": int(step), **found[step]} for step in sorted(found, key=int)] or metrics
 
 
 def _verdict(metrics: list[dict[str, Any]], certificate: dict[str, Any]) -> tuple[str, str, str]:
