@@ -19,6 +19,7 @@ from .linear import linear_fp32, matmul
 from .operator import operator
 
 CHUNK = 1024  # rows of logits at a time
+BACKWARD_LOGITS_BYTES = 3 << 30  # of float32 logits at a time in the backward on a GPU; half as much again for bfloat16
 
 
 class RowStatistics(NamedTuple):
@@ -94,6 +95,9 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, grad_logprob_C: Tensor, grad_model_C: Tensor, *_: Tensor):
     """Recomputes the logits chunk by chunk. Gradients of the weight add up in float32."""
     hidden, weight, targets, temperature, support, lse, sampled_lse, threshold = ctx.saved_tensors
+    if hidden.is_cuda:
+        grads = _token_logprobs_backward(grad_logprob_C, grad_model_C, *ctx.saved_tensors, ctx.truncated)
+        return *grads, *([None] * 7)
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32)
     for i in range(0, hidden.shape[0], CHUNK):
@@ -113,6 +117,61 @@ def _backward(ctx, grad_logprob_C: Tensor, grad_model_C: Tensor, *_: Tensor):
         grad_hidden[c] = matmul(grad_logits, weight)
         grad_weight += matmul(grad_logits.t(), hidden[c])
     return grad_hidden, grad_weight.to(weight.dtype), *([None] * 7)
+
+
+@torch.library.custom_op("lockstep::token_logprobs_backward", mutates_args=(), device_types="cuda")
+def _token_logprobs_backward(
+    grad_logprob_C: Tensor,
+    grad_model_C: Tensor,
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    targets_C: Tensor,
+    temperature_C: Tensor,
+    support_CB: Tensor | None,
+    lse_C: Tensor,
+    sampled_lse_C: Tensor,
+    threshold_C: Tensor,
+    truncated: bool,
+) -> tuple[Tensor, Tensor]:
+    """What `_backward` computes, on a GPU: [C, D] and [V, D] in the inputs' dtype.
+
+    Chunks are as large as `BACKWARD_LOGITS_BYTES` allows. Mostly there is one, whose product is the weight's gradient;
+    those of several add up in float32 within the product.
+    """
+    from .kernels.logprobs_backward import grad_logits
+
+    (rows, depth), vocabulary = hidden_CD.shape, weight_VD.shape[0]
+    step = max(BACKWARD_LOGITS_BYTES // (4 * vocabulary), 1)
+    grad_hidden = torch.empty((rows, depth), dtype=hidden_CD.dtype, device=hidden_CD.device)
+    grad_weight = (
+        None if rows <= step else torch.zeros((vocabulary, depth), dtype=torch.float32, device=hidden_CD.device)
+    )
+    for i in range(0, max(rows, 1), step):
+        c = slice(i, i + step)
+        grad_CV = grad_logits(
+            linear_fp32(hidden_CD[c], weight_VD),
+            targets_C[c],
+            temperature_C[c],
+            lse_C[c],
+            sampled_lse_C[c],
+            threshold_C[c],
+            None if support_CB is None else support_CB[c],
+            grad_logprob_C[c],
+            grad_model_C[c],
+            truncated,
+            hidden_CD.dtype,
+        )
+        torch.mm(grad_CV, weight_VD, out=grad_hidden[c])
+        if grad_weight is None:
+            return grad_hidden, torch.mm(grad_CV.t(), hidden_CD)
+        torch.addmm(grad_weight, grad_CV.t(), hidden_CD[c], out_dtype=torch.float32, out=grad_weight)
+        del grad_CV  # before the next chunk's logits
+    return grad_hidden, grad_weight.to(weight_VD.dtype)
+
+
+@_token_logprobs_backward.register_fake
+def _(grad_logprob_C, grad_model_C, hidden_CD, weight_VD, *_):
+    return hidden_CD.new_empty(hidden_CD.shape), weight_VD.new_empty(weight_VD.shape)
 
 
 def _grad_logits(

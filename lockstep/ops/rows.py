@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import native, reference
+from . import native, reference, rows_backward
 from .operator import operator
 
 
@@ -38,6 +38,8 @@ def _gather_setup(ctx, inputs, output) -> None:
 
 def _gather_backward(ctx, grad_TD: Tensor):
     (rows_T,) = ctx.saved_tensors
+    if grad_TD.is_cuda:
+        return rows_backward.gather_rows(grad_TD, rows_T, ctx.table_rows), None
     total_RD = torch.zeros(ctx.table_rows, grad_TD.shape[1], dtype=torch.float32, device=grad_TD.device)
     return accumulate_rows(total_RD, rows_T, grad_TD.float()).to(grad_TD.dtype), None
 
@@ -79,6 +81,8 @@ def _rms_setup(ctx, inputs, output) -> None:
 
 def _rms_backward(ctx, grad_TD: Tensor):
     x_TD, weight_D = ctx.saved_tensors
+    if x_TD.is_cuda:
+        return *rows_backward.rms_norm(grad_TD, x_TD, weight_D, ctx.eps), None
     grad_x, grad_w = _norm_backward(x_TD.float(), weight_D.float(), grad_TD.float(), ctx.eps)
     return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype), None
 
@@ -138,6 +142,10 @@ def _qk_setup(ctx, inputs, output) -> None:
 
 def _qk_backward(ctx, grad: Tensor):
     qkv_TE, q_weight_H, k_weight_H, cos_sin_TH = ctx.saved_tensors
+    if qkv_TE.is_cuda:
+        settings = ctx.num_heads, ctx.num_kv_heads, ctx.eps
+        grads = rows_backward.qk_norm_rope(grad, qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, *settings)
+        return *(g if x is not None else None for g, x in zip(grads, ctx.saved_tensors, strict=False)), *[None] * 4
     tokens, head_dim = cos_sin_TH.shape
     heads = ctx.num_heads + ctx.num_kv_heads
     cos, sin = cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)
@@ -214,7 +222,9 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
 
 @silu_mul_backward.register_kernel("cuda")
 def _(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
-    return reference.silu_mul_backward(grad_TF, gate_up_TE)
+    from .kernels import rows_backward
+
+    return rows_backward.silu_mul(grad_TF, gate_up_TE)
 
 
 @silu_mul_backward.register_fake

@@ -1,0 +1,147 @@
+"""The backward kernels of the row operators under Triton's interpreter, against autograd of float64 formulas.
+
+As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its own, in float32. Memory that a kernel
+leaves unwritten is NaN there.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.ops import reference, rows_backward
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from lockstep.ops.kernels import rows_backward as kernels
+
+ROWS = (1, 16, 35)  # one, a whole program, programs and a part of one
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
+    command += ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", f"{Path(__file__)}::Interpreted"]
+    result = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def exact_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def exact_qk(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_sin: Tensor, heads: int, kv_heads: int):
+    qk = qkv[:, : (heads + kv_heads) * cos_sin.shape[1]].unflatten(1, (heads + kv_heads, -1))
+    if q_weight is not None and k_weight is not None:
+        qk = exact_norm(qk, torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1))), 1e-6)
+    (cos, sin), (first, second) = cos_sin.double().unsqueeze(1).chunk(2, -1), qk.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def exact_gradients(function, grad: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """By autograd in float64."""
+    doubles = [x.double().detach().requires_grad_() for x in leaves]
+    return torch.autograd.grad(function(*doubles), doubles, grad.double())
+
+
+def assert_near(results: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    assert len(results) == len(exact)
+    for result, expected in zip(results, exact, strict=True):
+        assert result.dtype == torch.float32 and result.shape == expected.shape
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=2e-6 * float(expected.abs().max()))
+
+
+class Interpreted:
+    @pytest.fixture(autouse=True)
+    def nan_for_unwritten(self):
+        torch.manual_seed(0)
+        torch.use_deterministic_algorithms(True)  # fills new memory
+        yield
+        torch.use_deterministic_algorithms(False)
+
+    @pytest.mark.parametrize("rows", ROWS)
+    @pytest.mark.parametrize("width", [8, 40, 128])
+    def test_rms_norm(self, rows, width):
+        grad, x = torch.randn(rows, width), torch.randn(rows, 2 * width)[:, :width]
+        weight = torch.randn(width)
+        exact = exact_gradients(lambda x, w: exact_norm(x, w, 1e-6), grad, x, weight)
+        assert_near(kernels.rms_norm(grad, x, weight, 1e-6), exact)
+
+    @pytest.mark.parametrize("rows", ROWS)
+    @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 24), (1, 1, 8)])
+    @pytest.mark.parametrize("norm", [True, False])
+    def test_qk_norm_rope(self, rows, heads, kv_heads, head_dim, norm):
+        qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim)
+        grad = torch.randn(rows, heads + kv_heads, head_dim)
+        weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else ()
+        cos_sin = reference.rope_table(torch.arange(rows) * 7, torch.rand(head_dim // 2))
+
+        def function(qkv, q_weight=None, k_weight=None):
+            return exact_qk(qkv, q_weight, k_weight, cos_sin, heads, kv_heads)
+
+        exact = exact_gradients(function, grad, qkv, *weights)
+        given = weights or (None, None)
+        results = kernels.qk_norm_rope(grad, qkv, *given, cos_sin, heads, kv_heads, 1e-6)
+        assert not results[0][:, -kv_heads * head_dim :].any(), "the gradient for v is not here"
+        assert norm or (results[1].numel() == 0 and results[2].numel() == 0)
+        assert_near(results[: len(exact)], exact)
+
+    @pytest.mark.parametrize("width", [24, 1024, 1030])
+    def test_silu_mul(self, width):
+        grad, gate_up = torch.randn(3, width), 6 * torch.randn(3, 2 * width)
+
+        def function(x):
+            gate, up = x.chunk(2, 1)
+            return torch.nn.functional.silu(gate) * up
+
+        assert_near((kernels.silu_mul(grad, gate_up),), exact_gradients(function, grad, gate_up))
+
+    def test_silu_mul_far_out(self):
+        gate_up = torch.tensor([[-200.0, 200.0, -0.0, 3.0, 3.0, 3.0]])
+        assert kernels.silu_mul(torch.ones(1, 3), gate_up)[0, :3].tolist() == [0.0, 3.0, 1.5]
+
+    @pytest.mark.parametrize(
+        "rows_T",
+        [
+            torch.tensor([3]),
+            torch.tensor([], dtype=torch.int64),
+            torch.tensor([6, 0, 3, 0, 6, 6]),
+            torch.arange(7).flip(0),
+            torch.full((16,), 2),  # as many as are added at a time
+            torch.cat((torch.full((33,), 5), torch.tensor([4, 6]), torch.full((15,), 5))),
+        ],
+    )
+    @pytest.mark.parametrize("width", [8, 300])
+    def test_gather_rows(self, rows_T, width):
+        grad = torch.randn(len(rows_T), width)
+        exact = torch.zeros(7, width, dtype=torch.float64).index_add_(0, rows_T, grad.double())
+        assert_near((kernels.gather_rows(grad, rows_T, 7),), (exact,))
+
+    def test_gather_rows_of_an_expanded_gradient(self):
+        result = kernels.gather_rows(torch.ones(1, 1).expand(40, 8), torch.arange(40) % 3, 3)
+        assert torch.equal(result, torch.tensor([14.0, 13.0, 13.0]).unsqueeze(1).expand(3, 8))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_operators_under_fake_tensors(norm):
+    """As a trace for a GPU calls them: nothing is launched, gradients have the shapes and dtypes of their inputs."""
+    with torch._subclasses.FakeTensorMode():
+        options = {"dtype": torch.bfloat16, "device": "cuda"}
+        table, x, weight = (torch.empty(*shape, **options) for shape in ((50, 16), (9, 16), (16,)))
+        head, qkv, qk = (torch.empty(*shape, **options) for shape in ((8,), (9, 32), (9, 3, 8)))
+        rows, cos_sin = torch.empty(9, dtype=torch.int64, device="cuda"), torch.empty(9, 8, device="cuda")
+        weights = (head, head) if norm else (None, None)
+        grads = (
+            rows_backward.gather_rows(x, rows, 50),
+            *rows_backward.rms_norm(x, x, weight, 1e-6),
+            *rows_backward.qk_norm_rope(qk, qkv, *weights, cos_sin, 2, 1, 1e-6),
+        )
+        none = torch.empty(0, **options)
+    expected = (table, x, weight, qkv, *((head, head) if norm else (none, none)))
+    assert [(g.shape, g.dtype, g.device) for g in grads] == [(e.shape, e.dtype, e.device) for e in expected]
