@@ -143,9 +143,8 @@ def _token_logprobs_backward(
     (rows, depth), vocabulary = hidden_CD.shape, weight_VD.shape[0]
     step = max(BACKWARD_LOGITS_BYTES // (4 * vocabulary), 1)
     grad_hidden = torch.empty((rows, depth), dtype=hidden_CD.dtype, device=hidden_CD.device)
-    grad_weight = (
-        None if rows <= step else torch.zeros((vocabulary, depth), dtype=torch.float32, device=hidden_CD.device)
-    )
+    several = rows > step
+    grad_weight = torch.zeros((vocabulary if several else 0, depth), dtype=torch.float32, device=hidden_CD.device)
     for i in range(0, max(rows, 1), step):
         c = slice(i, i + step)
         grad_CV = grad_logits(
@@ -162,7 +161,7 @@ def _token_logprobs_backward(
             hidden_CD.dtype,
         )
         torch.mm(grad_CV, weight_VD, out=grad_hidden[c])
-        if grad_weight is None:
+        if not several:
             return grad_hidden, torch.mm(grad_CV.t(), hidden_CD)
         torch.addmm(grad_weight, grad_CV.t(), hidden_CD[c], out_dtype=torch.float32, out=grad_weight)
         del grad_CV  # before the next chunk's logits
