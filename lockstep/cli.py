@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import tyro
 
 from . import __version__, config_file, recipes
-from .config import RunConfig, validate
+from .config import RunConfig, SamplingConfig, TrainerConfig, validate
 from .errors import InputError, LockstepError
 from .flags import Eval, Generate, Init, Parity, Train
 from .metrics import to_json
@@ -193,6 +193,21 @@ def _generate(flags: Generate) -> Outcome:
         max_completion_length=flags.max_completion_length,
         n=flags.n,
         stop=flags.stop,
+    )
+    validate(
+        RunConfig(
+            seed=flags.seed,
+            trainer=TrainerConfig(skip_zero_variance=False),
+            sampling=SamplingConfig(
+                num_generations=flags.n,
+                temperature=flags.temperature or 1.0,  # 0 is greedy here
+                top_k=flags.top_k,
+                top_p=flags.top_p,
+                min_p=flags.min_p,
+                max_completion_length=flags.max_completion_length,
+                stop=flags.stop,
+            ),
+        )
     )
     completions = generate(flags.model, flags.prompt, sampling, flags.seed, flags.device, flags.dtype)
     payload = {"model": flags.model, "prompt": flags.prompt, "completions": [asdict(one) for one in completions]}

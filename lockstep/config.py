@@ -304,6 +304,7 @@ def _check_combinations(c: RunConfig) -> None:
         c.sampling.temperature == 0,
         "sampling.temperature is 0: training needs samples that differ; use a value above 0",
     )
+    refuse("" in s.stop, "sampling.stop holds an empty string, which would end every completion at once; remove it")
     refuse(
         lo.overlong_buffer > 0 and lo.loss_type != "dapo",
         f"loss.overlong_buffer has no effect on loss_type {lo.loss_type}; use dapo or remove it",
@@ -323,7 +324,8 @@ def _check_combinations(c: RunConfig) -> None:
     )
     refuse(
         s.num_generations == 1 and c.trainer.skip_zero_variance,
-        "sampling.num_generations is 1: every group's advantage would be zero; use 2 or more",
+        "sampling.num_generations is 1: every group's advantage would be zero, and with "
+        "trainer.skip_zero_variance nothing is trained; use 2 or more",
     )
     k = c.compile
     refuse(

@@ -45,9 +45,9 @@ class Certificate:
             self.first_difference = {"step": step, **asdict(result.mismatches[0])}
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of `parity.json`."""
-        identical = self.tokens_different == 0 and self.tokens_not_covered == 0 and self.tokens_checked > 0
-        return {"identical": identical, **asdict(self)}
+        """The contents of `parity.json`; `identical` is None when nothing was checked."""
+        identical = self.tokens_different == 0 and self.tokens_not_covered == 0
+        return {"identical": identical if self.tokens_checked else None, **asdict(self)}
 
 
 def raise_mismatch(step: int, result: StepResult) -> None:

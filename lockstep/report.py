@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -247,7 +248,7 @@ def _configuration(path: Path) -> str:
 
 
 def _clipped(value: Any) -> str:
-    text = _text(value)
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", _text(value))  # HTML allows none of these
     return escape(text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]} … ({len(text):,} characters)")
 
 

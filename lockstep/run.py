@@ -13,7 +13,16 @@ from .config import RunConfig
 from .errors import InputError, LockstepError
 from .generator import Engine, SharedWeights, plan_cache_tokens
 from .loop import Loop
-from .metrics import METRICS_FILE, ROLLOUTS_FILE, Display, MetricsWriter, rollout_records, write_json, write_summary
+from .metrics import (
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    Display,
+    MetricsWriter,
+    read_lines,
+    rollout_records,
+    write_json,
+    write_summary,
+)
 from .parallel import require_single_process
 from .parity import Certificate
 from .report import write_report
@@ -83,6 +92,8 @@ class _Recorder:
     def open(self, start: int) -> None:
         """Open the files that get a line a step; lines of step `start` and later are of a history that is redone."""
         self._metrics = MetricsWriter(self.run_dir / METRICS_FILE, start)
+        for record in read_lines(self.run_dir / METRICS_FILE):
+            self._account(record)
         self._rollouts = MetricsWriter(self.run_dir / ROLLOUTS_FILE, start)
 
     def resume(self, loop: Loop, display: Display) -> int | None:
@@ -127,6 +138,8 @@ class _Recorder:
         losses: list[float] = []
         while len(losses) < steps and not (len(losses) >= 10 and mean(losses[-10:]) < t.warmup_loss):
             losses.append(loop.warmup_step(len(losses)).loss)
+            if len(losses) % 25 == 0:
+                display.note(f"warm-up step {len(losses)}: loss {losses[-1]:.3f}")
         loop.run.trainer.reset_optimizer()
         seconds = time.perf_counter() - began
         display.note(f"warm-up: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps, {seconds:.1f} s")
@@ -149,6 +162,10 @@ class _Recorder:
         if self.config.metrics.rollouts:
             for record in rollout_records(step, groups):
                 self._rollouts.write(record)
+        self._account(metrics)
+
+    def _account(self, metrics: dict[str, Any]) -> None:
+        """Add a step to the summary; a resumed run's earlier steps come from its metrics."""
         self.summary["generator_s"] += metrics["time/generate"]
         self.summary["trainer_s"] += metrics["time/forward_backward"] + metrics.get("time/optim_step", 0.0)
         self._rewards.append(metrics["reward/mean"])

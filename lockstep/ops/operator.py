@@ -21,6 +21,8 @@ class Operator:
         cpu: the implementation for a CPU; its annotations are the operator's schema, its first argument is a tensor.
     """
 
+    __wrapped__: Callable[..., Any]
+
     def __init__(self, name: str, mutates_args: tuple[str, ...], cpu: Callable[..., Any]) -> None:
         functools.update_wrapper(self, cpu)
         self._cpu = cpu

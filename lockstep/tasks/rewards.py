@@ -62,7 +62,7 @@ class Reward:
             result = _wait(self.function(**{name: list(arguments[name]) for name in names}))
         except InputError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(f"reward {self.name} raised {type(error).__name__}: {error} on the {batch}") from error
         return self._checked(result, len(arguments["completions"]), batch)
 
@@ -177,7 +177,7 @@ def load_reward(spec: str) -> RewardFunction:
         module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except FileNotFoundError as error:
         raise InputError(f"reward {spec!r}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"reward {spec!r}: importing {source} raised {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):

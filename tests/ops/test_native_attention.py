@@ -228,7 +228,11 @@ def build(folder: Path, *replacements: tuple[str, str, str]) -> Any:
          "for (int i = 0; i < common; i++) { int j = R < 4 ? common - 1 - i : i;"),
         ("attention.c", "if (i == j) return 1;", "return 1;"),
     ],
-    ids=["long batches take tiles in descending order", "few rows take the values in descending order", "neighbours take the same keys"],
+    ids=[
+        "long batches take tiles in descending order",
+        "few rows take the values in descending order",
+        "neighbours take the same keys",
+    ],
 )  # fmt: skip
 def test_a_wrong_plan_is_noticed(mutant: tuple[str, str, str], tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
