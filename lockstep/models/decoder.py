@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import ops
 from .attention import Attend
 from .config import ModelConfig
+from .rope import inverse_frequencies
 
 
 class Decoder(nn.Module):
@@ -33,8 +34,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, weight) for _ in range(config.num_layers))
         self.norm = weight(config.hidden_size)
         self.lm_head = self.embed if config.tie_word_embeddings else weight(config.vocab_size, config.hidden_size)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.inv_freq = (1.0 / config.rope_theta**exponents).to(device)
+        self.inv_freq = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling).to(device)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm, [T, D]. Tokens and absolute positions are int64."""
@@ -54,8 +54,8 @@ class Layer(nn.Module):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.attention_norm = weight(config.hidden_size)
         self.qkv = weight((heads + 2 * kv_heads) * head_dim, config.hidden_size)
-        self.q_norm = weight(head_dim)
-        self.k_norm = weight(head_dim)
+        self.q_norm = weight(head_dim) if config.qk_norm else None
+        self.k_norm = weight(head_dim) if config.qk_norm else None
         self.o = weight(config.hidden_size, heads * head_dim)
         self.mlp_norm = weight(config.hidden_size)
         self.gate_up = weight(2 * config.intermediate_size, config.hidden_size)

@@ -16,26 +16,43 @@ from lockstep.models.hf import read_config
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "gqa, tied": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-    "odd heads": {"hidden_size": 40, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16},
-    "wide head": {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24},
+GQA = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+ODD = {"hidden_size": 40, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
+WIDE = {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+QWEN3, LLAMA = transformers.Qwen3Config, transformers.LlamaConfig
+MODELS = {
+    "qwen3, gqa, tied": (QWEN3, GQA, {"tie_word_embeddings": True}),
+    "qwen3, odd heads": (QWEN3, ODD, {"tie_word_embeddings": False}),
+    "qwen3, wide head": (QWEN3, WIDE, {"tie_word_embeddings": False}),
+    "llama, gqa, tied, scaled": (LLAMA, GQA, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama, odd heads": (LLAMA, ODD | {"hidden_size": 48}, {"tie_word_embeddings": False}),
+    "llama, wide head, linear": (LLAMA, WIDE, {"tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
 }
 
 
 def hf_model(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
+    make, sizes, more = MODELS[name]
+    config = make(
         vocab_size=211,
         intermediate_size=100,
         num_hidden_layers=3,
         max_position_embeddings=256,
-        tie_word_embeddings=name == "gqa, tied",
         rope_theta=10000.0,
         eos_token_id=3,
-        **SIZES[name],
+        **sizes,
+        **more,
     )
-    model = transformers.Qwen3ForCausalLM(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
     return model
@@ -52,11 +69,11 @@ def logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    hf_model("gqa, tied").save_pretrained(tmp_path / "model")
+    hf_model("qwen3, gqa, tied").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shard", ["100KB", "5GB"])
 def test_logits_agree_with_transformers(name: str, shard: str, tmp_path: Path) -> None:
     theirs = hf_model(name)
@@ -69,7 +86,7 @@ def test_logits_agree_with_transformers(name: str, shard: str, tmp_path: Path) -
     assert (ours - expected).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shard_bytes", [50_000, 10**9])
 def test_round_trip_keeps_every_bit(name: str, dtype: torch.dtype, shard_bytes: int, tmp_path: Path) -> None:
@@ -122,6 +139,9 @@ def test_broken_folders_are_named(folder: Path) -> None:
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type is 'yarn'"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor of the linear rope scaling is 0"),
+        ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor 4.0 must be below"),
     ],
 )
 def test_unusable_configurations_are_named(folder: Path, changes: dict, message: str) -> None:

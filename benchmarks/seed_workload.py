@@ -1,0 +1,271 @@
+"""The published headline, rebuilt: ten GRPO steps of a Qwen3-0.6B with random weights, beside TRL on the same prompts.
+
+Each step: 5 prompts of 145 tokens, 8 samples of exactly 100 tokens (temperature 0.8, top-p 0.95), one AdamW update on
+all of them. Random weights answer nothing right, so the reward is 0 or 1 drawn from the text, and every group trains.
+Every system runs in a process of its own from a model folder on disk; start-up is all that comes before the first step,
+imports included. TRL holds its weights and optimizer state in bfloat16, lockstep its masters in float32; TRL's
+generate and train are not told apart, so only its total over the steps stands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+STEPS, PROMPTS, SAMPLES = 10, 5, 8
+PROMPT_TOKENS, NEW_TOKENS = 145, 100
+SEED = 42
+PUBLISHED = (  # system, hardware, start-up, generate, train, total in seconds, as published; its command used 6 GPUs
+    ("TitanRL, no compile (published)", "6-8 H100", 24.3, 262.4, 157.0, 446.0),
+    ("TitanRL, CUDA graphs, shared compile (published)", "6-8 H100", 47.9, 5.4, 17.1, 70.4),
+)
+
+
+def coin(completions: list[str], **_: Any) -> list[float]:
+    """Heads or tails, a function of the text."""
+    return [float(zlib.crc32(text.encode()) & 1) for text in completions]
+
+
+def prompts() -> list[str]:
+    """Ends of SumDigits prompts, one token a character under the byte-level tokenizer."""
+    from lockstep.tasks.sum_digits import SumDigits
+
+    task = SumDigits(SEED, 99, 0, easy=False)
+    return [str(task.train_problem(s, g).prompt)[-PROMPT_TOKENS:] for s in range(STEPS) for g in range(PROMPTS)]
+
+
+def prepare(folder: Path, arch: str) -> None:
+    """A random model folder, the prompts, and nothing that is timed."""
+    from lockstep.build import load_policy, save_policy
+
+    save_policy(load_policy(None, arch, 0, "auto", "auto"), folder / "model")
+    rows = [json.dumps({"prompt": prompt}) for prompt in prompts()]
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def ours(folder: Path, began: float, parity: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """`lockstep train` on the folder, run folder and report included."""
+    from lockstep.config import (
+        CompileConfig,
+        LossConfig,
+        OptimizerConfig,
+        RunConfig,
+        SamplingConfig,
+        TaskConfig,
+        TrainerConfig,
+    )
+    from lockstep.run import train
+
+    config = RunConfig(
+        recipe="dataset",
+        model=str(folder / "model"),
+        steps=STEPS,
+        seed=SEED,
+        parity=parity,  # type: ignore[arg-type]
+        task=TaskConfig(
+            name="dataset", data=str(folder / "prompts.jsonl"), reward=(f"{__file__}:coin",), validation_prompts=0
+        ),
+        sampling=SamplingConfig(
+            num_generations=SAMPLES, max_completion_length=NEW_TOKENS, temperature=0.8, top_p=0.95, ignore_eos=True
+        ),
+        trainer=TrainerConfig(prompts_per_step=PROMPTS, skip_zero_variance=False),
+        loss=LossConfig(loss_type="grpo", epsilon=0.2),
+        optimizer=OptimizerConfig(learning_rate=2e-6, weight_decay=0.1, warmup_steps=2),
+        compile=CompileConfig(**extra),
+    )
+    imported = time.time() - began
+    summary = train(config, folder / "run", resume=False)
+    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    certificate = json.loads((folder / "run" / "parity.json").read_text())
+    spent = sum(s["time/step"] for s in steps)
+    return {
+        "startup_s": time.time() - began - spent,
+        "import_s": imported,
+        "startup": summary.get("startup", {}),
+        "generate_s": summary["generator_s"],
+        "train_s": summary["trainer_s"],
+        "sync_s": summary["sync_s"],
+        "steps_s": spent,
+        "total_s": time.time() - began,
+        "step_s": [s["time/step"] for s in steps],
+        "recompiles": [s["recompiles"] for s in steps],
+        "graph_replays": steps[-1]["graph_replays"],
+        "peak_gib": steps[-1]["memory/peak_gib"],
+        "certificate": certificate,
+    }
+
+
+def trl(folder: Path, began: float) -> dict[str, Any]:
+    """TRL's GRPOTrainer with transformers' generation, the fastest settings that fit the same work."""
+    import datasets
+    import torch
+    import transformers
+    import trl as library
+
+    class Clock(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.time())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.time())
+
+    clock = Clock()
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    args = library.GRPOConfig(
+        output_dir=str(folder / "trl"),
+        max_steps=STEPS,
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=NEW_TOKENS,
+        generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        temperature=0.8,
+        top_p=0.95,
+        top_k=0,
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="grpo",
+        scale_rewards="none",
+        learning_rate=2e-6,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        warmup_steps=2,
+        lr_scheduler_type="constant_with_warmup",
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        model_init_kwargs={"dtype": "bfloat16"},
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        seed=SEED,
+    )
+    trainer = library.GRPOTrainer(
+        model=str(folder / "model"),
+        args=args,
+        reward_funcs=coin,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
+        callbacks=[clock],
+    )
+    trainer.train()
+    steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]
+    assert len(steps) == STEPS
+    return {
+        "startup_s": clock.ends[0] - began,
+        "steps_s": sum(steps),
+        "total_s": clock.ends[-1] - began,
+        "step_s": steps,
+        "version": library.__version__,
+    }
+
+
+def run_system(name: str, folder: Path, parity: str, flags: list[str]) -> dict[str, Any]:
+    """The system in a fresh process; its figures."""
+    command = [sys.executable, __file__, "--system", name, "--folder", str(folder), "--parity", parity, *flags]
+    command += ["--began", repr(time.time())]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        return {"failed": f"exit code {done.returncode}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def row(name: str, f: dict[str, Any]) -> list[str]:
+    if "failed" in f:
+        return [name, "FAILED", "", "", "", "", ""]
+    cells = [f.get(k) for k in ("startup_s", "generate_s", "train_s", "sync_s", "total_s")]
+    later = statistics.median(f["step_s"][1:])
+    return [name, *("-" if c is None else f"{c:.2f}" for c in cells), f"{later * 1e3:.0f}"]
+
+
+def floor_s(arch: str) -> float:
+    """Matrix products of all steps: prompts run and trained once, each new token's weights read a decode step."""
+    import torch
+    from common import seconds
+
+    from lockstep.models.init import architecture
+
+    c = architecture(arch)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    d, h, f = c.hidden_size, c.head_dim, c.intermediate_size
+    shapes = [((c.num_heads + 2 * c.num_kv_heads) * h, d), (d, c.num_heads * h), (2 * f, d), (d, f)] * c.num_layers
+    weights = [torch.randn(s, device=device).to(dtype) for s in shapes]
+    head = torch.randn(c.vocab_size, d, device=device).to(dtype)
+
+    def products(rows: int, logit_rows: int, backward: bool) -> None:
+        for w in [*weights, head]:
+            x = torch.empty(logit_rows if w is head else rows, w.shape[1], device=device, dtype=dtype)
+            y = torch.nn.functional.linear(x, w)
+            if backward:
+                torch.mm(y, w)
+                torch.mm(y.t(), x)
+
+    decode = [seconds(lambda: products(PROMPTS * SAMPLES, PROMPTS * SAMPLES, False), device) for _ in range(20)]
+    packed = PROMPTS * (PROMPT_TOKENS + SAMPLES * (NEW_TOKENS - 1))
+    train = [seconds(lambda: products(packed, PROMPTS * SAMPLES * NEW_TOKENS, True), device) for _ in range(10)]
+    return STEPS * (NEW_TOKENS * min(decode) + min(train))
+
+
+def main() -> int:
+    from common import arguments, finish
+
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--arch", default="qwen3-0.6b")
+    parser.add_argument("--peer", choices=["trl", "none"], default="none")
+    parser.add_argument("--parity", choices=["strict", "warn", "off"], default="strict")
+    parser.add_argument("--runs", type=int, default=1, help="fresh processes of ours (default: 1)")
+    parser.add_argument("--compile", default="{}", help="fields of the compile section, as JSON")
+    parser.add_argument("--system", choices=["lockstep", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.system:
+        if args.system == "trl":
+            one = trl(args.folder, args.began)
+        else:
+            one = ours(args.folder, args.began, args.parity, json.loads(args.compile))
+        print(json.dumps(one))
+        return 0
+    figures: dict[str, Any] = {"arch": args.arch, "systems": {}, "published": [list(p) for p in PUBLISHED]}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        prepare(folder, args.arch)
+        for i in range(args.runs):
+            figures["systems"][f"lockstep, run {i + 1}"] = run_system(
+                "lockstep", folder, args.parity, ["--compile", args.compile]
+            )
+            _move_aside(folder, i)
+        if args.peer == "trl":
+            figures["systems"]["TRL, transformers generation"] = run_system("trl", folder, args.parity, [])
+    figures["floor_s"] = floor_s(args.arch)
+    rows = [["system", "start-up s", "generate s", "train s", "sync s", "total s", "later step ms"]]
+    rows += [row(name, f) for name, f in figures["systems"].items()]
+    rows.append(["floor (matrix products, eager)", "-", "-", "-", "-", f"{figures['floor_s']:.2f}", ""])
+    finish("seed_workload", figures, rows, args.json)
+    for name, f in figures["systems"].items():
+        if c := f.get("certificate"):
+            print(f"{name}: {c['tokens_different']} of {c['tokens_checked']} tokens different; start-up {f['startup']}")
+    return int(any("failed" in f for f in figures["systems"].values()))
+
+
+def _move_aside(folder: Path, i: int) -> None:
+    if (folder / "run").exists():
+        (folder / "run").rename(folder / f"run{i}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
