@@ -1,19 +1,27 @@
 """Tokens a second of generation, beside `transformers.generate` on the same weights in the same run.
 
-The floor is the time that the matrix products of the new tokens alone take, measured on the same machine.
+On a GPU decoding and prefill run as CUDA graphs. The floor there is the bytes that a decode step must read (weights
+once, a group's prompt once, each sequence's own keys and values) at the bandwidth that this machine's memory gives a
+plain sum; on a CPU it is the time of the matrix products alone.
 """
 
 from __future__ import annotations
 
+import random
+import statistics
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from common import alternate, arguments, finish, summary
+from common import alternate, arguments, finish, seconds, summary
 
-from lockstep.config import GeneratorConfig
+from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
+from lockstep.graph import Compiler
 from lockstep.models import Decoder, save_model
 from lockstep.models.init import architecture, initialize
 from lockstep.types import SampleIdentity, SamplingParams
@@ -21,39 +29,65 @@ from lockstep.types import SampleIdentity, SamplingParams
 
 @dataclass(frozen=True)
 class Case:
-    """`prompts` prompts of `prompt` tokens, `samples` completions each of exactly `new` tokens, temperature 1."""
+    """`prompts` prompts of `prompt` tokens, `samples` completions each of exactly `new` tokens."""
 
     prompts: int
     samples: int
     prompt: int
     new: int
+    temperature: float = 1.0
+    top_p: float = 1.0
 
     @property
     def sequences(self) -> int:
         """Completions in all."""
         return self.prompts * self.samples
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """As the engine takes it."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            n=self.samples,
+            max_completion_length=self.new,
+            ignore_eos=True,
+        )
+
 
 CASES = {
     "cpu": Case(4, 8, 64, 64),
     "cpu, no shared prompt": Case(32, 1, 64, 64),
     "seed": Case(5, 8, 145, 100),
+    "seed, top-p": Case(5, 8, 145, 100, 0.8, 0.95),
     "mid": Case(32, 8, 256, 512),
     "big": Case(64, 8, 256, 1024),
     "one": Case(1, 1, 64, 256),
 }
+MIXED = "mixed"
+MIXED_GROUPS, MIXED_SAMPLES, MIXED_PROMPT, MIXED_NEW = 64, 8, (32, 1024), (16, 1024)
+MIXED_RUNNING = 256  # sequences at once
+
+
+def make_engine(model: Decoder, sequences: int, length: int, sampling: SamplingParams) -> Engine:
+    """Captured and warmed up on a GPU, eager on a CPU; no prefix is left over from one call to the next."""
+    device = model.embed.device
+    compiler = Compiler(CompileConfig("step", "full"), device) if device.type == "cuda" else None
+    config = GeneratorConfig(prefix_caching=False, max_num_seqs=sequences)
+    tokens = plan_cache_tokens(config, model.config, model.embed.dtype, device, sequences, length)
+    engine = Engine(SharedWeights(model), config, tokens, compiler=compiler)
+    engine.warm_up(sequences, length, sampling)
+    if compiler:
+        compiler.end_warm_up()
+    return engine
 
 
 class Ours:
-    """One engine; every call has an identity of its own, and no prefix is left over from the call before."""
+    """One engine; every call has an identity of its own."""
 
     def __init__(self, model: Decoder, case: Case, prompts: list[list[int]]) -> None:
-        config = GeneratorConfig(prefix_caching=False, max_num_seqs=max(256, case.sequences))
-        tokens = plan_cache_tokens(
-            config, model.config, model.embed.dtype, model.embed.device, case.sequences, case.prompt + case.new
-        )
-        self.engine = Engine(SharedWeights(model), config, tokens)
-        self.params = SamplingParams(n=case.samples, max_completion_length=case.new, ignore_eos=True)
+        self.engine = make_engine(model, case.sequences, case.prompt + case.new, case.sampling)
+        self.params = case.sampling
         self.prompts = prompts
         self.calls = 0
 
@@ -61,6 +95,52 @@ class Ours:
         self.calls += 1
         identities = [SampleIdentity(0, 0, self.calls, g) for g in range(len(self.prompts))]
         self.engine.generate(self.prompts, [self.params] * len(self.prompts), identities)
+
+
+def random_prompts(count: int, lengths: Callable[[], int]) -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(256) for _ in range(lengths())] for _ in range(count)]
+
+
+def mixed(model: Decoder) -> dict[str, float]:
+    """Groups of mixed lengths that arrive twice as fast as they can be served, and as many of the mean lengths at once.
+
+    Rates are of the time in which every slot is taken: from the first moment that `MIXED_RUNNING` sequences run until
+    nothing waits any more.
+    """
+    draw = random.Random(2)
+    shapes = [(draw.randint(*MIXED_PROMPT), draw.randint(*MIXED_NEW)) for _ in range(MIXED_GROUPS)]
+    prompt, new = (round(statistics.mean(column)) for column in zip(*shapes, strict=True))
+    base = SamplingParams(n=MIXED_SAMPLES, ignore_eos=True)
+    engine = make_engine(model, MIXED_RUNNING, MIXED_PROMPT[1] + MIXED_NEW[1], base)
+    fixed = saturated_rate(engine, [(prompt, new)] * MIXED_GROUPS, base, 0.0, 1)
+    arrival = MIXED_SAMPLES * new / fixed / 2
+    rate = saturated_rate(engine, shapes, base, arrival, 2)
+    recompiles = engine.compiler.recompiles if engine.compiler else 0
+    return {"mixed_tokens_per_s": rate, "fixed_tokens_per_s": fixed, "ratio": rate / fixed, "recompiles": recompiles}
+
+
+def saturated_rate(
+    engine: Engine, shapes: list[tuple[int, int]], base: SamplingParams, interval: float, call: int
+) -> float:
+    """Tokens a second while every slot is taken; group i arrives `i * interval` seconds after the first."""
+    lengths = iter([p for p, _ in shapes])
+    prompts = random_prompts(len(shapes), lambda: next(lengths))
+    waiting = list(enumerate(zip(prompts, (n for _, n in shapes), strict=True)))
+    finished = 0
+    marks: list[tuple[float, int]] = []
+    began = time.perf_counter()
+    while waiting or engine.scheduler.busy:
+        while waiting and time.perf_counter() - began >= waiting[0][0] * interval:
+            i, (prompt, new) = waiting.pop(0)
+            engine.add_request(prompt, replace(base, max_completion_length=new), SampleIdentity(0, 0, call, i))
+        finished += sum(len(c.token_ids) for _, done in engine.step() for c in done)
+        running = engine.scheduler.running
+        if len(running) == MIXED_RUNNING or (marks and (waiting or engine.scheduler.waiting)):
+            partial = sum(len(s.token_ids) for s in running)
+            marks.append((time.perf_counter(), finished + partial))
+    (first, start), (last, end) = marks[0], marks[-1]
+    return (end - start) / (last - first)
 
 
 class Transformers:
@@ -75,23 +155,23 @@ class Transformers:
             loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.embed.dtype)
         self.model = loaded.to(model.embed.device).eval()
         self.ids = torch.tensor(prompts, device=model.embed.device).repeat_interleave(case.samples, dim=0)
-        self.new = case.new
+        self.case = case
 
     def __call__(self) -> None:
         self.model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
-            max_new_tokens=self.new,
-            min_new_tokens=self.new,
+            max_new_tokens=self.case.new,
+            min_new_tokens=self.case.new,
             do_sample=True,
-            temperature=1.0,
+            temperature=self.case.temperature,
             top_k=0,
-            top_p=1.0,
+            top_p=self.case.top_p,
             pad_token_id=0,
         )
 
 
-def floor(model: Decoder, case: Case):
+def products(model: Decoder, case: Case) -> Callable[[], None]:
     """The matrix products of every decode step and nothing else."""
     layers = [w for layer in model.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     weights = [w.detach() for w in (*layers, model.lm_head)]
@@ -106,9 +186,37 @@ def floor(model: Decoder, case: Case):
     return run
 
 
+def byte_floor_s(model: Decoder, case: Case) -> float:
+    """Seconds to read what all decode steps must, at the bandwidth of summing 8 GiB here."""
+    block = torch.ones(2**32, dtype=torch.bfloat16, device=model.embed.device)
+    bandwidth = block.nbytes / min(seconds(block.sum, "cuda") for _ in range(5))
+    c = model.config
+    weights = 2 * (c.num_parameters - (0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size))
+    token = 2 * 2 * c.num_kv_heads * c.head_dim * c.num_layers  # bytes of keys and values
+    own = case.sequences * case.new * (case.new - 1) / 2
+    return (case.new * weights + token * (case.new * case.prompts * case.prompt + own)) / bandwidth
+
+
+def measure(model: Decoder, case: Case, peer: str, repeats: int) -> dict[str, Any]:
+    """Each system's times and rates."""
+    device = model.embed.device.type
+    prompts = random_prompts(case.prompts, lambda: case.prompt)
+    runs: dict[str, Callable[[], object]] = {"lockstep": Ours(model, case, prompts)}
+    if device == "cpu":
+        runs["floor (matrix products)"] = products(model, case)
+    if peer == "transformers":
+        runs["transformers"] = Transformers(model, case, prompts)
+    systems = {name: summary(times) for name, times in alternate(runs, repeats, device).items()}
+    if device == "cuda":
+        systems["floor (bytes of decode)"] = summary([byte_floor_s(model, case)])
+    for s in systems.values():
+        s["tokens_per_s"] = case.sequences * case.new / s["median_s"]
+    return {**vars(case), "systems": systems}
+
+
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=list(CASES), action="append", help="default: the device's")
+    parser.add_argument("--case", choices=[*CASES, MIXED], action="append", help="default: the device's")
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU")
     parser.add_argument("--peer", choices=["transformers", "none"], default="transformers")
@@ -119,21 +227,17 @@ def main() -> None:
     model = initialize(Decoder(config, dtype, args.device), seed=0)
     figures: dict = {"arch": args.arch or "default", "dtype": str(dtype), "cases": {}}
     rows = [["case", "system", "tok/s", "median s", "min", "max", "ms a token step"]]
-    for name in args.case or (["cpu", "cpu, no shared prompt"] if on_cpu else ["seed", "one"]):
+    for name in args.case or (["cpu", "cpu, no shared prompt"] if on_cpu else ["seed", "seed, top-p", "one"]):
+        if name == MIXED:
+            found = figures["cases"][name] = mixed(model)
+            rows.append([name, "lockstep", f"{found['mixed_tokens_per_s']:,.0f}", "", "", "", ""])
+            rows.append([name, "fixed length", f"{found['fixed_tokens_per_s']:,.0f}", "", "", "", ""])
+            continue
         case = CASES[name]
-        generator = torch.Generator().manual_seed(1)
-        prompts = torch.randint(0, 256, (case.prompts, case.prompt), generator=generator).tolist()
-        runs = {"lockstep": Ours(model, case, prompts), "floor (matrix products)": floor(model, case)}
-        if args.peer == "transformers":
-            runs["transformers"] = Transformers(model, case, prompts)
-        times = alternate(runs, args.repeats, args.device)
-        figures["cases"][name] = {**vars(case), "systems": {}}
-        for system, measured in times.items():
-            s = summary(measured)
-            rate = case.sequences * case.new / s["median_s"]
-            figures["cases"][name]["systems"][system] = {**s, "tokens_per_s": rate}
+        figures["cases"][name] = measure(model, case, args.peer, args.repeats)
+        for system, s in figures["cases"][name]["systems"].items():
             shown = [f"{s[k]:.4f}" for k in ("median_s", "min_s", "max_s")]
-            rows.append([name, system, f"{rate:,.0f}", *shown, f"{s['median_s'] / case.new * 1e3:.3f}"])
+            rows.append([name, system, f"{s['tokens_per_s']:,.0f}", *shown, f"{s['median_s'] / case.new * 1e3:.3f}"])
     finish("generate", figures, rows, args.json)
 
 

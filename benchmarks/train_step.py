@@ -1,8 +1,9 @@
 """One training step (forward, loss, backward, clip, AdamW) beside transformers' eager step on the same tokens.
 
-Both train on all tokens of equal-length sequences: ours packs each as a one-token prompt and its completion. The peer
-holds weights in the compute dtype and does not clip; ours holds float32 masters and clips. The floor is the matrix
-products of forward and backward alone.
+Both train on all tokens of equal-length sequences: ours packs each as a one-token prompt and its completion. A second
+row of ours is what an RL step needs of the same sequences: each prompt of eight once, and the LM head on completions.
+The peer holds weights in the compute dtype and does not clip; ours holds float32 masters and clips. On a GPU ours runs
+as CUDA graphs. The floors are the matrix products of forward and backward alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 import torch
 from common import alternate, arguments, finish, summary
 
-from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
+from lockstep.graph import Compiler
 from lockstep.models import Decoder, save_model
 from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack
@@ -22,10 +24,10 @@ from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 LEARNING_RATE = 1e-6
 
 
-def groups(tokens: torch.Tensor, shared: int) -> list[TrainGroup]:
-    """Sequences as prompt and completion; with `shared` > 1 so many completions follow one prompt, half of it each."""
+def groups(tokens: torch.Tensor, shared: int, prompt: int) -> list[TrainGroup]:
+    """Rows as a prompt and its completion; with `shared` > 1 so many follow one prompt."""
     rows = tokens.tolist()
-    cut = 1 if shared == 1 else len(rows[0]) // 2
+    cut = prompt if shared > 1 else 1
     weight = 1.0 / (len(rows) * (len(rows[0]) - cut))
     made = []
     for i in range(0, len(rows), shared):
@@ -37,10 +39,11 @@ def groups(tokens: torch.Tensor, shared: int) -> list[TrainGroup]:
 class Ours:
     """Packing included."""
 
-    def __init__(self, model: Decoder, tokens: torch.Tensor, shared: int) -> None:
-        self.trainer = Trainer(model, OptimizerConfig(learning_rate=LEARNING_RATE), LossConfig())
-        self.groups = groups(tokens, shared)
+    def __init__(self, model: Decoder, made: list[TrainGroup]) -> None:
         self.device = model.embed.device
+        compiler = Compiler(CompileConfig("step", "full"), self.device) if self.device.type == "cuda" else None
+        self.trainer = Trainer(model, OptimizerConfig(learning_rate=LEARNING_RATE), LossConfig(), compiler=compiler)
+        self.groups = made
 
     def __call__(self) -> None:
         for batch in pack(self.groups, max_tokens=1 << 17, check_parity=False):
@@ -70,17 +73,17 @@ class Transformers:
         loss.item()
 
 
-def floor(model: Decoder, tokens: int):
+def floor(model: Decoder, tokens: int, logit_rows: int):
     """Matrix products of forward and backward: three a weight."""
     layers = [w for layer in model.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    weights = [w.detach() for w in (*layers, model.lm_head)]
-    inputs = {w.shape[1]: torch.randn(tokens, w.shape[1]).to(w) for w in weights}
+    pairs = [(w.detach(), tokens) for w in layers] + [(model.lm_head.detach(), logit_rows)]
+    work = [(w, torch.randn(rows, w.shape[1]).to(w)) for w, rows in pairs]
 
     def run() -> None:
-        for weight in weights:
-            out = torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+        for weight, x in work:
+            out = torch.nn.functional.linear(x, weight)
             torch.mm(out, weight)
-            torch.mm(out.t(), inputs[weight.shape[1]])
+            torch.mm(out.t(), x)
 
     return run
 
@@ -91,22 +94,29 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU")
     parser.add_argument("--sequences", type=int, help="default: 32 on a CPU, 40 on a GPU")
     parser.add_argument("--length", type=int, help="default: 128 on a CPU, 245 on a GPU")
+    parser.add_argument(
+        "--prompt", type=int, help="shared by eight; default: 64 on a CPU, 145 on a GPU"
+    )
     parser.add_argument("--peer", choices=["transformers", "none"], default="transformers")
     args = parser.parse_args()
     on_cpu = args.device == "cpu"
     dtype = getattr(torch, args.dtype or ("float32" if on_cpu else "bfloat16"))
     count, length = args.sequences or (32 if on_cpu else 40), args.length or (128 if on_cpu else 245)
+    prompt = args.prompt or (64 if on_cpu else 145)
     config = architecture(args.arch or ("tiny" if on_cpu else "qwen3-0.6b"))
 
     def fresh() -> Decoder:
         return initialize(Decoder(config, dtype, args.device), seed=0)
 
     tokens = torch.randint(0, 256, (count, length), generator=torch.Generator().manual_seed(1))
-    tokens[:, : length // 2] = tokens[::8, : length // 2].repeat_interleave(8, 0)[:count]  # groups of 8 share a prompt
+    tokens[:, :prompt] = tokens[::8, :prompt].repeat_interleave(8, 0)[:count]
+    completions = count * (length - prompt)
+    packed = count // 8 * prompt + completions - count
     runs = {
-        "lockstep": Ours(fresh(), tokens, 1),
-        "lockstep, prompts of 8 trained once": Ours(fresh(), tokens, 8),
-        "floor (matrix products)": floor(fresh(), count * length),
+        "lockstep, all tokens": Ours(fresh(), groups(tokens, 1, prompt)),
+        "lockstep, the RL step's work": Ours(fresh(), groups(tokens, 8, prompt)),
+        "floor, all tokens": floor(fresh(), count * length, count * length),
+        "floor, the RL step's work": floor(fresh(), packed, completions),
     }
     if args.peer == "transformers":
         runs["transformers, eager"] = Transformers(fresh(), tokens)
