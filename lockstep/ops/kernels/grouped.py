@@ -1,0 +1,182 @@
+"""Matrix products of rows that lie sorted by group, each group with weights of its own, at any sizes of the groups.
+
+The grid is the most tiles that so many rows in so many groups can need; a program finds its group from the offsets on
+the device, and one beyond the last tile returns. The forward is contract C1: `acc = tl.dot(a, b, acc)` over ascending
+K, K never split, so tiles do not change a bit.
+
+Shape suffixes: R rows, G groups, K contracted dim, N columns of the result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SWIZZLE = 8  # row tiles that share a column tile's weights in the L2 cache
+
+
+class _Config(NamedTuple):
+    """Tile sizes, warps, and depth of the software pipeline."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+_CONFIGS = (  # (mean rows a group up to, configuration)
+    (16, _Config(16, 128, 128, 4, 4)),
+    (48, _Config(64, 128, 64, 4, 4)),
+)
+_LARGE = _Config(128, 128, 64, 8, 4)
+_OUTER = _Config(64, 128, 128, 8, 3)  # block_m rows contracted at a time, a tile of block_n x block_k
+
+
+def _config(rows: int, groups: int) -> _Config:
+    return next((config for bound, config in _CONFIGS if rows <= bound * groups), _LARGE)
+
+
+@triton.jit
+def _locate(tile, offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
+    """Group, first row and end row of a row tile; the group is `groups` when there is no such tile."""
+    g = tl.arange(0, GROUPS)
+    start_G = tl.load(offsets_ptr + g, mask=g < groups, other=0)
+    end_G = tl.load(offsets_ptr + g + 1, mask=g < groups, other=0)
+    tiles_G = tl.where(g < groups, (end_G - start_G + BLOCK_M - 1) // BLOCK_M, 0)
+    last_G = tl.cumsum(tiles_G, axis=0)
+    group = tl.sum(((last_G <= tile) & (g < groups)).to(tl.int32), axis=0)
+    is_it = g == group
+    before = tl.sum(tl.where(is_it, last_G - tiles_G, 0), axis=0)
+    first = tl.sum(tl.where(is_it, start_G, 0), axis=0) + (tile - before) * BLOCK_M
+    return group, first, tl.sum(tl.where(is_it, end_G, 0), axis=0)
+
+
+@triton.jit(do_not_specialize=["tiles_m"])
+def _matmul_kernel(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    offsets_ptr,
+    tiles_m,
+    columns,
+    depth,
+    groups,
+    w_group_stride,
+    w_k_stride,
+    w_n_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SWIZZLE_M: tl.constexpr,
+):
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    program = tl.program_id(0)
+    first_tile = program // (SWIZZLE_M * tiles_n) * SWIZZLE_M
+    span = tl.minimum(tiles_m - first_tile, SWIZZLE_M)
+    within = program % (SWIZZLE_M * tiles_n)
+    group, first, end = _locate(first_tile + within % span, offsets_ptr, groups, BLOCK_M, GROUPS)
+    if group >= groups:
+        return
+    m = first + tl.arange(0, BLOCK_M)
+    n = within // span * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x = x_ptr + tl.minimum(m, end - 1).to(tl.int64)[:, None] * depth + k[None, :]
+    w = w_ptr + group.to(tl.int64) * w_group_stride + (n % columns)[None, :] * w_n_stride + k[:, None] * w_k_stride
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        if EVEN_K:
+            a, b = tl.load(x), tl.load(w)
+        else:
+            a = tl.load(x, mask=k[None, :] < depth - start, other=0.0)
+            b = tl.load(w, mask=k[:, None] < depth - start, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        x += BLOCK_K
+        w += BLOCK_K * w_k_stride
+    out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < columns)[None, :])
+
+
+def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor) -> Tensor:
+    """`x[r] @ w[g]` for each row r of group g, [R, N] in x's dtype; `w` may be a transposed view."""
+    x_RK = x_RK.contiguous()
+    (rows, depth), (groups, _, columns) = x_RK.shape, w_GKN.shape
+    out_RN = torch.empty((rows, columns), dtype=x_RK.dtype, device=x_RK.device)
+    c = _config(rows, groups)
+    tiles = triton.cdiv(rows, c.block_m) + min(groups, rows)
+    _matmul_kernel[(tiles * triton.cdiv(columns, c.block_n),)](
+        x_RK,
+        w_GKN,
+        out_RN,
+        offsets,
+        tiles,
+        columns,
+        depth,
+        groups,
+        *w_GKN.stride(),
+        BLOCK_M=c.block_m,
+        BLOCK_N=c.block_n,
+        BLOCK_K=c.block_k,
+        EVEN_K=depth % c.block_k == 0,
+        GROUPS=triton.next_power_of_2(groups),
+        SWIZZLE_M=SWIZZLE,
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+    )
+    return out_RN
+
+
+@triton.jit
+def _outer_kernel(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    offsets_ptr,
+    a_width,
+    b_width,
+    BLOCK_R: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    group = tl.program_id(1)
+    tiles_b = tl.cdiv(b_width, BLOCK_B)
+    a = tl.program_id(0) // tiles_b * BLOCK_A + tl.arange(0, BLOCK_A)
+    b = tl.program_id(0) % tiles_b * BLOCK_B + tl.arange(0, BLOCK_B)
+    start, end = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
+    acc = tl.zeros((BLOCK_A, BLOCK_B), dtype=tl.float32)
+    for first in range(start, end, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R)
+        row = r.to(tl.int64)[:, None]
+        a_RA = tl.load(a_ptr + row * a_width + a[None, :], mask=(r < end)[:, None] & (a < a_width)[None, :], other=0.0)
+        b_RB = tl.load(b_ptr + row * b_width + b[None, :], mask=(r < end)[:, None] & (b < b_width)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(a_RA), b_RB, acc, input_precision="ieee")
+    out = out_ptr + (group.to(tl.int64) * a_width + a[:, None]) * b_width + b[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(a < a_width)[:, None] & (b < b_width)[None, :])
+
+
+def grouped_outer(a_RN: Tensor, b_RK: Tensor, offsets: Tensor) -> Tensor:
+    """`a[rows of g].T @ b[rows of g]` of each group, [G, N, K] in b's dtype; zeros for a group without rows."""
+    a_RN, b_RK = a_RN.contiguous(), b_RK.contiguous()
+    groups, a_width, b_width = offsets.shape[0] - 1, a_RN.shape[1], b_RK.shape[1]
+    out_GNK = torch.empty((groups, a_width, b_width), dtype=b_RK.dtype, device=b_RK.device)
+    c = _OUTER
+    _outer_kernel[(triton.cdiv(a_width, c.block_n) * triton.cdiv(b_width, c.block_k), groups)](
+        a_RN,
+        b_RK,
+        out_GNK,
+        offsets,
+        a_width,
+        b_width,
+        BLOCK_R=c.block_m,
+        BLOCK_A=c.block_n,
+        BLOCK_B=c.block_k,
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+    )
+    return out_GNK
