@@ -31,9 +31,10 @@ from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGro
 WAYS: dict[str, CompileConfig | None] = {
     "eager": None,
     "eager again": None,
-    "captured": CompileConfig("step"),
+    "captured": CompileConfig("step", "none"),
+    "CUDA graph, piecewise": CompileConfig("step", "piecewise"),
     "CUDA graph": CompileConfig("step", "full"),
-    "CUDA graph, recompute": CompileConfig("step", "full", recompute=("full",)),
+    "CUDA graph, recompute": CompileConfig("step", cudagraph_mode="full", recompute=("full",)),
 }
 UPDATES = 3
 LEARNING_RATE = 1e-5
@@ -161,6 +162,7 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
                 engine.add_request(prompt, sampling, SampleIdentity(0, 0, 0, g))
             while engine.scheduler.waiting or len(engine.scheduler.running) < sequences:
                 engine.step()
+            engine.drain()
             steps = engine.scheduler.running[0].remaining
             done: dict[int, Any] = {}
             times.append(seconds(lambda done=done: drain(engine, done, groups), device.type) / steps)
@@ -249,7 +251,7 @@ def main() -> int:
     for sequences in [] if "decode" in args.skip else (args.sequences or ([1, 16] if on_cpu else [1, 40, 256])):
         ways = {
             way: (lambda way=way, n=sequences: decode_way(way, model, n, prompt_length, length, args.repeats))
-            for way in ("eager", "captured", "CUDA graph")
+            for way in ("eager", "captured", "CUDA graph, piecewise", "CUDA graph")
         }
         name = f"decode {sequences}"
         figures[name] = section(name, ways)

@@ -36,6 +36,29 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
+def graph_us(run: Callable[[], object], replays: int = 10, samples: int = 7) -> float:
+    """Microseconds of a CUDA graph of what one call launches: the median of `samples` means over `replays`."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    times = []
+    for _ in range(samples):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / replays)
+    return statistics.median(times)
+
+
 def alternate(runs: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, list[float]]:
     """Times of each, taken in turn so that a drift of the machine meets all alike; one warm-up each first."""
     for run in runs.values():

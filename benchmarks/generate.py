@@ -72,7 +72,7 @@ MIXED_RUNNING = 256  # sequences at once
 def make_engine(model: Decoder, sequences: int, length: int, sampling: SamplingParams) -> Engine:
     """Captured and warmed up on a GPU, eager on a CPU; no prefix is left over from one call to the next."""
     device = model.embed.device
-    compiler = Compiler(CompileConfig("step", "full"), device) if device.type == "cuda" else None
+    compiler = Compiler(CompileConfig("step", cudagraph_mode="full"), device) if device.type == "cuda" else None
     config = GeneratorConfig(prefix_caching=False, max_num_seqs=sequences)
     tokens = plan_cache_tokens(config, model.config, model.embed.dtype, device, sequences, length)
     engine = Engine(SharedWeights(model), config, tokens, compiler=compiler)

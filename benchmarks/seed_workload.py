@@ -51,7 +51,7 @@ def prepare(folder: Path, arch: str) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def ours(folder: Path, began: float, parity: str, extra: dict[str, Any]) -> dict[str, Any]:
+def ours(folder: Path, began: float, parity: str, extra: dict[str, Any], count: int) -> dict[str, Any]:
     """`lockstep train` on the folder, run folder and report included."""
     from lockstep.config import (
         CompileConfig,
@@ -67,7 +67,7 @@ def ours(folder: Path, began: float, parity: str, extra: dict[str, Any]) -> dict
     config = RunConfig(
         recipe="dataset",
         model=str(folder / "model"),
-        steps=STEPS,
+        steps=count,
         seed=SEED,
         parity=parity,  # type: ignore[arg-type]
         task=TaskConfig(
@@ -89,7 +89,7 @@ def ours(folder: Path, began: float, parity: str, extra: dict[str, Any]) -> dict
     return {
         "startup_s": time.time() - began - spent,
         "import_s": imported,
-        "startup": summary.get("startup", {}),
+        "startup": {k.removeprefix("startup/"): v for k, v in summary.items() if k.startswith("startup/")},
         "generate_s": summary["generator_s"],
         "train_s": summary["trainer_s"],
         "sync_s": summary["sync_s"],
@@ -97,7 +97,8 @@ def ours(folder: Path, began: float, parity: str, extra: dict[str, Any]) -> dict
         "total_s": time.time() - began,
         "step_s": [s["time/step"] for s in steps],
         "recompiles": [s["recompiles"] for s in steps],
-        "graph_replays": steps[-1]["graph_replays"],
+        "replays": {k: v for k, v in steps[-1].items() if k.startswith("graph_replays/")},
+        "compile": summary.get("compile", {}),
         "peak_gib": steps[-1]["memory/peak_gib"],
         "certificate": certificate,
     }
@@ -191,6 +192,10 @@ def row(name: str, f: dict[str, Any]) -> list[str]:
     return [name, *("-" if c is None else f"{c:.2f}" for c in cells), f"{later * 1e3:.0f}"]
 
 
+def split(f: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in f["startup"].items())
+
+
 def floor_s(arch: str) -> float:
     """Matrix products of all steps: prompts run and trained once, each new token's weights read a decode step."""
     import torch
@@ -227,6 +232,7 @@ def main() -> int:
     parser.add_argument("--arch", default="qwen3-0.6b")
     parser.add_argument("--peer", choices=["trl", "none"], default="none")
     parser.add_argument("--parity", choices=["strict", "warn", "off"], default="strict")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of ours (default: {STEPS})")
     parser.add_argument("--runs", type=int, default=1, help="fresh processes of ours (default: 1)")
     parser.add_argument("--compile", default="{}", help="fields of the compile section, as JSON")
     parser.add_argument("--system", choices=["lockstep", "trl"], help=argparse.SUPPRESS)
@@ -237,7 +243,7 @@ def main() -> int:
         if args.system == "trl":
             one = trl(args.folder, args.began)
         else:
-            one = ours(args.folder, args.began, args.parity, json.loads(args.compile))
+            one = ours(args.folder, args.began, args.parity, json.loads(args.compile), args.steps)
         print(json.dumps(one))
         return 0
     figures: dict[str, Any] = {"arch": args.arch, "systems": {}, "published": [list(p) for p in PUBLISHED]}
@@ -246,7 +252,7 @@ def main() -> int:
         prepare(folder, args.arch)
         for i in range(args.runs):
             figures["systems"][f"lockstep, run {i + 1}"] = run_system(
-                "lockstep", folder, args.parity, ["--compile", args.compile]
+                "lockstep", folder, args.parity, ["--compile", args.compile, "--steps", str(args.steps)]
             )
             _move_aside(folder, i)
         if args.peer == "trl":
@@ -258,7 +264,8 @@ def main() -> int:
     finish("seed_workload", figures, rows, args.json)
     for name, f in figures["systems"].items():
         if c := f.get("certificate"):
-            print(f"{name}: {c['tokens_different']} of {c['tokens_checked']} tokens different; start-up {f['startup']}")
+            print(f"{name}: {c['tokens_different']} of {c['tokens_checked']} tokens different; start-up {split(f)}")
+            print(f"  recompiles {f['recompiles'][-1]}, replays {f['replays']}, peak {f['peak_gib']:.1f} GiB")
     return int(any("failed" in f for f in figures["systems"].values()))
 
 

@@ -41,7 +41,9 @@ class Ours:
 
     def __init__(self, model: Decoder, made: list[TrainGroup]) -> None:
         self.device = model.embed.device
-        compiler = Compiler(CompileConfig("step", "full"), self.device) if self.device.type == "cuda" else None
+        compiler = (
+            Compiler(CompileConfig("step", cudagraph_mode="full"), self.device) if self.device.type == "cuda" else None
+        )
         self.trainer = Trainer(model, OptimizerConfig(learning_rate=LEARNING_RATE), LossConfig(), compiler=compiler)
         self.groups = made
 
@@ -94,9 +96,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU")
     parser.add_argument("--sequences", type=int, help="default: 32 on a CPU, 40 on a GPU")
     parser.add_argument("--length", type=int, help="default: 128 on a CPU, 245 on a GPU")
-    parser.add_argument(
-        "--prompt", type=int, help="shared by eight; default: 64 on a CPU, 145 on a GPU"
-    )
+    parser.add_argument("--prompt", type=int, help="shared by eight; default: 64 on a CPU, 145 on a GPU")
     parser.add_argument("--peer", choices=["transformers", "none"], default="transformers")
     args = parser.parse_args()
     on_cpu = args.device == "cpu"

@@ -4,28 +4,57 @@ Both roles call these and nothing else, so a log-probability is the same bits wh
 in `docs/numerics.md`.
 """
 
+from .adamw import adamw, global_norm
 from .attention import KEY_TILE, attention_packed, attention_paged, write_kv
+from .decode_state import advance_rows, decode_slots
+from .fused import linear_add, norm_gate_up, norm_linear, qk_norm_rope_write_kv
+from .grouped import grouped_linear
+from .head_linear import head_linear
+from .latent import latent_attention_packed, latent_attention_paged, write_latent
 from .linear import linear
 from .logprobs import TokenLogprobs, sample, support_mask, token_logprobs
 from .native.library import cpu_backend
 from .philox import sample_key
+from .routing import combine, dispatch, dispatch_plan, route, router_logits
+from .routing_statistics import expert_loads, route_digest, router_probabilities
 from .rows import gather_rows, qk_norm_rope, rms_norm, rope_table, silu_mul
 
 __all__ = [
     "KEY_TILE",
     "TokenLogprobs",
+    "adamw",
+    "advance_rows",
     "attention_packed",
     "attention_paged",
+    "combine",
     "cpu_backend",
+    "decode_slots",
+    "dispatch",
+    "dispatch_plan",
+    "expert_loads",
     "gather_rows",
+    "global_norm",
+    "grouped_linear",
+    "head_linear",
+    "latent_attention_packed",
+    "latent_attention_paged",
     "linear",
+    "linear_add",
+    "norm_gate_up",
+    "norm_linear",
     "qk_norm_rope",
+    "qk_norm_rope_write_kv",
     "rms_norm",
     "rope_table",
+    "route",
+    "route_digest",
+    "router_logits",
+    "router_probabilities",
     "sample",
     "sample_key",
     "silu_mul",
     "support_mask",
     "token_logprobs",
     "write_kv",
+    "write_latent",
 ]

@@ -1,10 +1,11 @@
 """Causal attention for both roles: packed with shared prefixes (training) and paged (generation).
 
 A query's result depends on the keys' absolute positions only: keys are taken in tiles of `KEY_TILE` at absolute
-positions in ascending order, wherever they lie. The two operators differ in how a position becomes an address and
-in nothing else.
+positions in ascending order, wherever they lie, with a fresh softmax every `KEY_SPLIT` keys whose results are merged in
+that order. The two operators differ in how a position becomes an address and in nothing else.
 
-Shape suffixes: T rows, S segments or sequences, N query heads, K key/value heads, H head dim, P pages.
+Shape suffixes: T rows, S segments or sequences, N query heads, K key/value heads, H head dim, P pages, C groups of
+sequences, W rows of a group.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from . import attention_backward, attention_reference, native
 from .operator import operator
 from .rows import accumulate_rows
 
-KEY_TILE = attention_reference.KEY_TILE
+KEY_TILE, KEY_SPLIT = attention_reference.KEY_TILE, attention_reference.KEY_SPLIT
 
 
 def attention_packed(
@@ -85,6 +86,7 @@ def attention_packed_backward(
     cu_seqlens: Tensor,
     prefix_start_S: Tensor,
     prefix_len_S: Tensor,
+    max_len: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time.
 
@@ -98,27 +100,25 @@ def attention_packed_backward(
 
 
 @attention_packed_backward.register_kernel("cuda")
-def _(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, cu_seqlens, prefix_start_S, prefix_len_S):
+def _(grad_TNH, *args):
     from .kernels import attention_backward
 
-    return attention_backward.packed(
-        grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, cu_seqlens, prefix_start_S, prefix_len_S
-    )
+    return attention_backward.packed(grad_TNH, *args)
 
 
 @attention_packed_backward.register_fake
-def _(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, cu_seqlens, prefix_start_S, prefix_len_S):
+def _(grad_TNH, q_TNH, k_TKH, v_TKH, *_):
     return torch.empty_like(q_TNH), torch.empty_like(k_TKH), torch.empty_like(v_TKH)
 
 
 def _setup(ctx, inputs, output) -> None:
-    q_TNH, k_TKH, v_TKH, *layout, _ = inputs
+    q_TNH, k_TKH, v_TKH, *layout, ctx.max_len = inputs
     ctx.save_for_backward(q_TNH, k_TKH, v_TKH, *output, *layout)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_TNH: Tensor, _):
-    return (*attention_packed_backward(grad_TNH.contiguous(), *ctx.saved_tensors), None, None, None, None)
+    return (*attention_packed_backward(grad_TNH.contiguous(), *ctx.saved_tensors, ctx.max_len), None, None, None, None)
 
 
 _packed.register_autograd(_backward, setup_context=_setup)
@@ -134,6 +134,8 @@ def attention_paged(
     context_len_S: Tensor,
     max_query_len: int,
     max_context_len: int,
+    group_rows_CW: Tensor | None = None,
+    shared_len_S: Tensor | None = None,
 ) -> Tensor:
     """Attention of new tokens over a paged cache that already holds their keys and values; [T, N, H].
 
@@ -143,7 +145,13 @@ def attention_paged(
         cu_seqlens: int32 [S + 1]; sequence s has the new tokens in rows `cu_seqlens[s]:cu_seqlens[s + 1]`, the last
             ones of its context.
         context_len_S: int32 [S], positions that exist, the new ones included.
-        max_query_len, max_context_len: bounds on new tokens and on context over the sequences.
+        max_query_len, max_context_len: bounds on new tokens and on context over the sequences. With `max_query_len` 1
+            and T = S every sequence has one new token.
+        group_rows_CW, shared_len_S: for one new token a sequence, which sequences read the same first pages, so that a
+            GPU reads those once a group; no bit depends on it. int32 [C, W], the group's sequences and then -1 (a group
+            may be all -1), a sequence in one group at most; int32 [S], the positions that all of the sequence's group
+            have in common and see, the same number for each of them, and 0 for a sequence without a group. Whole key
+            tiles of them are shared.
     """
     if native.usable(q_TNH, k_cache, v_cache):
         return native.paged(q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_context_len)
@@ -153,16 +161,14 @@ def attention_paged(
 
 
 @attention_paged.register_kernel("cuda")
-def _(q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_query_len, max_context_len):
+def _(q_TNH, *args):
     from .kernels import attention
 
-    return attention.paged(
-        q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_query_len, max_context_len
-    )
+    return attention.paged(q_TNH, *args)
 
 
 @attention_paged.register_fake
-def _(q_TNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, max_query_len, max_context_len):
+def _(q_TNH, *_):
     return torch.empty_like(q_TNH)
 
 

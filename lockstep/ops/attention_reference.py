@@ -1,10 +1,12 @@
 """Attention on a CPU: fixed key tiles at absolute positions, float32 throughout, one rounding at the end.
 
 Queries are taken in blocks of `QUERY_BLOCK` tokens; blocks whose last query needs the same number of key tiles run
-together. Scores of all tiles, one softmax, then one product a tile added in ascending order. A masked key has
-probability 0 exactly and its value is a finite stand-in, so what lies behind the mask cannot reach the result.
+together. Scores of all tiles, one softmax a split, then one product a tile added in ascending order; splits are merged
+left to right. A masked key has probability 0 exactly and its value is a finite stand-in, so what lies behind the mask
+cannot reach the result.
 
-Shape suffixes: B query blocks, M query rows of a block (tokens x heads of a group), L keys, G query heads a kv head.
+Shape suffixes: B query blocks, M query rows of a block (tokens x heads of a group), L keys, G query heads a kv head,
+H head dim.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 KEY_TILE = 64
+KEY_SPLIT = 4096  # a multiple of KEY_TILE
 QUERY_BLOCK = 32
 MIN_ROWS = 4  # measured: batched products of 4 rows and more agree bit for bit, of fewer rows they do not
 SCORE_BUDGET = 1 << 23  # score elements in flight
@@ -156,12 +159,40 @@ def _softmax_attention(q_BWNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, key_rows_BL
 
     scores = torch.bmm(q, k.transpose(1, 2))
     scores[:, : width * group].view(blocks, kv_heads, width, group, length).add_(bias_BWL[:, None, :, None])
-    p = torch.softmax(scores, dim=-1)
-    out = torch.bmm(p[:, :, :KEY_TILE], v[:, :KEY_TILE])
-    for tile in range(KEY_TILE, length, KEY_TILE):
-        out += torch.bmm(p[:, :, tile : tile + KEY_TILE], v[:, tile : tile + KEY_TILE])
+    if length <= KEY_SPLIT:
+        out, _ = _attend_split(scores, v)
+    else:
+        out = _merge_splits(scores, v)
     out = out[:, : width * group].view(blocks, kv_heads, width, group, head_dim)
     return out.transpose(1, 2).reshape(blocks, width, heads, head_dim).to(q_BWNH.dtype)
+
+
+def _attend_split(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Of scores [batch, M, L] and values [batch, L, H] of one split: the output [batch, M, H] and the probabilities."""
+    p = torch.softmax(scores, dim=-1)
+    out = torch.bmm(p[:, :, :KEY_TILE], v[:, :KEY_TILE])
+    for tile in range(KEY_TILE, v.shape[1], KEY_TILE):
+        out += torch.bmm(p[:, :, tile : tile + KEY_TILE], v[:, tile : tile + KEY_TILE])
+    return out, p
+
+
+def _merge_splits(scores: Tensor, v: Tensor) -> Tensor:
+    """The output over several splits. Each is weighted by its sum of exponentials; one without a key is skipped."""
+    total, total_sum, total_max = torch.empty(0), torch.empty(0), torch.empty(0)
+    for start in range(0, v.shape[1], KEY_SPLIT):
+        split = scores[:, :, start : start + KEY_SPLIT]
+        out, p = _attend_split(split, v[:, start : start + KEY_SPLIT])
+        maximum = split.amax(dim=-1, keepdim=True)
+        exp_sum = p.amax(dim=-1, keepdim=True).reciprocal()  # the largest probability is exp(0) / sum
+        if start == 0:
+            total, total_sum, total_max = out, exp_sum, maximum
+            continue
+        new_max = torch.maximum(total_max, maximum)
+        before, after = total_sum * torch.exp(total_max - new_max), exp_sum * torch.exp(maximum - new_max)
+        seen, new_sum = maximum != -torch.inf, before + after
+        total = torch.where(seen, total * (before / new_sum) + out * (after / new_sum), total)
+        total_sum, total_max = torch.where(seen, new_sum, total_sum), torch.where(seen, new_max, total_max)
+    return total
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""Process-wide settings that the contract needs from libraries, set in this one place, and the CUDA matrix product."""
+"""Process-wide settings that the contract needs from libraries, set in this one place, and the library's product."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ def configure_cuda() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
 
 
-def cuda_linear(x_TK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`x @ weight.T` under C1 for bfloat16 inputs; float32 inputs have no such contract and are refused."""
-    if x_TK.dtype != torch.bfloat16:
-        raise TypeError(f"the GPU path computes in bfloat16, got {x_TK.dtype}")
+def check_dtype(x: Tensor) -> None:
+    """Refuse what the GPU path has no contract for."""
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"the GPU path computes in bfloat16, got {x.dtype}")
+
+
+def cublaslt_linear(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`x @ weight.T` under C1 for bfloat16 inputs, in `dtype` (bfloat16 or float32)."""
     configure_cuda()
     rows = x_TK.shape[0]
     if rows < MIN_ROWS:
         x_TK = torch.nn.functional.pad(x_TK, (0, 0, 0, MIN_ROWS - rows))
-    if out_dtype == x_TK.dtype:
-        return torch.mm(x_TK, weight_NK.t())[:rows]
-    from .kernels.linear import linear_fp32
-
-    return linear_fp32(x_TK, weight_NK)[:rows]
+    weight_KN = weight_NK.t()
+    return (torch.mm(x_TK, weight_KN) if dtype == x_TK.dtype else torch.mm(x_TK, weight_KN, out_dtype=dtype))[:rows]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from . import logprobs_reference, native
-from .linear import linear_fp32, matmul
+from .linear import linear_fp32
+from .logprobs_backward import token_logprobs_backward
 from .operator import operator
 
 CHUNK = 1024  # rows of logits at a time
-BACKWARD_LOGITS_BYTES = 3 << 30  # of float32 logits at a time in the backward on a GPU; half as much again for bfloat16
 
 
 class RowStatistics(NamedTuple):
@@ -39,12 +39,6 @@ def _rows(x: Tensor) -> ModuleType:
     from .kernels import logprobs
 
     return logprobs
-
-
-def _scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: RowStatistics) -> tuple[Tensor, Tensor]:
-    """Both log-probabilities of the targets."""
-    path = native if not logits_CV.is_cuda and native.usable(logits_CV) else logprobs_reference
-    return path.scores(logits_CV, targets_C, temperature_C, stats.lse_C, stats.sampled_lse_C)
 
 
 @torch.library.custom_op("lockstep::token_logprobs", mutates_args=())
@@ -75,7 +69,10 @@ def _token_logprobs(
                 True,
             )
         )
-        results.append((*_scores(logits_CV, targets_C[chunk], temperature_C[chunk], stats), *stats))
+        scored = _rows(logits_CV).scores(
+            logits_CV, targets_C[chunk], temperature_C[chunk], stats.lse_C, stats.sampled_lse_C
+        )
+        results.append((*scored, *stats))
     logprob, model_logprob, lse, sampled_lse, threshold, entropy = (torch.cat(r) for r in zip(*results, strict=True))
     return logprob, model_logprob, entropy, lse, sampled_lse, threshold
 
@@ -90,110 +87,14 @@ def _setup(ctx, inputs, output) -> None:
     _, _, _, lse_C, sampled_lse_C, threshold_C = output
     ctx.save_for_backward(hidden_CD, weight_VD, targets_C, temperature_C, support_CB, lse_C, sampled_lse_C, threshold_C)
     ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_logprob_C: Tensor, grad_model_C: Tensor, *_: Tensor):
-    """Recomputes the logits chunk by chunk. Gradients of the weight add up in float32."""
-    hidden, weight, targets, temperature, support, lse, sampled_lse, threshold = ctx.saved_tensors
-    if hidden.is_cuda:
-        grads = _token_logprobs_backward(grad_logprob_C, grad_model_C, *ctx.saved_tensors, ctx.truncated)
-        return *grads, *([None] * 7)
-    grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-    for i in range(0, hidden.shape[0], CHUNK):
-        c = slice(i, i + CHUNK)
-        logits_CV = linear_fp32(hidden[c], weight)
-        stats = RowStatistics(lse[c], sampled_lse[c], threshold[c], lse[c])
-        grad_logits = _grad_logits(
-            logits_CV,
-            targets[c],
-            temperature[c],
-            stats,
-            None if support is None else support[c],
-            grad_logprob_C[c],
-            grad_model_C[c],
-            ctx.truncated,
-        ).to(hidden.dtype)
-        grad_hidden[c] = matmul(grad_logits, weight)
-        grad_weight += matmul(grad_logits.t(), hidden[c])
-    return grad_hidden, grad_weight.to(weight.dtype), *([None] * 7)
-
-
-@torch.library.custom_op("lockstep::token_logprobs_backward", mutates_args=(), device_types="cuda")
-def _token_logprobs_backward(
-    grad_logprob_C: Tensor,
-    grad_model_C: Tensor,
-    hidden_CD: Tensor,
-    weight_VD: Tensor,
-    targets_C: Tensor,
-    temperature_C: Tensor,
-    support_CB: Tensor | None,
-    lse_C: Tensor,
-    sampled_lse_C: Tensor,
-    threshold_C: Tensor,
-    truncated: bool,
-) -> tuple[Tensor, Tensor]:
-    """What `_backward` computes, on a GPU: [C, D] and [V, D] in the inputs' dtype.
-
-    Chunks are as large as `BACKWARD_LOGITS_BYTES` allows. Mostly there is one, whose product is the weight's gradient;
-    those of several add up in float32 within the product.
-    """
-    from .kernels.logprobs_backward import grad_logits
-
-    (rows, depth), vocabulary = hidden_CD.shape, weight_VD.shape[0]
-    step = max(BACKWARD_LOGITS_BYTES // (4 * vocabulary), 1)
-    grad_hidden = torch.empty((rows, depth), dtype=hidden_CD.dtype, device=hidden_CD.device)
-    several = rows > step
-    grad_weight = torch.zeros((vocabulary if several else 0, depth), dtype=torch.float32, device=hidden_CD.device)
-    for i in range(0, max(rows, 1), step):
-        c = slice(i, i + step)
-        grad_CV = grad_logits(
-            linear_fp32(hidden_CD[c], weight_VD),
-            targets_C[c],
-            temperature_C[c],
-            lse_C[c],
-            sampled_lse_C[c],
-            threshold_C[c],
-            None if support_CB is None else support_CB[c],
-            grad_logprob_C[c],
-            grad_model_C[c],
-            truncated,
-            hidden_CD.dtype,
-        )
-        torch.mm(grad_CV, weight_VD, out=grad_hidden[c])
-        if not several:
-            return grad_hidden, torch.mm(grad_CV.t(), hidden_CD)
-        torch.addmm(grad_weight, grad_CV.t(), hidden_CD[c], out_dtype=torch.float32, out=grad_weight)
-        del grad_CV  # before the next chunk's logits
-    return grad_hidden, grad_weight.to(weight_VD.dtype)
-
-
-@_token_logprobs_backward.register_fake
-def _(grad_logprob_C, grad_model_C, hidden_CD, weight_VD, *_):
-    return hidden_CD.new_empty(hidden_CD.shape), weight_VD.new_empty(weight_VD.shape)
-
-
-def _grad_logits(
-    logits_CV: Tensor,
-    targets_C: Tensor,
-    temperature_C: Tensor,
-    stats: RowStatistics,
-    support_CB: Tensor | None,
-    grad_logprob_C: Tensor,
-    grad_model_C: Tensor,
-    truncated: bool,
-) -> Tensor:
-    """`d/dlogits` of both log-probabilities: (one-hot - softmax), the sampled one over its support and temperature."""
-    slope_C = torch.where(temperature_C > 0, grad_logprob_C / logprobs_reference.divisor(temperature_C), 0.0)
-    z_CV = logits_CV / logprobs_reference.divisor(temperature_C).unsqueeze(1)
-    sampled_CV = torch.exp(z_CV - stats.sampled_lse_C.unsqueeze(1))
-    if support_CB is not None:
-        sampled_CV *= logprobs_reference.unpack_support(support_CB, z_CV.shape[1])
-    elif truncated:
-        sampled_CV.masked_fill_(z_CV < stats.threshold_C.unsqueeze(1), 0.0)
-    grad_CV = sampled_CV.mul_(-slope_C.unsqueeze(1))
-    grad_CV.sub_(torch.exp(logits_CV - stats.lse_C.unsqueeze(1)).mul_(grad_model_C.unsqueeze(1)))
-    return grad_CV.scatter_add_(1, targets_C.unsqueeze(1), (slope_C + grad_model_C).unsqueeze(1))
+def _backward(ctx, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, *_: Tensor):
+    if grad_logprob_C is None:
+        grad_logprob_C = torch.zeros_like(ctx.saved_tensors[3])
+    grads = token_logprobs_backward(grad_logprob_C, grad_model_C, *ctx.saved_tensors, ctx.truncated)
+    return *grads, *([None] * 7)
 
 
 _token_logprobs.register_autograd(_backward, setup_context=_setup)
@@ -273,7 +174,7 @@ def sample(
     rows = _rows(logits_CV)
     stats = RowStatistics(*rows.statistics(logits_CV, temperature_C, top_k_C, top_p_C, min_p_C, None, truncated, False))
     token_C = rows.draw(logits_CV, temperature_C, stats.threshold_C, key_C4, position_C, greedy)
-    return token_C, *_scores(logits_CV, token_C, temperature_C, stats)
+    return token_C, *rows.scores(logits_CV, token_C, temperature_C, stats.lse_C, stats.sampled_lse_C)
 
 
 sample.register_kernel("cuda")(sample.__wrapped__)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .philox import gumbel
 
+MASS_SCALE = 2.0**42  # of a probability over the largest one, as an integer; the sum of 2^21 of them fits in 63 bits
+
 
 def statistics(
     logits_CV: Tensor,
@@ -58,19 +60,18 @@ def support_threshold(z_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, min_p_C: T
     """The smallest logit that the filters keep; every logit at least as large is kept, ties included.
 
     Top-k keeps what is no smaller than the k-th largest. Top-p keeps a logit when the mass of the strictly larger
-    ones, out of what top-k kept, is below p. Min-p keeps what is at least min_p times as likely as the largest.
+    ones, out of what top-k kept, is below p; masses are integers, whose sum is exact in any order. Min-p keeps what is
+    at least min_p times as likely as the largest.
     """
     vocabulary = z_CV.shape[1]
     sorted_CV = z_CV.sort(dim=1, descending=True).values
     k_C1 = top_k_C.clamp(min=1, max=vocabulary).long().unsqueeze(1)
     top_k_threshold_C1 = torch.where(top_k_C.unsqueeze(1) > 0, sorted_CV.gather(1, k_C1 - 1), -torch.inf)
-    p_CV = torch.softmax(sorted_CV.masked_fill(sorted_CV < top_k_threshold_C1, -torch.inf), dim=1)
-    larger_CV = p_CV.cumsum(dim=1).roll(1, dims=1)
-    larger_CV[:, 0] = 0
-    off_C1 = top_p_C.unsqueeze(1) >= 1  # the rounded mass of the larger ones may reach 1 before the row ends
-    kept_C1 = (((larger_CV < top_p_C.unsqueeze(1)) | off_C1) & (p_CV > 0)).sum(dim=1, keepdim=True)
-    # A cumulative sum may round up to 1: without the filter nothing is cut off.
-    top_p_threshold_C1 = torch.where(top_p_C.unsqueeze(1) < 1, sorted_CV.gather(1, kept_C1 - 1), -torch.inf)
+    mass_CV = (torch.exp(sorted_CV - sorted_CV[:, :1]) * MASS_SCALE).long()
+    upto_CV = mass_CV.masked_fill_(sorted_CV < top_k_threshold_C1, 0).cumsum(dim=1)
+    target_C1 = torch.ceil(top_p_C.double().unsqueeze(1) * upto_CV[:, -1:].double()).long().clamp_(min=1)
+    cut_C1 = (upto_CV < target_C1).sum(dim=1, keepdim=True).clamp_(max=vocabulary - 1)
+    top_p_threshold_C1 = torch.where(top_p_C.unsqueeze(1) < 1, sorted_CV.gather(1, cut_C1), -torch.inf)
     min_p_threshold_C1 = sorted_CV[:, :1] + torch.log(min_p_C).unsqueeze(1)
     return torch.maximum(torch.maximum(top_k_threshold_C1, top_p_threshold_C1), min_p_threshold_C1).squeeze(1)
 

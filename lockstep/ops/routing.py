@@ -66,10 +66,6 @@ def route(
     Returns:
         Weights, float32 [T, K], and expert indices, int64 [T, K], best first.
     """
-    return _route(logits_TE, bias_E, slots, sigmoid, groups, kept_groups, normalize, scale)
-
-
-def _route(logits_TE, bias_E, slots, sigmoid, groups, kept_groups, normalize, scale) -> tuple[Tensor, Tensor]:
     scores_TE = _scores(logits_TE, sigmoid)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if groups > 1:
@@ -85,7 +81,11 @@ def _route(logits_TE, bias_E, slots, sigmoid, groups, kept_groups, normalize, sc
     return weights_TK * scale, experts_TK
 
 
-route.register_kernel("cuda")(_route)
+@route.register_kernel("cuda")
+def _(logits_TE, *args):
+    from .kernels import routing
+
+    return routing.route(logits_TE, *args)
 
 
 @route.register_fake
@@ -170,10 +170,6 @@ def dispatch_plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
         order_R, int64: row r is slot `order[r] % K` of token `order[r] // K`. row_TK, int64: its inverse.
         offsets, int32 [E + 1]: expert e has the rows `offsets[e]:offsets[e + 1]`.
     """
-    return _plan(experts_TK, experts)
-
-
-def _plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     flat = experts_TK.flatten()
     sorted_R, order_R = flat.sort(stable=True)
     rows = torch.arange(len(flat), device=flat.device)
@@ -182,7 +178,11 @@ def _plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return order_R, row_TK, torch.searchsorted(sorted_R, bounds, out_int32=True)
 
 
-dispatch_plan.register_kernel("cuda")(_plan)
+@dispatch_plan.register_kernel("cuda")
+def _(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    from .kernels import routing
+
+    return routing.dispatch_plan(experts_TK, experts)
 
 
 @dispatch_plan.register_fake

@@ -12,7 +12,8 @@ from torch import Tensor
 
 @torch.library.custom_op("lockstep::gather_rows_backward", mutates_args=(), device_types="cuda")
 def gather_rows(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:
-    """Gradient of `rows.gather_rows` for its table, [R, D]: a row's gradients add up in float32, in ascending T."""
+    """Gradient of `rows.gather_rows` for its table, [R, D]: a row's gradients add up in float32, in an order that
+    `rows_T` alone decides."""
     from .kernels import rows_backward
 
     return rows_backward.gather_rows(grad_TD, rows_T, table_rows)

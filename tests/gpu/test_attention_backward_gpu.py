@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import DEVICE, HEAD_DIM, HEADS, KV_HEADS, PEAK_TFLOPS, capture, captured_milliseconds, milliseconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -15,9 +16,6 @@ from lockstep import ops
 from lockstep.ops import attention_backward
 from lockstep.ops.rows import accumulate_rows
 
-DEVICE = "cuda"
-HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
-PEAK_TFLOPS = 790  # measured bfloat16 matrix products of one H200
 Segment = tuple[int, int, int]  # own length, prefix start, prefix length
 
 
@@ -192,37 +190,6 @@ def test_captured_is_eager(census):
             assert census(f"attention backward: {what} replayed = eager", a, b) == 0
 
 
-def capture(function: Callable, calls: int = 1) -> tuple[torch.cuda.CUDAGraph, object]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [function() for _ in range(calls)]
-    return graph, results[-1]
-
-
-def milliseconds(function: Callable, repeats: int) -> float:
-    """The best of `repeats`, after one that does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times[1:])
-
-
-def captured_milliseconds(function: Callable, calls: int = 10) -> float:
-    """One call of several in a CUDA graph."""
-    graph, _ = capture(function, calls)
-    return milliseconds(graph.replay, 5) / calls
-
-
 def backward_milliseconds(attend: Callable[..., Tensor], grad: Tensor, leaves: list[Tensor]) -> float:
     """Forward and backward in a graph less the forward in one."""
     both = captured_milliseconds(lambda: torch.autograd.grad(attend(*leaves), leaves, grad))
@@ -247,10 +214,15 @@ def flash_milliseconds(packing: Packing) -> float:
 
 @pytest.mark.parametrize(
     ("name", "packing", "limit"),
-    [("seed workload", SEED, 0.3), ("16 x 2,048", alone([2048] * 16), None), ("2 x 16,384", alone([16384] * 2), None)],
+    [
+        ("seed workload", SEED, 0.25),
+        ("40 x 245", alone([245] * 40), None),
+        ("16 x 2,048", alone([2048] * 16), None),
+        ("2 x 16,384", alone([16384] * 2), None),
+    ],
 )
 def test_speed(name, packing, limit):
-    """The seed workload within `limit` ms, the others within FlashAttention's time / 0.7."""
+    """The seed workload within `limit` ms, the others within FlashAttention's time / 0.9."""
     grad, q, k, v = inputs(packing)
     layout = packing.layout()
     ours = backward_milliseconds(
@@ -268,4 +240,4 @@ def test_speed(name, packing, limit):
         f"\n{name:14s} ms: kernel {ours:.3f} ({flops / ours / 1e9:.0f} TFLOP/s), floor {floor:.3f}, "
         f"FlashAttention {flash:.3f} ({ours / flash:.2f}x its time), torch path {plain:.1f}"
     )
-    assert ours < (limit if limit is not None else flash / 0.7)
+    assert ours < (limit if limit is not None else flash / 0.9)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops import logprobs, logprobs_reference
+from lockstep.ops import logprobs, logprobs_backward, logprobs_reference
+from lockstep.ops.linear import linear_fp32
 from lockstep.ops.rows import accumulate_rows
 
 DEVICE = "cuda"
@@ -148,12 +149,11 @@ def statistics(s: Scored) -> tuple[Tensor, ...]:
 
 def grad_logits(s: Scored, rows: slice, stats: tuple[Tensor, ...]) -> Tensor:
     """Of the torch formula, float32."""
-    lse, sampled, threshold = (x[rows] for x in stats)
-    return logprobs._grad_logits(
-        logprobs.linear_fp32(s.hidden[rows], s.weight),
+    return logprobs_backward.grad_logits(
+        linear_fp32(s.hidden[rows], s.weight),
         s.targets[rows],
         s.temperature[rows],
-        logprobs.RowStatistics(lse, sampled, threshold, lse),
+        *(x[rows] for x in stats),
         None if s.support is None else s.support[rows],
         *(x[rows] for x in s.grads),
         s.truncated,
@@ -172,21 +172,21 @@ def torch_path(s: Scored, stats: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     return grad_hidden, grad_weight.to(s.weight.dtype)
 
 
-@pytest.mark.parametrize("chunk_rows", [None, 256])
+@pytest.mark.parametrize("chunk_bytes", [None, 1])
 @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
-def test_error_of_the_logprobs(kind, chunk_rows, monkeypatch):
+def test_error_of_the_logprobs(kind, chunk_bytes, monkeypatch):
     s = scored(kind)
     stats = statistics(s)
     plain = torch_path(s, stats)
-    if chunk_rows is not None:  # several chunks, the last a part of one
-        monkeypatch.setattr(logprobs, "BACKWARD_LOGITS_BYTES", chunk_rows * 4 * VOCABULARY)
+    if chunk_bytes is not None:  # the smallest chunks, the last a part of one
+        monkeypatch.setattr(logprobs_backward, "CHUNK_BYTES", chunk_bytes)
     ours = scored_gradients(s)
     grad = grad_logits(s, slice(None), stats).double()
     exact = grad @ s.weight.double(), grad.t() @ s.hidden.double()
     for what, mine, torch_s, truth in zip(("hidden", "weight"), ours, plain, exact, strict=True):
         assert mine.dtype == torch.bfloat16 and mine.shape == truth.shape
         error, other = relative_error(mine, truth), relative_error(torch_s, truth)
-        print(f"\n{kind:10s} chunks of {chunk_rows}, {what}: error {error:.2e}, torch path {other:.2e}")
+        print(f"\n{kind:10s} chunks of {chunk_bytes} bytes, {what}: error {error:.2e}, torch path {other:.2e}")
         assert error <= 1.05 * other
 
 
@@ -243,7 +243,7 @@ def captured_milliseconds(function: Callable, calls: int = 5) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_speed_of_rows(name):
-    """Within eight times what memory allows, or 50 us."""
+    """Within three times what memory allows, or 25 us."""
     operator, formula, leaves, grad = case(name)
     leaves = [x.detach().requires_grad_() for x in leaves]
     forward = captured_milliseconds(lambda: operator(*leaves))
@@ -259,17 +259,17 @@ def test_speed_of_rows(name):
         plain = both - captured_milliseconds(lambda: formula(*[x.float() for x in leaves]))
     floor = (read + sum(x.nbytes for x in leaves)) / BYTES_PER_MS
     print(f"\n{name:14s} us: {1e3 * ours:.0f}, floor {1e3 * floor:.0f}, float32 torch {1e3 * plain:.0f}")
-    assert ours < max(8 * floor, 0.05)
+    assert ours < max(3 * floor, 0.025)
 
 
 @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
 def test_speed_of_logprobs(kind):
-    """Within twice the three matrix products at the measured peak."""
+    """Within 2.2 times the three matrix products at the measured peak, both log-probabilities differentiated."""
     s = scored(kind, SCORED)
     stats = statistics(s)
     arguments = (*s.grads, s.hidden, s.weight, s.targets, s.temperature, s.support, *stats, s.truncated)
-    ours = captured_milliseconds(lambda: logprobs._token_logprobs_backward(*arguments), 2)
+    ours = captured_milliseconds(lambda: logprobs_backward.token_logprobs_backward(*arguments), 2)
     plain = captured_milliseconds(lambda: torch_path(s, stats), 1)
     floor = 3 * 2 * SCORED * VOCABULARY * DIM / FLOPS_PER_MS
     print(f"\nlogprobs {kind:10s} ms: {ours:.2f}, products alone {floor:.2f}, torch path {plain:.2f}")
-    assert ours < 2 * floor
+    assert ours < 2.2 * floor

@@ -7,6 +7,7 @@ additions shows.
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import cache_of, qkv_rows
 from torch import Tensor
 
 from lockstep import ops
@@ -127,98 +128,6 @@ def test_silu_mul_is_invariant_to_batch_and_place(census):
     assert relative_error(whole, F.silu(gate) * up) < 4e-3
     for n in BATCHES:
         assert census("silu_mul: n rows = all rows", ops.silu_mul(gate_up[-n:]), whole[-n:]) == 0
-
-
-# Attention
-
-
-def qkv_rows(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys as views of one buffer, values of another, as the model hands them over."""
-    qk, v = normal(rows, HEADS + KV_HEADS, HEAD_DIM), wide(rows, KV_HEADS, HEAD_DIM)
-    return qk[:, :HEADS], qk[:, HEADS:], v
-
-
-def packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Segments without shared prefixes; rows left over are padding."""
-    cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(DEVICE, torch.int32)
-    zeros = torch.zeros(len(lengths), dtype=torch.int32, device=DEVICE)
-    return ops.attention_packed(q, k, v, cu_seqlens, zeros, zeros, max(lengths))
-
-
-def cache_of(x: Tensor, table: Tensor, page_size: int) -> Tensor:
-    """One sequence in the pages of its block table; everything else in the cache is NaN."""
-    cache = torch.full((int(table.max()) + 2, page_size, *x.shape[1:]), torch.nan, dtype=x.dtype, device=DEVICE)
-    position = torch.arange(len(x), device=DEVICE)
-    cache[table[position // page_size].long(), position % page_size] = x
-    return cache
-
-
-def paged_chunks(q: Tensor, k: Tensor, v: Tensor, page_size: int, cuts: list[int]) -> Tensor:
-    """A sequence's queries in chunks that end at `cuts`; a chunk's cache holds the keys up to its end and then NaN."""
-    chunks = []
-    pages = -(-len(q) // page_size)
-    table = torch.randperm(2 * pages, device=DEVICE)[:pages].int()
-    for start, end in zip([0, *cuts], cuts, strict=False):
-        caches = (cache_of(x[:end], table, page_size) for x in (k, v))
-        arguments = (table.unsqueeze(0), int32(0, end - start), int32(end), end - start, end)
-        chunks.append(ops.attention_paged(q[start:end], *caches, *arguments))
-    return torch.cat(chunks)
-
-
-def test_packed_attention_is_invariant_to_neighbours(census):
-    lengths = [1, 63, 64, 65, 145, 200, 257]
-    q, k, v = qkv_rows(sum(lengths) + 19)
-    whole = packed(q, k, v, lengths)
-    assert not whole[sum(lengths) :].any(), "padding rows are zero"
-    start = 0
-    for length in lengths:
-        own = slice(start, start + length)
-        alone = packed(q[own], k[own], v[own], [length])
-        assert census("attention: a segment alone = packed", alone, whole[own]) == 0
-        exact = F.scaled_dot_product_attention(
-            *(x[own].double().transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True
-        )
-        assert relative_error(alone, exact.transpose(0, 1)) < 1e-2
-        start += length
-
-
-@pytest.mark.parametrize("page_size", [16, 256])
-def test_decode_is_chunked_prefill_is_packed(census, page_size):
-    q, k, v = qkv_rows(257)
-    whole = packed(q, k, v, [257])
-    for length in (1, 63, 64, 65, 128, 257):
-        x = q[:length], k[:length], v[:length]
-        assert census("attention: prefill = packed", paged_chunks(*x, page_size, [length]), whole[:length]) == 0
-    for cuts in ([1, 2, 257], [63, 64, 65, 257], [100, 256, 257]):
-        assert census("attention: chunked prefill = packed", paged_chunks(q, k, v, page_size, cuts), whole) == 0
-    table = torch.randperm(40, device=DEVICE)[: -(-257 // page_size)].int()
-    steps = torch.arange(258, dtype=torch.int32, device=DEVICE)  # every token decoded, all in one batch
-    caches = (cache_of(x, table, page_size) for x in (k, v))
-    decoded = ops.attention_paged(q, *caches, table.expand(257, -1).contiguous(), steps, steps[1:].clone(), 1, 257)
-    assert census("attention: decode = packed", decoded, whole) == 0
-
-
-def test_shared_prefix_is_a_repeated_prefix(census):
-    """A group: a prompt of 145 tokens once, then 8 completions of 100."""
-    prompt, count, length = 145, 8, 100
-    q, k, v = qkv_rows(prompt + count * length)
-    cu_seqlens = int32(0, *range(prompt, len(q) + 1, length))
-    start, prefix = int32(*[0] * (count + 1)), int32(0, *[prompt] * count)
-    shared = ops.attention_packed(q, k, v, cu_seqlens, start, prefix, prompt + length)
-    for i in range(count):
-        own = torch.arange(prompt + i * length, prompt + (i + 1) * length, device=DEVICE)
-        index = torch.cat((torch.arange(prompt, device=DEVICE), own))
-        repeated = packed(q[index], k[index], v[index], [prompt + length])
-        assert census("attention: shared = repeated prefix", shared[own], repeated[prompt:]) == 0
-
-
-def test_another_key_tile_is_caught(census, monkeypatch):
-    from lockstep.ops.kernels import attention
-
-    q, k, v = qkv_rows(257)
-    whole = packed(q, k, v, [257])
-    monkeypatch.setattr(attention, "KEY_TILE", 32)
-    assert census("CONTROL attention: key tile of 32", packed(q, k, v, [257]), whole) > 0
 
 
 # Log-probabilities and sampling. The filters, one a row in turn: temperature, top-k, top-p, min-p

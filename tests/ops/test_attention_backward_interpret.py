@@ -119,7 +119,8 @@ class Interpreted:
         layout = layout_tensors(segments)
         grad, q, k, v = inputs(name, heads, kv_heads, head_dim)
         out, lse = attention.packed(q, k, v, *layout, max_len(segments))
-        check(kernels.packed(grad, q, k, v, out, lse, *layout), grad, q, k, v, segments)
+        results = kernels.packed(grad, q, k, v, out, lse, *layout, max_len(segments))
+        check(results, grad, q, k, v, segments)
 
     @pytest.mark.parametrize("name", LAYOUTS)
     def test_layouts(self, name):
@@ -129,8 +130,14 @@ class Interpreted:
     def test_heads(self, heads, kv_heads, head_dim):
         self.run("a group", heads, kv_heads, head_dim)
 
-    @pytest.mark.parametrize(("query_rows", "keys"), [(64, 64), (16, 64), (64, 16), (128, 32)])
-    def test_tiles(self, query_rows, keys, monkeypatch):
+    @pytest.mark.parametrize("name", ["a group", "parts of a prompt"])
+    def test_long_sequences(self, name, monkeypatch):
+        monkeypatch.setattr(kernels, "LONG", 0)
+        self.run(name, 2, 1, 16)
+
+    @pytest.mark.parametrize(("query_rows", "keys", "long"), [(64, 64, 0), (16, 64, 512), (64, 16, 0), (128, 32, 0)])
+    def test_tiles(self, query_rows, keys, long, monkeypatch):
+        monkeypatch.setattr(kernels, "LONG", long)
         monkeypatch.setattr(kernels, "SMALL_TILE", kernels.Tile(query_rows, keys, 4, 1))
         self.run("groups, one of them split", 1, 1, 16)
         self.run("parts of a prompt", 3, 1, 16)

@@ -242,6 +242,20 @@ def test_a_wrong_plan_is_noticed(mutant: tuple[str, str, str], tmp_path: Path) -
         assert not (invariant(sequence) and siblings_keep_their_bits(16))
 
 
+def test_short_splits_change_no_layout_s_bits(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    sequence, short = Sequence(300, 3, 1, 24), ("attention.c", "SPLIT = 4096", "SPLIT = 128")
+    one_split = sequence.packed()
+    with library.using(build(tmp_path / "short", short)):
+        assert invariant(sequence) and siblings_keep_their_bits(16)
+        assert same(sequence.packed()[:128], one_split[:128]) and not same(sequence.packed(), one_split)
+    of_the_batch = (
+        "attention.c", ", SPLIT = 4096 };", " };\n#define SPLIT (a->tokens > 20 ? 256 : 128)\n"
+    )  # fmt: skip
+    with library.using(build(tmp_path / "batch", of_the_batch)):
+        assert not invariant(sequence), "splits that depend on the batch must be noticed"
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an instruction set of x86-64")
 def test_bits_do_not_depend_on_the_vector_width(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")

@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MIN_BLOCK = 16  # tl.dot's smallest side
+from .attention_tiles import LONG, MIN_BLOCK, find_tile, rows_last
+
 LN_2 = tl.constexpr(math.log(2))
 
 
@@ -39,40 +40,9 @@ class Tile(NamedTuple):
     stages: int
 
 
-DQ_TILE = Tile(64, 64, 4, 2)
-DKV_TILE = Tile(64, 64, 4, 2)
+DQ_TILE, DKV_TILE = Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)
+LONG_DQ_TILE, LONG_DKV_TILE = Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)  # above `LONG` keys
 SMALL_TILE = Tile(32, 32, 4, 1)  # of either kernel, for float32 and for head dims above 128
-
-
-@triton.jit
-def _find_tile(
-    cu_seqlens_ptr,
-    prefix_len_ptr,
-    tokens,
-    segments,
-    ROWS: tl.constexpr,  # rows a token
-    BLOCK: tl.constexpr,  # rows a tile
-    BLOCK_S: tl.constexpr,
-):
-    """The segment of tile number `program_id(1)`, the tile's place in it and the segment's tiles.
-
-    Segment `segments` is the padding, a larger one means that no tile is left. Segments without a prefix come first:
-    their keys may be a shared prompt's, whose programs run longest.
-    """
-    index = tl.program_id(1)
-    s = tl.arange(0, BLOCK_S)
-    first_S = tl.load(cu_seqlens_ptr + s, mask=s <= segments, other=tokens)
-    end_S = tl.load(cu_seqlens_ptr + s + 1, mask=s < segments, other=tokens)
-    prefix_S = tl.load(prefix_len_ptr + s, mask=s < segments, other=1)
-    tiles_S = tl.cdiv((end_S - first_S) * ROWS, BLOCK)
-    root_tiles_S = tl.where(prefix_S == 0, tiles_S, 0)
-    root_tiles = tl.sum(root_tiles_S, axis=0)
-    is_root = index < root_tiles
-    tiles_S = tl.where(is_root, root_tiles_S, tiles_S - root_tiles_S)
-    index = tl.where(is_root, index, index - root_tiles)
-    segment = tl.sum((tl.cumsum(tiles_S, axis=0) <= index).to(tl.int32), axis=0)
-    tile = index - tl.sum(tl.where(s < segment, tiles_S, 0), axis=0)
-    return segment, tile, tl.sum(tl.where(s == segment, tiles_S, 0), axis=0)
 
 
 @triton.jit
@@ -146,9 +116,10 @@ def _query_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    IS_LONG: tl.constexpr,  # whether tiles without masks have a loop of their own
 ):
     kv_head = tl.program_id(0)
-    segment, tile, tiles = _find_tile(cu_seqlens_ptr, prefix_len_ptr, tokens, segments, GROUP, BLOCK_M, BLOCK_S)
+    segment, tile, tiles = find_tile(cu_seqlens_ptr, prefix_len_ptr, tokens, segments, GROUP, BLOCK_M, BLOCK_S)
     if segment > segments:
         return
     first = tl.load(cu_seqlens_ptr + segment)
@@ -184,12 +155,15 @@ def _query_kernel(
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     dq_MH = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+    begin = 0
+    if IS_LONG:
+        begin = seen_by_all
+        dq_MH = _over_keys(
+            dq_MH, q_MH, grad_MH, lse_M, delta_M, position_M, 0, seen_by_all, k_ptr, v_ptr, prefix, shared, own,
+            k_stride, v_stride, scale, False, HEAD_DIM, BLOCK_L, BLOCK_H,
+        )  # fmt: skip
     dq_MH = _over_keys(
-        dq_MH, q_MH, grad_MH, lse_M, delta_M, position_M, 0, seen_by_all, k_ptr, v_ptr, prefix, shared, own,
-        k_stride, v_stride, scale, False, HEAD_DIM, BLOCK_L, BLOCK_H,
-    )  # fmt: skip
-    dq_MH = _over_keys(
-        dq_MH, q_MH, grad_MH, lse_M, delta_M, position_M, seen_by_all, seen, k_ptr, v_ptr, prefix, shared, own,
+        dq_MH, q_MH, grad_MH, lse_M, delta_M, position_M, begin, seen, k_ptr, v_ptr, prefix, shared, own,
         k_stride, v_stride, scale, True, HEAD_DIM, BLOCK_L, BLOCK_H,
     )  # fmt: skip
     tl.store(dq_ptr + offset_MH, (dq_MH * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MH)
@@ -275,9 +249,10 @@ def _key_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    IS_LONG: tl.constexpr,  # whether tiles without masks have a loop of their own
 ):
     kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
-    segment, tile, _ = _find_tile(cu_seqlens_ptr, prefix_len_ptr, tokens, segments, 1, BLOCK_L, BLOCK_S)
+    segment, tile, _ = find_tile(cu_seqlens_ptr, prefix_len_ptr, tokens, segments, 1, BLOCK_L, BLOCK_S)
     if segment > segments:
         return
     first = tl.load(cu_seqlens_ptr + segment) + tile * BLOCK_L
@@ -308,16 +283,19 @@ def _key_kernel(
 
     visible_L = row_L < end
     begin, rows_end = first * GROUP, end * GROUP
-    after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
-    stop = tl.minimum(after, rows_end)
+    stop = rows_end
+    if IS_LONG:
+        after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
+        stop = tl.minimum(after, rows_end)
     dk_LH, dv_LH = _over_queries(
         dk_LH, dv_LH, k_LH, v_LH, row_L, visible_L, begin, stop, rows_end, grad_ptr, q_ptr, lse_ptr, delta_ptr,
         grad_stride, q_stride, q_head_stride, scale, "causal", GROUP, HEAD_DIM, BLOCK_M, BLOCK_H,
     )  # fmt: skip
-    dk_LH, dv_LH = _over_queries(
-        dk_LH, dv_LH, k_LH, v_LH, row_L, visible_L, after, rows_end, rows_end, grad_ptr, q_ptr, lse_ptr, delta_ptr,
-        grad_stride, q_stride, q_head_stride, scale, "none", GROUP, HEAD_DIM, BLOCK_M, BLOCK_H,
-    )  # fmt: skip
+    if IS_LONG:
+        dk_LH, dv_LH = _over_queries(
+            dk_LH, dv_LH, k_LH, v_LH, row_L, visible_L, after, rows_end, rows_end, grad_ptr, q_ptr, lse_ptr, delta_ptr,
+            grad_stride, q_stride, q_head_stride, scale, "none", GROUP, HEAD_DIM, BLOCK_M, BLOCK_H,
+        )  # fmt: skip
 
     s = tl.arange(0, BLOCK_S)
     start_S = tl.load(prefix_start_ptr + s, mask=s < segments, other=0)
@@ -344,8 +322,11 @@ def _key_kernel(
     tl.store(dv_ptr + out_offset_LH, dv_LH.to(dv_ptr.dtype.element_ty), mask=mask_LH)
 
 
-def _tile(kind: Tile, head_dim: int, dtype: torch.dtype) -> Tile:
-    return kind if dtype.itemsize == 2 and head_dim <= 128 else SMALL_TILE
+def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
+    """For dQ, and for dK and dV."""
+    if dtype.itemsize > 2 or head_dim > 128:
+        return SMALL_TILE, SMALL_TILE
+    return (LONG_DQ_TILE, LONG_DKV_TILE) if max_len > LONG else (DQ_TILE, DKV_TILE)
 
 
 def packed(
@@ -358,11 +339,12 @@ def packed(
     cu_seqlens: Tensor,
     prefix_start_S: Tensor,
     prefix_len_S: Tensor,
+    max_len: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `attention.attention_packed_backward`."""
     (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], prefix_len_S.shape[0]
     group = heads // kv_heads
-    q_TNH, k_TKH, v_TKH = (x if x.stride(2) == 1 else x.contiguous() for x in (q_TNH, k_TKH, v_TKH))
+    q_TNH, k_TKH, v_TKH = map(rows_last, (q_TNH, k_TKH, v_TKH))
     grad_TNH, out_TNH = grad_TNH.contiguous(), out_TNH.contiguous()
     dq_TNH, dk_TKH, dv_TKH = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
     delta_KTG = torch.empty_like(lse_KTG)
@@ -384,15 +366,15 @@ def packed(
             "BLOCK_L": tile.keys,
             "BLOCK_H": max(triton.next_power_of_2(head_dim), MIN_BLOCK),
             "BLOCK_S": triton.next_power_of_2(segments + 1),
+            "IS_LONG": max_len > LONG,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
             "enable_fp_fusion": True,
         }
 
-    tile = _tile(DQ_TILE, head_dim, q_TNH.dtype)
+    tile, key_tile = _tiles(max_len, head_dim, q_TNH.dtype)
     grid = (kv_heads, triton.cdiv(tokens * group, tile.query_rows) + segments + 1)  # a segment's last tile may be short
     _query_kernel[grid](grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, **options(tile))
-    tile = _tile(DKV_TILE, head_dim, q_TNH.dtype)
-    grid = (kv_heads, triton.cdiv(tokens, tile.keys) + segments + 1)
-    _key_kernel[grid](grad_TNH, q_TNH, k_TKH, v_TKH, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, **options(tile))
+    grid = (kv_heads, triton.cdiv(tokens, key_tile.keys) + segments + 1)
+    _key_kernel[grid](grad_TNH, q_TNH, k_TKH, v_TKH, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, **options(key_tile))
     return dq_TNH, dk_TKH, dv_TKH

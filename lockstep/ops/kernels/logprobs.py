@@ -14,8 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .rows import aligned_rows
-from .support import NUM_WARPS, Mass, blocks_of, search, tempered
+from .support import Mass, blocks_of, search, tempered, tempered_row
 
+NUM_WARPS = 8  # of a program that sums a block; with the block's size, the order of the sum
+SCORES_BLOCK = 32
+DRAW_BLOCK, DRAW_WARPS = 1024, 4  # the largest of a row is the same in any order
 MAX_UNIFORM = tl.constexpr(1 - 2.0**-24)
 
 
@@ -26,10 +29,25 @@ def _finite(maximum):
 
 
 @triton.jit
+def _load_block(logits_ptr, row, vocabulary, BLOCK: tl.constexpr):
+    """A block's columns and logits, -inf past the row's end."""
+    column_L = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x_L = tl.load(logits_ptr + row * vocabulary + column_L, mask=column_L < vocabulary, other=float("-inf"))
+    return column_L, x_L
+
+
+@triton.jit
+def _store_kept(z_L, partial_ptr, blocks):
+    """The maximum of kept tempered logits, and the sum of their exponentials."""
+    maximum = tl.max(z_L, axis=0)
+    tl.store(partial_ptr, maximum)
+    tl.store(partial_ptr + blocks, tl.sum(tl.exp(z_L - _finite(maximum)), axis=0))
+
+
+@triton.jit
 def _block_sums_kernel(
     logits_ptr,
     temperature_ptr,
-    threshold_ptr,
     support_ptr,
     partial_ptr,  # [C, 5, B]: maximum, sum of exp, sum of exp * shifted logit; of kept tempered ones: maximum, sum
     vocabulary,
@@ -38,31 +56,37 @@ def _block_sums_kernel(
     BLOCK: tl.constexpr,
 ):
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    column_L = block * BLOCK + tl.arange(0, BLOCK)
-    inside_L = column_L < vocabulary
-    x_L = tl.load(logits_ptr + row * vocabulary + column_L, mask=inside_L, other=float("-inf"))
+    column_L, x_L = _load_block(logits_ptr, row, vocabulary, BLOCK)
     maximum = tl.max(x_L, axis=0)
     shifted_L = x_L - _finite(maximum)
     p_L = tl.exp(shifted_L)
-    z_L = tempered(x_L, tl.load(temperature_ptr + row))
-    if HAS_SUPPORT:
-        byte_L = tl.load(support_ptr + row * support_stride + column_L // 8, mask=inside_L, other=0)
-        kept_L = ((byte_L.to(tl.int32) >> (column_L % 8)) & 1) != 0
-    else:
-        kept_L = z_L >= tl.load(threshold_ptr + row)
-    z_L = tl.where(kept_L, z_L, float("-inf"))
-    kept_maximum = tl.max(z_L, axis=0)
+    total = tl.sum(p_L, axis=0)
     partial = partial_ptr + row * 5 * blocks + block
     tl.store(partial, maximum)
-    tl.store(partial + blocks, tl.sum(p_L, axis=0))
+    tl.store(partial + blocks, total)
     tl.store(partial + 2 * blocks, tl.sum(tl.where(p_L > 0, p_L * shifted_L, 0.0), axis=0))
-    tl.store(partial + 3 * blocks, kept_maximum)
-    tl.store(partial + 4 * blocks, tl.sum(tl.exp(z_L - _finite(kept_maximum)), axis=0))
+    temperature = tl.load(temperature_ptr + row)
+    if HAS_SUPPORT:
+        byte_L = tl.load(support_ptr + row * support_stride + column_L // 8, mask=column_L < vocabulary, other=0)
+        kept_L = ((byte_L.to(tl.int32) >> (column_L % 8)) & 1) != 0
+        _store_kept(tl.where(kept_L, tempered_row(x_L, temperature), float("-inf")), partial + 3 * blocks, blocks)
+    else:
+        if (temperature > 0) & (temperature != 1.0):
+            _store_kept(tempered_row(x_L, temperature), partial + 3 * blocks, blocks)
+        else:  # tempered logits are the logits
+            tl.store(partial + 3 * blocks, maximum)
+            tl.store(partial + 4 * blocks, total)
+
+
+@triton.jit
+def _fold_kept(block_maximum, block_total):
+    maximum = tl.max(block_maximum, axis=0)
+    return maximum, tl.sum(block_total * tl.exp(block_maximum - _finite(maximum)), axis=0)
 
 
 @triton.jit(do_not_specialize=["out_stride"])
 def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.constexpr):
-    """out [5, C]: log-sum-exp, entropy; of the kept: log-sum-exp, maximum, sum of exp(z - maximum)."""
+    """out [5, C]: log-sum-exp, entropy; log-sum-exp of the kept; the maximum; sum of exp(z - maximum) of the kept."""
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     partial, inside = partial_ptr + row * 5 * blocks + b, b < blocks
@@ -77,19 +101,17 @@ def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.const
     scale = tl.exp(shifted)
     total = tl.sum(block_total * scale, axis=0)
     moment = tl.sum(tl.where(scale > 0, (block_moment + block_total * shifted) * scale, 0.0), axis=0)
-    kept_maximum = tl.max(kept_block_maximum, axis=0)
-    kept_total = tl.sum(kept_block_total * tl.exp(kept_block_maximum - _finite(kept_maximum)), axis=0)
+    kept_maximum, kept_total = _fold_kept(kept_block_maximum, kept_block_total)
     out = out_ptr + row
     tl.store(out, maximum + tl.log(total))
     tl.store(out + out_stride, tl.log(total) - tl.div_rn(moment, total))
     tl.store(out + 2 * out_stride, kept_maximum + tl.log(kept_total))
-    tl.store(out + 3 * out_stride, kept_maximum)
+    tl.store(out + 3 * out_stride, maximum)
     tl.store(out + 4 * out_stride, kept_total)
 
 
-def _row_sums(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, support_CB: Tensor | None) -> Tensor:
-    """Float32 [5, C], in `_fold_sums_kernel`'s order. Kept is what the support's bits say, else what reaches the
-    threshold."""
+def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | None) -> Tensor:
+    """Float32 [5, C], in `_fold_sums_kernel`'s order. Kept is what the support's bits say; without them, all."""
     rows, vocabulary = logits_CV.shape
     cut, device = blocks_of(vocabulary), logits_CV.device
     partial = torch.empty((rows, 5, cut.count), dtype=torch.float32, device=device)
@@ -98,8 +120,7 @@ def _row_sums(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, sup
     _block_sums_kernel[(rows, cut.count)](
         logits_CV,
         temperature_C,
-        threshold_C,
-        threshold_C if support_CB is None else support_CB,  # read if HAS_SUPPORT
+        logits_CV if support_CB is None else support_CB,  # read if HAS_SUPPORT
         partial,
         vocabulary,
         0 if support_CB is None else support_CB.stride(0),
@@ -114,6 +135,47 @@ def _row_sums(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, sup
     return out
 
 
+@triton.jit
+def _kept_sums_kernel(logits_ptr, temperature_ptr, least_ptr, partial_ptr, vocabulary, BLOCK: tl.constexpr):
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    least = tl.load(least_ptr + row)
+    if least > float("-inf"):
+        _, x_L = _load_block(logits_ptr, row, vocabulary, BLOCK)
+        z_L = tempered_row(x_L, tl.load(temperature_ptr + row))
+        _store_kept(tl.where(x_L >= least, z_L, float("-inf")), partial_ptr + row * 2 * blocks + block, blocks)
+
+
+@triton.jit
+def _fold_kept_kernel(partial_ptr, least_ptr, lse_ptr, blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(least_ptr + row) > float("-inf"):
+        b = tl.arange(0, BLOCKS)
+        partial, inside = partial_ptr + row * 2 * blocks + b, b < blocks
+        block_maximum = tl.load(partial, mask=inside, other=float("-inf"))
+        maximum, total = _fold_kept(block_maximum, tl.load(partial + blocks, mask=inside, other=0.0))
+        tl.store(lse_ptr + row, maximum + tl.log(total))
+
+
+def _keep(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C: Tensor) -> None:
+    """Log-sum-exp of the tempered logits of at least `least_C`, in place of that of all, in rows that have one."""
+    rows, vocabulary = logits_CV.shape
+    cut = blocks_of(vocabulary)
+    partial = torch.empty((rows, 2, cut.count), dtype=torch.float32, device=logits_CV.device)
+    _kept_sums_kernel[(rows, cut.count)](
+        logits_CV,
+        temperature_C,
+        least_C,
+        partial,
+        vocabulary,
+        BLOCK=cut.size,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    _fold_kept_kernel[(rows,)](
+        partial, least_C, kept_lse_C, cut.count, BLOCKS=cut.padded_count, num_warps=1, enable_fp_fusion=False
+    )
+
+
 def statistics(
     logits_CV: Tensor,
     temperature_C: Tensor,
@@ -126,14 +188,59 @@ def statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `logprobs.RowStatistics`. The entropy comes with the same pass, so it is there without being asked for."""
     logits_CV = aligned_rows(logits_CV)
-    threshold_C = torch.full_like(temperature_C, float("-inf"))
-    if truncated and support_CB is None:
-        top_k_threshold_C = search(logits_CV, temperature_C, top_k_C, None)
-        _, _, _, maximum_C, sum_C = _row_sums(logits_CV, temperature_C, top_k_threshold_C, None).unbind()
-        mass = Mass(maximum_C, sum_C, min_p_C, top_k_threshold_C)
-        threshold_C = search(logits_CV, temperature_C, top_p_C, mass)
-    lse_C, entropy_C, kept_lse_C, _, _ = _row_sums(logits_CV, temperature_C, threshold_C, support_CB).unbind()
+    lse_C, entropy_C, kept_lse_C, maximum_C, total_C = _row_sums(logits_CV, temperature_C, support_CB).unbind()
+    if not truncated or support_CB is not None:
+        return lse_C, kept_lse_C, torch.full_like(temperature_C, float("-inf")), entropy_C
+    _, top_k_least_C = search(logits_CV, temperature_C, top_k_C, maximum_C)
+    mass = Mass(total_C, min_p_C, top_k_least_C)
+    threshold_C, least_C = search(logits_CV, temperature_C, top_p_C, maximum_C, mass)
+    _keep(logits_CV, temperature_C, least_C, kept_lse_C)
     return lse_C, kept_lse_C, threshold_C, entropy_C
+
+
+@triton.jit
+def _scores_kernel(
+    logits_ptr,
+    target_ptr,
+    temperature_ptr,
+    lse_ptr,
+    sampled_lse_ptr,
+    sampled_ptr,
+    model_ptr,
+    rows,
+    vocabulary,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    logit = tl.load(logits_ptr + row * vocabulary + tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
+    temperature = tl.load(temperature_ptr + row, mask=inside, other=1.0)
+    sampled = tempered(logit, temperature) - tl.load(sampled_lse_ptr + row, mask=inside)
+    tl.store(sampled_ptr + row, tl.where(temperature > 0, sampled, 0.0), mask=inside)
+    tl.store(model_ptr + row, logit - tl.load(lse_ptr + row, mask=inside), mask=inside)
+
+
+def scores(
+    logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, lse_C: Tensor, sampled_lse_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `logprobs_reference.scores`."""
+    rows, vocabulary = logits_CV.shape
+    sampled_C, model_C = torch.empty_like(temperature_C), torch.empty_like(temperature_C)
+    _scores_kernel[(triton.cdiv(rows, SCORES_BLOCK),)](
+        logits_CV,
+        targets_C,
+        temperature_C,
+        lse_C,
+        sampled_lse_C,
+        sampled_C,
+        model_C,
+        rows,
+        vocabulary,
+        BLOCK=SCORES_BLOCK,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return sampled_C, model_C
 
 
 @triton.jit
@@ -197,11 +304,11 @@ def draw(
     """See `logprobs_reference.draw`. A row with temperature 0 is greedy whether or not `greedy` announces it."""
     logits_CV = aligned_rows(logits_CV)
     rows, vocabulary = logits_CV.shape
-    cut, device = blocks_of(vocabulary), logits_CV.device
-    score = torch.empty((rows, cut.count), dtype=torch.float32, device=device)
-    column = torch.empty((rows, cut.count), dtype=torch.int32, device=device)
+    blocks, device = triton.cdiv(vocabulary, DRAW_BLOCK), logits_CV.device
+    score = torch.empty((rows, blocks), dtype=torch.float32, device=device)
+    column = torch.empty((rows, blocks), dtype=torch.int32, device=device)
     token_C = torch.empty(rows, dtype=torch.int64, device=device)
-    _draw_kernel[(rows, cut.count)](
+    _draw_kernel[(rows, blocks)](
         logits_CV,
         temperature_C,
         threshold_C,
@@ -210,9 +317,11 @@ def draw(
         score,
         column,
         vocabulary,
-        BLOCK=cut.size,
-        num_warps=NUM_WARPS,
+        BLOCK=DRAW_BLOCK,
+        num_warps=DRAW_WARPS,
         enable_fp_fusion=False,
     )
-    _fold_draw_kernel[(rows,)](score, column, token_C, vocabulary, cut.count, BLOCKS=cut.padded_count, num_warps=1)
+    _fold_draw_kernel[(rows,)](
+        score, column, token_C, vocabulary, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1
+    )
     return token_C

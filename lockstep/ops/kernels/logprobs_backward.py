@@ -1,8 +1,9 @@
-"""Gradient of both log-probabilities for the logits, in one pass: float32 logits in, the hidden dtype out.
+"""Gradient of both log-probabilities for the logits: the LM head's product again, the gradient as its epilogue.
 
-Meaning: `ops/logprobs.py`, `_grad_logits`. Every element is a function of its own logit and its row's numbers.
+Float32 logits exist in registers alone. Meaning: `ops/logprobs.py`, `_grad_logits`; an element is a function of its
+own logit and its row's numbers, and the logit has the forward's bits (C1), so it is on the same side of the threshold.
 
-Shape suffixes: C rows, V vocabulary, B bytes of a support mask, L logits of a block.
+Shape suffixes: C rows, D model dim, V columns of the vocabulary, B bytes of a support mask; a tile's rows M, columns N.
 """
 
 from __future__ import annotations
@@ -12,15 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .support import tempered
+from .support import tempered, untempered
 
-BLOCK = 4096
-NUM_WARPS = 8
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache
+NUM_WARPS, NUM_STAGES = 8, 3
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _row_values(ptr, m, wanted_M):
+    return tl.load(ptr + m, mask=wanted_M, other=0.0)
 
 
 @triton.jit
 def _grad_logits_kernel(
-    logits_ptr,
+    hidden_ptr,
+    weight_ptr,
     target_ptr,
     temperature_ptr,
     lse_ptr,
@@ -30,33 +39,76 @@ def _grad_logits_kernel(
     grad_logprob_ptr,
     grad_model_ptr,
     out_ptr,
-    vocabulary,
+    rows,
+    columns,
+    depth,
+    first_column,  # of the vocabulary, that `weight_ptr` and `out_ptr` start at
+    hidden_stride,
+    weight_stride,
     support_stride,
     HAS_SUPPORT: tl.constexpr,
     TRUNCATED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_MODEL: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    column_L = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside_L = column_L < vocabulary
-    temperature = tl.load(temperature_ptr + row)
-    grad_model = tl.load(grad_model_ptr + row)
-    slope = tl.where(temperature > 0, tempered(tl.load(grad_logprob_ptr + row), temperature), 0.0)
-    x_L = tl.load(logits_ptr + row * vocabulary + column_L, mask=inside_L, other=float("-inf"))
-    z_L = tempered(x_L, temperature)
-    sampled_L = tl.exp(z_L - tl.load(sampled_lse_ptr + row))
+    blocks_m, blocks_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    program = tl.program_id(0)
+    first_m = program // (GROUP * blocks_n) * GROUP
+    group = tl.minimum(blocks_m - first_m, GROUP)
+    within = program % (GROUP * blocks_n)
+    m = (first_m + within % group) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = within // group * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    inside_M = m < rows
+    temperature_M = tl.load(temperature_ptr + m, mask=inside_M, other=1.0)
+    grad_model_M = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_MODEL:
+        grad_model_M = _row_values(grad_model_ptr, m, inside_M)
+    slope_M = tl.where(temperature_M > 0, tempered(_row_values(grad_logprob_ptr, m, inside_M), temperature_M), 0.0)
+    wanted_M = (slope_M != 0) | (grad_model_M != 0)  # padding has no gradient: a tile of it costs its zeros alone
+
+    x = hidden_ptr + m.to(tl.int64)[:, None] * hidden_stride + k[None, :]
+    w = weight_ptr + (n % columns).to(tl.int64)[None, :] * weight_stride + k[:, None]  # columns past the end wrap
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, tl.where(tl.max(wanted_M.to(tl.int32), axis=0) > 0, depth, 0), BLOCK_K):
+        if EVEN_K:
+            a, b = tl.load(x, mask=wanted_M[:, None], other=0.0), tl.load(w)
+        else:
+            a = tl.load(x, mask=wanted_M[:, None] & (k < depth - start)[None, :], other=0.0)
+            b = tl.load(w, mask=(k < depth - start)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        x += BLOCK_K
+        w += BLOCK_K
+
+    column_N = first_column + n
+    shift_M = _row_values(sampled_lse_ptr, m, wanted_M) * LOG2_E
+    scale_M = tl.div_rn(LOG2_E, tl.where(temperature_M > 0, temperature_M, 1.0))
+    sampled = tl.exp2(acc * scale_M[:, None] - shift_M[:, None])
     if HAS_SUPPORT:
-        byte_L = tl.load(support_ptr + row * support_stride + column_L // 8, mask=inside_L, other=0)
-        sampled_L = tl.where(((byte_L.to(tl.int32) >> (column_L % 8)) & 1) != 0, sampled_L, 0.0)
+        byte = support_ptr + m.to(tl.int64)[:, None] * support_stride + column_N[None, :] // 8
+        bits = tl.load(byte, mask=inside_M[:, None] & (n < columns)[None, :], other=0).to(tl.int32)
+        sampled = tl.where(((bits >> (column_N % 8)[None, :]) & 1) != 0, sampled, 0.0)
     elif TRUNCATED:
-        sampled_L = tl.where(z_L >= tl.load(threshold_ptr + row), sampled_L, 0.0)
-    grad_L = -slope * sampled_L - grad_model * tl.exp(x_L - tl.load(lse_ptr + row))
-    grad_L += tl.where(column_L == tl.load(target_ptr + row), slope + grad_model, 0.0)
-    tl.store(out_ptr + row * vocabulary + column_L, grad_L.to(out_ptr.dtype.element_ty), mask=inside_L)
+        least_M = untempered(_row_values(threshold_ptr, m, wanted_M), temperature_M)
+        sampled = tl.where(acc >= least_M[:, None], sampled, 0.0)
+    target_M = tl.load(target_ptr + m, mask=wanted_M, other=-1) - first_column
+    one_hot = tl.where(n[None, :] == target_M[:, None], (slope_M + grad_model_M)[:, None], 0.0)
+    grad = one_hot - sampled * slope_M[:, None]
+    if HAS_MODEL:
+        model_shift_M = _row_values(lse_ptr, m, wanted_M) * LOG2_E
+        grad -= tl.exp2(acc * LOG2_E - model_shift_M[:, None]) * grad_model_M[:, None]
+    out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(out, grad.to(out_ptr.dtype.element_ty), mask=inside_M[:, None] & (n < columns)[None, :])
 
 
 def grad_logits(
-    logits_CV: Tensor,
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    first_column: int,
     targets_C: Tensor,
     temperature_C: Tensor,
     lse_C: Tensor,
@@ -64,15 +116,18 @@ def grad_logits(
     threshold_C: Tensor,
     support_CB: Tensor | None,
     grad_logprob_C: Tensor,
-    grad_model_C: Tensor,
+    grad_model_C: Tensor | None,
     truncated: bool,
-    dtype: torch.dtype,
 ) -> Tensor:
-    """`d/dlogits` of the two log-probabilities, [C, V] in `dtype`; `logits_CV` is contiguous float32."""
-    rows, vocabulary = logits_CV.shape
-    out_CV = torch.empty((rows, vocabulary), dtype=dtype, device=logits_CV.device)
-    _grad_logits_kernel[(rows, triton.cdiv(vocabulary, BLOCK))](
-        logits_CV,
+    """`d/dlogits` of the two log-probabilities for columns `first_column` onwards, [C, V] in the hidden rows' dtype.
+
+    `weight_VD` holds the LM head's rows of those columns; everything else is of the whole vocabulary.
+    """
+    (rows, depth), columns = hidden_CD.shape, weight_VD.shape[0]
+    out_CV = torch.empty((rows, columns), dtype=hidden_CD.dtype, device=hidden_CD.device)
+    _grad_logits_kernel[(triton.cdiv(rows, BLOCK_M) * triton.cdiv(columns, BLOCK_N),)](
+        hidden_CD,
+        weight_VD,
         targets_C,
         temperature_C,
         lse_C,
@@ -80,14 +135,25 @@ def grad_logits(
         threshold_C,
         threshold_C if support_CB is None else support_CB,  # read if HAS_SUPPORT
         grad_logprob_C.contiguous(),
-        grad_model_C.contiguous(),
+        grad_logprob_C if grad_model_C is None else grad_model_C.contiguous(),  # read if HAS_MODEL
         out_CV,
-        vocabulary,
+        rows,
+        columns,
+        depth,
+        first_column,
+        hidden_CD.stride(0),
+        weight_VD.stride(0),
         0 if support_CB is None else support_CB.stride(0),
         HAS_SUPPORT=support_CB is not None,
         TRUNCATED=truncated,
-        BLOCK=BLOCK,
+        HAS_MODEL=grad_model_C is not None,
+        EVEN_K=depth % BLOCK_K == 0,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        GROUP=GROUP_M,
         num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
         enable_fp_fusion=True,
     )
     return out_CV

@@ -12,8 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import pdl
+
 ALIGNMENT = 16  # Triton compiles a kernel anew for pointers and strides that are multiples of this
 SILU_BLOCK = 1024
+RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
+MAX_LEVELS = tl.constexpr(8)  # of halves of a row of at most `RUN << MAX_LEVELS` columns
 
 
 def aligned_rows(x: Tensor) -> Tensor:
@@ -33,10 +37,14 @@ def _warps(elements: int, per_thread: int) -> int:
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
+    if PDL:
+        pdl.begin()
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
@@ -58,8 +66,73 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         BLOCK=triton.next_power_of_2(width),
         num_warps=_warps(width, 8),
         enable_fp_fusion=False,
+        **pdl.options(x_TD),
     )
     return out_TD
+
+
+@triton.jit
+def sum_columns(x_MB, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Row sums, [M, 1]: of every `RUN` neighbours from left to right, then of the first half of those and the second,
+    and so on. Written out, so that the order is not the compiler's; zeros appended to a row change no bit."""
+    x_MR222 = tl.reshape(x_MB, (BLOCK_M, BLOCK // RUN, 2, 2, 2))
+    even, odd = tl.split(x_MR222)
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    sum_MR = ((((((x0 + x1) + x2) + x3) + x4) + x5) + x6) + x7
+    for level in tl.static_range(MAX_LEVELS):
+        if BLOCK // RUN >= (2 << level):
+            halves = tl.reshape(sum_MR, (BLOCK_M, 2, BLOCK // RUN // (2 << level)))
+            sum_MR = tl.sum(halves, axis=1)
+    return sum_MR
+
+
+@triton.jit
+def rotated_heads(
+    qkv_ptr,
+    offset_M,  # of a head in the projection
+    angle_M,  # of its token's row in the table
+    is_key_M,
+    mask_M,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    eps,
+    NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Single heads with the bits that `_qk_norm_rope_kernel` gives them, [M, H]; zeros where masked."""
+    h = tl.arange(0, BLOCK_H)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    is_first, inside = (h < HALF)[None, :], h < HEAD_DIM
+    angle = tl.where(h < HALF, h, h - HALF)
+    pair = tl.where(h < HALF, h + HALF, h - HALF)  # what it is rotated with
+    mask_MH = mask_M[:, None] & inside[None, :]
+    x_MH = tl.load(qkv_ptr + offset_M[:, None] + h[None, :], mask=mask_MH, other=0.0).to(tl.float32)
+    y_MH = tl.load(qkv_ptr + offset_M[:, None] + pair[None, :], mask=mask_MH, other=0.0).to(tl.float32)
+    if NORM:
+        squares_MH = tl.where(is_first, x_MH * x_MH + y_MH * y_MH, 0.0)
+        rstd_M1 = tl.rsqrt(sum_columns(squares_MH, BLOCK_M, BLOCK_H) / HEAD_DIM + eps)
+        qx, qy = _weight_pair(q_weight_ptr, h, pair, inside)
+        kx, ky = _weight_pair(k_weight_ptr, h, pair, inside)
+        x_MH = x_MH * rstd_M1 * tl.where(is_key_M[:, None], kx[None, :], qx[None, :])
+        y_MH = y_MH * rstd_M1 * tl.where(is_key_M[:, None], ky[None, :], qy[None, :])
+    cos_MH = tl.load(cos_sin_ptr + angle_M[:, None] + angle[None, :], mask=mask_MH, other=0.0)
+    sin_MH = tl.load(cos_sin_ptr + angle_M[:, None] + angle[None, :] + HALF, mask=mask_MH, other=0.0)
+    rotated_MH = x_MH * cos_MH + y_MH * tl.where(is_first, -sin_MH, sin_MH)
+    return rotated_MH.to(qkv_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _weight_pair(weight_ptr, h, pair, inside):
+    weight = tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
+    return weight, tl.load(weight_ptr + pair, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -68,16 +141,21 @@ def _qk_norm_rope_kernel(
     q_weight_ptr,
     k_weight_ptr,
     cos_sin_ptr,
-    out_ptr,
+    out_ptr,  # [T, N + K, H]; [T, N, H] when CACHED
+    k_cache_ptr,  # [slots, K, H] each, written if CACHED
+    v_cache_ptr,
+    slots_ptr,  # [T], read if CACHED
     qkv_stride,
     cos_sin_stride,
     eps,
     NORM: tl.constexpr,
+    CACHED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # query and key heads
     HALF: tl.constexpr,  # of the head dim
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
@@ -85,11 +163,19 @@ def _qk_norm_rope_kernel(
     inside = column < HALF
     mask = (head < HEADS) & inside
     offset = head * (2 * HALF) + column
-    first = tl.load(qkv_ptr + token * qkv_stride + offset, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptr + token * qkv_stride + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+    qkv_ptr += token * qkv_stride
+    if PDL:
+        pdl.begin()
+    first = tl.load(qkv_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(qkv_ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+    if CACHED:
+        kv_mask = (head < HEADS - NUM_HEADS) & inside
+        v_first = tl.load(qkv_ptr + HEADS * 2 * HALF + offset, mask=kv_mask)
+        v_second = tl.load(qkv_ptr + HEADS * 2 * HALF + offset + HALF, mask=kv_mask)
+        slot = tl.load(slots_ptr + token) * ((HEADS - NUM_HEADS) * 2 * HALF)
     if NORM:
-        squares = tl.sum(first * first + second * second, axis=1)
-        rstd = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        squares = sum_columns(first * first + second * second, BLOCK_HEADS, BLOCK_HALF)
+        rstd = tl.rsqrt(squares / (2 * HALF) + eps)
         q_first = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
         q_second = tl.load(q_weight_ptr + column + HALF, mask=inside, other=0.0).to(tl.float32)
         k_first = tl.load(k_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -98,9 +184,21 @@ def _qk_norm_rope_kernel(
         second = second * rstd * tl.where(head < NUM_HEADS, q_second, k_second)
     cos = tl.load(cos_sin_ptr + token * cos_sin_stride + column, mask=inside, other=0.0)
     sin = tl.load(cos_sin_ptr + token * cos_sin_stride + column + HALF, mask=inside, other=0.0)
-    out = out_ptr + token * (HEADS * 2 * HALF) + offset
-    tl.store(out, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + HALF, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    rotated_first = (first * cos - second * sin).to(out_ptr.dtype.element_ty)
+    rotated_second = (second * cos + first * sin).to(out_ptr.dtype.element_ty)
+    if CACHED:
+        out = out_ptr + token * (NUM_HEADS * 2 * HALF) + offset
+        k_cache = k_cache_ptr + slot - NUM_HEADS * 2 * HALF + offset
+        k_mask = mask & (head >= NUM_HEADS)
+        tl.store(k_cache, rotated_first, mask=k_mask)
+        tl.store(k_cache + HALF, rotated_second, mask=k_mask)
+        tl.store(v_cache_ptr + slot + offset, v_first, mask=kv_mask)
+        tl.store(v_cache_ptr + slot + offset + HALF, v_second, mask=kv_mask)
+        mask &= head < NUM_HEADS
+    else:
+        out = out_ptr + token * (HEADS * 2 * HALF) + offset
+    tl.store(out, rotated_first, mask=mask)
+    tl.store(out + HALF, rotated_second, mask=mask)
 
 
 def qk_norm_rope(
@@ -111,13 +209,14 @@ def qk_norm_rope(
     num_heads: int,
     num_kv_heads: int,
     eps: float,
+    cache: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See `rows.qk_norm_rope`."""
+    """See `rows.qk_norm_rope`; with a cache (keys, values, slots of the tokens), `fused.qk_norm_rope_write_kv`."""
     qkv_TE, cos_sin_TH = aligned_rows(qkv_TE), aligned_rows(cos_sin_TH)
     tokens, head_dim = cos_sin_TH.shape
     heads, half = num_heads + num_kv_heads, head_dim // 2
-    out = torch.empty((tokens, heads, head_dim), dtype=qkv_TE.dtype, device=qkv_TE.device)
-    block_heads, block_half = triton.next_power_of_2(heads), triton.next_power_of_2(half)
+    out = torch.empty((tokens, num_heads if cache else heads, head_dim), dtype=qkv_TE.dtype, device=qkv_TE.device)
+    block_heads, block_half = triton.next_power_of_2(heads), max(triton.next_power_of_2(half), RUN.value)
     norm = q_weight_H is not None and k_weight_H is not None
     weights = (aligned_rows(q_weight_H), aligned_rows(k_weight_H)) if norm else (qkv_TE, qkv_TE)  # read if NORM
     _qk_norm_rope_kernel[(tokens,)](
@@ -125,10 +224,12 @@ def qk_norm_rope(
         *weights,
         cos_sin_TH,
         out,
+        *(cache or (out, out, out)),
         qkv_TE.stride(0),
         cos_sin_TH.stride(0),
         eps,
         NORM=norm,
+        CACHED=cache is not None,
         NUM_HEADS=num_heads,
         HEADS=heads,
         HALF=half,
@@ -136,18 +237,27 @@ def qk_norm_rope(
         BLOCK_HALF=block_half,
         num_warps=_warps(2 * block_heads * block_half, 32),
         enable_fp_fusion=False,
+        **pdl.options(qkv_TE),
     )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, gate_up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def silu_gated(gate, up):
+    """`silu(gate) * up` in float32."""
+    return tl.div_rn(gate, tl.exp(-gate) + 1.0) * up
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, gate_up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
+    if PDL:
+        pdl.begin()
     gate = tl.load(gate_up_ptr + row * gate_up_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * gate_up_stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    out = tl.div_rn(gate, tl.exp(-gate) + 1.0) * up
+    out = silu_gated(gate, up)
     tl.store(out_ptr + row * WIDTH + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -164,5 +274,6 @@ def silu_mul(gate_up_TE: Tensor) -> Tensor:
         BLOCK=SILU_BLOCK,
         num_warps=4,
         enable_fp_fusion=False,
+        **pdl.options(gate_up_TE),
     )
     return out_TF

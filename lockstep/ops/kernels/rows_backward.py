@@ -1,7 +1,8 @@
 """Backward of the row operators: float32 inside, each gradient rounded once, the same bits every time.
 
-A program does `ROWS` rows (tokens) one after the other and leaves the sum of their weight gradients in a row of its
-own; torch folds those. The number of rows alone fixes the order of additions. Nothing is under the forward's contract.
+A program does some rows (tokens) one after the other and leaves the sum of their weight gradients in a row of its own;
+another kernel folds those. The number of rows alone fixes the order of additions. Nothing is under the forward's
+contract.
 
 Shape suffixes: T rows, D model dim, E a fused projection's output, F feed-forward dim, H head dim, R table rows, P
 programs.
@@ -16,14 +17,38 @@ from torch import Tensor
 
 from .rows import SILU_BLOCK, _warps
 
-ROWS = 16  # rows whose weight gradients one program adds up
-GATHER_ROWS = 16  # gradients of one table row that are added at a time
-GATHER_BLOCK = 256
+NORM_ROWS, NORM_TILE, NORM_THREAD = 8, 2048, 16  # rows whose weight gradients one program adds up; elements
+# that it does at a time, and a thread of them
+QK_ROWS, QK_HEADS, QK_WARPS = 16, 8, 4  # tokens and heads that one program does, and its warps
+FOLD_ROWS, FOLD_BLOCK, FOLD_WARPS = 512, 8, 8
+GATHER_ROWS, GATHER_BLOCK = 16, 256  # sorted gradients that one program adds up; elements of each
+GATHER_PIECES = 8  # sums of a table row's parts that are added at a time
 
 
 def _unit_inner(x: Tensor) -> Tensor:
     """`x` with unit inner stride, copied if need be."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit
+def _fold_kernel(partial_ptr, out_ptr, programs, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, programs, ROWS):
+        program = start + tl.arange(0, ROWS)
+        mask = (program < programs)[:, None] & (column < width)[None, :]
+        total += tl.load(partial_ptr + program[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < width)
+
+
+def _fold(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over programs, [D] in `dtype`."""
+    programs, width = partial_PD.shape
+    out_D = torch.empty(width, dtype=dtype, device=partial_PD.device)
+    _fold_kernel[(triton.cdiv(width, FOLD_BLOCK),)](
+        partial_PD, out_D, programs, width, partial_PD.stride(0), ROWS=FOLD_ROWS, BLOCK=FOLD_BLOCK, num_warps=FOLD_WARPS
+    )
+    return out_D
 
 
 @triton.jit
@@ -40,29 +65,34 @@ def _rms_norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    TILE: tl.constexpr,  # rows at a time
 ):
     program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program * ROWS, tl.minimum(program * ROWS + ROWS, rows)):
-        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    total = tl.zeros((TILE, BLOCK), tl.float32)
+    for start in range(0, ROWS, TILE):
+        row = program * ROWS + start + tl.arange(0, TILE)[:, None]
+        mask = (row < rows) & inside
+        x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
         normed = x * rstd
         weighted = grad * weight
-        grad_x = rstd * (weighted - normed * (tl.sum(weighted * normed, axis=0) / WIDTH))
-        tl.store(grad_x_ptr + row * WIDTH + column, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        grad_x = rstd * (weighted - normed * (tl.sum(weighted * normed, axis=1) / WIDTH)[:, None])
+        tl.store(grad_x_ptr + row * WIDTH + column, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
         total += grad * normed
-    tl.store(partial_ptr + program * WIDTH + column, total, mask=inside)
+    column = tl.arange(0, BLOCK)
+    tl.store(partial_ptr + program * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
 def rms_norm(grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `rows_backward.rms_norm`."""
     grad_TD, x_TD, weight_D = _unit_inner(grad_TD), _unit_inner(x_TD), _unit_inner(weight_D)
     rows, width = x_TD.shape
-    programs = triton.cdiv(rows, ROWS)
+    programs, block = triton.cdiv(rows, NORM_ROWS), triton.next_power_of_2(width)
+    tile = min(max(NORM_TILE // block, 1), NORM_ROWS)
     grad_x_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     partial_PD = torch.empty((programs, width), dtype=torch.float32, device=x_TD.device)
     _rms_norm_kernel[(programs,)](
@@ -76,12 +106,13 @@ def rms_norm(grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> tup
         x_TD.stride(0),
         eps,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        ROWS=ROWS,
-        num_warps=_warps(width, 8),
+        BLOCK=block,
+        ROWS=NORM_ROWS,
+        TILE=tile,
+        num_warps=_warps(tile * block, NORM_THREAD),
         enable_fp_fusion=True,
     )
-    return grad_x_TD, partial_PD.sum(0).to(weight_D.dtype)
+    return grad_x_TD, _fold(partial_PD, weight_D.dtype)
 
 
 @triton.jit
@@ -113,7 +144,7 @@ def _qk_norm_rope_kernel(
     k_weight_ptr,
     cos_sin_ptr,
     grad_qkv_ptr,
-    partial_ptr,  # [P, 2, H]
+    partial_ptr,  # [P, groups of heads, 2, H]
     tokens,
     qkv_stride,
     cos_sin_stride,
@@ -129,12 +160,13 @@ def _qk_norm_rope_kernel(
     ROWS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    head, half = group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)
     column, is_query = half[None, :], head < NUM_HEADS
     inside = column < HALF
     mask = (head < HEADS) & inside
     offset = head * (2 * HALF) + column
-    value = HEADS * 2 * HALF + tl.arange(0, BLOCK_V)
+    value = HEADS * 2 * HALF + group * BLOCK_V + tl.arange(0, BLOCK_V)
     if NORM:
         q_first = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
         q_second = tl.load(q_weight_ptr + column + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -170,7 +202,13 @@ def _qk_norm_rope_kernel(
         tl.store(out + value, zeros, mask=value < WIDTH)
     if NORM:
         _store_weight_gradient(
-            partial_ptr + program * (4 * HALF), half, half < HALF, first_total, second_total, is_query, HALF
+            partial_ptr + (program * groups + group) * (4 * HALF),
+            half,
+            half < HALF,
+            first_total,
+            second_total,
+            is_query,
+            HALF,
         )
 
 
@@ -188,12 +226,12 @@ def qk_norm_rope(
     grad, qkv_TE, cos_sin_TH = grad.contiguous(), _unit_inner(qkv_TE), _unit_inner(cos_sin_TH)
     (tokens, width), head_dim = qkv_TE.shape, cos_sin_TH.shape[1]
     heads, half = num_heads + num_kv_heads, head_dim // 2
-    programs = triton.cdiv(tokens, ROWS)
+    programs = triton.cdiv(tokens, QK_ROWS)
     grad_qkv_TE = torch.empty((tokens, width), dtype=qkv_TE.dtype, device=qkv_TE.device)
     norm = q_weight_H is not None and k_weight_H is not None
-    partial = torch.empty((programs if norm else 0, 2, head_dim), dtype=torch.float32, device=qkv_TE.device)
-    block_heads, block_half = triton.next_power_of_2(heads), triton.next_power_of_2(half)
-    _qk_norm_rope_kernel[(programs,)](
+    groups = triton.cdiv(heads, QK_HEADS)
+    partial = torch.empty((programs * groups if norm else 0, 2, head_dim), dtype=torch.float32, device=qkv_TE.device)
+    _qk_norm_rope_kernel[(programs, groups)](
         grad,
         qkv_TE,
         *((_unit_inner(q_weight_H), _unit_inner(k_weight_H)) if norm else (qkv_TE, qkv_TE)),  # read if NORM
@@ -209,17 +247,16 @@ def qk_norm_rope(
         HEADS=heads,
         WIDTH=width,
         HALF=half,
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=block_half,
-        BLOCK_V=triton.next_power_of_2(max(width - heads * head_dim, 1)),
-        ROWS=ROWS,
-        num_warps=_warps(2 * block_heads * block_half, 16),
+        BLOCK_HEADS=QK_HEADS,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_V=triton.next_power_of_2(triton.cdiv(width - heads * head_dim, groups)),
+        ROWS=QK_ROWS,
+        num_warps=QK_WARPS,
         enable_fp_fusion=True,
     )
     if not norm:
         return grad_qkv_TE, qkv_TE.new_empty(0), qkv_TE.new_empty(0)
-    total = partial.sum(0)
-    return grad_qkv_TE, total[0].to(q_weight_H.dtype), total[1].to(k_weight_H.dtype)
+    return grad_qkv_TE, _fold(partial[:, 0], q_weight_H.dtype), _fold(partial[:, 1], k_weight_H.dtype)
 
 
 @triton.jit
@@ -258,35 +295,81 @@ def silu_mul(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
 
 
 @triton.jit
-def _gather_rows_kernel(
+def _gather_pieces_kernel(
     grad_ptr,
     sorted_ptr,  # [T], table rows in ascending order
     token_ptr,  # [T], where in grad_ptr's rows each comes from
     out_ptr,  # [R, D], zeros
+    piece_ptr,  # [P, 2, D], float32
     tokens,
     width,
     grad_stride,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first program of a run of equal rows adds it up; the others have nothing to do."""
-    first = tl.program_id(0)
-    row = tl.load(sorted_ptr + first)
+    """Add up runs of equal rows among `ROWS` of them. One that came in from the program before leaves its sum as the
+    first piece, one that began here and goes on as the second."""
+    program = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    piece = piece_ptr + program.to(tl.int64) * (2 * width) + column
+    total = tl.zeros((BLOCK,), tl.float32)
+    first = program * ROWS
+    before = tl.load(sorted_ptr + first - 1, mask=first > 0, other=-1)
+    began_here = tl.load(sorted_ptr + first) != before
+    for i in tl.static_range(ROWS):
+        place = first + i
+        row = tl.load(sorted_ptr + place, mask=place < tokens, other=-1)
+        token = tl.load(token_ptr + place, mask=place < tokens, other=0)
+        limit = tl.where(place < tokens, width, 0)
+        total += tl.load(grad_ptr + token * grad_stride + column, mask=column < limit, other=0.0).to(tl.float32)
+        ends = row != tl.load(sorted_ptr + place + 1, mask=place + 1 < tokens, other=-1)
+        whole, part = (
+            tl.where(ends, tl.where(began_here, limit, 0), 0),
+            tl.where(ends, tl.where(began_here, 0, limit), 0),
+        )
+        out = out_ptr + row.to(tl.int64) * width + column
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < whole)
+        tl.store(piece, total, mask=column < part)
+        total = tl.where(ends, 0.0, total)
+        began_here = began_here | ends
+    goes_on = tl.load(sorted_ptr + first + ROWS, mask=first + ROWS < tokens, other=-1) == row
+    limit = tl.where(goes_on, tl.where(first + ROWS < tokens, width, 0), 0)
+    tl.store(piece, total, mask=column < tl.where(began_here, 0, limit))
+    tl.store(piece + width, total, mask=column < tl.where(began_here, limit, 0))
+
+
+@triton.jit
+def _gather_whole_kernel(
+    sorted_ptr,
+    piece_ptr,
+    out_ptr,
+    tokens,
+    width,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The program whose second piece begins a run adds the pieces that go on with it; the others have nothing to do."""
+    program = tl.program_id(0).to(tl.int64)
+    first, following = program * ROWS, (program + 1) * ROWS
+    row = tl.load(sorted_ptr + following - 1, mask=following < tokens, other=-1)
+    if row < 0:
+        return
+    if tl.load(sorted_ptr + following) != row:
+        return
     if tl.load(sorted_ptr + first - 1, mask=first > 0, other=-1) == row:
         return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    total = tl.zeros((BLOCK,), tl.float32)
-    start, count = first, tl.full((), ROWS, tl.int32)
-    while count == ROWS:  # the run may go on
-        place = start + tl.arange(0, ROWS)
-        same = (place < tokens) & (tl.load(sorted_ptr + place, mask=place < tokens, other=-1) == row)
-        token = tl.load(token_ptr + place, mask=same, other=0)
-        offset = token[:, None] * grad_stride + column[None, :]
-        values = tl.load(grad_ptr + offset, mask=same[:, None] & inside[None, :], other=0.0)
-        total += tl.sum(values.to(tl.float32), axis=0)
+    total = tl.load(piece_ptr + (program * 2 + 1) * width + column, mask=inside, other=0.0)
+    start, count = program + 1, tl.full((), PIECES, tl.int32)
+    while count == PIECES:  # the run may go on
+        p = start + tl.arange(0, PIECES)
+        same = tl.load(sorted_ptr + p * ROWS, mask=p * ROWS < tokens, other=-1) == row
+        offset = (p * 2 * width)[:, None] + column[None, :]
+        total += tl.sum(tl.load(piece_ptr + offset, mask=same[:, None] & inside[None, :], other=0.0), axis=0)
         count = tl.sum(same.to(tl.int32), axis=0)
-        start += ROWS
+        start += PIECES
     tl.store(out_ptr + row.to(tl.int64) * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -297,18 +380,12 @@ def gather_rows(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:
     out_RD = torch.zeros((table_rows, width), dtype=grad_TD.dtype, device=grad_TD.device)
     if tokens == 0:
         return out_RD
-    sorted_T, token_T = torch.sort(rows_T, stable=True)
-    _gather_rows_kernel[(tokens, triton.cdiv(width, GATHER_BLOCK))](
-        grad_TD,
-        sorted_T,
-        token_T,
-        out_RD,
-        tokens,
-        width,
-        grad_TD.stride(0),
-        ROWS=GATHER_ROWS,
-        BLOCK=GATHER_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
+    sorted_T, token_T = torch.sort(rows_T.int(), stable=True)
+    programs = triton.cdiv(tokens, GATHER_ROWS)
+    piece = torch.empty((programs, 2, width), dtype=torch.float32, device=grad_TD.device)
+    grid, sizes = (programs, triton.cdiv(width, GATHER_BLOCK)), {"ROWS": GATHER_ROWS, "BLOCK": GATHER_BLOCK}
+    _gather_pieces_kernel[grid](
+        grad_TD, sorted_T, token_T, out_RD, piece, tokens, width, grad_TD.stride(0), **sizes, num_warps=1
     )
+    _gather_whole_kernel[grid](sorted_T, piece, out_RD, tokens, width, PIECES=GATHER_PIECES, **sizes, num_warps=1)
     return out_RD

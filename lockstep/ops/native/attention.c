@@ -1,14 +1,15 @@
 /* Causal attention over packed segments or a paged cache: one body for training, prefill and decode.
  *
  * A query row takes its keys in tiles of 64 at absolute positions, ascending. Scores and outputs are one accumulator an
- * element, over ascending head dim and ascending key; the softmax is online, its sum 16 partial sums by key position.
+ * element, over ascending head dim and ascending key; the softmax is online, its sum 16 partial sums by key position. It
+ * begins afresh every 4,096 keys, and these splits are merged left to right.
  * So a row's bits depend on itself and on the keys it sees; where keys lie and which rows share a block does not matter.
  * Neighbours that see the same keys (tokens of a sequence, samples of a prompt) load them once. Keys behind a row's mask
  * reach no sum, not even as zeros: they may be NaN.
  */
 #include "product.h"
 
-enum { BLOCK_ROWS = 32 };
+enum { BLOCK_ROWS = 32, SPLIT = 4096 };
 
 typedef struct {
     float *out;
@@ -27,6 +28,7 @@ typedef struct {
     int64_t width;                             /* head dim rounded up to two vectors */
     float *q, *acc, *score;                    /* [rows, width] twice, [rows, TILE] */
     float *sum, *maximum, *rescale;            /* [rows, LANES], [rows] twice */
+    float *total_acc, *total_sum, *total_max;  /* of the splits that are done: like acc, sum and maximum */
     float *columns, *values;                   /* [width, TILE]; [TILE, width], for head dims that need padding */
     int32_t *visible;                          /* [rows]: keys of the tile that a row sees */
     int64_t sequence[BLOCK_ROWS], position[BLOCK_ROWS]; /* of each token */
@@ -36,7 +38,7 @@ typedef struct {
 static Scratch *new_scratch(const Attention *a, int64_t rows) {
     int64_t width = round_up(a->dim, 2 * LANES);
     int64_t header = round_up(sizeof(Scratch), 64), padded = round_up(rows, LANES) + LANES;
-    int64_t floats = 2 * TILE * width + padded * (2 * width + TILE + LANES + 3);
+    int64_t floats = 2 * TILE * width + padded * (3 * width + TILE + 2 * LANES + 4);
     Scratch *s = aligned_alloc(64, round_up(header + sizeof(float) * floats, 64));
     if (!s) return NULL;
     s->width = width;
@@ -48,7 +50,10 @@ static Scratch *new_scratch(const Attention *a, int64_t rows) {
     s->sum = s->score + padded * TILE;
     s->maximum = s->sum + padded * LANES;
     s->rescale = s->maximum + padded;
-    s->visible = (int32_t *)(s->rescale + padded);
+    s->total_acc = s->rescale + padded;
+    s->total_sum = s->total_acc + padded * width;
+    s->total_max = s->total_sum + padded * LANES;
+    s->visible = (int32_t *)(s->total_max + padded);
     memset(s->columns, 0, sizeof(float) * 2 * TILE * width);
     memset(s->rescale, 0, sizeof(float) * padded);
     return s;
@@ -175,6 +180,37 @@ static int attend_tile(const Attention *a, Scratch *s, int64_t kv_head, int64_t 
     return 0;
 }
 
+/* Before a split's first key. */
+static void clear_split(const Scratch *s, int64_t rows) {
+    for (int64_t r = 0; r < rows; r++) s->maximum[r] = -INFINITY;
+    memset(s->sum, 0, sizeof(float) * rows * LANES);
+    memset(s->acc, 0, sizeof(float) * rows * s->width);
+}
+
+/* total = total * scale + add * add_scale, for whole vectors. */
+static void add_scaled(float *total, float scale, const float *add, float add_scale, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) store(total + i, load(total + i) * scale + load(add + i) * add_scale);
+}
+
+/* Merge the split that begins at `start` into the totals of the rows that see a key of it. */
+static void merge_split(const Scratch *s, int64_t start, int64_t rows, int64_t group) {
+    for (int64_t r = 0; r < rows; r++) {
+        float *acc = s->total_acc + r * s->width, *sum = s->total_sum + r * LANES, before = s->total_max[r];
+        const float *next_acc = s->acc + r * s->width, *next_sum = s->sum + r * LANES;
+        if (start == 0) {
+            memcpy(acc, next_acc, sizeof(float) * s->width);
+            memcpy(sum, next_sum, sizeof(float) * LANES);
+            s->total_max[r] = s->maximum[r];
+        } else if (s->position[r / group] >= start) {
+            float maximum = s->maximum[r] > before ? s->maximum[r] : before;
+            float scale = exp_(splat(before - maximum))[0], next_scale = exp_(splat(s->maximum[r] - maximum))[0];
+            add_scaled(acc, scale, next_acc, next_scale, s->width);
+            add_scaled(sum, scale, next_sum, next_scale, LANES);
+            s->total_max[r] = maximum;
+        }
+    }
+}
+
 /* `count` query tokens from row `token` on, whose sequences and positions are set, with the heads of one kv head. */
 static int attend_block(const Attention *a, Scratch *s, int64_t kv_head, int64_t token, int64_t count) {
     int64_t group = a->heads / a->kv_heads, rows = count * group, width = s->width, last = 0;
@@ -183,22 +219,27 @@ static int attend_block(const Attention *a, Scratch *s, int64_t kv_head, int64_t
     for (int64_t r = 0; r < rows; r++) {
         const float *q = a->q + (token + r / group) * a->q_stride + (kv_head * group + r % group) * a->dim;
         for (int64_t d = 0; d < a->dim; d++) s->q[r * width + d] = q[d] * scale;
-        s->maximum[r] = -INFINITY;
     }
-    memset(s->sum, 0, sizeof(float) * rows * LANES);
-    memset(s->acc, 0, sizeof(float) * rows * width);
+    clear_split(s, rows);
     for (int64_t t = 0; t < count; t++) last = s->position[t] > last ? s->position[t] : last;
-    for (int64_t tile = 0; tile <= last; tile += TILE)
+    for (int64_t tile = 0; tile <= last; tile += TILE) {
+        if (tile && tile % SPLIT == 0) {
+            merge_split(s, tile - SPLIT, rows, group);
+            clear_split(s, rows);
+        }
         for (int64_t t = 0, end; t < count; t = end) {
             end = t + 1;
             if (s->position[t] < tile) continue;
             while (end < count && same_tile(a, s, end, tile)) end++;
             if (attend_tile(a, s, kv_head, t, end, tile)) return 1;
         }
+    }
+    if (last >= SPLIT) merge_split(s, last / SPLIT * SPLIT, rows, group);
+    const float *acc = last >= SPLIT ? s->total_acc : s->acc, *sums = last >= SPLIT ? s->total_sum : s->sum;
     for (int64_t r = 0; r < rows; r++) {
         float *out = a->out + start + (r / group * a->heads + r % group) * a->dim;
-        float sum = fold_sum(load(s->sum + r * LANES));
-        for (int64_t d = 0; d < a->dim; d++) out[d] = s->acc[r * width + d] / sum;
+        float sum = fold_sum(load(sums + r * LANES));
+        for (int64_t d = 0; d < a->dim; d++) out[d] = acc[r * width + d] / sum;
     }
     return 0;
 }

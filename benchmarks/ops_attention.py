@@ -1,0 +1,82 @@
+"""The attention section of `ops.py`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from ops_common import DEVICE, Bench, error, normal
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lockstep import ops
+from lockstep.models.config import ModelConfig
+
+LIBRARIES = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def attention(bench: Bench, models: dict[str, ModelConfig]) -> None:
+    """Packed attention, forward and with its backward, and decoding over pages, against FlashAttention-2 and cuDNN."""
+    for name, c in models.items():
+        for batch, length in ((40, 245), (16, 2048), (2, 16384)):
+            packed_case(bench, f"{name} packed {batch}x{length}", c, batch, length)
+        for batch, length in ((1, 8192), (40, 245), (256, 768)):
+            decode_case(bench, f"{name} decode {batch}x{length}", c, batch, length)
+
+
+def sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    with sdpa_kernel(kernel):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def packed_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int) -> None:
+    """Causal attention of sequences of one length."""
+    q, k, v = (
+        normal(batch * length, n, c.head_dim).requires_grad_() for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+    )
+    zeros = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=DEVICE)
+    grad = normal(*q.shape)
+
+    def ours() -> Tensor:
+        return ops.attention_packed(q, k, v, cu_seqlens, zeros, zeros, length)
+
+    batched = [
+        x.detach().view(batch, length, *x.shape[1:]).transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)
+    ]
+    batched_grad = grad.view(batch, length, *grad.shape[1:]).transpose(1, 2).contiguous()
+    exact = sdpa(SDPBackend.MATH, *(x[:1, :, :512].detach().double() for x in batched), True).transpose(1, 2)[0]
+    others, both = {}, {}
+    for library, kernel in LIBRARIES.items():
+        others[library] = bench.time([lambda kernel=kernel: sdpa(kernel, *batched, True)])
+        both[library] = bench.time(
+            [lambda kernel=kernel: torch.autograd.grad(sdpa(kernel, *batched, True), batched, batched_grad)]
+        )
+    with torch.no_grad():
+        torch_s = sdpa(SDPBackend.FLASH_ATTENTION, *batched, True).transpose(1, 2)[0]
+        errors = {"error": error(ours()[: len(exact)], exact), "torch_error": error(torch_s[: len(exact)], exact)}
+    flops = 2 * 2 * batch * length * (length + 1) / 2 * c.num_heads * c.head_dim
+    moved = 2 * (q.nbytes + k.nbytes)
+    bench.add("attention", f"{case} forward", bench.time([ours]), others, moved, flops, **errors)
+    run = lambda: torch.autograd.grad(ours(), (q, k, v), grad)  # noqa: E731
+    bench.add("attention", f"{case} forward and backward", bench.time([run]), both, 3 * moved, 3.5 * flops)
+
+
+def decode_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int) -> None:
+    """One query a sequence over `length` cached keys, pages permuted; the libraries' caches are contiguous."""
+    page, heads, kv, dim = 16, c.num_heads, c.num_kv_heads, c.head_dim
+    pages = -(-length // page)
+    caches = [normal(batch * pages, page, kv, dim) for _ in range(2)]
+    table = torch.randperm(batch * pages, device=DEVICE).int().view(batch, pages)
+    q, steps = normal(batch, heads, dim), torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
+
+    def ours() -> Tensor:
+        return ops.attention_paged(q, *caches, table, steps, lengths, 1, length)
+
+    kv_rows = [x[table.long()].flatten(1, 2)[:, :length].transpose(1, 2).contiguous() for x in caches]
+    queries = q.unsqueeze(2)
+    others = {n: bench.time([lambda b=b: sdpa(b, queries, *kv_rows, False)]) for n, b in LIBRARIES.items()}
+    exact = sdpa(SDPBackend.MATH, *(x[:1].double() for x in (queries, *kv_rows)), False)[:, :, 0]
+    torch_s = sdpa(SDPBackend.FLASH_ATTENTION, queries, *kv_rows, False)[:1, :, 0]
+    errors = {"error": error(ours()[:1], exact), "torch_error": error(torch_s, exact)}
+    bench.add("attention", case, bench.time([ours]), others, 2 * batch * length * kv * dim * 2 + 2 * q.nbytes, **errors)

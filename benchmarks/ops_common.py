@@ -1,0 +1,91 @@
+"""What the sections of `ops.py` share: timing in CUDA graphs, the table, errors against float64."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda"
+BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # an H200's memory and bfloat16 matrix products, measured
+Run = Callable[[], Any]
+Record = dict[str, Any]
+
+
+class Bench:
+    """Measures and collects; a record is a row of the table and an entry of the JSON file."""
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats = max(repeats, 5)
+        self.records: list[Record] = []
+
+    def time(self, runs: list[Run], least: int = 4) -> dict[str, float]:
+        """Seconds of one call: median, minimum and maximum of graphs that call each of `runs` in turn."""
+        runs = runs * math.ceil(least / len(runs))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            runs[0]()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for run in runs:
+                run()
+        times = [self._replay(graph) / len(runs) for _ in range(self.repeats + 1)][1:]
+        return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
+
+    @staticmethod
+    def _replay(graph: torch.cuda.CUDAGraph) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def add(
+        self,
+        op: str,
+        case: str,
+        ours: dict[str, float],
+        others: dict[str, dict[str, float]],
+        bytes_: float = 0.0,
+        flops: float = 0.0,
+        **more: Any,
+    ) -> None:
+        """One operator in one case; `bytes_` each read and written once."""
+        floor = max(bytes_ / BYTES_PER_S, flops / FLOPS_PER_S)
+        self.records.append({"op": op, "case": case, "ours": ours, "others": others, "floor_s": floor, **more})
+        print(f"{op} {case}: {1e6 * ours['median_s']:.1f} us", file=sys.stderr, flush=True)
+
+    def table(self) -> list[list[str]]:
+        """Microseconds, with half the spread; the fastest other, and our time over its and over the floor's."""
+        rows = [
+            ["operator", "case", "us", "+-", "fastest other", "us", "x other", "floor", "x floor", "error", "torch's"]
+        ]
+        for r in self.records:
+            ours = r["ours"]["median_s"]
+            name, other = min(
+                ((n, t["median_s"]) for n, t in r["others"].items()), key=lambda x: x[1], default=("", math.nan)
+            )
+            spread = (r["ours"]["max_s"] - r["ours"]["min_s"]) / 2
+            numbers = [f"{1e6 * x:.1f}" for x in (ours, spread, other, r["floor_s"])]
+            ratios = [f"{ours / x:.2f}" if x else "" for x in (other, r["floor_s"])]
+            errors = [f"{r[k]:.1e}" if k in r else "" for k in ("error", "torch_error")]
+            row = [r["op"], r["case"], *numbers[:2], name, numbers[2], ratios[0], numbers[3], ratios[1], *errors]
+            rows.append(["" if cell == "nan" else cell for cell in row])
+        return rows
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, device=DEVICE)).bfloat16()
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """||x - exact|| / ||exact||."""
+    return float((x.double() - exact).norm() / exact.norm())

@@ -1,0 +1,297 @@
+"""Measure which kernel computes each matrix product fastest, and write `lockstep/ops/linear_table.json`.
+
+Everything runs in CUDA graphs over the weights of enough layers that none is left in the L2 cache. The products of a
+decoder layer are tuned one after the other inside the whole layer (but for its attention), where kernels overlap. Plain
+products are tuned alone; beside ours stands the faster of cuBLAS and cuBLASLt as torch calls them, free to split K,
+which the contract forbids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from common import arguments, finish, graph_us
+from decode_layer import BANDWIDTH, EPS, Stack, stock
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.models.init import architecture
+from lockstep.ops import backend, linear_table
+from lockstep.ops.kernels import linear, rows
+from lockstep.ops.linear_table import Choice, Kind
+
+ARCHITECTURES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
+LAYER: dict[str, Kind] = {
+    "qkv": "norm_linear",
+    "o": "linear_add",
+    "gate_up": "norm_gate_up",
+    "down": "linear_add",
+}
+PROBES = {8: 1, 16: 16, 32: 32, 64: 40, 128: 128, 256: 256}  # bound on the rows: rows measured
+LARGE = (512, 1024, 2048, 4096, 8192)  # left to the library; measured for the report
+BLOCK_M = {8: (16,), 16: (16,), 32: (32, 16), 64: (64, 32, 16), 128: (64, 128), 256: (64, 128)}
+PIPELINE_KIB = (110, 200)  # a program's stages: two programs a multiprocessor, or one
+SHARED_BYTES = 220 * 2**10
+COLD_BYTES = 250 * 2**20  # weights that one graph reads
+MIN_LAYERS, MAX_LAYERS = 3, 12
+FEW_ROWS = 16  # whose tile suits more of them too, in several blocks
+ROUNDS = 2  # over the products of a layer
+GAIN = 0.997  # what a change must bring to be taken
+
+Configuration = dict[str, Choice | None]
+
+
+def candidates(kind: Kind, bucket: int, columns: int, depth: int) -> list[Choice]:
+    """Tiles worth timing, as they are with neither early release nor prefetch."""
+    found: dict[Choice, None] = {}
+    weights = 2 if kind == "norm_gate_up" else 1
+    for block_m, block_n, block_k in itertools.product(BLOCK_M[bucket], (16, 32, 64, 128, 256), (64, 128, 256)):
+        programs = -(-PROBES[bucket] // block_m) * (columns // weights // block_n)
+        stage, tile = 2 * block_k * (block_m + weights * block_n), block_m * block_n * weights
+        few, many = programs < 48, programs > 400 and block_n < 64
+        if few or many or (bucket >= 256 and block_n < 64) or tile > 128 * 256 or depth % block_k:
+            continue
+        split = block_m < min(bucket, 64)  # the rows over several blocks
+        for kib in PIPELINE_KIB[split:]:
+            stages = min(kib * 1024 // stage, 8, depth // block_k + 1)
+            if stages >= 3 and stages * stage <= SHARED_BYTES:
+                found[Choice(block_m, block_n, block_k, 8 if tile >= 128 * 128 else 4, stages)] = None
+    return list(found)
+
+
+def product(kind: Kind, choice: Choice | None, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
+    """The product by one kernel of ours after the norm, or by the library and the row operators."""
+    gated, added = kind == "norm_gate_up", kind == "linear_add"
+    dtype = torch.float32 if kind == "linear_fp32" else torch.bfloat16
+    if kind in ("norm_linear", "norm_gate_up"):
+        x = rows.rms_norm(x, norm, EPS)
+    if choice:
+        return linear.product(x, weight, choice, dtype, gated=gated, residual_MN=residual if added else None)
+    out = backend.cublaslt_linear(x, weight, dtype)
+    return rows.silu_mul(out) if gated else out.add_(residual) if added else out
+
+
+class LayerProblem:
+    """The layers of an architecture at a number of rows."""
+
+    def __init__(self, arch: str, bucket: int) -> None:
+        size = sum(2 * w.numel() for w in Stack(arch, 1, 1, "meta").layers[0])
+        self.stack = Stack(arch, PROBES[bucket], max(MIN_LAYERS, min(MAX_LAYERS, COLD_BYTES // size)))
+        self.shapes = {name: tuple(w.shape) for name, w in zip(LAYER, self.stack.layers[0], strict=True)}
+        self.bucket = bucket
+
+    def run(self, chosen: Configuration) -> None:
+        s = self.stack
+        x = s.x
+        for layer in s.layers:
+            weight = dict(zip(LAYER, layer, strict=True))
+
+            def call(name: str, y: Tensor, residual: Tensor, weight: dict[str, Tensor] = weight) -> Tensor:
+                return product(LAYER[name], chosen[name], y, weight[name], s.norm, residual)
+
+            q = ops.qk_norm_rope_write_kv(call("qkv", x, x), *s.heads(), *s.cache, s.slots)
+            x = call("o", q.flatten(1), x)
+            x = call("down", call("gate_up", x, x), x)
+
+    def us(self, chosen: Configuration) -> float:
+        return graph_us(lambda: self.run(chosen), 3, 5) / len(self.stack.layers)
+
+    def tune(self) -> tuple[Configuration, float]:
+        """The best configuration that descents from the present table and from the rule find; microseconds a layer."""
+        m = PROBES[self.bucket]
+        present = {name: linear_table.choose(LAYER[name], m, *shape) for name, shape in self.shapes.items()}
+        starts = [present, *(self._rule(rows) for rows in {FEW_ROWS, min(max(m, FEW_ROWS), linear_table.MAX_ROWS)})]
+        return min((self._descend(start) for start in starts), key=lambda found: found[1])
+
+    def _rule(self, rows: int) -> Configuration:
+        weights = {name: 2 if name == "gate_up" else 1 for name in self.shapes}
+        return {
+            name: linear_table.rule(rows, n // weights[name], weights[name]) for name, (n, _) in self.shapes.items()
+        }
+
+    def _descend(self, best: Configuration) -> tuple[Configuration, float]:
+        """Coordinate descent."""
+        time = self.us(best)
+        for _ in range(ROUNDS):
+            for name in self.shapes:
+                for variants in (self._tiles, self._flags):
+                    for choice in variants(name, best[name]):
+                        us = self.us({**best, name: choice})
+                        if us < GAIN * time:
+                            best, time = {**best, name: choice}, us
+        return best, time
+
+    def _tiles(self, name: str, choice: Choice | None) -> list[Choice | None]:
+        """Other tiles with the flags of `choice`, and the library."""
+        early, prefetch = (choice.early, choice.prefetch) if choice else (True, False)
+        tiles = candidates(LAYER[name], self.bucket, *self.shapes[name])
+        return [None, *(tile._replace(early=early, prefetch=prefetch) for tile in tiles)]
+
+    def _flags(self, name: str, choice: Choice | None) -> list[Choice]:
+        """The tile of `choice` with other flags."""
+        flags = itertools.product((False, True), repeat=2) if choice else ()
+        return [choice._replace(early=early, prefetch=prefetch) for early, prefetch in flags]
+
+
+class PlainProblem:
+    """One product without neighbours."""
+
+    pool: Tensor | None = None  # random words, shared by all
+
+    def __init__(self, kind: Kind, columns: int, depth: int) -> None:
+        self.kind, self.columns, self.depth = kind, columns, depth
+        size = columns * depth
+        layers = max(2, min(24, COLD_BYTES // (2 * size)))
+        if PlainProblem.pool is None or PlainProblem.pool.numel() < layers * size:
+            PlainProblem.pool = torch.randn(layers * size, device="cuda", dtype=torch.bfloat16)
+        self.weights = PlainProblem.pool[: layers * size].view(layers, columns, depth)
+
+    def us(self, m: int, choice: Choice | None) -> float:
+        x = torch.randn(m, self.depth, device="cuda").bfloat16()
+        return self._us(lambda w: product(self.kind, choice, x, w, x, x))
+
+    def library_us(self, m: int) -> float:
+        """The faster of cuBLAS and cuBLASLt, both free to split K."""
+        x, times = torch.randn(m, self.depth, device="cuda").bfloat16(), []
+        dtype = torch.float32 if self.kind == "linear_fp32" else torch.bfloat16
+        try:
+            stock()
+            for library in ("cublas", "cublaslt"):
+                torch.backends.cuda.preferred_blas_library(library)
+                times.append(self._us(lambda w: torch.mm(x, w.t(), out_dtype=dtype)))
+        finally:
+            backend.configure_cuda.__wrapped__()
+        return min(times)
+
+    def _us(self, call) -> float:
+        return graph_us(lambda: [call(w) for w in self.weights], 3, 5) / len(self.weights)
+
+    def tune(self, bucket: int) -> tuple[Choice | None, float]:
+        choices: list[Choice | None] = [None]
+        choices += [c._replace(early=True) for c in candidates(self.kind, bucket, self.columns, self.depth)]
+        times = {choice: self.us(PROBES[bucket], choice) for choice in choices}
+        best = min(choices, key=times.__getitem__)
+        return best, times[best]
+
+
+def compile_one(job: tuple[Kind, Choice]) -> None:
+    """Put a kernel into Triton's cache. Runs in a process of its own."""
+    kind, choice = job
+    depth, columns = choice.block_k, choice.block_n * (2 if kind == "norm_gate_up" else 1)
+    weight, x, residual = (
+        torch.zeros(n, k, device="cuda", dtype=torch.bfloat16)
+        for n, k in ((columns, depth), (16, depth), (16, columns))
+    )
+    product(kind, choice, x, weight, weight[0], residual)
+    torch.cuda.synchronize()
+
+
+def compile_all(shapes: list[tuple[Kind, int, int]]) -> int:
+    """Compile what will be timed, on all processors."""
+    plain: dict[Kind, Kind] = {"norm_linear": "linear"}
+    jobs = {
+        (plain.get(s[0], s[0]), choice)
+        for s in shapes
+        for bucket in PROBES
+        for choice in candidates(s[0], bucket, *s[1:])
+    }
+    workers = max(1, (os.cpu_count() or 2) - 2)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_one, sorted(jobs), chunksize=4))
+    return len(jobs)
+
+
+class Table:
+    """What was chosen, kind by kind, shape by shape, for each bound on the rows; other shapes keep what they have."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, dict[str, dict[int, Choice | None]]] = {
+            kind: {f"{n}x{k}": dict(found) for (n, k), found in shapes.items()}
+            for kind, shapes in linear_table.table().items()
+        }
+        self.lines = [["what", "shape", "rows", "us", "library us", "floor us", "choice"]]
+
+    def add(self, kind: Kind, shape: tuple[int, ...], bucket: int, choice: Choice | None) -> None:
+        self.entries[kind].setdefault("x".join(map(str, shape)), {})[bucket] = choice
+
+    def line(self, *cells: object) -> None:
+        self.lines.append([f"{c:.2f}" if isinstance(c, float) else str(c) for c in cells])
+        print("  ".join(self.lines[-1]), file=sys.stderr, flush=True)
+
+    def write(self, path: Path) -> None:
+        """One line a shape."""
+        parts = []
+        for kind, shapes in self.entries.items():
+            found = (
+                (n, [[b, c and [*c[:5], *map(int, c[5:])]] for b, c in sorted(e.items())]) for n, e in shapes.items()
+            )
+            lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entries)}" for name, entries in found)
+            parts.append(f"  {json.dumps(kind)}: {{\n{lines}\n  }}")
+        path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def tune_layers(arch: str, table: Table) -> None:
+    for bucket in PROBES:
+        problem = LayerProblem(arch, bucket)
+        chosen, us = problem.tune()
+        floor = sum(2 * w.numel() for w in problem.stack.layers[0]) / BANDWIDTH
+        table.line(
+            "layer", arch, PROBES[bucket], us, "", floor, {n: c and tuple(map(int, c)) for n, c in chosen.items()}
+        )
+        for name, shape in problem.shapes.items():
+            table.add(LAYER[name], shape, bucket, chosen[name])
+
+
+def tune_plain(kind: Kind, columns: int, depth: int, table: Table) -> list[float]:
+    """Our times over the library's."""
+    problem, ratios, floor = PlainProblem(kind, columns, depth), [], 2 * columns * depth / BANDWIDTH
+    for bucket, m in PROBES.items():
+        choice, us = problem.tune(bucket)
+        library = problem.library_us(max(m, 2))
+        ratios.append(us / library)
+        table.add(kind, (columns, depth), bucket, choice)
+        table.line(kind, f"{columns}x{depth}", m, us, library, floor, choice and tuple(map(int, choice)))
+    if kind == "linear":
+        ratios += [problem.us(m, None) / problem.library_us(m) for m in LARGE]
+    return ratios
+
+
+def main() -> int:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="*", default=list(ARCHITECTURES), help=f"default: {' '.join(ARCHITECTURES)}")
+    parser.add_argument("--out", type=Path, default=linear_table.PATH, help="default: the table in the package")
+    args = parser.parse_args()
+    if args.device != "cuda":
+        parser.error("needs a CUDA device")
+    configs = [architecture(name) for name in args.arch]
+    layers = {
+        (LAYER[n], *w.shape) for a in args.arch for n, w in zip(LAYER, Stack(a, 1, 1, "meta").layers[0], strict=True)
+    }
+    plain: list[tuple[Kind, int, int]] = sorted({("linear", *shape[1:]) for shape in layers})
+    plain += sorted({("linear_fp32", c.vocab_size, c.hidden_size) for c in configs})
+    print(f"{compile_all([*sorted(layers), *plain])} kernels compiled", file=sys.stderr, flush=True)
+    backend.configure_cuda()
+    table, ratios = Table(), []
+    with torch.inference_mode():
+        for arch in args.arch:
+            tune_layers(arch, table)
+        for problem in plain:
+            found = tune_plain(*problem, table)
+            ratios += found if problem[0] == "linear" else []
+    table.write(args.out)
+    figures = {"geometric_mean": math.prod(ratios) ** (1 / len(ratios)), "worst": max(ratios)}
+    finish("tune_linear", {**figures, "rows": table.lines}, table.lines, args.json)
+    print(f"linear over the library: geometric mean {figures['geometric_mean']:.3f}, worst {figures['worst']:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

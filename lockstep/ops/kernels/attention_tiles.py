@@ -1,0 +1,178 @@
+"""The expression that every attention kernel evaluates: key tiles, their online softmax, and the merging of splits.
+
+Keys come in tiles of `KEY_TILE` at absolute positions, ascending; at every multiple of `KEY_SPLIT` a fresh online
+softmax begins, and the splits' states are merged left to right. A tile that is masked for a row multiplies its
+accumulators by 1 and adds 0; a split in which a row sees no key is skipped. The order of a tile's row sum is written
+out (`_row_sum`), so nothing depends on a query tile's rows, on its warps or on how the compiler lays them out.
+
+Rounding points: scores, maxima, sums and the output's accumulator are float32; probabilities are rounded to the values'
+dtype before the second product, their sum is taken before that rounding; the result is rounded once.
+
+A state is (shift, sum, acc): the row's largest score times `scale` (which holds log2(e)), the sum of exponentials and
+the output before its division, both relative to that shift.
+
+Shape suffixes: H head dim, M query rows of a program, L keys of a tile, S segments.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MIN_BLOCK = 16  # tl.dot's smallest side
+LONG = 512  # keys of a sequence above which larger tiles of queries pay
+
+
+@triton.jit
+def _key_rows(position_L, end, table_ptr, prefix, shared, own, PAGE_SIZE: tl.constexpr):
+    """Rows (int32) of absolute positions below `end`: by the block table when PAGE_SIZE > 0, else `shared + position`
+    in the prefix and `own + position` after it."""
+    if PAGE_SIZE > 0:
+        page_L = tl.load(table_ptr + position_L // PAGE_SIZE, mask=position_L < end, other=0)
+        return page_L * PAGE_SIZE + position_L % PAGE_SIZE
+    else:
+        return tl.where(position_L < prefix, shared, own) + position_L
+
+
+@triton.jit
+def load_rows(ptr, row_L, stride, inside_L, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
+    """A tile of keys or values; with MASKED, zeros where not inside."""
+    h = tl.arange(0, BLOCK_H)
+    at_LH = ptr + (row_L.to(tl.int64) * stride)[:, None] + h[None, :]
+    if MASKED or HEAD_DIM != BLOCK_H:
+        return tl.load(at_LH, mask=inside_L[:, None] & (h < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(at_LH)
+
+
+@triton.jit
+def empty_state(BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The state before the first key."""
+    shift_M = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    return shift_M, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+
+
+@triton.jit
+def _row_sum(p_ML, BLOCK_M: tl.constexpr):
+    """Sums over a tile's 64 keys: for each t the keys 8 j + 2 t + b in order of (j, b), then t = (0 + 2) + (1 + 3). It
+    is the order of the matrix instruction's own layout, where it costs no more than `tl.sum`."""
+    p_M6 = tl.reshape(p_ML, (BLOCK_M, 2, 2, 2, 4, 2))  # M, the bits of j, t, b
+    j0246, j1357 = tl.split(tl.permute(p_M6, (0, 4, 5, 1, 2, 3)))  # first what warps may lie along
+    j04, j26 = tl.split(j0246)
+    j15, j37 = tl.split(j1357)
+    j0, j4 = tl.split(j04)
+    j1, j5 = tl.split(j15)
+    j2, j6 = tl.split(j26)
+    j3, j7 = tl.split(j37)
+    even, odd = tl.split(j0)
+    sum_M4 = even + odd
+    rest = (j1, j2, j3, j4, j5, j6, j7)
+    for j in tl.static_range(len(rest)):
+        even, odd = tl.split(rest[j])
+        sum_M4 = (sum_M4 + even) + odd
+    return tl.sum(tl.sum(tl.reshape(sum_M4, (BLOCK_M, 2, 2)), axis=1), axis=1)
+
+
+@triton.jit
+def _attend_tile(q_MH, k_LH, v_LH, visible_ML, shift_M, sum_M, acc_MH, scale, MASKED: tl.constexpr):
+    """One key tile of the online softmax (Milakov and Gimelshein 2018)."""
+    score_ML = tl.dot(q_MH, tl.trans(k_LH), input_precision="ieee")
+    if MASKED:
+        score_ML = tl.where(visible_ML, score_ML, float("-inf"))
+    new_M = tl.maximum(shift_M, tl.max(score_ML, axis=1) * scale)
+    finite_M = new_M
+    if MASKED:
+        finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)  # no visible key yet: every exp2 below is 0
+    p_ML = tl.exp2(tl.fma(score_ML, scale, -finite_M[:, None]))
+    alpha_M = tl.exp2(shift_M - finite_M)
+    sum_M = tl.fma(sum_M, alpha_M, _row_sum(p_ML, q_MH.shape[0]))
+    acc_MH = tl.dot(p_ML.to(v_LH.dtype), v_LH, acc_MH * alpha_M[:, None], input_precision="ieee")
+    return new_M, sum_M, acc_MH
+
+
+@triton.jit
+def attend(
+    shift_M,
+    sum_M,
+    acc_MH,
+    q_MH,
+    last_M,  # the last position that a row sees
+    begin,  # a multiple of BLOCK_L
+    end,
+    k_ptr,  # of the kv head
+    v_ptr,
+    table_ptr,
+    prefix,
+    shared,
+    own,
+    k_stride,
+    v_stride,
+    scale,
+    MASKED: tl.constexpr,  # some row does not see some of the keys
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The state with the keys at positions `begin` to `end` added; where they lie, `_key_rows` says."""
+    row_L = _key_rows(begin + tl.arange(0, BLOCK_L), end, table_ptr, prefix, shared, own, PAGE_SIZE)
+    for start in range(begin, end, BLOCK_L):
+        position_L = start + tl.arange(0, BLOCK_L)
+        inside_L = position_L < end
+        k_LH = load_rows(k_ptr, row_L, k_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
+        v_LH = load_rows(v_ptr, row_L, v_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
+        visible_ML = position_L[None, :] <= last_M[:, None]
+        shift_M, sum_M, acc_MH = _attend_tile(q_MH, k_LH, v_LH, visible_ML, shift_M, sum_M, acc_MH, scale, MASKED)
+        row_L = _key_rows(position_L + BLOCK_L, end, table_ptr, prefix, shared, own, PAGE_SIZE)  # a tile ahead
+    return shift_M, sum_M, acc_MH
+
+
+@triton.jit
+def merge_states(shift_M, sum_M, acc_MH, next_shift_M, next_sum_M, next_acc_MH):
+    """The state of the splits so far with the next one's added; exactly the other's where one has no key."""
+    new_M = tl.maximum(shift_M, next_shift_M)
+    finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)
+    alpha_M, beta_M = tl.exp2(shift_M - finite_M), tl.exp2(next_shift_M - finite_M)
+    only_M, none_M = sum_M == 0.0, next_sum_M == 0.0
+    total_M = sum_M * alpha_M + next_sum_M * beta_M
+    total_M = tl.where(none_M, sum_M, tl.where(only_M, next_sum_M, total_M))
+    total_MH = acc_MH * alpha_M[:, None] + next_acc_MH * beta_M[:, None]
+    total_MH = tl.where(none_M[:, None], acc_MH, tl.where(only_M[:, None], next_acc_MH, total_MH))
+    return new_M, total_M, total_MH
+
+
+@triton.jit
+def find_tile(
+    cu_seqlens_ptr,
+    prefix_len_ptr,
+    tokens,
+    segments,
+    ROWS: tl.constexpr,  # rows a token
+    BLOCK: tl.constexpr,  # rows a tile
+    BLOCK_S: tl.constexpr,
+):
+    """The segment of tile number `program_id(1)`, the tile's place in it and the segment's tiles.
+
+    Segment `segments` is the padding, a larger one means that no tile is left. Segments without a prefix come first:
+    their keys may be a shared prompt's, whose programs run longest.
+    """
+    index = tl.program_id(1)
+    s = tl.arange(0, BLOCK_S)
+    first_S = tl.load(cu_seqlens_ptr + s, mask=s <= segments, other=tokens)
+    end_S = tl.load(cu_seqlens_ptr + s + 1, mask=s < segments, other=tokens)
+    prefix_S = tl.load(prefix_len_ptr + s, mask=s < segments, other=1)
+    tiles_S = tl.cdiv((end_S - first_S) * ROWS, BLOCK)
+    root_tiles_S = tl.where(prefix_S == 0, tiles_S, 0)
+    root_tiles = tl.sum(root_tiles_S, axis=0)
+    is_root = index < root_tiles
+    tiles_S = tl.where(is_root, root_tiles_S, tiles_S - root_tiles_S)
+    index = tl.where(is_root, index, index - root_tiles)
+    segment = tl.sum((tl.cumsum(tiles_S, axis=0) <= index).to(tl.int32), axis=0)
+    tile = index - tl.sum(tl.where(s < segment, tiles_S, 0), axis=0)
+    return segment, tile, tl.sum(tl.where(s == segment, tiles_S, 0), axis=0)
+
+
+def rows_last(x: Tensor) -> Tensor:
+    """`x` with its head dim contiguous, which is what the kernels address."""
+    return x if x.stride(-1) == 1 else x.contiguous()

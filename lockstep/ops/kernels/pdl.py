@@ -1,0 +1,40 @@
+"""Programmatic dependent launch: a kernel's start overlaps with the end of the one before it on the stream (Hopper on).
+
+A kernel that is launched so waits before its first access to memory, until the one before it is complete. Every such
+kernel waits, so those before that one are complete too, and it may let its own dependents start at once: they wait for
+it in turn. Short kernels do; matrix products do where the table says that it pays.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # Triton without it
+    gdc_wait = gdc_launch_dependents = None
+
+HOPPER = (9, 0)
+
+
+@triton.jit
+def begin():
+    """Release the dependents, then wait for the kernel before."""
+    gdc_launch_dependents()
+    gdc_wait()
+
+
+@functools.cache
+def _supported(device: torch.device) -> bool:
+    return gdc_wait is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
+
+
+def options(x: Tensor) -> dict[str, Any]:
+    """Launch options for a kernel with a `PDL` constant, on the device of `x`."""
+    supported = _supported(x.device)
+    return {"PDL": True, "launch_pdl": True} if supported else {"PDL": False}

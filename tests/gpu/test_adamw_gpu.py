@@ -1,0 +1,61 @@
+"""The one-pass AdamW kernel on a GPU against torch's fused optimizer, and its time beside the bytes it must move."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.adamw import adamw as torch_adamw
+
+from lockstep import ops
+
+SIZE, MATRICES = 600_000_000, 599_000_000
+BYTES_AN_ELEMENT = 34  # gradient, master and moments read; all four and the bfloat16 weight written
+
+
+def test_equals_torch_and_runs_at_the_speed_of_memory() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    size, matrices = 1_000_003, 900_001
+    master = torch.randn(size, device="cuda", generator=generator)
+    weights = master.bfloat16()
+    ours = [master.clone(), torch.zeros_like(master), torch.zeros_like(master)]
+    theirs = [t.clone() for t in ours]
+    steps, their_steps = torch.zeros(2, device="cuda"), torch.zeros(2, device="cuda")
+    lr, scale, yes = (torch.tensor(v, device="cuda") for v in (3e-3, 2.5, True))
+    for _ in range(4):
+        grad = torch.randn(size, device="cuda", generator=generator)
+        for i, span in enumerate((slice(0, matrices), slice(matrices, None))):
+            torch_adamw(
+                *([t[span]] for t in (theirs[0], grad.clone(), *theirs[1:])), [], [their_steps[i]], fused=True,
+                grad_scale=scale, found_inf=(~yes).float(), amsgrad=False, maximize=False, beta1=0.9, beta2=0.95,
+                lr=lr, weight_decay=(0.1, 0.0)[i], eps=1e-8,
+            )  # fmt: skip
+        ops.adamw(weights, grad, *ours, steps, lr, scale, yes, matrices, 0.9, 0.95, 1e-8, 0.1)
+        assert not grad.any() and torch.equal(weights, ours[0].bfloat16())
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
+    before = [t.clone() for t in (weights, *ours, steps)]
+    ops.adamw(weights, grad.fill_(torch.nan), *ours, steps, lr, scale, ~yes, matrices, 0.9, 0.95, 1e-8, 0.1)
+    assert all(map(torch.equal, before, (weights, *ours, steps))) and not grad.any()
+
+
+def test_speed() -> None:
+    weights = torch.zeros(SIZE, dtype=torch.bfloat16, device="cuda")
+    flat = [torch.zeros(SIZE, device="cuda") for _ in range(4)]
+    steps, lr, scale, yes = (torch.tensor(v, device="cuda") for v in ([0.0, 0.0], 1e-6, 1.0, True))
+    times = []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        ops.adamw(weights, *flat, steps, lr, scale, yes, MATRICES, 0.9, 0.95, 1e-8, 0.1)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    rate = SIZE * BYTES_AN_ELEMENT / min(times) / 1e9
+    print(f"\nadamw: {min(times):.2f} ms for {SIZE:,} elements, {rate:.2f} TB/s")
+    assert rate > 3.0
+
+
+def test_global_norm() -> None:
+    x = torch.randn(SIZE, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    exact = torch.stack([part.double().square().sum() for part in x.split(SIZE // 16)]).sum().sqrt()
+    found = ops.global_norm(x)
+    assert abs(found.double() / exact - 1) < 1e-6
+    assert torch.equal(found, ops.global_norm(x))

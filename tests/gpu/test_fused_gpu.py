@@ -1,0 +1,157 @@
+"""Fused linear layers on a GPU: the words of the separate operators, whatever the tile, and in a replayed graph.
+
+Shapes are Qwen3-0.6B's and 1.7B's. Inputs have wide exponents, so that a missing rounding or another order shows.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.ops import backend
+from lockstep.ops.linear_table import Choice
+
+DEVICE = "cuda"
+ROWS = (1, 2, 7, 16, 40, 64, 100, 256, 700)
+TILES = (
+    Choice(16, 16, 128, 4, 8, early=True, prefetch=True),
+    Choice(16, 32, 256, 4, 3),
+    Choice(32, 32, 128, 4, 5),
+    Choice(32, 64, 64, 4, 4),
+    Choice(64, 16, 128, 4, 4),
+    Choice(64, 32, 64, 4, 8, early=True),
+    Choice(64, 64, 128, 4, 4),
+    Choice(128, 64, 64, 4, 5, prefetch=True),
+    Choice(128, 128, 64, 8, 4),
+)
+HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def wide(*shape: int) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * torch.exp(2 * torch.randn(*shape, device=DEVICE))).bfloat16()
+
+
+def separate(x: Tensor, norm: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    with torch.enable_grad():
+        return (ops.norm_gate_up if gated else ops.norm_linear)(x, norm, weight, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (2048, 6144), (128, 2048)]
+)
+def test_every_tile_is_one_chain(census, n, k):
+    from lockstep.ops.kernels import linear
+
+    x, weight, residual = wide(max(ROWS), k), wide(n, k), wide(max(ROWS), n)
+    chain, chain_fp32 = linear.linear_bf16(x, weight), linear.linear_fp32(x, weight)
+    for m in ROWS:
+        library = backend.cublaslt_linear(x[:m], weight)
+        assert census("linear: cuBLASLt = one chain", library, chain[:m]) == 0
+        float32 = backend.cublaslt_linear(x[:m], weight, torch.float32)
+        assert census("linear_fp32: cuBLASLt = one chain", float32, chain_fp32[:m]) == 0
+        for tile in TILES:
+            assert census("linear: any tile = one chain", linear.product(x[:m], weight, tile), chain[:m]) == 0
+            added = linear.product(x[:m], weight, tile, residual_MN=residual[:m])
+            assert census("linear_add: any tile = separate", added, residual[:m] + chain[:m]) == 0
+
+
+@pytest.mark.parametrize(("n", "k"), [(1024, 2048), (1024, 3072), (2560, 4096)])
+def test_linear_add_is_separate(census, n, k):
+    x, weight, residual = wide(max(ROWS), k), wide(n, k), wide(max(ROWS), n)
+    for m in ROWS:
+        with torch.no_grad():
+            fused = ops.linear_add(x[:m], weight, residual[:m])
+        expected = residual[:m] + ops.linear(x[:m], weight)
+        assert census("linear_add = linear, add", fused, expected) == 0
+    unrounded = (residual.float() + ops.linear(x.float().bfloat16(), weight).float()).bfloat16()
+    exact = (residual.double() + x.double() @ weight.double().t()).bfloat16()
+    assert census("linear_add rounds the product", ops.linear(x, weight) + residual, unrounded) == 0
+    assert census("CONTROL linear_add: product not rounded", unrounded, exact) > 0
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(4096, 1024), (6144, 1024), (4096, 2048), (512, 96)])
+def test_norm_layers_are_separate(census, n, k, gated):
+    from lockstep.ops.kernels import linear
+
+    x, norm, weight = wide(max(ROWS), k), wide(k), wide(n, k) * 0.02
+    name = "norm_gate_up" if gated else "norm_linear"
+    for m in ROWS:
+        expected = separate(x[:m], norm, weight, gated)
+        with torch.no_grad():
+            fused = getattr(ops, name)(x[:m], norm, weight, 1e-6)
+        assert census(f"{name} = separate", fused, expected) == 0
+        normed = ops.rms_norm(x[:m], norm, 1e-6)
+        for tile in TILES:
+            if gated and (tile.block_m + 2 * tile.block_n) * tile.block_k * tile.num_stages * 2 < 220 * 1024:
+                one = linear.product(normed, weight, tile, gated=True)
+                assert census(f"{name}: any tile = separate", one, expected) == 0
+    strided = torch.cat((x, torch.full_like(x, torch.nan)), dim=1)[:, :k]
+    with torch.no_grad():
+        assert (
+            census(
+                f"{name}: view = contiguous",
+                getattr(ops, name)(strided[:7], norm, weight, 1e-6),
+                separate(x[:7], norm, weight, gated),
+            )
+            == 0
+        )
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_write_kv_inside_is_write_kv_after(census, norms):
+    tokens = 257
+    qkv = wide(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    weights = (wide(HEAD_DIM), wide(HEAD_DIM)) if norms else (None, None)
+    inv_freq = 1e6 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
+    table = ops.rope_table(torch.randint(0, 4096, (tokens,), device=DEVICE), inv_freq)
+    slots = torch.randperm(40 * 16, device=DEVICE)[:tokens]
+    caches, expected = (
+        [torch.zeros(40, 16, KV_HEADS, HEAD_DIM, device=DEVICE).bfloat16() for _ in range(2)] for _ in range(2)
+    )
+    for m in (1, 40, tokens):
+        arguments = (*weights, table[:m], HEADS, KV_HEADS, 1e-6)
+        with torch.no_grad():
+            q = ops.qk_norm_rope_write_kv(qkv[:m], *arguments, *caches, slots[:m])
+        qk = ops.qk_norm_rope(qkv[:m], *arguments)
+        v = qkv[:m, -KV_HEADS * HEAD_DIM :].unflatten(1, (KV_HEADS, HEAD_DIM))
+        ops.write_kv(qk[:, HEADS:], v, *expected, slots[:m])
+        assert census("qk_norm_rope_write_kv: queries = separate", q, qk[:, :HEADS]) == 0
+        for cache, e in zip(caches, expected, strict=True):
+            assert census("qk_norm_rope_write_kv: cache = separate", cache, e) == 0
+
+
+@pytest.mark.parametrize("m", [1, 40, 256])
+def test_captured_layers_are_eager_ones(census, m):
+    """A chain of layers, each reading what the last wrote: kernels overlap in the graph, and must not race."""
+    dim, ffn, layers = 1024, 3072, 6
+    norm = torch.ones(dim, device=DEVICE).bfloat16()
+    gate_up = [torch.randn(2 * ffn, dim, device=DEVICE).bfloat16() * 0.05 for _ in range(layers)]
+    down = [torch.randn(dim, ffn, device=DEVICE).bfloat16() * 0.05 for _ in range(layers)]
+    x, stream = wide(m, dim), torch.cuda.Stream()
+
+    def step() -> Tensor:
+        y = x.clone()
+        for up, low in zip(gate_up, down, strict=True):
+            y = ops.linear_add(ops.norm_gate_up(y, norm, up, 1e-6), low, y)
+        return y
+
+    with torch.no_grad():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+    for _ in range(20):
+        x.copy_(wide(m, dim))
+        graph.replay()
+        with torch.enable_grad():
+            expected = step()
+        assert census("layers: replayed fused = eager separate", captured, expected) == 0

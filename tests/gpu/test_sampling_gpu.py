@@ -1,0 +1,108 @@
+"""The search for a filtered support and the check of the machine on a GPU: exact, independent of order and batch, and
+within the time that a decode step allows (`-s` shows it)."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.ops import gate, linear_table, logprobs_reference, philox
+from lockstep.ops.gate import Heads, Product
+
+DEVICE = "cuda"
+VOCABULARY = 151_936
+
+
+def columns(rows: int, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    one = torch.ones(rows, device=DEVICE)
+    return temperature * one, (top_k * one).int(), top_p * one, 0 * one
+
+
+def thresholds(logits: Tensor, *filters: float) -> Tensor:
+    from lockstep.ops.kernels import logprobs
+
+    return logprobs.statistics(logits, *columns(len(logits), *filters), None, True, False)[2]
+
+
+# temperature, top-k, top-p; spread of the logits. The last three are beyond the list: the row itself is searched.
+CASES = [(0.8, 0, 0.95, 0.6), (0.3, 0, 0.9, 3.0), (1.0, 50, 1.0, 2.0), (1.0, 1000, 0.9, 2.0), (1.0, 0, 0.99999, 1.0)]
+CASES += [(1.0, 100_000, 1.0, 1.0), (1.0, 0, 0.9, 0.0), (0.7, 40_000, 0.99, 0.1)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_thresholds(case, census):
+    torch.manual_seed(0)
+    *filters, spread = case
+    logits = spread * torch.randn(48, VOCABULARY, device=DEVICE)
+    found = thresholds(logits, *filters)
+    z = logits / logprobs_reference.divisor(columns(48, *filters)[0]).unsqueeze(1)
+    expected = logprobs_reference.support_threshold(z, *columns(48, *filters)[1:])
+    kept, expected_kept = ((z >= t.unsqueeze(1)).sum(1) for t in (found, expected))
+    assert ((kept - expected_kept).abs() <= 1).all()  # exponentials differ in their last bit, so one logit may fall out
+    assert census("support: threshold of a row alone", thresholds(logits[7:8], *filters), found[7:8]) == 0
+    order = torch.randperm(VOCABULARY, device=DEVICE)
+    assert (
+        census("support: threshold of a permuted row", thresholds(logits[:, order].contiguous(), *filters), found) == 0
+    )
+
+
+@pytest.mark.parametrize(("top_p", "limit"), [(1.0, 0.08), (0.95, 0.15)])
+def test_speed_of_sampling(top_p, limit):
+    """40 rows after the LM head, in milliseconds of a CUDA graph."""
+    from lockstep.ops.kernels import logprobs
+
+    logits = 0.6 * torch.randn(40, VOCABULARY, device=DEVICE)
+    filters = columns(40, 0.8, 0, top_p)
+    keys = torch.tensor([philox.sample_key(0, 0, 0, 0, i) for i in range(40)]).to(DEVICE)
+    position = torch.arange(40, device=DEVICE)
+
+    def sample() -> tuple[Tensor, Tensor]:
+        lse, kept_lse, threshold, _ = logprobs.statistics(logits, *filters, None, top_p < 1, False)
+        token = logprobs.draw(logits, filters[0], threshold, keys, position, False)
+        return logprobs.scores(logits, token, filters[0], lse, kept_lse)
+
+    sample()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            sample()
+    times = []
+    for _ in range(6):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 10)
+    print(f"\nsampling, top-p {top_p}: {min(times):.3f} ms, floor {logits.nbytes / 4.3e9:.3f}")
+    assert min(times) < limit
+
+
+@pytest.fixture
+def no_overrides():
+    yield
+    linear_table.overrides.clear()
+
+
+def test_the_machine_keeps_the_contract(tmp_path):
+    products = gate.decoder_products([1, 8, 40, 512], [4685], [40, 4000], 1024, Heads(16, 8, 128), 3072, VOCABULARY)
+    verdict = gate.check(products, [Heads(16, 8, 128)], torch.device(DEVICE), torch.bfloat16, tmp_path / "cache")
+    print(f"\n{verdict}")
+    assert verdict.holds and not verdict.replaced
+
+
+def test_a_product_in_two_halves_is_replaced(tmp_path, monkeypatch, no_overrides):
+    """Split K, the wrong plan."""
+
+    def halves(x: Tensor, weight: Tensor) -> Tensor:
+        half = x.shape[1] // 2
+        return (
+            x[:, :half].float() @ weight[:, :half].float().t() + x[:, half:].float() @ weight[:, half:].float().t()
+        ).to(x.dtype)
+
+    monkeypatch.setattr(gate, "linear", halves)
+    product = Product("linear", 300, 1024, 3072)
+    assert linear_table.choose(*product) is None, "the library's"
+    verdict = gate.check([product], [], torch.device(DEVICE), torch.bfloat16, tmp_path / "cache")
+    assert verdict.holds and verdict.replaced == (str(product),)
+    assert linear_table.choose(*product) == linear_table.CHAIN

@@ -1,0 +1,87 @@
+"""Fused operators on a CPU: with gradients enabled, without, and in inference mode, the separate operators' bits."""
+
+import pytest
+import torch
+
+from lockstep import ops
+
+ROWS = (1, 2, 7, 16, 33)
+DIM, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM = 48, 40, 4, 2, 12
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def wide(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(shape) * torch.exp(2 * torch.randn(shape))).to(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    words = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(words), b.contiguous().view(words))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_layers_are_the_separate_operators(dtype, mode):
+    norm, gate_up, down = (wide(*s, dtype=dtype) for s in ((DIM,), (2 * FEED_FORWARD, DIM), (DIM, FEED_FORWARD)))
+    for rows in ROWS:
+        x, hidden = wide(rows, DIM, dtype=dtype), wide(rows, FEED_FORWARD, dtype=dtype)
+        projected = ops.linear(ops.rms_norm(x, norm, 1e-6), gate_up)
+        with MODES[mode]():
+            assert same_bits(ops.norm_linear(x, norm, gate_up, 1e-6), projected)
+            assert same_bits(ops.norm_gate_up(x, norm, gate_up, 1e-6), ops.silu_mul(projected))
+            assert same_bits(ops.linear_add(hidden, down, x), x + ops.linear(hidden, down))
+
+
+def test_gradients_are_those_of_the_separate_operators():
+    leaves = [wide(*s, dtype=torch.float32) for s in ((5, DIM), (DIM,), (2 * FEED_FORWARD, DIM), (DIM, FEED_FORWARD))]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    x, norm, gate_up, down = leaves
+    fused = ops.linear_add(
+        ops.norm_gate_up(x, norm, gate_up, 1e-6), down, ops.norm_linear(x, norm, gate_up, 1e-6)[:, :DIM]
+    )
+    projected = ops.linear(ops.rms_norm(x, norm, 1e-6), gate_up)
+    separate = projected[:, :DIM] + ops.linear(ops.silu_mul(projected), down)
+    assert same_bits(fused, separate)
+    grads, expected = (torch.autograd.grad(out.sum(), leaves) for out in (fused, separate))
+    for grad, e in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, e, rtol=1e-5, atol=1e-6 * float(e.abs().max()))
+        assert grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_norms", [True, False])
+def test_write_kv_inside_is_write_kv_after(dtype, mode, with_norms):
+    qkv = wide(5, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
+    norms = [wide(HEAD_DIM, dtype=dtype) if with_norms else None for _ in range(2)]
+    table = ops.rope_table(torch.tensor([0, 5, 77, 3, 900]), torch.rand(HEAD_DIM // 2))
+    arguments, slots = (*norms, table, HEADS, KV_HEADS, 1e-6), torch.tensor([7, 0, 11, 4, 3])
+    caches, expected = ([torch.full((4, 3, KV_HEADS, HEAD_DIM), 9.0).to(dtype) for _ in range(2)] for _ in range(2))
+    with MODES[mode]():
+        q = ops.qk_norm_rope_write_kv(qkv, *arguments, *caches, slots)
+        qk = ops.qk_norm_rope(qkv, *arguments)
+        v = qkv[:, -KV_HEADS * HEAD_DIM :].unflatten(1, (KV_HEADS, HEAD_DIM))
+        ops.write_kv(qk[:, HEADS:], v, *expected, slots)
+    assert same_bits(q, qk[:, :HEADS])
+    assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
+    assert (caches[0] == 9).any() and (caches[0] != 9).any()
+
+
+def test_without_gradients_one_operator_is_traced():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def layer(x, norm, gate_up, down):
+        return ops.linear_add(ops.norm_gate_up(x, norm, gate_up, 1e-6), down, x)
+
+    tensors = [wide(*s, dtype=torch.float32) for s in ((5, DIM), (DIM,), (2 * FEED_FORWARD, DIM), (DIM, FEED_FORWARD))]
+    with torch.no_grad():
+        graph = make_fx(layer)(*tensors)
+    called = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+    assert called == ["lockstep.norm_gate_up.default", "lockstep.linear_add.default"]
+    assert same_bits(graph(*tensors), layer(*tensors))

@@ -1,0 +1,151 @@
+"""The check of the machine: what it finds on this CPU, that it finds what is planted, and what it keeps on disk."""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.ops import gate, linear_table
+from lockstep.ops.gate import Heads, Product
+from lockstep.ops.gate_store import Store, default_folder
+
+CPU = torch.device("cpu")
+PRODUCTS = gate.decoder_products([1, 4], [70], [1, 2050], 24, Heads(4, 2, 8), 40, 100)
+HEADS = [Heads(4, 2, 8)]
+SHAPES = ("64x24", "24x32", "80x24", "24x40")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "lockstep"
+
+
+@pytest.fixture(autouse=True)
+def no_overrides() -> Iterator[None]:
+    before = set(linear_table.used)
+    yield
+    linear_table.overrides.clear()
+    linear_table.used &= before
+
+
+def check(folder: Path, dtype: torch.dtype = torch.float32) -> gate.Verdict:
+    return gate.check(PRODUCTS, HEADS, CPU, dtype, folder)
+
+
+def test_shapes_of_a_decoder():
+    assert list(map(str, PRODUCTS)) == [
+        *(f"{kind} {m}x{shape}" for m in (1, 4) for kind, shape in zip(
+            ("norm_linear", "linear_add", "norm_gate_up", "linear_add"), SHAPES, strict=True)),
+        *(f"linear 70x{shape}" for shape in SHAPES),
+        *(f"linear_fp32 {m}x100x24" for m in (1, 2, 1024)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_this_machine_holds(folder, dtype):
+    verdict = check(folder, dtype)
+    assert verdict.holds and verdict.checked == len(PRODUCTS) + 1 and not verdict.replaced
+    assert str(verdict) == f"{len(PRODUCTS) + 1} shapes keep the contract"
+
+
+def test_the_random_state_is_left_alone(folder):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    check(folder)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_rows_that_change_with_the_batch_are_found(folder, monkeypatch):
+    """torch's own product, the negative control: some number of rows has other bits than many."""
+
+    def by_batch(x, weight):
+        return torch.nn.functional.linear(x, weight) * (1 + 2**-20 * (len(x) == 3))
+
+    monkeypatch.setattr(gate, "linear", by_batch)
+    verdict = check(folder)
+    assert not verdict.holds and len(verdict.broken) == sum(p.kind != "linear_fp32" for p in PRODUCTS)
+    assert "--parity warn" in str(verdict) and verdict.broken[0] in str(verdict) and "more" in str(verdict)
+
+
+def test_attention_that_depends_on_the_batch_is_found(folder, monkeypatch):
+    paged = gate.attention_paged
+
+    def decode_differs(*arguments):
+        out = paged(*arguments)
+        return torch.nextafter(out, out + 1) if arguments[6] == 1 else out
+
+    monkeypatch.setattr(gate, "attention_paged", decode_differs)
+    assert check(folder).broken == ("attention 4/2x8",)
+
+
+def test_a_replaced_product_is_computed_by_the_chain(folder):
+    p = Product("linear", 300, 64, 24)
+    store = Store(folder, gate.fingerprint(CPU, torch.float32))
+    store.save({str(p): "replaced", "another": "replaced"})
+    assert linear_table.choose("linear", 300, 64, 24) != linear_table.CHAIN
+    gate.restore(CPU, torch.float32, folder)
+    assert linear_table.choose("linear", 300, 64, 24) == linear_table.CHAIN
+    linear_table.overrides.clear()
+    verdict = gate.check([p], [], CPU, torch.float32, folder)
+    assert verdict.holds and verdict.replaced == (str(p),) and "Triton replaces the library for linear" in str(verdict)
+    assert linear_table.choose("linear", 300, 64, 24) == linear_table.CHAIN
+    assert linear_table.choose("linear", 300, 64, 25) != linear_table.CHAIN
+    assert {p, Product("linear", 300, 64, 25)} <= set(gate.used())
+
+
+def test_a_verdict_is_kept_for_these_versions_and_this_dtype(folder, monkeypatch):
+    first = check(folder)
+    monkeypatch.setattr(gate, "_check", lambda *_: pytest.fail("checked again"))
+    assert check(folder) == first
+    with pytest.raises(pytest.fail.Exception):
+        check(folder, torch.bfloat16)
+    monkeypatch.setattr(torch, "__version__", "3.0")
+    with pytest.raises(pytest.fail.Exception):
+        check(folder)
+
+
+def test_the_folder_is_the_user_s_alone(folder):
+    check(folder)
+    (file,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert set(json.loads(file.read_text())) == {*map(str, PRODUCTS), *map(str, HEADS)}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"linear 1x2x3": "fine"}', "\xff"])
+def test_a_corrupt_file_is_ignored(folder, text):
+    store = Store(folder, "key")
+    store.save({"a": "kept"})
+    (file,) = folder.iterdir()
+    file.write_bytes(text.encode("latin-1"))
+    assert store.load() == {}
+    store.save({"b": "broken"})
+    assert store.load() == {"b": "broken"}
+
+
+@pytest.mark.parametrize("writable", ["folder", "file"])
+def test_what_others_can_write_is_ignored(folder, writable):
+    store = Store(folder, "key")
+    store.save({"a": "kept"})
+    (file,) = folder.iterdir()
+    os.chmod(folder if writable == "folder" else file, 0o777)
+    assert store.load() == {}
+
+
+def test_an_unwritable_folder_is_no_error(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    store = Store(blocked / "lockstep", "key")
+    store.save({"a": "kept"})
+    assert store.load() == {}
+
+
+def test_where_the_folder_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "lockstep"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
+    assert default_folder() == Path.home() / ".cache" / "lockstep"
