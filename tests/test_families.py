@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from small import CONFIG, generate, make_model, requests, train_groups, words
+from small import CONFIG, compare, generate, make_model, requests, train_groups, words
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Compiler
-from lockstep.models import ModelConfig
-from lockstep.models.rope import RopeScaling
+from lockstep.models import Decoder, ModelConfig
+from lockstep.models.config import MLAConfig, MoEConfig
+from lockstep.models.rope import RopeScaling, YarnScaling
 from lockstep.trainer import Trainer, pack
 
 LLAMA = replace(CONFIG, family="llama", tie_word_embeddings=False)
 SCALING = RopeScaling("llama3", 8.0, original_max_position_embeddings=64)
+DEEPSEEK = replace(
+    CONFIG,
+    family="deepseek_v3",
+    num_kv_heads=1,
+    head_dim=6,
+    mla=MLAConfig(20, 10, 6, 14, 24),
+    moe=MoEConfig(8, 2, 40, (0,), True, 4, 2, scale=2.5, shared_experts=2, router_bias=True),
+    rope_scaling=YarnScaling(8.0, 64, mscale=0.7, mscale_all_dim=1.0),
+)
 FAMILIES = {
     "qwen3": CONFIG,
     "llama": LLAMA,
+    "qwen3_moe": replace(CONFIG, family="qwen3_moe", moe=MoEConfig(6, 2, 40, dense_layers=(0,))),
     "llama, scaled positions, tied": replace(LLAMA, rope_scaling=SCALING, tie_word_embeddings=True),
+    "deepseek_v3": DEEPSEEK,
 }
 
 
@@ -38,11 +51,53 @@ def test_captured_is_eager(family: str) -> None:
     assert rounds(FAMILIES[family], "none", torch.bfloat16) == rounds(FAMILIES[family], "step", torch.bfloat16)
 
 
-def rounds(config: ModelConfig, capture: str, dtype: torch.dtype) -> tuple[list, list[int]]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_no_schedule_or_packing_changes_a_bit(
+    family: str, dtype: torch.dtype, engine_of: Callable[..., Engine]
+) -> None:
+    model = make_model(dtype, config=FAMILIES[family])
+    prompts, sampling = requests(8, length=12)
+    completions = generate(engine_of(model), prompts, sampling)
+    expected, groups = words(completions), train_groups(prompts, sampling, completions)
+    for fields in (
+        {"page_size": 7},
+        {"max_num_batched_tokens": 5, "prefix_caching": False},
+        {"page_size": 4, "cache_tokens": 180},
+    ):
+        engine = engine_of(model, **fields)
+        assert words(generate(engine, prompts, sampling)) == expected
+        assert words(generate(engine, prompts, sampling)) == expected, "with what the first left in the cache"
+        assert (engine.scheduler.preemptions > 0) == ("cache_tokens" in fields)
+    for share_prefix, max_tokens in ((True, 4096), (False, 4096), (True, 200)):
+        assert compare(model, groups, share_prefix, max_tokens).tokens_different == 0
+
+
+def test_balanced_biases_are_the_same_captured_and_change_no_parity() -> None:
+    optimizer = OptimizerConfig(router_bias_rate=0.01)
+    eager = make_model(torch.bfloat16, config=DEEPSEEK)
+    captured = make_model(torch.bfloat16, config=DEEPSEEK)
+    before = [bias.clone() for bias in eager.buffers()]
+    found = rounds(DEEPSEEK, "none", torch.bfloat16, optimizer, eager)
+    assert found == rounds(DEEPSEEK, "step", torch.bfloat16, optimizer, captured)
+    assert found[1] == [0, 0, 0]
+    for old, bias, other in zip(before, eager.buffers(), captured.buffers(), strict=True):
+        assert torch.equal(bias, other)
+        moves = (bias - old) / 0.01
+        assert moves.any() and torch.allclose(moves, moves.round(), atol=1e-4) and moves.abs().max() < 3.5
+
+
+def rounds(
+    config: ModelConfig,
+    capture: str,
+    dtype: torch.dtype,
+    optimizer: OptimizerConfig | None = None,
+    model: Decoder | None = None,
+) -> tuple[list, list[int]]:
     """Three on-policy updates: what was generated, and how many tokens differed."""
-    model = make_model(dtype, config=config)
+    model = model or make_model(dtype, config=config)
     compiler = Compiler(CompileConfig("step"), torch.device("cpu")) if capture == "step" else None
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    trainer = Trainer(model, optimizer or OptimizerConfig(), LossConfig(), compiler=compiler)
     weights = SharedWeights(model, lambda: trainer.weights_version)
     engine = Engine(weights, GeneratorConfig(), 16384, compiler=compiler)
     prompts, sampling = requests(5, length=12)

@@ -4,12 +4,14 @@ from .attention import PackedAttention, PagedAttention
 from .config import ModelConfig
 from .decoder import Decoder
 from .hf import load_model, resolve_folder, save_model
+from .moe import Routing
 
 __all__ = [
     "Decoder",
     "ModelConfig",
     "PackedAttention",
     "PagedAttention",
+    "Routing",
     "load_model",
     "resolve_folder",
     "save_model",

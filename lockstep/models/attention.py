@@ -1,18 +1,53 @@
 """The one thing that differs between the roles: how a layer's queries reach keys and values.
 
-Both are callables `attend(layer, q_TNH, k_TKH, v_TKH) -> [T, N, H]` over one family of operators.
+Grouped-query attention calls both, and latent attention their `latent`; each has one family of operators.
+
+Shape suffixes: T tokens, E = (N + 2K) * H fused projection, N query heads, K key/value heads, H head dim, R latent
+rank, P rotated dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from .. import ops
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+class Heads(NamedTuple):
+    """How a fused projection becomes rotated queries and keys: arguments of `ops.qk_norm_rope`, in its order."""
+
+    q_norm_H: Tensor | None
+    k_norm_H: Tensor | None
+    rope_TH: Tensor
+    num_heads: int
+    num_kv_heads: int
+    eps: float
+
+
+class Latent(NamedTuple):
+    """Absorbed queries, and what all their heads read, with the rotated parts apart; see `ops.latent_attention_packed`.
+
+    `latent_TR` and `k_rope_TP` are the tokens' own, and what the cache keeps of them.
+    """
+
+    q_TNR: Tensor
+    q_rope_TNP: Tensor
+    latent_TR: Tensor
+    k_rope_TP: Tensor
+    scale: float
+
+
+class Attend(Protocol):
+    """What a decoder is given."""
+
+    def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
+        """Grouped-query attention, [T, N, H]."""
+
+    def latent(self, layer: int, x: Latent) -> Tensor:
+        """Latent attention: weighted sums of latents, [T, N, R]."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +59,25 @@ class PackedAttention:
     prefix_len_S: Tensor
     max_len: int
 
-    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
+        qk = ops.qk_norm_rope(qkv_TE, *heads)
+        q_TNH, k_TKH = qk.split((heads.num_heads, heads.num_kv_heads), dim=1)
+        v_TKH = qkv_TE.unflatten(1, (-1, qk.shape[2])).narrow(1, qk.shape[1], heads.num_kv_heads)
         return ops.attention_packed(
             q_TNH, k_TKH, v_TKH, self.cu_seqlens, self.prefix_start_S, self.prefix_len_S, self.max_len
         )
+
+    def latent(self, layer: int, x: Latent) -> Tensor:
+        """See `Attend.latent`."""
+        return ops.latent_attention_packed(*x, self.cu_seqlens, self.prefix_start_S, self.prefix_len_S, self.max_len)
 
 
 @dataclass(frozen=True)
 class PagedAttention:
     """Generation: new keys and values go to their slots, then queries reach the sequence's pages.
 
-    `k_cache` and `v_cache` are [layers, pages, page_size, K, H]; the other fields as in `ops.attention_paged` and
-    `ops.write_kv`.
+    `k_cache` and `v_cache` are [layers, pages, page_size, K, H]; with latents, [layers, pages, page_size, 1, R + P] and
+    empty. The other fields are as in `ops.attention_paged` and `ops.qk_norm_rope_write_kv`.
     """
 
     k_cache: Tensor
@@ -46,14 +88,34 @@ class PagedAttention:
     context_len_S: Tensor
     max_query_len: int
     max_context_len: int
+    group_rows_CW: Tensor | None = None
+    shared_len_S: Tensor | None = None
 
-    def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
         k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
-        ops.write_kv(k_TKH, v_TKH, k_cache, v_cache, self.slots_T)
+        q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, *heads, k_cache, v_cache, self.slots_T)
         return ops.attention_paged(
             q_TNH,
             k_cache,
             v_cache,
+            self.block_table,
+            self.cu_seqlens,
+            self.context_len_S,
+            self.max_query_len,
+            self.max_context_len,
+            self.group_rows_CW,
+            self.shared_len_S,
+        )
+
+    def latent(self, layer: int, x: Latent) -> Tensor:
+        """See `Attend.latent`."""
+        cache = self.k_cache[layer].squeeze(2)
+        ops.write_latent(x.latent_TR, x.k_rope_TP, cache, self.slots_T)
+        return ops.latent_attention_paged(
+            x.q_TNR,
+            x.q_rope_TNP,
+            cache,
+            x.scale,
             self.block_table,
             self.cu_seqlens,
             self.context_len_S,

@@ -1,19 +1,91 @@
-"""The decoder's configuration and its translation from and to Hugging Face's `config.json`."""
+"""The decoder's configuration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import InputError
-from .rope import RopeScaling, scaling_from_hf, scaling_to_hf
+from .rope import RopeScaling, YarnScaling
+
+FamilyName = Literal["qwen3", "qwen3_moe", "llama", "deepseek_v3"]
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Layers whose feed-forward is a mixture of experts; the fields from `sigmoid` to `scale` are `ops.route`'s.
+
+    Attributes:
+        dense_layers: those that keep the plain feed-forward.
+        shared_experts: experts that every token goes through besides, as wide as the routed ones.
+        router_bias: whether experts are chosen by score plus a bias an expert (float32, without gradient).
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    dense_layers: tuple[int, ...] = ()
+    sigmoid: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    normalize: bool = True
+    scale: float = 1.0
+    shared_experts: int = 0
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_experts_per_token", "intermediate_size", "groups", "kept_groups"):
+            if getattr(self, name) < 1:
+                raise InputError(f"model config: moe {name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_experts % self.groups or self.kept_groups > self.groups:
+            raise InputError(
+                f"model config: {self.num_experts} experts in {self.groups} groups, {self.kept_groups} of them kept: "
+                "groups must be of one size, and no more kept than there are"
+            )
+        eligible = self.num_experts // self.groups * self.kept_groups
+        if self.num_experts_per_token > eligible:
+            raise InputError(
+                f"model config: num_experts_per_token is {self.num_experts_per_token}, of {eligible} eligible experts"
+            )
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). Sizes are counts of elements.
+
+    Attributes:
+        kv_rank: of the latent that keys and values are made from, and that is cached.
+        nope_dim, rope_dim: of a query and key head, without positions and rotated; the rotated key is shared by heads.
+        v_dim: of a value head.
+        q_rank: of the latent that queries are made from; None: they are projected at once.
+        interleaved: whether a Hugging Face folder has the pairs that rotate together side by side.
+    """
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    q_rank: int | None = None
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim", "q_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"model config: mla {name} is {value}; it must be at least 1")
+
+    @property
+    def key_dim(self) -> int:
+        """Of a cached row: the latent and the rotated key."""
+        return self.kv_rank + self.rope_dim
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder-only transformer. Sizes are counts of elements; names follow Hugging Face.
+    """A decoder-only transformer. Sizes are counts of elements; names follow Hugging Face.
 
-    `family` is Hugging Face's `model_type`; what it implies is in `FAMILIES`.
+    `family` is Hugging Face's `model_type`. With `mla`, all heads read one latent: `num_kv_heads` is 1, and `head_dim`
+    is the rotated part's.
     """
 
     vocab_size: int
@@ -30,8 +102,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
-    family: Literal["qwen3", "llama"] = "qwen3"
-    rope_scaling: RopeScaling | None = None
+    family: FamilyName = "qwen3"
+    rope_scaling: RopeScaling | YarnScaling | None = None
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -43,105 +117,53 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise InputError(f"model config: head_dim is {self.head_dim}; rotary embedding needs an even number")
+        if self.mla is not None and (self.num_kv_heads, self.head_dim) != (1, self.mla.rope_dim):
+            raise InputError(
+                f"model config: num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}; latent attention has "
+                f"1 and rope_dim, which is {self.mla.rope_dim}"
+            )
 
     @property
     def qk_norm(self) -> bool:
         """Whether queries and keys are normalized a head."""
-        return FAMILIES[self.family].qk_norm
+        return self.family in ("qwen3", "qwen3_moe")
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """What the cache keeps of a position, a layer: heads, and the elements of a key and of a value. A latent is
+        both, so values take none."""
+        if self.mla is not None:
+            return 1, self.mla.key_dim, 0
+        return self.num_kv_heads, self.head_dim, self.head_dim
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the layer's feed-forward is a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers whose feed-forward is a mixture of experts."""
+        return sum(self.is_moe(layer) for layer in range(self.num_layers))
 
     @property
     def num_parameters(self) -> int:
         """Weights, tied ones counted once."""
-        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.hidden_size
-        attention += 2 * self.head_dim * self.qk_norm
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        layers = sum(self._feed_forward_parameters(layer) for layer in range(self.num_layers))
+        layers += self.num_layers * (self._attention_parameters() + 2 * self.hidden_size)  # a norm before either
         tables = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * layer + tables * self.vocab_size * self.hidden_size + self.hidden_size
+        return layers + (tables * self.vocab_size + 1) * self.hidden_size
 
+    def _attention_parameters(self) -> int:
+        m, hidden, heads = self.mla, self.hidden_size, self.num_heads
+        if m is None:
+            return (2 * heads + 2 * self.num_kv_heads) * self.head_dim * hidden + 2 * self.head_dim * self.qk_norm
+        rank = m.q_rank or hidden
+        queries = heads * (m.nope_dim + m.rope_dim) * rank + (0 if m.q_rank is None else m.q_rank * (hidden + 1))
+        up = heads * (m.nope_dim + m.v_dim) * m.kv_rank
+        return queries + m.key_dim * hidden + m.kv_rank + up + heads * m.v_dim * hidden
 
-@dataclass(frozen=True)
-class Family:
-    """What a `model_type` implies: the class in Hugging Face, whether queries and keys are normalized, and the fields
-    of config.json that the decoder implements at one value only, with those that mean it (the first when absent)."""
-
-    architecture: str
-    qk_norm: bool
-    fixed: dict[str, tuple[Any, ...]]
-
-
-_FIXED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_bias": (False, None)}
-
-FAMILIES: dict[str, Family] = {
-    "qwen3": Family("Qwen3ForCausalLM", True, _FIXED | {"use_sliding_window": (False, None)}),
-    "llama": Family("LlamaForCausalLM", False, _FIXED | {"mlp_bias": (False, None), "pretraining_tp": (1, None)}),
-}
-
-
-def from_hf(raw: dict[str, Any], where: str) -> ModelConfig:
-    """Read a parsed `config.json`; `where` names the file in errors."""
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise InputError(f"{where}: model_type is {family!r}; supported: {', '.join(FAMILIES)}")
-    for key, allowed in FAMILIES[family].fixed.items():
-        if raw.get(key, allowed[0]) not in allowed:
-            raise InputError(f"{where}: {key} is {raw[key]!r}; supported: {allowed[0]!r}")
-    rope = raw.get("rope_parameters") or {}
-
-    def size(key: str) -> int:
-        value = raw.get(key)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise InputError(f"{where}: {key} is {value!r}; it must be an integer")
-        return value
-
-    eos = raw.get("eos_token_id")
-    return ModelConfig(
-        vocab_size=size("vocab_size"),
-        hidden_size=size("hidden_size"),
-        intermediate_size=size("intermediate_size"),
-        num_layers=size("num_hidden_layers"),
-        num_heads=size("num_attention_heads"),
-        num_kv_heads=size("num_key_value_heads"),
-        head_dim=raw.get("head_dim") or size("hidden_size") // size("num_attention_heads"),
-        max_position_embeddings=size("max_position_embeddings"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        bos_token_id=raw.get("bos_token_id"),
-        pad_token_id=raw.get("pad_token_id"),
-        family=family,
-        rope_scaling=scaling_from_hf(raw, where),
-    )
-
-
-def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The `config.json` that `transformers` 4 and 5 read."""
-    eos: int | list[int] | None = list(config.eos_token_ids) or None
-    scaling = scaling_to_hf(config.rope_scaling)
-    family = FAMILIES[config.family]
-    return {
-        "architectures": [family.architecture],
-        "model_type": config.family,
-        **{key: allowed[0] for key, allowed in family.fixed.items()},
-        "attention_dropout": 0.0,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": eos[0] if isinstance(eos, list) and len(eos) == 1 else eos,
-        "pad_token_id": config.pad_token_id,
-        "head_dim": config.head_dim,
-        "hidden_size": config.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_kv_heads,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else scaling,
-        "rope_parameters": {"rope_theta": config.rope_theta, **scaling},
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        "use_cache": True,
-        "vocab_size": config.vocab_size,
-    }
+    def _feed_forward_parameters(self, layer: int) -> int:
+        if self.moe is None or not self.is_moe(layer):
+            return 3 * self.hidden_size * self.intermediate_size
+        experts = (self.moe.num_experts + self.moe.shared_experts) * 3 * self.moe.intermediate_size
+        return (experts + self.moe.num_experts) * self.hidden_size

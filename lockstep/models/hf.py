@@ -1,63 +1,24 @@
-"""Hugging Face model folders, read and written bit for bit: `config.json`, safetensors (sharded too).
-
-The decoder's fused weights are row ranges of one tensor; `weight_map` is the one place that says which.
-"""
+"""Hugging Face model folders, read and written bit for bit: `config.json`, safetensors (sharded too)."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .config import ModelConfig, from_hf, to_hf
+from .checks import check_fields, require_memory
+from .config import ModelConfig
 from .decoder import Decoder
+from .families import from_hf, to_hf
+from .weight_map import WeightSlice, fused_experts, is_left_out, weight_map
 
 MAX_SHARD_BYTES = 5 * 10**9
-
-
-@dataclass(frozen=True)
-class WeightSlice:
-    """Tensor `name` of a Hugging Face folder is rows `start : start + rows` of the decoder's `parameter`."""
-
-    name: str
-    parameter: str
-    start: int
-    rows: int
-
-
-def weight_map(config: ModelConfig) -> list[WeightSlice]:
-    """Every tensor of the Hugging Face form, in file order."""
-    q, kv, f, d = (
-        config.num_heads * config.head_dim,
-        config.num_kv_heads * config.head_dim,
-        config.intermediate_size,
-        config.hidden_size,
-    )
-    slices = [WeightSlice("model.embed_tokens.weight", "embed", 0, config.vocab_size)]
-    for i in range(config.num_layers):
-        rows = [
-            ("input_layernorm", "attention_norm", 0, d),
-            ("self_attn.q_proj", "qkv", 0, q),
-            ("self_attn.k_proj", "qkv", q, kv),
-            ("self_attn.v_proj", "qkv", q + kv, kv),
-            *[(f"self_attn.{own}", own, 0, config.head_dim) for own in ("q_norm", "k_norm") if config.qk_norm],
-            ("self_attn.o_proj", "o", 0, d),
-            ("post_attention_layernorm", "mlp_norm", 0, d),
-            ("mlp.gate_proj", "gate_up", 0, f),
-            ("mlp.up_proj", "gate_up", f, f),
-            ("mlp.down_proj", "down", 0, d),
-        ]
-        slices += [WeightSlice(f"model.layers.{i}.{hf}.weight", f"layers.{i}.{own}", a, n) for hf, own, a, n in rows]
-    slices.append(WeightSlice("model.norm.weight", "norm", 0, d))
-    if not config.tie_word_embeddings:
-        slices.append(WeightSlice("lm_head.weight", "lm_head", 0, config.vocab_size))
-    return slices
 
 
 def resolve_folder(model: str) -> Path:
@@ -67,7 +28,7 @@ def resolve_folder(model: str) -> Path:
         InputError: there is neither such a folder nor such a hub repository at hand.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model.strip() and path.is_dir():
         return path
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise InputError(f"model {model!r}: there is no such folder (give a Hugging Face folder or a hub id org/name)")
@@ -81,10 +42,19 @@ def resolve_folder(model: str) -> Path:
 
 def read_config(folder: Path) -> ModelConfig:
     """The folder's configuration; generation_config.json's end-of-sequence ids are added."""
-    config = from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
-    generation = folder / "generation_config.json"
+    path, generation = folder / "config.json", folder / "generation_config.json"
+    values = _read_json(path)
+    check_fields(values, str(path))
+    try:
+        config = from_hf({name: value for name, value in values.items() if value is not None}, str(path))
+    except InputError as error:
+        raise error if str(path) in str(error) else InputError(f"{path}: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # fields of one family only
+        raise InputError(f"{path}: a field's value is of the wrong kind ({type(error).__name__}: {error})") from error
     if generation.exists():
-        eos = _read_json(generation).get("eos_token_id")
+        values = _read_json(generation)
+        check_fields(values, str(generation))
+        eos = values.get("eos_token_id")
         more = eos if isinstance(eos, list) else [] if eos is None else [eos]
         config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
     return config
@@ -97,40 +67,61 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
         InputError: a file is missing or damaged, a tensor is missing or has the wrong shape.
     """
     config = read_config(folder)
+    require_memory(config, dtype, device, str(folder))
     model = Decoder(config, dtype, device)
-    parameters = dict(model.named_parameters())
+    tensors = _tensors(model)
     wanted = {s.name: s for s in weight_map(config)}
+    fused = fused_experts(config)
     with torch.no_grad():
-        for name, tensor, file in _read_tensors(folder, set(wanted)):
-            piece = wanted.pop(name)
-            target = parameters[piece.parameter][piece.start : piece.start + piece.rows]
+        for name, tensor, file in _read_tensors(folder, wanted.keys() | fused, config):
+            if name in fused:
+                target, piece = tensors[fused[name]], None
+                wanted = {n: s for n, s in wanted.items() if s.parameter != fused[name]}
+            else:
+                piece = wanted.pop(name)
+                target = piece.of(tensors)
             if tensor.shape != target.shape:
                 raise InputError(
                     f"{file}: {name} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}"
                 )
-            target.copy_(tensor)
+            if not tensor.is_floating_point() or tensor.itemsize < 2:
+                raise InputError(f"{file}: {name} is {tensor.dtype}; quantized weights are not supported, use bfloat16")
+            target.copy_(piece.from_hf(tensor) if piece else tensor)
     if wanted:
-        raise InputError(f"{folder}: {len(wanted)} tensors are missing, first {next(iter(wanted))}")
+        raise InputError(
+            f"{folder}: {len(wanted)} tensors are missing, first {next(iter(wanted))} "
+            f"(config.json asks for {len(weight_map(config))})"
+        )
     return model
 
 
-def _read_tensors(folder: Path, names: set[str]) -> Iterator[tuple[str, Tensor, Path]]:
+def _tensors(model: Decoder) -> dict[str, Tensor]:
+    """What a folder holds: parameters and buffers."""
+    return {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
+
+
+def _read_tensors(folder: Path, names: set[str], config: ModelConfig) -> Iterator[tuple[str, Tensor, Path]]:
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        placed = _read_json(index).get("weight_map", {})
+        placed = _read_json(index).get("weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+            raise InputError(f"{index}: weight_map must be an object of tensor names and their files")
         files = sorted({folder / placed[name] for name in names if name in placed})
     else:
         files = [folder / "model.safetensors"]
     for file in files:
         if not file.is_file():
-            raise InputError(f"{file}: missing (a model folder needs model.safetensors, or its index and shards)")
+            named = f"{index.name} names it" if index.exists() else "a model folder needs it, or an index and shards"
+            raise InputError(f"{file}: missing ({named})")
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
                     if name in names:
                         yield name, tensors.get_tensor(name), file
+                    elif name.startswith("model.layers.") and not is_left_out(name, config):
+                        raise InputError(f"{file}: {name} has no place in the model that config.json describes")
         except SafetensorError as error:
             raise InputError(f"{file}: not a whole safetensors file ({error})") from error
 
@@ -143,15 +134,15 @@ def save_model(model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BY
     dtype = str(model.embed.dtype).removeprefix("torch.")
     _write_json(folder / "config.json", to_hf(model.config, dtype))
     _write_json(folder / "generation_config.json", _generation_config(model.config))
-    parameters = dict(model.named_parameters())
-    pieces = [(s, parameters[s.parameter].detach()[s.start : s.start + s.rows]) for s in weight_map(model.config)]
+    tensors = _tensors(model)
+    pieces = [(piece, piece.of(tensors)) for piece in weight_map(model.config)]
     shards = _shards(pieces, max_shard_bytes)
     placed: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        tensors = {piece.name: tensor.contiguous().cpu() for piece, tensor in shard}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        placed |= dict.fromkeys(tensors, name)
+        file = {piece.name: piece.to_hf(rows).contiguous().cpu() for piece, rows in shard}
+        save_file(file, folder / name, metadata={"format": "pt"})
+        placed |= dict.fromkeys(file, name)
     if len(shards) > 1:
         total = sum(t.numel() * t.element_size() for _, t in pieces)
         _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})

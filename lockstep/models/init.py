@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from .config import ModelConfig
+from .checks import require_memory
+from .config import MLAConfig, ModelConfig, MoEConfig
 from .decoder import Decoder
 from .hf import save_model
-from .rope import RopeScaling
+from .rope import RopeScaling, YarnScaling
 
 INITIALIZER_RANGE = 0.02
 
@@ -33,6 +34,19 @@ def _llama3(
     )  # fmt: skip
 
 
+def _deepseek_v3(layers: int, dense: int, experts: int) -> ModelConfig:
+    """DeepSeek-V3's widths. The context is 4,096 times YaRN's 40."""
+    moe = MoEConfig(
+        experts, 8, 2048, tuple(range(dense)), sigmoid=True, groups=8, kept_groups=4, scale=2.5, shared_experts=1,
+        router_bias=True,
+    )  # fmt: skip
+    return ModelConfig(
+        129280, 7168, 18432, layers, 128, 1, 64, 163840, rope_theta=10000.0, tie_word_embeddings=False,
+        family="deepseek_v3", rope_scaling=YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0), moe=moe,
+        mla=MLAConfig(512, 128, 64, 128, 1536),
+    )  # fmt: skip
+
+
 _TINY = ModelConfig(512, 128, 384, 4, 4, 2, 32, max_position_embeddings=2048, rope_theta=10000.0)
 
 ARCHITECTURES: dict[str, ModelConfig] = {
@@ -43,6 +57,21 @@ ARCHITECTURES: dict[str, ModelConfig] = {
         rope_scaling=RopeScaling("llama3", 8.0, original_max_position_embeddings=256),
         tie_word_embeddings=False,
     ),
+    "tiny-qwen3-moe": replace(_TINY, family="qwen3_moe", moe=MoEConfig(8, 2, 192)),
+    "tiny-deepseek-v3": replace(
+        _TINY,
+        family="deepseek_v3",
+        num_kv_heads=1,
+        head_dim=16,
+        rope_scaling=YarnScaling(8.0, 256, mscale=1.0, mscale_all_dim=1.0),
+        tie_word_embeddings=False,
+        mla=MLAConfig(64, 32, 16, 32, 96),
+        moe=MoEConfig(
+            8, 2, 192, (0,), sigmoid=True, groups=4, kept_groups=2, scale=2.5, shared_experts=1, router_bias=True
+        ),
+    ),
+    "deepseek-v3": _deepseek_v3(61, 3, 256),
+    "deepseek-v3-3-layers-32-experts": _deepseek_v3(3, 1, 32),
     "llama3-8b": _llama3(32, 4096, 14336, 32),
     "llama3.1-8b": _llama3(32, 4096, 14336, 32, factor=8.0),
     "llama3.1-70b": _llama3(80, 8192, 28672, 64, factor=8.0),
@@ -54,6 +83,8 @@ ARCHITECTURES: dict[str, ModelConfig] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64),
+    "qwen3-30b-a3b": replace(_qwen3(48, 2048, 6144, 32, 4), family="qwen3_moe", moe=MoEConfig(128, 8, 768)),
+    "qwen3-235b-a22b": replace(_qwen3(94, 4096, 12288, 64, 4), family="qwen3_moe", moe=MoEConfig(128, 8, 1536)),
 }
 
 
@@ -90,13 +121,16 @@ def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, v
 
     config = architecture(arch)
     out = Path(out)
-    if out.exists() and any(out.iterdir()):
-        raise InputError(f"--out {out}: the folder exists and is not empty")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"--out {out}: {'not empty' if out.is_dir() else 'a file'}; name a new folder")
+    if not 0 <= seed < 2**63:
+        raise InputError(f"--seed is {seed}; it must be between 0 and {2**63 - 1}")
     config = replace(config, vocab_size=vocab_size or config.vocab_size)
     tok: Any = load_tokenizer(Path(tokenizer)) if tokenizer else byte_tokenizer()
     check_vocabulary(tok, config.vocab_size, f"arch {arch}")
     config = replace(config, eos_token_ids=(tok.eos_token_id,), pad_token_id=tok.pad_token_id)
     dtype = torch.float32 if arch.startswith("tiny") else torch.bfloat16
+    require_memory(config, dtype, "cpu", f"arch {arch}")
     model = initialize(Decoder(config, dtype), seed)
     save_model(model, out)
     save_tokenizer(tok, out)

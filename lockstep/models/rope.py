@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,67 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071); field names follow Hugging Face.
+
+    Frequencies that turn more than `beta_fast` times over the original context are kept, those that turn less than
+    `beta_slow` times are divided by `factor`, with a linear ramp over the pairs in between, whose ends are whole pairs
+    when `truncate`. Cosines and sines are multiplied by `attention_factor`, or what the `mscale`s make of `factor`.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def frequencies(self, inv_freq: Tensor, theta: float) -> Tensor:
+        """The stretched ones of these, float32 [pairs]."""
+        pairs = len(inv_freq)
+
+        def pair(turns: float) -> float:  # that turns so many times over the original context
+            wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
+            return pairs * math.log(wavelength) / math.log(theta)
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        high += 0.001 if low == high else 0.0
+        stretched = ((torch.arange(pairs, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        kept = 1 - stretched
+        return inv_freq / self.factor * (1 - kept) + inv_freq * kept
+
+    @property
+    def table_factor(self) -> float:
+        """On cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """On the scale of latent attention's scores, which reaches what is not rotated (DeepSeek-V2's code)."""
+        return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None) -> Tensor:
     """Radians a position of each pair of elements, float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / theta**exponents
     if scaling is None:
         return inv_freq
+    if isinstance(scaling, YarnScaling):
+        return scaling.frequencies(inv_freq, theta)
     if scaling.rope_type == "linear":
         return inv_freq / scaling.factor
     low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
@@ -47,7 +102,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     return torch.where(is_between, between, stretched)
 
 
-def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | None:
+def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScaling | None:
     """The scaling of a `config.json`: `rope_parameters` (transformers 5) or `rope_scaling` (4).
 
     Raises:
@@ -68,16 +123,23 @@ def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | None:
 
     if kind == "linear":
         return RopeScaling("linear", number("factor"))
+    factor, context = number("factor"), int(number("original_max_position_embeddings"))
+    if kind == "yarn":
+        optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+        given = {key: float(number(key)) for key in optional if values.get(key)}
+        return YarnScaling(factor, context, **given, truncate=bool(values.get("truncate", True)))
     low, high = number("low_freq_factor"), number("high_freq_factor")
     if low >= high:
         raise InputError(f"{where}: low_freq_factor {low} must be below high_freq_factor {high}")
-    return RopeScaling("llama3", number("factor"), low, high, int(number("original_max_position_embeddings")))
+    return RopeScaling("llama3", factor, low, high, context)
 
 
-def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
+def scaling_to_hf(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
     """The entries of `rope_parameters` next to `rope_theta`."""
     if scaling is None:
         return {"rope_type": "default"}
+    if isinstance(scaling, YarnScaling):
+        return {"rope_type": "yarn", **{key: value for key, value in vars(scaling).items() if value is not None}}
     if scaling.rope_type == "linear":
         return {"rope_type": "linear", "factor": scaling.factor}
     return dict(vars(scaling))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from lockstep.errors import InputError
 from lockstep.models import Decoder, PackedAttention, load_model, resolve_folder, save_model
 from lockstep.models.hf import read_config
+from lockstep.models.init import ARCHITECTURES
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,14 +29,57 @@ LLAMA3_ROPE = {
     "rope_theta": 10000.0,
 }
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-QWEN3, LLAMA = transformers.Qwen3Config, transformers.LlamaConfig
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_attention_heads": 4}
+ODD_MLA = {
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "num_attention_heads": 3,
+}
+DEEP_EXPERTS = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
+LOW_RANK = MLA | DEEP_EXPERTS | {"hidden_size": 64, "q_lora_rank": 24, "n_group": 4, "topk_group": 2}
+ODD_RANK = ODD_MLA | DEEP_EXPERTS | {"hidden_size": 40, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+QWEN3, LLAMA, QWEN3_MOE = transformers.Qwen3Config, transformers.LlamaConfig, transformers.Qwen3MoeConfig
+DEEPSEEK = transformers.DeepseekV3Config
 MODELS = {
     "qwen3, gqa, tied": (QWEN3, GQA, {"tie_word_embeddings": True}),
-    "qwen3, odd heads": (QWEN3, ODD, {"tie_word_embeddings": False}),
+    "qwen3, odd heads, yarn": (QWEN3, ODD, {"tie_word_embeddings": False, "rope_parameters": YARN_ROPE}),
     "qwen3, wide head": (QWEN3, WIDE, {"tie_word_embeddings": False}),
     "llama, gqa, tied, scaled": (LLAMA, GQA, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
     "llama, odd heads": (LLAMA, ODD | {"hidden_size": 48}, {"tie_word_embeddings": False}),
     "llama, wide head, linear": (LLAMA, WIDE, {"tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
+    "qwen3_moe, gqa, tied": (QWEN3_MOE, GQA | EXPERTS, {"tie_word_embeddings": True, "norm_topk_prob": True}),
+    "qwen3_moe, odd heads, a dense layer": (QWEN3_MOE, ODD | EXPERTS, {"mlp_only_layers": [1]}),
+    "qwen3_moe, wide head, every other layer": (QWEN3_MOE, WIDE | EXPERTS, {"decoder_sparse_step": 2}),
+    "deepseek_v3, group limits, interleaved": (DEEPSEEK, LOW_RANK, {"n_shared_experts": 1}),
+    "deepseek_v3, one group, queries at once, halves": (
+        DEEPSEEK,
+        ODD_RANK,
+        {"n_shared_experts": 2, "rope_interleave": False, "tie_word_embeddings": True, "norm_topk_prob": False},
+    ),
+    "deepseek_v3, yarn on scores": (
+        DEEPSEEK,
+        LOW_RANK,
+        {"n_shared_experts": 2, "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 16}},
+    ),
+    "deepseek_v3, yarn on rotations, odd": (
+        DEEPSEEK,
+        ODD_RANK | {"q_lora_rank": 12, "first_k_dense_replace": 0},
+        {"rope_parameters": YARN_ROPE | {"truncate": False}},
+    ),
 }
 
 
@@ -55,6 +99,9 @@ def hf_model(name: str) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.2, 0.2)
     return model
 
 
@@ -102,6 +149,64 @@ def test_round_trip_keeps_every_bit(name: str, dtype: torch.dtype, shard_bytes: 
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id in (3, [3])
 
 
+def test_experts_load_from_either_layout(tmp_path: Path) -> None:
+    theirs = hf_model("qwen3_moe, gqa, tied")
+    theirs.save_pretrained(tmp_path)
+    apart = load_model(tmp_path, torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if ".experts." not in name}
+    together = {f"model.{n}": p.detach() for n, p in theirs.model.named_parameters() if ".experts." in n}
+    assert len(kept) < len(tensors) and len(together) == 6
+    save_file(kept | together, tmp_path / "model.safetensors")
+    again = load_model(tmp_path, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(apart.parameters(), again.parameters(), strict=True))
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"72 tensors are missing, first model\.layers\.0\.mlp\.experts\.0\.gate_proj"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    hf_model("deepseek_v3, group limits, interleaved").save_pretrained(tmp_path)
+    plain = load_model(tmp_path, torch.float32)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    further = {name.replace("layers.2", "layers.3"): t + 1 for name, t in tensors.items() if "layers.2" in name}
+    save_file(tensors | further | {"model.layers.3.eh_proj.weight": torch.ones(2)}, weights)
+    edit(tmp_path / "config.json", num_nextn_predict_layers=1)
+    again = load_model(tmp_path, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+    save_file(tensors | {"model.layers.2.self_attn.extra.weight": torch.ones(2)}, weights)
+    with pytest.raises(InputError, match=r"model\.layers\.2\.self_attn\.extra\.weight has no place"):
+        load_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be an integer"),
+        ({"q_lora_rank": 0}, "q_lora_rank is 0; it must be an integer above 0"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1; it must be an integer, 0 or above"),
+        ({"n_group": 3}, "8 experts in 3 groups"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "original_max_position_embeddings of the yarn",
+        ),
+    ],
+)
+def test_unusable_latent_configurations_are_named(changes: dict, message: str, tmp_path: Path) -> None:
+    hf_model("deepseek_v3, group limits, interleaved").config.save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", **changes)
+    with pytest.raises(InputError, match=message):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.startswith("tiny")])
+def test_parameters_are_counted_right(name: str) -> None:
+    config = ARCHITECTURES[name]
+    assert config.num_parameters == sum(p.numel() for p in Decoder(config, torch.float32).parameters())
+
+
 def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -137,7 +242,7 @@ def test_broken_folders_are_named(folder: Path) -> None:
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_size": "64"}, "hidden_size is '64'; it must be an integer"),
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope_type is 'longrope'"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor of the linear rope scaling is 0"),

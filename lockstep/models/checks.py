@@ -1,0 +1,82 @@
+"""What can be wrong with a model folder before a tensor is read: field types, and weights larger than the memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from .config import ModelConfig
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "kv_lora_rank", "q_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_MOE_SIZES = (
+    *("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"),
+    *("n_routed_experts", "n_group", "topk_group"),
+)
+_COUNTS = ("first_k_dense_replace", "n_shared_experts")
+_NUMBERS = ("rms_norm_eps", "rope_theta")
+_MAPPINGS = ("rope_parameters", "rope_scaling")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def check_fields(values: dict[str, Any], where: str) -> None:
+    """Raise `InputError` naming the first field of a parsed config.json or generation_config.json of a wrong type.
+
+    Which fields must be there is `from_hf`'s business; null counts as absent.
+    """
+
+    def refuse(name: str, wanted: str) -> None:
+        raise InputError(f"{where}: {name} is {values[name]!r}; it must be {wanted}")
+
+    there = {name: value for name, value in values.items() if value is not None}
+    if not isinstance(there.get("model_type", ""), str):
+        refuse("model_type", "a string")
+    experts = any(word in there.get("model_type", "") for word in ("moe", "deepseek"))
+    for name in (*_SIZES, *(_MOE_SIZES if experts else ())):
+        if name in there and not (_is_integer(there[name]) and there[name] > 0):
+            refuse(name, "an integer above 0")
+    for name in _COUNTS:
+        if name in there and not (_is_integer(there[name]) and there[name] >= 0):
+            refuse(name, "an integer, 0 or above")
+    for name in _NUMBERS:
+        value = there.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            refuse(name, "a number above 0")
+    for name in _MAPPINGS:
+        if not isinstance(there.get(name, {}), dict):
+            refuse(name, "an object")
+    for name in _TOKENS:
+        ids = there.get(name, [])
+        if not all(map(_is_integer, ids if isinstance(ids, list) else [ids])):
+            refuse(name, "a token id" if name != "eos_token_id" else "a token id, or a list of them")
+    if "rope_theta" in there.get("rope_parameters", {}):
+        check_fields({"rope_theta": there["rope_parameters"]["rope_theta"]}, f"{where}: rope_parameters")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, where: str) -> None:
+    """Raise `InputError` when the weights alone are larger than all of the device's memory."""
+    needed, memory = config.num_parameters * dtype.itemsize, memory_bytes(device)
+    if needed > memory:
+        raise InputError(
+            f"{where}: {config.num_parameters:,} parameters take {needed / 2**30:,.0f} GiB as {dtype}, and "
+            f"{torch.device(device).type} has {memory / 2**30:,.0f} GiB; use a smaller model"
+        )
+
+
+def memory_bytes(device: torch.device | str) -> int:
+    """All memory of the device, free or not."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

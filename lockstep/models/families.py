@@ -1,0 +1,203 @@
+"""Model families: Hugging Face's `config.json` from and to the decoder's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError
+from .config import MLAConfig, ModelConfig, MoEConfig
+from .rope import scaling_from_hf, scaling_to_hf
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """A parsed config.json; `where` names the file in errors."""
+
+    values: dict[str, Any]
+    where: str
+
+    def integer(self, *names: str) -> int:
+        """The first of these fields that is there."""
+        name = next((n for n in names if n in self.values), names[0])
+        value = self.values.get(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InputError(f"{self.where}: {name} is {value!r}; it must be an integer")
+        return value
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a `model_type` implies.
+
+    Attributes:
+        architecture: the class in Hugging Face.
+        fixed: the fields of config.json that the decoder implements at one value only, with those that mean it (the
+            first when absent).
+        read: fields of the configuration that are the family's own, or stand elsewhere in its config.json.
+        write: the other way round.
+    """
+
+    architecture: str
+    fixed: dict[str, tuple[Any, ...]]
+    read: Callable[[_Raw], dict[str, Any]] = lambda raw: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+
+
+def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
+    """Read a parsed `config.json`; `where` names the file in errors."""
+    name = values.get("model_type")
+    if name not in FAMILIES:
+        raise InputError(f"{where}: model_type is {name!r}; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    for key, allowed in family.fixed.items():
+        if values.get(key, allowed[0]) not in allowed:
+            raise InputError(f"{where}: {key} is {values[key]!r}; supported: {allowed[0]!r}")
+    raw = _Raw(values, where)
+    rope = values.get("rope_parameters") or {}
+    eos = values.get("eos_token_id")
+    fields: dict[str, Any] = {
+        "num_heads": raw.integer("num_attention_heads"),
+        "num_kv_heads": raw.integer("num_key_value_heads", "num_attention_heads"),
+        "head_dim": values.get("head_dim") or raw.integer("hidden_size") // raw.integer("num_attention_heads"),
+    }
+    return ModelConfig(
+        vocab_size=raw.integer("vocab_size"),
+        hidden_size=raw.integer("hidden_size"),
+        intermediate_size=raw.integer("intermediate_size"),
+        num_layers=raw.integer("num_hidden_layers"),
+        max_position_embeddings=raw.integer("max_position_embeddings"),
+        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0),
+        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        bos_token_id=values.get("bos_token_id"),
+        pad_token_id=values.get("pad_token_id"),
+        family=name,
+        rope_scaling=scaling_from_hf(values, where),
+        **fields | family.read(raw),
+    )
+
+
+def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The `config.json` that `transformers` 4 and 5 read."""
+    eos: int | list[int] | None = list(config.eos_token_ids) or None
+    scaling = scaling_to_hf(config.rope_scaling)
+    family = FAMILIES[config.family]
+    return {
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        **{key: allowed[0] for key, allowed in family.fixed.items()},
+        "attention_dropout": 0.0,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if isinstance(eos, list) and len(eos) == 1 else eos,
+        "pad_token_id": config.pad_token_id,
+        "head_dim": config.head_dim,
+        "hidden_size": config.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else scaling,
+        "rope_parameters": {"rope_theta": config.rope_theta, **scaling},
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+        **family.write(config),
+    }
+
+
+def _read_qwen3_moe(raw: _Raw) -> dict[str, Any]:
+    step, plain = raw.values.get("decoder_sparse_step", 1), raw.values.get("mlp_only_layers") or []
+    layers = range(raw.integer("num_hidden_layers"))
+    moe = MoEConfig(
+        raw.integer("num_experts", "num_local_experts"),
+        raw.integer("num_experts_per_tok"),
+        raw.integer("moe_intermediate_size"),
+        tuple(i for i in layers if i in plain or (i + 1) % step),
+        normalize=bool(raw.values.get("norm_topk_prob", False)),
+    )
+    return {"moe": moe}
+
+
+def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_token,
+        "moe_intermediate_size": moe.intermediate_size,
+        "mlp_only_layers": list(moe.dense_layers),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": moe.normalize,
+    }
+
+
+def _read_deepseek_v3(raw: _Raw) -> dict[str, Any]:
+    get = raw.values.get
+    mla = MLAConfig(
+        raw.integer("kv_lora_rank"),
+        raw.integer("qk_nope_head_dim"),
+        raw.integer("qk_rope_head_dim"),
+        raw.integer("v_head_dim"),
+        None if get("q_lora_rank") is None else raw.integer("q_lora_rank"),
+        bool(get("rope_interleave", True)),
+    )
+    moe = MoEConfig(
+        raw.integer("n_routed_experts", "num_local_experts"),
+        raw.integer("num_experts_per_tok"),
+        raw.integer("moe_intermediate_size"),
+        tuple(range(min(raw.integer("first_k_dense_replace"), raw.integer("num_hidden_layers")))),
+        sigmoid=True,
+        groups=raw.integer("n_group"),
+        kept_groups=raw.integer("topk_group"),
+        normalize=bool(get("norm_topk_prob", True)),
+        scale=float(get("routed_scaling_factor", 1.0)),
+        shared_experts=raw.integer("n_shared_experts"),
+        router_bias=True,
+    )
+    return {"mla": mla, "moe": moe, "num_kv_heads": 1, "head_dim": mla.rope_dim}
+
+
+def _write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
+    mla, moe = config.mla, config.moe
+    assert mla is not None and moe is not None
+    return {
+        "num_key_value_heads": config.num_heads,
+        "kv_lora_rank": mla.kv_rank,
+        "q_lora_rank": mla.q_rank,
+        "qk_nope_head_dim": mla.nope_dim,
+        "qk_rope_head_dim": mla.rope_dim,
+        "v_head_dim": mla.v_dim,
+        "rope_interleave": mla.interleaved,
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": moe.shared_experts,
+        "num_experts_per_tok": moe.num_experts_per_token,
+        "moe_intermediate_size": moe.intermediate_size,
+        "first_k_dense_replace": len(moe.dense_layers),
+        "n_group": moe.groups,
+        "topk_group": moe.kept_groups,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.scale,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+_FIXED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_bias": (False, None)}
+_QWEN3 = _FIXED | {"use_sliding_window": (False, None)}
+_LLAMA = _FIXED | {"mlp_bias": (False, None), "pretraining_tp": (1, None)}
+_DEEPSEEK_V3 = _FIXED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family("Qwen3ForCausalLM", _QWEN3),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", _QWEN3, _read_qwen3_moe, _write_qwen3_moe),
+    "llama": Family("LlamaForCausalLM", _LLAMA),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK_V3, _read_deepseek_v3, _write_deepseek_v3),
+}
