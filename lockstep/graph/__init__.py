@@ -4,30 +4,43 @@ from .bound import BoundGraph
 from .capture import backward, capture, module_inputs, substituted
 from .compiler import Compiler, GraphFunction
 from .cudagraph import CudaRecorder, FakeRecorder
-from .ir import Captured, GraphError, Inputs
+from .ir import Captured, Dynamic, GraphError, Inputs, Static
 from .passes import Pass, pipeline, run_passes
+from .report import compile_report, replay_metrics
 from .text import diff, digest, dump
+from .timings import Timings
+from .trust import Case, Verdict, trust
+from .verdicts import Verdicts
 from .verify import NOT_GRAPH_SAFE, verify
 
 __all__ = [
     "NOT_GRAPH_SAFE",
     "BoundGraph",
     "Captured",
+    "Case",
     "Compiler",
     "CudaRecorder",
+    "Dynamic",
     "FakeRecorder",
     "GraphError",
     "GraphFunction",
     "Inputs",
     "Pass",
+    "Static",
+    "Timings",
+    "Verdict",
+    "Verdicts",
     "backward",
     "capture",
+    "compile_report",
     "diff",
     "digest",
     "dump",
     "module_inputs",
     "pipeline",
+    "replay_metrics",
     "run_passes",
     "substituted",
+    "trust",
     "verify",
 ]

@@ -10,10 +10,12 @@ from torch import Tensor
 from . import compat
 from .cudagraph import Recorder, Recording
 from .ir import Captured, GraphError, Inputs
+from .piecewise import Piecewise
+from .verify import overlapping
 
 
 class BoundGraph:
-    """Launches one captured graph, recorded as a CUDA graph when its passes decided so.
+    """Launches one captured graph at one choice of its open sizes, as a CUDA graph when its passes decided so.
 
     Static inputs are the tensors given here, by address; user inputs come with each launch, and a recorded graph copies
     them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of any graph of the
@@ -38,11 +40,17 @@ class BoundGraph:
         for i, spec in enumerate(captured.inputs):
             if problem := spec.mismatch(self._arguments[i]):
                 raise GraphError(f"{captured.title}: {problem}")
+        if shared := overlapping(captured, self._arguments):
+            raise GraphError(f"{captured.title}: {shared}")
+        if broken := captured.sizes.broken(inputs.open_sizes(captured.inputs)):
+            raise GraphError(f"{captured.title}: captured for sizes with {', '.join(broken)}")
+        self._specs = inputs.described({})  # every size fixed, from here on
         with torch.inference_mode(False):
             for i in self._user.values():  # a recorded graph's own; otherwise empty, each launch brings its tensors
                 own = self._arguments[i].shape if self._recorder else (0,)
                 self._arguments[i] = self._arguments[i].new_empty(own)
-        self._addresses = [self._arguments[i].data_ptr() for i in self._static]
+        self._statics = [self._arguments[i] for i in self._static]
+        self._addresses = list(map(Tensor.data_ptr, self._statics))
 
     def __call__(self, user: Mapping[str, Tensor], times: int = 1) -> dict[str, Tensor]:
         """Launch `times` times in a row, at least once; returns the last outputs by name.
@@ -75,13 +83,18 @@ class BoundGraph:
 
         def run() -> list[Tensor]:
             if self._recording is None:
-                self._recording = recorder.record(self._run, self._arguments)
+                self._recording = self._record(recorder)
             else:
                 self._recording.replay()
                 self.replays += 1
             return self._recording.outputs
 
         return run
+
+    def _record(self, recorder: Recorder) -> Recording:
+        if self.captured.split_at:
+            return Piecewise(self.captured, recorder, self._arguments)
+        return recorder.record(self._run, self._arguments)
 
     def _run(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         return self.captured.module.forward(*arguments)
@@ -91,19 +104,21 @@ class BoundGraph:
             odd = ", ".join(sorted(user.keys() ^ self._user.keys()))
             raise GraphError(f"{self.captured.title}: user inputs that are missing or unknown: {odd}")
         for name, i in self._user.items():
-            if problem := self.captured.inputs[i].mismatch(user[name]):
+            if problem := self._specs[i].mismatch(user[name]):
                 raise GraphError(f"{self.captured.title}: {problem}")
 
     def _check_addresses(self) -> None:
-        for i, address in zip(self._static, self._addresses, strict=True):
-            if self._arguments[i].data_ptr() != address:
-                raise GraphError(
-                    f"{self.captured.title}: static input {self.captured.inputs[i]} has moved in memory since the "
-                    "graph was bound; write new values in place"
-                )
+        now = list(map(Tensor.data_ptr, self._statics))
+        if now == self._addresses:
+            return
+        (i, *_) = (i for i, a, b in zip(self._static, now, self._addresses, strict=True) if a != b)
+        raise GraphError(
+            f"{self.captured.title}: static input {self.captured.inputs[i]} has moved in memory since the graph was "
+            "bound; write new values in place"
+        )
 
     def close(self) -> None:
         """Give back the recording's memory and let go of every tensor."""
         if self._recording is not None:
             self._recording.close()
-        self._recording, self._arguments, self._closed = None, [], True
+        self._recording, self._arguments, self._statics, self._closed = None, [], [], True

@@ -1,8 +1,8 @@
 """Tracing a function of named tensors into a flat graph.
 
-Only tensors vary between launches. Every Python value the trace meets becomes a constant, so the function takes them as
-declared statics, and a graph is made for each combination. Writes to inputs stay writes: a launch changes the very
-gradients, weights and cache that it is bound to.
+Only tensors vary between launches, and of their shapes the sizes that are declared open. Every other Python value the
+trace meets becomes a constant, so the function takes them as declared statics, and there is a graph for each
+combination. Writes to inputs stay writes: a launch changes the very gradients, weights and cache that it is bound to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import compat
-from .ir import BACKWARD, BACKWARD_TAG, MODULE_TAG, Captured, GraphError, Inputs, InputSpec, Role, Static
+from .ir import BACKWARD, BACKWARD_TAG, MODULE_TAG, Captured, Dynamic, GraphError, Inputs, Role, Static
 
 GraphBody = Callable[..., Mapping[str, Tensor]]  # (inputs: Inputs, **statics) -> named outputs
 
@@ -33,6 +33,7 @@ def capture(
     *,
     statics: Mapping[str, Static] | None = None,
     writes: Collection[Role] = (),
+    dynamic: Dynamic | None = None,
 ) -> Captured:
     """Trace `body(inputs, **statics)`; no input is read or written.
 
@@ -42,13 +43,15 @@ def capture(
         body: returns its outputs by name, each a tensor of its own (not a view of an input).
         statics: Python values that become constants of the graph.
         writes: roles that the body writes in place (checked by the verifier).
+        dynamic: inputs with open sizes, for which one trace serves every value from 2 on: the sizes' names, dim by dim,
+            None for a fixed one. Equal names are one size.
 
     Raises:
-        GraphError: the body closes over a number or a tensor, asks for a tensor's value, or returns something else.
+        GraphError: the body closes over a number or a tensor, asks for a tensor's value, takes an open size for a
+            number, or returns something else.
     """
     statics = dict(statics or {})
     _check_closure(name, body)
-    roles = list(inputs.flat())
     outputs: list[str] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
@@ -56,12 +59,12 @@ def capture(
         outputs.extend(result)
         return list(result.values())
 
+    specs = inputs.described(dynamic or {})
     try:
-        module = compat.trace(flat, [tensor for _, _, tensor in roles])
+        module, sizes = compat.trace(flat, [tensor for _, _, tensor in inputs.flat()], [spec.sizes for spec in specs])
     except compat.Untraceable as error:
         raise GraphError(f"{name}: cannot be captured: {error}") from error
-    specs = tuple(InputSpec.of(*item) for item in roles)
-    return Captured(name, module, specs, tuple(outputs), statics, frozenset(writes))
+    return Captured(name, module, specs, tuple(outputs), statics, frozenset(writes), sizes=sizes)
 
 
 def _check_closure(name: str, body: GraphBody) -> None:

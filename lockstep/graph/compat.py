@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _ADDRESS_WARNING = "Accessing the data pointer of FakeTensor"
 _TAGS = "custom"  # where `annotate` leaves its tags in a node's metadata
@@ -32,27 +35,138 @@ class Untraceable(Exception):
     """The function did something that a graph cannot hold."""
 
 
-def trace(fn: Callable[..., list[Tensor]], tensors: Sequence[Tensor]) -> fx.GraphModule:
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a trace left open, by name, and what it assumed of them.
+
+    Attributes:
+        names: the symbols that stand for them in traced tensors' shapes.
+        conditions: what must hold of them, each with the line that asked.
+    """
+
+    names: Mapping[Any, str] = field(default_factory=dict)
+    conditions: tuple[tuple[Any, str], ...] = ()
+
+    def name(self, size: int | torch.SymInt) -> int | str:
+        """A size of a traced tensor: its value, or an expression in the names of open ones."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        return self.names.get(expression) or str(self._named(expression))
+
+    def shape(self, tensor: Tensor) -> tuple[int | str, ...]:
+        """A traced tensor's shape, by `name`."""
+        return tuple(map(self.name, tensor.shape))
+
+    def broken(self, values: Mapping[str, int]) -> list[str]:
+        """The conditions that do not hold at these values."""
+        at = {symbol: values[name] for symbol, name in self.names.items()}
+        return [
+            f"{self._named(condition)} ({where})" for condition, where in self.conditions if not condition.xreplace(at)
+        ]
+
+    def _named(self, expression: Any) -> Any:
+        import sympy  # type: ignore[import-untyped]
+
+        return expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in self.names.items()})
+
+
+def traced_size(size: int | torch.SymInt) -> int:
+    """A size of a traced tensor as it was at the trace."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def import_tracer() -> None:
+    """Import what a trace needs: sympy and half of torch's compiler, most of a second."""
+    import torch._dynamo.source
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+
+def trace(
+    fn: Callable[..., list[Tensor]], tensors: Sequence[Tensor], dims: Sequence[tuple[str | None, ...]]
+) -> tuple[fx.GraphModule, Sizes]:
     """The flat graph of `fn(*tensors)`, traced with fake tensors: nothing is computed and no input is written.
 
+    Args:
+        dims: for each tensor the names of its open sizes, None for a fixed one; empty: all are fixed. Tensors with open
+            sizes are contiguous, and these sizes are at least 2; equal names are one size.
+
     Raises:
-        Untraceable: Python asks for a tensor's value or address.
+        Untraceable: Python asks for a tensor's value or address, or takes an open size for a number.
     """
-    # Imported late: it brings in sympy, a third of a second.
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    env = ShapeEnv()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     with torch.inference_mode(False), torch.no_grad():
-        fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+        fakes, names = _fakes(mode, env, tensors, dims)
         # One thread, so that the backward pass sees the tags that are set around it.
         with mode, tracing(TracingContext(mode)), traceback.preserve_node_meta(), _one_thread(), _no_addresses():
             try:
-                return make_fx(fn)(*fakes)
+                with _no_collection():
+                    module = make_fx(fn)(*fakes)
             except GuardOnDataDependentSymNode as error:
                 raise Untraceable(
                     "Python asked for the value of a tensor; compute on the device (torch.where), or make it a static "
                     f"({str(error).splitlines()[0]})"
                 ) from error
+    return module, _open_sizes(env, names)
+
+
+def _fakes(
+    mode: FakeTensorMode, env: Any, tensors: Sequence[Tensor], dims: Sequence[tuple[str | None, ...]]
+) -> tuple[list[Tensor], dict[Any, str]]:
+    """Fake tensors for the trace, and the symbols of the open sizes with their names."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    symbols: dict[str, Any] = {}
+
+    def size(value: int, name: str | None) -> Any:
+        if name is None:
+            return value
+        if name not in symbols:
+            source = ConstantSource(name)
+            symbol = env.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+            symbols[name] = env.create_symintnode(symbol, hint=value, source=source)
+        return symbols[name]
+
+    fakes = []
+    for tensor, named in zip(tensors, dims, strict=True):
+        if any(named):
+            with mode:
+                shape = [size(*pair) for pair in zip(tensor.shape, named, strict=True)]
+                fakes.append(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
+        else:
+            fakes.append(mode.from_tensor(tensor, static_shapes=True))
+    return fakes, {symbol.node.expr: name for name, symbol in symbols.items()}
+
+
+def _open_sizes(env: Any, names: Mapping[Any, str]) -> Sizes:
+    """The sizes with what the trace assumed of them; `Untraceable` if one is not open any more."""
+    sizes = Sizes(names, tuple((guard.expr, str(guard.sloc).strip("()")) for guard in env.guards))
+    for symbol, value in env.replacements.items():
+        if symbol in names:
+            asked = next(
+                (where for condition, where in sizes.conditions if symbol in condition.free_symbols), "unknown"
+            )
+            raise Untraceable(
+                f"size {names[symbol]} was taken for {sizes._named(value)} ({asked}), so the graph would hold for no "
+                "other; let tensors have the size, or do not declare it dynamic"
+            )
+    return sizes
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A trace keeps what it makes: looking through it for garbage again and again takes a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _one_thread() -> AbstractContextManager[None]:
@@ -99,6 +213,12 @@ def fake_value(node: fx.Node) -> Any:
 def is_operator(target: object) -> bool:
     """Whether a node's target is one overload of a registered operator."""
     return isinstance(target, OpOverload)
+
+
+def operator_name(op: Any) -> str:
+    """`namespace.operator` of an operator overload."""
+    namespace, _, name = op.name().partition("::")
+    return f"{namespace}.{name.partition('.')[0]}"
 
 
 @functools.cache
@@ -159,6 +279,20 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     for prefix, owner in module.named_modules():
         for slot in (owner._parameters, owner._buffers, owner.__dict__):
             yield prefix, slot
+
+
+def watched(fn: Callable[[], Any], seen: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]) -> Any:
+    """`fn()`, with `seen(operator, args, kwargs, result)` after each operator call, in the backward pass too."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = op(*args, **(kwargs or {}))
+            with _disable_current_modes():
+                seen(op, args, kwargs or {}, result)
+            return result
+
+    with Watch(), _one_thread():
+        return fn()
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

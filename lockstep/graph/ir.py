@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from . import compat
 
 Role = Literal["param", "grad", "buffer", "optimizer", "kv", "user"]
 Static = bool | int | float | str | None
+Dynamic = Mapping[str, tuple[str | None, ...]]  # input: the names of its open sizes, None for a fixed one
 
 BACKWARD_TAG = "remat_pass_tag"  # what torch's own rematerialization passes read, in every version
 BACKWARD = "is_backward"
@@ -52,30 +54,70 @@ class Inputs:
         source = iter(tensors)
         return Inputs(**{f.name: {name: next(source) for name in getattr(self, f.name)} for f in fields(self)})
 
+    def described(self, dynamic: Dynamic) -> tuple[InputSpec, ...]:
+        """What the inputs are, in the order of `flat`, with open sizes by name; see `InputSpec.of`."""
+        return tuple(InputSpec.of(role, name, tensor, dynamic.get(name, ())) for role, name, tensor in self.flat())
+
+    def open_sizes(self, specs: Sequence[InputSpec]) -> dict[str, int]:
+        """The values that the open sizes of `specs` have here.
+
+        Raises:
+            GraphError: two inputs disagree about a size.
+        """
+        sizes: dict[str, int] = {}
+        for spec, (_, _, tensor) in zip(specs, self.flat(), strict=True):
+            for size, value in zip(spec.shape, tensor.shape, strict=True):
+                if isinstance(size, str) and sizes.setdefault(size, value) != value:
+                    raise GraphError(f"size {size} of {spec} is {value}, that of an input before it {sizes[size]}")
+        return sizes
+
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What an input must be at every launch."""
+    """What an input must be; an open size stands by its name, and then the tensor is contiguous."""
 
     role: Role
     name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: tuple[int | str, ...]
+    stride: tuple[int, ...] | None
     dtype: torch.dtype
     device: torch.device
 
     @staticmethod
-    def of(role: Role, name: str, tensor: Tensor) -> InputSpec:
-        """The description of a tensor."""
-        return InputSpec(role, name, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+    def of(role: Role, name: str, tensor: Tensor, sizes: Sequence[str | None] = ()) -> InputSpec:
+        """The description of a tensor.
+
+        Args:
+            sizes: names of the open sizes, None for a fixed one. A size of 0 or 1 is fixed all the same, as it is
+                another thing to broadcasting.
+        """
+        named = sizes or [None] * tensor.dim()
+        shape = tuple(n if n and value > 1 else value for value, n in zip(tensor.shape, named, strict=True))
+        stride = None if any(isinstance(size, str) for size in shape) else tensor.stride()
+        return InputSpec(role, name, shape, stride, tensor.dtype, tensor.device)
+
+    @property
+    def sizes(self) -> tuple[str | None, ...]:
+        """The names of the open sizes, None for a fixed one."""
+        return tuple(size if isinstance(size, str) else None for size in self.shape)
 
     def mismatch(self, tensor: Tensor) -> str | None:
         """What about `tensor` differs from this description, or None."""
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        expected: tuple[int | str, ...]
+        if self.stride is None and len(shape) == len(self.shape):
+            if not tensor.is_contiguous():
+                return f"{self} has open sizes and must be contiguous; its stride is {stride}"
+            expected = tuple(
+                have if isinstance(want, str) else want for have, want in zip(shape, self.shape, strict=True)
+            )
+        else:
+            expected = self.shape
         for aspect, have, want in (
-            ("shape", tuple(tensor.shape), self.shape),
+            ("shape", shape, expected),
             ("dtype", tensor.dtype, self.dtype),
             ("device", tensor.device, self.device),
-            ("stride", tensor.stride(), self.stride),
+            ("stride", stride, self.stride or stride),
         ):
             if have != want:
                 return f"{self} has {aspect} {have}, the graph was captured for {want}"
@@ -94,7 +136,10 @@ class Captured:
         statics: the Python values that the graph was traced with and holds as constants.
         writes: roles whose tensors the graph may write in place.
         recorded: whether it runs as a CUDA graph.
+        split_at: operators (`namespace.name`) that run between recorded pieces; empty when it is recorded whole.
+        sizes: the open sizes of the inputs. Nodes that compute with them give Python numbers.
         log: what each pass did.
+        before: the graph before the last pass, as long as it is kept.
     """
 
     name: str
@@ -104,7 +149,10 @@ class Captured:
     statics: Mapping[str, Static]
     writes: frozenset[Role]
     recorded: bool = False
+    split_at: frozenset[str] = frozenset()
+    sizes: compat.Sizes = field(default_factory=compat.Sizes)
     log: tuple[str, ...] = ()
+    before: Captured | None = field(default=None, repr=False, compare=False)
 
     @property
     def graph(self) -> fx.Graph:
@@ -117,6 +165,21 @@ class Captured:
         statics = ", ".join(f"{k}={v}" for k, v in self.statics.items())
         return f"{self.name}({statics})"
 
+    @cached_property
+    def written_inputs(self) -> frozenset[int]:
+        """Numbers of the inputs that the graph writes in place."""
+        number = {node: i for i, (node, _) in enumerate(self.placeholders())}
+        lies_in = origins(self.graph)
+        return frozenset(number[o] for n in self.graph.nodes for a in written(n) for o in lies_in[a] if o in number)
+
+    def stages(self) -> list[tuple[str, Captured]]:
+        """The graph as captured and after each pass, oldest first, as far as they were kept."""
+        found = [self]
+        while found[-1].before is not None:
+            found.append(found[-1].before)
+        names = ["capture", *(line.partition(":")[0] for line in self.log)]
+        return list(zip(names[-len(found) :], reversed(found), strict=True))
+
     def placeholders(self) -> list[tuple[fx.Node, InputSpec]]:
         """The graph's inputs with their descriptions."""
         nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
@@ -126,8 +189,7 @@ class Captured:
 def op_name(node: fx.Node) -> str:
     """`namespace.operator` of a call, without the overload; the node's kind otherwise."""
     if compat.is_operator(node.target):
-        namespace, _, name = node.target.name().partition("::")  # type: ignore[union-attr]
-        return f"{namespace}.{name.partition('.')[0]}"
+        return compat.operator_name(node.target)
     return getattr(node.target, "__name__", node.op) if node.op == "call_function" else node.op
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
+import torch
 from torch import Tensor, fx
 
 from . import compat
@@ -24,6 +27,18 @@ def diff(before: Captured, after: Captured) -> str:
     return "\n".join(difflib.unified_diff(dump(before).splitlines(), dump(after).splitlines(), lineterm="", n=1))
 
 
+def write_stages(captured: Captured, folder: Path) -> None:
+    """Write the graph as captured, what each pass changed (as a diff) and the graph in the end, a file each."""
+    level = ("pieces" if captured.split_at else "full") if captured.recorded else "captured"
+    target = folder / f"{captured.name}-{level}-{digest(captured)}"
+    target.mkdir(parents=True, exist_ok=True)
+    stages = captured.stages()
+    (target / "0-capture.txt").write_text(dump(stages[0][1]) + "\n", "utf-8")
+    for i, ((_, before), (step, after)) in enumerate(pairwise(stages), 1):
+        (target / f"{i}-{step}.diff").write_text(diff(before, after) + "\n", "utf-8")
+    (target / "final.txt").write_text(dump(captured) + "\n", "utf-8")
+
+
 def digest(captured: Captured) -> str:
     """A hash of all that the graph computes and expects. The order of its nodes counts, their names do not."""
     numbers = {node: f"%{i}" for i, node in enumerate(captured.graph.nodes)}
@@ -40,7 +55,7 @@ def _lines(captured: Captured, name: Namer) -> list[str]:
         tags = [module_of(node)] * bool(module_of(node)) + ["backward"] * is_backward(node)
         suffix = f"  # {', '.join(tags)}" if tags else ""
         call = f"input {specs[node]}" if node in specs else _call(node, name)
-        lines.append(f"{name(node)}: {_value(compat.fake_value(node))} = {call}{suffix}")
+        lines.append(f"{name(node)}: {_value(compat.fake_value(node), captured.sizes)} = {call}{suffix}")
     return lines
 
 
@@ -59,9 +74,11 @@ def _argument(value: object, name: Namer) -> str:
     return repr(value)
 
 
-def _value(value: object) -> str:
+def _value(value: object, sizes: compat.Sizes) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, sizes.shape(value)))}]"
+    if isinstance(value, torch.SymInt):
+        return f"int {sizes.name(value)}"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(_value(v) for v in value)})"
+        return f"({', '.join(_value(v, sizes) for v in value)})"
     return "()" if value is None else type(value).__name__

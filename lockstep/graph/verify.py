@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -14,8 +14,10 @@ MAX_PROBLEMS = 8
 
 # Operators of torch whose work in the forward pass belongs to one of ours, whose bits the contract fixes.
 OURS = {
-    **dict.fromkeys(("aten.mm", "aten.addmm", "aten.mv", "aten.addmv", "aten.dot", "aten._grouped_mm"), "ops.linear"),
-    **dict.fromkeys(("aten.bmm", "aten.baddbmm", "aten._softmax"), "ops.attention_packed or ops.attention_paged"),
+    **dict.fromkeys(("aten.mm", "aten.addmm", "aten.mv", "aten.addmv", "aten.dot", "aten.linear"), "ops.linear"),
+    **dict.fromkeys(("aten.matmul", "aten._scaled_mm", "aten._grouped_mm", "aten.convolution"), "ops.linear"),
+    **dict.fromkeys(("aten.bmm", "aten.baddbmm", "aten.addbmm"), "ops.attention_packed or ops.attention_paged"),
+    **dict.fromkeys(("aten._softmax", "aten._safe_softmax"), "ops.attention_packed or ops.attention_paged"),
     **dict.fromkeys(("aten._log_softmax", "aten.logsumexp"), "ops.token_logprobs"),
     **dict.fromkeys(("aten.mean", "aten.native_layer_norm", "aten._fused_rms_norm"), "ops.rms_norm"),
     **dict.fromkeys(("aten.silu", "aten.silu_"), "ops.silu_mul"),
@@ -63,8 +65,11 @@ def _signature(captured: Captured) -> Iterator[str]:
         value = compat.fake_value(node)
         if not isinstance(value, Tensor):
             yield f"node {node.name}: {spec} has no recorded shape"
-        elif (tuple(value.shape), value.dtype) != (spec.shape, spec.dtype):
-            yield f"node {node.name}: {spec} is {value.dtype} {list(value.shape)}, its signature says otherwise"
+            continue
+        shape = captured.sizes.shape(value)
+        if (shape, value.dtype, value.device) != (spec.shape, spec.dtype, spec.device):
+            found = f"{value.dtype} {list(shape)} on {value.device}"
+            yield f"node {node.name}: {spec} is {found}, its signature says otherwise"
     for node in captured.graph.nodes:
         if node.op in ("call_module", "call_method"):
             yield f"{_where(node)} is not an operator; a flat graph has only operators"
@@ -117,6 +122,35 @@ def _writes(captured: Captured) -> Iterator[str]:
                     yield f"{_where(node)} writes the constant {origin.target} in place"
 
 
+def overlapping(captured: Captured, tensors: Sequence[Tensor]) -> str | None:
+    """The first input that the graph writes and that shares memory with another, as a sentence; None is as it must be.
+
+    A graph takes its inputs for distinct: passes move what reads one of them past a write to another.
+
+    Args:
+        tensors: the inputs.
+    """
+    spans = sorted(
+        (
+            t.data_ptr(),
+            t.data_ptr() + t.numel() * t.element_size(),
+            i in captured.written_inputs,
+            str(captured.inputs[i]),
+        )
+        for i, t in enumerate(tensors)
+        if t.numel() and t.is_contiguous()
+    )
+    reach: list[tuple[int, int, bool, str]] = []  # earlier spans that may reach into this one
+    for span in spans:
+        reach = [earlier for earlier in reach if earlier[1] > span[0]]
+        for earlier in reach:
+            if span[2] or earlier[2]:
+                both = (earlier, span) if earlier[2] else (span, earlier)
+                return f"{both[0][3]} is written in place and shares memory with {both[1][3]}; pass the memory once"
+        reach.append(span)
+    return None
+
+
 def _recordable(captured: Captured, not_graph_safe: Mapping[str, str]) -> Iterator[str]:
     """What a CUDA graph cannot hold: waiting for the device, random state, a second device."""
     home = captured.inputs[0].device if captured.inputs else None
@@ -125,6 +159,8 @@ def _recordable(captured: Captured, not_graph_safe: Mapping[str, str]) -> Iterat
         tensors = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Tensor)]
         if away := {str(t.device) for t in tensors if t.device != home}:
             yield f"{_where(node)} lies on {', '.join(away)}, the first input on {home}"
+        if op_name(node) in captured.split_at:
+            continue  # runs between recorded pieces
         if reason := not_graph_safe.get(op_name(node)):
             yield f"{_where(node)} cannot be part of a CUDA graph yet: {reason}"
         elif reason := _waits(node):
@@ -136,6 +172,8 @@ def _waits(node: fx.Node) -> str | None:
     if not compat.is_operator(node.target):
         return None
     tags = node.target.tags  # type: ignore[union-attr]
+    if torch.Tag.cudagraph_unsafe in tags:
+        return "it is tagged cudagraph_unsafe"
     if torch.Tag.data_dependent_output in tags or op_name(node) == "aten._local_scalar_dense":
         return "it brings a value to the host"
     if torch.Tag.dynamic_output_shape in tags and not _is_index(node):

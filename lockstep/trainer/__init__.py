@@ -2,16 +2,21 @@
 
 from .losses import LOSSES
 from .optimizer import AdamW, FlatParameters, learning_rate
-from .packing import bucket, loss_weights, pack, padding_waste
+from .packing import loss_weights, pack, padding_waste
+from .routing import RoutingResult
+from .shapes import BatchShape, batch_shapes, bucket
 from .trainer import Mismatch, StepResult, Trainer
 
 __all__ = [
     "LOSSES",
     "AdamW",
+    "BatchShape",
     "FlatParameters",
     "Mismatch",
+    "RoutingResult",
     "StepResult",
     "Trainer",
+    "batch_shapes",
     "bucket",
     "learning_rate",
     "loss_weights",

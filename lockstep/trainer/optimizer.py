@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
+from .. import ops
 from ..config import OptimizerConfig
 
 ALIGNMENT = 64  # elements; keeps every parameter aligned for vector loads and tensor cores
@@ -132,80 +132,23 @@ def adamw_step(
     t: AdamWTensors, num_matrix_elements: int, config: OptimizerConfig, lr: Tensor, ok: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`AdamW.step` as a function of its tensors."""
-    grad_norm = _norm(t.grad)
+    grad_norm = ops.global_norm(t.grad)
     applied = ok & torch.isfinite(grad_norm)
-    max_norm = config.max_grad_norm
-    grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else None
-    spans = ((slice(0, num_matrix_elements), config.weight_decay), (slice(num_matrix_elements, None), 0.0))
-    for i, (span, weight_decay) in enumerate(spans):
-        _fused_adamw(
-            t.master[span],
-            t.grad[span],
-            t.exp_avg[span],
-            t.exp_avg_sq[span],
-            t.steps[i],
-            lr,
-            grad_scale,
-            (~applied).float(),
-            config.beta1,
-            config.beta2,
-            config.epsilon,
-            weight_decay,
-        )
-    if t.master is not t.weights:
-        t.weights.copy_(t.master)  # the same bits again when nothing was applied
-    t.grad.zero_()
-    return grad_norm, applied
-
-
-@torch.library.custom_op("lockstep::adamw", mutates_args=("master", "grad", "exp_avg", "exp_avg_sq", "step"))
-def _fused_adamw(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    lr: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-) -> None:
-    """One fused pass over a span: no temporaries; torch's kernel leaves at once where `found_inf` is 1.
-
-    An operator of its own because torch's has no shape function for a tensor `lr`: tracing it would run it.
-    """
-    adamw(
-        [master],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [step],
-        fused=True,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        amsgrad=False,
-        maximize=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=epsilon,
+    c, max_norm = config, config.max_grad_norm
+    grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
+    ops.adamw(
+        None if t.master is t.weights else t.weights,
+        *t[1:],
+        lr,
+        grad_scale,
+        applied,
+        num_matrix_elements,
+        c.beta1,
+        c.beta2,
+        c.epsilon,
+        c.weight_decay,
     )
-
-
-@_fused_adamw.register_fake
-def _(*_: object) -> None:
-    return None
-
-
-def _norm(x: Tensor) -> Tensor:
-    """Euclidean norm in float32 by rows, whose squares `sum` adds pairwise: over 10^8 elements at once, torch's norm is
-    off by a percent on a CPU."""
-    return torch.linalg.vector_norm(x.view(-1, ALIGNMENT), dim=1).square().sum().sqrt()
+    return grad_norm, applied
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -1,12 +1,13 @@
 """Groups to packed micro-batches: a prompt stands once, its completions follow and reach it as a shared prefix.
 
 A completion's segment holds all its tokens but the last, which predicts nothing; the first one's logits come from the
-prompt's last row. Shapes are rounded up to a few buckets, so that few graphs serve every step.
+prompt's last row. Batches are padded to few shapes (`shapes.py`), so that few graphs serve every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -16,18 +17,7 @@ from torch import Tensor
 from ..config import LossType
 from ..errors import InputError
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
-
-BUCKET_MULTIPLE = 16
-
-
-def bucket(n: int) -> int:
-    """`n` rounded up to a ladder of four sizes an octave, all multiples of `BUCKET_MULTIPLE`.
-
-    From 128 on the result is less than 5/4 of `n`, so under a fifth of a bucket is padding.
-    """
-    n = max(n, 1)
-    step = max(BUCKET_MULTIPLE, 1 << max(0, (n - 1).bit_length() - 3))
-    return -(-n // step) * step
+from .shapes import BatchShape, fit
 
 
 def loss_weights(
@@ -61,27 +51,43 @@ def pack(
     mode: Literal["packed", "per_sample"] = "packed",
     check_parity: bool,
     share_prefix: bool = True,
+    shapes: Sequence[BatchShape] = (),
 ) -> list[PackedBatch]:
     """Lay groups out, in order, in micro-batches of at most `max_tokens` packed tokens (next-fit); CPU tensors.
 
     A group that fits no micro-batch is split over several, its prompt repeated in each.
 
     Args:
+        shapes: what to pad to, largest first; no micro-batch has more tokens than the largest, unless one sequence
+            does. Without any, each size goes to a bucket of its own.
         mode: `per_sample` puts one sequence in a micro-batch.
         check_parity: the sequences' log-probs are the generator's, and the trainer must find the same bits.
         share_prefix: False repeats the prompt in every segment; the log-probs' bits are the same.
 
     Raises:
         InputError: a sequence does not fit alone, or its prompt or completion is empty.
-        ValueError: log-probs are missing under `check_parity`, or there are not as many as tokens.
+        ValueError: log-probs (or some sequences' route digests) are missing under `check_parity`, or there are not as
+            many as tokens.
     """
     drafts: list[_Draft] = []
+    limit = shapes[0].tokens if shapes else max_tokens
     for group in groups:
-        for part, tokens in _parts(group, max_tokens, mode == "per_sample", share_prefix):
-            if not drafts or mode == "per_sample" or len(drafts[-1].tokens) + tokens > max_tokens:
+        for sequence in group.sequences:
+            _check(group, sequence, max_tokens)
+        for part, tokens in _parts(group, limit, mode == "per_sample", share_prefix):
+            if not drafts or mode == "per_sample" or len(drafts[-1].tokens) + tokens > limit:
                 drafts.append(_Draft())
             drafts[-1].add(part, share_prefix)
-    return [draft.batch(max_tokens, check_parity) for draft in drafts]
+    return [draft.batch(fit(draft.needed(), shapes, max_tokens), check_parity) for draft in drafts]
+
+
+def blank_batch(shape: BatchShape, sampling: SamplingParams, check_parity: bool, routed: bool = False) -> PackedBatch:
+    """A batch of `shape` with one completion token, which weighs nothing; `routed`: for a model with experts."""
+    routes = [0] if routed else None
+    sequence = TrainSequence([0], 0.0, 0.0, logprobs=[0.0], model_logprobs=[0.0], route_digests=routes)
+    groups = [TrainGroup([0], [sequence], sampling)]
+    (batch,) = pack(groups, max_tokens=shape.tokens, check_parity=check_parity, shapes=[shape])
+    return batch
 
 
 def padding_waste(batches: list[PackedBatch]) -> float:
@@ -91,17 +97,14 @@ def padding_waste(batches: list[PackedBatch]) -> float:
     return 1.0 - used / slots if slots else 0.0
 
 
-def _parts(
-    group: TrainGroup, max_tokens: int, per_sample: bool, share_prefix: bool
-) -> Iterator[tuple[TrainGroup, int]]:
-    """`group` cut into consecutive parts that each fit a micro-batch, with the packed tokens each takes."""
+def _parts(group: TrainGroup, limit: int, per_sample: bool, share_prefix: bool) -> Iterator[tuple[TrainGroup, int]]:
+    """`group` cut into consecutive parts of at most `limit` tokens, or one sequence, with the tokens each takes."""
     part: list[TrainSequence] = []
     used = 0
     for sequence in group.sequences:
-        _check(group, sequence, max_tokens)
         alone = _packed_tokens(group, sequence)
         tokens = len(sequence.token_ids) - 1 if part and share_prefix else alone
-        if part and (per_sample or used + tokens > max_tokens):
+        if part and (per_sample or used + tokens > limit):
             yield replace(group, sequences=part), used
             part, used, tokens = [], 0, alone
         part.append(sequence)
@@ -125,9 +128,10 @@ def _check(group: TrainGroup, sequence: TrainSequence, max_tokens: int) -> None:
             f"{name}: a prompt of {prompt} and a completion of {length} tokens do not fit in "
             f"trainer.max_tokens_per_micro_batch {max_tokens}; it must be at least {needed}"
         )
-    for values in (sequence.logprobs, sequence.model_logprobs):
+    for values in (sequence.logprobs, sequence.model_logprobs, sequence.route_digests):
         if values is not None and len(values) != length:
-            raise ValueError(f"{name}: {len(values)} log-probs for {length} completion tokens")
+            what = "route digests" if values is sequence.route_digests else "log-probs"
+            raise ValueError(f"{name}: {len(values)} {what} for {length} completion tokens")
 
 
 class _Draft:
@@ -136,6 +140,7 @@ class _Draft:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.positions: list[int] = []
+        self.longest = 0  # positions of a segment, its prefix included
         self.segments: list[tuple[int, int, int]] = []  # end row, prefix start, prefix length
         self.logit_rows: list[int] = []
         self.sequences: list[TrainSequence] = []
@@ -161,34 +166,39 @@ class _Draft:
 
     def _segment(self, token_ids: list[int], prefix_start: int, prefix_len: int) -> None:
         self.tokens.extend(token_ids)
-        self.positions.extend(range(prefix_len, prefix_len + len(token_ids)))
+        length = prefix_len + len(token_ids)
+        self.positions.extend(range(prefix_len, length))
+        self.longest = max(self.longest, length)
         self.segments.append((len(self.tokens), prefix_start, prefix_len))
 
-    def batch(self, max_tokens: int, check_parity: bool) -> PackedBatch:
-        """The micro-batch in its bucket. A bucket above `max_tokens` is cut to it."""
-        T = min(bucket(len(self.tokens)), max_tokens)
-        C, S = bucket(len(self.logit_rows)), bucket(len(self.segments))
+    def needed(self) -> BatchShape:
+        """Its sizes without padding."""
+        return BatchShape(len(self.tokens), len(self.logit_rows), len(self.segments), self.longest)
+
+    def batch(self, shape: BatchShape, check_parity: bool) -> PackedBatch:
+        """The micro-batch, padded to `shape`."""
+        T, C, S, max_len = shape
         ends, prefix_starts, prefix_lens = zip(*self.segments, strict=True)
-        longest = max(self.positions) + 1
         lengths = torch.tensor([len(s.token_ids) for s in self.sequences])
 
         def per_row(values: list, dtype: torch.dtype, fill: float = 0) -> Tensor:
-            return _padded(torch.tensor(values, dtype=dtype).repeat_interleave(lengths), C, fill)
+            return _padded(_tensor(values, dtype).repeat_interleave(lengths), C, fill)
 
         def listed(values: list, size: int, dtype: torch.dtype, fill: float = 0) -> Tensor:
-            return _padded(torch.tensor(values, dtype=dtype), size, fill)
+            return _padded(_tensor(values, dtype), size, fill)
 
         old, old_model = self._old_logprobs(check_parity)
+        routes = self._old_routes() if check_parity else None
         return PackedBatch(
             tokens_T=listed(self.tokens, T, torch.int64),
             positions_T=listed(self.positions, T, torch.int64),
             cu_seqlens=listed([0, *ends], S + 1, torch.int32, fill=ends[-1]),
             prefix_start_S=listed(list(prefix_starts), S, torch.int32),
             prefix_len_S=listed(list(prefix_lens), S, torch.int32),
-            max_len=min(bucket(longest), max_tokens),
+            max_len=max_len,
             logit_rows_C=listed(self.logit_rows, C, torch.int64),
             targets_C=listed([t for s in self.sequences for t in s.token_ids], C, torch.int64),
-            valid_C=listed([True] * len(self.logit_rows), C, torch.bool),
+            valid_C=torch.arange(C) < len(self.logit_rows),
             weight_C=per_row([s.loss_weight for s in self.sequences], torch.float32),
             advantage_C=per_row([s.advantage for s in self.sequences], torch.float32),
             old_logprob_C=listed(old, C, torch.float32),
@@ -202,6 +212,7 @@ class _Draft:
             truncated=any(p.truncated for p in self.sampling),
             sequence_C=per_row(list(range(len(self.sequences))), torch.int64),
             sequences=self.sequences,
+            old_route_C=None if routes is None else listed(routes, C, torch.int32),
         )
 
     def _old_logprobs(self, required: bool) -> tuple[list[float], list[float]]:
@@ -214,6 +225,24 @@ class _Draft:
             old.extend(s.logprobs or [0.0] * len(s.token_ids))
             old_model.extend(s.model_logprobs or [0.0] * len(s.token_ids))
         return old, old_model
+
+    def _old_routes(self) -> list[int] | None:
+        """The generator's route digests; None when no sequence has them: the model has no experts."""
+        given = [s.route_digests for s in self.sequences]
+        if all(routes is None for routes in given):
+            return None
+        for s in self.sequences:
+            if s.route_digests is None:
+                raise ValueError(f"{s.request or 'a sequence'}: parity cannot be checked without its route digests")
+        return [route for routes in given for route in routes or ()]
+
+
+_TYPE_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
+
+
+def _tensor(values: list, dtype: torch.dtype) -> Tensor:
+    """`torch.tensor`, several times as fast for a long list."""
+    return torch.frombuffer(array(_TYPE_CODES[dtype], values), dtype=dtype)
 
 
 def _padded(values: Tensor, size: int, fill: float) -> Tensor:

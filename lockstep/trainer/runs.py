@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from .. import graph
 from ..config import LossConfig, LossType
 from ..models import Decoder
 from ..types import PackedBatch
-from . import step
+from . import routing, step
 from .optimizer import AdamW, AdamWTensors, FlatParameters, adamw_step
 
 
@@ -21,8 +22,9 @@ class EagerRuns:
     """Calls the step's functions on the live tensors.
 
     Attributes:
-        values: the statistics, float64, one element each. lr: float32, 0-dim.
-        enforce_parity: no update when a log-probability differed.
+        values: the statistics, float64 (`step.named`). lr: float32, 0-dim.
+        enforce_parity: no update when a log-probability or a choice of experts differed.
+        router_biases: those that an update balances, by name, layer by layer.
     """
 
     model: Decoder
@@ -33,6 +35,7 @@ class EagerRuns:
     values: Tensor
     lr: Tensor
     enforce_parity: bool
+    router_biases: dict[str, Tensor] = field(default_factory=dict)
 
     def with_kl(self, loss_type: LossType) -> bool:
         """Whether the loss has the KL term."""
@@ -57,15 +60,21 @@ class EagerRuns:
 
     def optim_step(self) -> tuple[Tensor, Tensor]:
         """Update at the rate `lr` if the statistics allow it; the gradient norm and whether it was applied, 0-dim."""
-        return self.update(self.optimizer.tensors(), self.values, self.lr)
+        return self.update(self.optimizer.tensors(), self.values, self.lr, self.router_biases)
 
-    def update(self, tensors: AdamWTensors, values: Tensor, lr: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, tensors: AdamWTensors, values: Tensor, lr: Tensor, router_biases: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """`optim_step` on these tensors."""
         s = step.named(values)
         ok = torch.isfinite(s["loss"])
         if self.enforce_parity:
             ok = ok & (s["different"] == 0)
-        return adamw_step(tensors, self.flat.num_matrix_elements, self.optimizer.config, lr, ok)
+        config = self.optimizer.config
+        grad_norm, applied = adamw_step(tensors, self.flat.num_matrix_elements, config, lr, ok)
+        if router_biases:
+            routing.balance(list(router_biases.values()), s["loads"], config.router_bias_rate, applied)
+        return grad_norm, applied
 
 
 class GraphRuns:
@@ -75,7 +84,7 @@ class GraphRuns:
     """
 
     def __init__(self, eager: EagerRuns, compiler: graph.Compiler) -> None:
-        self._eager = eager
+        self.eager = eager
         model, state = graph.module_inputs(eager.model), {"statistics": eager.values}
         name_of = {id(parameter): name for name, parameter in model.param.items()}
         grads = {name_of[id(p)]: grad for p, grad in zip(eager.flat.parameters, eager.flat.grads, strict=True)}
@@ -86,14 +95,34 @@ class GraphRuns:
         if t["master"] is weights:
             del t["master"]
         updating = graph.Inputs(
-            param={"weights": weights}, grad={"grad": grad}, buffer={**state, "lr": eager.lr}, optimizer=t
+            param={"weights": weights},
+            grad={"grad": grad},
+            buffer={**state, "lr": eager.lr, **eager.router_biases},
+            optimizer=t,
         )
-        self._train = compiler.function("forward_backward", self._train_body, training, {"grad", "buffer"})
-        self._check = compiler.function("check", self._check_body, scoring, {"buffer"})
-        self._optim = compiler.function("optim_step", self._optim_body, updating, {"param", "grad", "optimizer"})
+        self._train = compiler.function("forward_backward", self._train_body, training, {"grad", "buffer"}, OPEN_SIZES)
+        self._check = compiler.function("check", self._check_body, scoring, {"buffer"}, OPEN_SIZES)
+        self._optim = compiler.function(
+            "optim_step",
+            self._optim_body,
+            updating,
+            {"param", "grad", "optimizer", "buffer"} if eager.router_biases else {"param", "grad", "optimizer"},
+        )
         if eager.reference is not None:
             frozen = graph.module_inputs(eager.reference)
-            self._reference = compiler.function("reference_logprobs", self._reference_body, frozen)
+            self._reference = compiler.function("reference_logprobs", self._reference_body, frozen, (), OPEN_SIZES)
+
+    @property
+    def functions(self) -> dict[str, graph.GraphFunction]:
+        """What is captured, by name."""
+        made = [self._train, self._check, self._optim]
+        if self.eager.reference is not None:
+            made.append(self._reference)
+        return {function.name: function for function in made}
+
+    def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
+        """A launch on `batch`, to be checked."""
+        return graph.Case(name, _tensors(batch), {**_statics(batch), **statics}, load)
 
     def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> step.Scored:
         """See `step.forward_backward`."""
@@ -116,7 +145,7 @@ class GraphRuns:
     def _train_body(
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> dict[str, Tensor]:
-        e = self._eager
+        e = self.eager
         parameters, grads = [inputs.param[name] for name in inputs.grad], list(inputs.grad.values())
         values, batch, with_kl = inputs.buffer["statistics"], _batch(inputs, **statics), e.with_kl(loss_type)
         with graph.substituted(e.model, inputs):
@@ -127,11 +156,11 @@ class GraphRuns:
             )
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
-        with graph.substituted(self._eager.model, inputs):
-            return _outputs(step.check(self._eager.model, inputs.buffer["statistics"], _batch(inputs, **statics)))
+        with graph.substituted(self.eager.model, inputs):
+            return _outputs(step.check(self.eager.model, inputs.buffer["statistics"], _batch(inputs, **statics)))
 
     def _reference_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
-        model = self._eager.reference
+        model = self.eager.reference
         assert model is not None
         with graph.substituted(model, inputs):
             return {"model_logprob_C": step.score(model, _batch(inputs, **statics))[1].model_logprob_C}
@@ -139,8 +168,19 @@ class GraphRuns:
     def _optim_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         weights = inputs.param["weights"]
         tensors = AdamWTensors(**{"master": weights, **inputs.optimizer}, weights=weights, grad=inputs.grad["grad"])
-        grad_norm, applied = self._eager.update(tensors, inputs.buffer["statistics"], inputs.buffer["lr"])
+        biases = {name: inputs.buffer[name] for name in self.eager.router_biases}
+        grad_norm, applied = self.eager.update(tensors, inputs.buffer["statistics"], inputs.buffer["lr"], biases)
         return {"grad_norm": grad_norm, "applied": applied}
+
+
+def _open_sizes() -> graph.Dynamic:
+    """The packed batch's tensors by what their names end in; one trace serves every size."""
+    ends = {"T": ("T",), "C": ("C",), "S": ("S",)}
+    sizes = {f.name: ends[f.name[-1]] for f in fields(PackedBatch) if f.name[-2:-1] == "_" and f.name[-1] in ends}
+    return {**sizes, "cu_seqlens": ("S1",), "support_C": ("C", None)}
+
+
+OPEN_SIZES = _open_sizes()
 
 
 def _tensors(batch: PackedBatch) -> dict[str, Tensor]:

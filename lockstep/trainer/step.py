@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .. import graph, ops
 from ..config import LossConfig, LossType
-from ..models import Decoder, PackedAttention
+from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
+from . import routing
 from .losses import LOSSES, TokenValues, kl_k3
 from .optimizer import accumulate
 
@@ -25,23 +26,33 @@ STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "checked",
 
 class Scored(NamedTuple):
     """What a batch's forward pass leaves behind, without gradient: both log-probs [C] and, where the support is wanted,
-    what it is made from: the hidden rows that predict the tokens [C, D] and the support's thresholds [C]."""
+    what it is made from: the hidden rows that predict the tokens [C, D] and the support's thresholds [C]; where experts
+    were compared, the tokens' digests of them [C]."""
 
     logprob_C: Tensor
     model_logprob_C: Tensor
     rows_CD: Tensor | None = None
     threshold_C: Tensor | None = None
+    route_C: Tensor | None = None
 
 
 def named(values: Tensor) -> dict[str, Tensor]:
-    """Views of the statistics by name; `values` is float64, one element each."""
-    return {name: values[i] for i, name in enumerate(STATISTICS)}
+    """Views of the statistics by name; `values` is float64, one element each and, where there are experts, last their
+    "loads", layer by layer."""
+    known = names(values)
+    found = {name: values[i] for i, name in enumerate(known)}
+    return found if known is STATISTICS else {**found, "loads": values[len(known) :]}
 
 
-def score(model: Decoder, batch: PackedBatch) -> tuple[Tensor, ops.TokenLogprobs]:
-    """Hidden rows that predict the completion tokens, [C, D], and the tokens' log-probs."""
+def names(values: Tensor) -> tuple[str, ...]:
+    """The names of the statistics that are one element each, in order."""
+    return STATISTICS if len(values) == len(STATISTICS) else STATISTICS + routing.STATISTICS
+
+
+def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = None) -> tuple[Tensor, ops.TokenLogprobs]:
+    """Hidden rows that predict the completion tokens, [C, D], and the tokens' log-probs; `routes` as in `Decoder`."""
     attend = PackedAttention(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
-    hidden_TD = model(batch.tokens_T, batch.positions_T, attend)
+    hidden_TD = model(batch.tokens_T, batch.positions_T, attend, routes)
     rows_CD = ops.gather_rows(hidden_TD, batch.logit_rows_C)
     return rows_CD, ops.token_logprobs(
         rows_CD,
@@ -76,12 +87,12 @@ def forward_backward(
     """
     statistics = named(values)
     with torch.enable_grad():
-        rows_CD, scores = score(model, batch)
-        loss = _loss(statistics, batch, scores, config, loss_type, with_kl)
+        rows_CD, scores, routed = _score(model, batch)
+        loss = _loss(statistics, batch, scores, routed, config, loss_type, with_kl)
         with graph.backward():
             found = torch.autograd.grad(loss, parameters)
     accumulate(grads, found)
-    scored = _record(statistics, batch, scores)
+    scored = _record(statistics, batch, scores, routed)
     if not with_support:
         return scored
     return scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
@@ -90,13 +101,22 @@ def forward_backward(
 @torch.no_grad()
 def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
     """Compare the batch's log-probs with the generator's, in `values`, and train on nothing."""
-    return _record(named(values), batch, score(model, batch)[1])
+    statistics = named(values)
+    return _record(statistics, batch, *_score(model, batch)[1:])
+
+
+def _score(model: Decoder, batch: PackedBatch) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:
+    """`score`, and the routing of a model with experts."""
+    routes: list[Routing] | None = [] if model.config.moe_layers else None
+    rows_CD, scores = score(model, batch, routes)
+    return rows_CD, scores, routing.routed(routes, batch) if routes else None
 
 
 def _loss(
     statistics: dict[str, Tensor],
     batch: PackedBatch,
     scores: ops.TokenLogprobs,
+    routed: routing.Routed | None,
     config: LossConfig,
     loss_type: LossType,
     with_kl: bool,
@@ -109,27 +129,40 @@ def _loss(
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
         loss_C = loss_C + config.beta * kl_C
     loss = (batch.weight_C * loss_C).sum()
+    if routed is not None and config.router_aux_loss_coef > 0:
+        aux_loss = routing.load_balancing_loss(routed) * batch.weight_C.sum()  # by the batch's share in the step
+        statistics["aux_loss"].add_(aux_loss.detach())
+        loss = loss + config.router_aux_loss_coef * aux_loss
     statistics["loss"].add_(loss.detach())
     statistics["tokens"].add_(batch.valid_C.sum())
     statistics["clipped"].add_(clipped_C.sum())  # never padding: its advantage is 0
     return loss
 
 
-def _record(statistics: dict[str, Tensor], batch: PackedBatch, scores: ops.TokenLogprobs) -> Scored:
-    """Add up the entropy and, where the batch asks for it, compare both log-probs bit by bit."""
-    s = statistics
+def _record(
+    statistics: dict[str, Tensor], batch: PackedBatch, scores: ops.TokenLogprobs, routed: routing.Routed | None
+) -> Scored:
+    """Add up the entropy and the experts' loads and, where the batch asks for it, compare both log-probs bit by bit,
+    and the choices of experts."""
+    s, route_C = statistics, None
     s["entropy"].add_(_total(scores.entropy_C, batch.valid_C))
     s["scored"].add_(batch.valid_C.sum())
+    if routed is not None:
+        s["loads"].add_(routed.loads_LE.flatten())
     logprob_C, model_logprob_C = scores.logprob_C.detach(), scores.model_logprob_C.detach()
     if batch.check_parity:
         different_C = differs(logprob_C, batch.old_logprob_C) | differs(model_logprob_C, batch.old_model_logprob_C)
+        if routed is not None:
+            route_C, elsewhere_C = routing.compare(batch, routed)
+            s["routed_differently"].add_((elsewhere_C & batch.valid_C).sum())
+            different_C = different_C | elsewhere_C
         difference_C = torch.maximum(
             (logprob_C - batch.old_logprob_C).abs(), (model_logprob_C - batch.old_model_logprob_C).abs()
         )
         s["checked"].add_(batch.valid_C.sum())
         s["different"].add_((different_C & batch.valid_C).sum())
         s["diff_max"].copy_(torch.maximum(s["diff_max"], torch.where(batch.valid_C, difference_C, 0.0).max()))
-    return Scored(logprob_C, model_logprob_C)
+    return Scored(logprob_C, model_logprob_C, route_C=route_C)
 
 
 def _total(values_C: Tensor, valid_C: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ decides whether the optimizer writes. The host looks once, at the end of `optim_
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,31 +16,25 @@ from torch import Tensor
 
 from .. import ops
 from ..config import LossConfig, LossType, OptimizerConfig
+from ..errors import InputError
 from ..graph import Compiler
 from ..models import Decoder
-from ..types import PackedBatch
+from ..types import PackedBatch, SamplingParams
+from .mismatches import Mismatch, mismatches
 from .optimizer import AdamW, FlatParameters
+from .packing import blank_batch
+from .routing import RoutingResult, spread, statistics_of
 from .runs import EagerRuns, GraphRuns
-from .step import STATISTICS, Scored, differs, score
-
-MAX_MISMATCHES = 8
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A completion token whose log-probability has other bits in the trainer; `position` counts from 0."""
-
-    request: str
-    position: int
-    kind: str  # "sampled" or "model"
-    generator: float
-    trainer: float
+from .shapes import BatchShape
+from .step import STATISTICS, Scored, named, names, score
+from .trust_cases import Work, trust_cases
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What one update (or one check without an update) found. Averages are a token, over the tokens trained on;
-    `entropy` (nats) is over the checked ones too. `kl` is None without a reference."""
+    `entropy` (nats) is over the checked ones too. `kl` is None without a reference, `routing` without experts. Of the
+    tokens checked, those are different that have another log-probability or other experts than in the generator."""
 
     loss: float
     grad_norm: float
@@ -55,6 +49,7 @@ class StepResult:
     tokens_different: int
     logprob_diff_max: float
     mismatches: list[Mismatch] = field(default_factory=list)
+    routing: RoutingResult | None = None
 
 
 class Trainer:
@@ -62,11 +57,16 @@ class Trainer:
 
     Args:
         reference: frozen model for the KL term; required when `loss.beta` is above 0.
-        enforce_parity: do not update when a log-probability differs from the generator's in any bit.
+        enforce_parity: do not update when a log-probability differs from the generator's in any bit, or a choice of
+            experts does.
         compiler: run as captured graphs; None calls the model.
 
     Attributes:
         weights_version: updates applied so far.
+
+    Raises:
+        InputError: `loss.router_aux_loss_coef` is set, and the model has no experts chosen by a softmax; or
+            `optimizer.router_bias_rate` is, and it has no biases.
     """
 
     def __init__(
@@ -81,14 +81,28 @@ class Trainer:
     ) -> None:
         if loss.beta > 0 and reference is None:
             raise ValueError(f"loss.beta is {loss.beta}: the KL term needs a reference model")
+        self._moe = model.config.moe if model.config.moe_layers else None
+        if loss.router_aux_loss_coef > 0 and (self._moe is None or self._moe.sigmoid):
+            raise InputError(
+                f"loss.router_aux_loss_coef is {loss.router_aux_loss_coef}: it balances experts that are chosen by a "
+                "softmax, which this model does not have; set it to 0"
+            )
+        self._biases = {name: b for name, b in model.named_buffers() if name.endswith("router_bias")}
+        if optimizer.router_bias_rate > 0 and not self._biases:
+            raise InputError(
+                f"optimizer.router_bias_rate is {optimizer.router_bias_rate}: it moves the biases that experts are "
+                "chosen with, which this model does not have; set it to 0"
+            )
         self.model, self.reference, self.loss = model, reference, loss
         self.flat = FlatParameters(model)
         self.optimizer = AdamW(self.flat, optimizer)
         self.weights_version = 0
         device = self.flat.data.device
         self._lr = torch.zeros((), device=device)
-        self._values = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
-        runs = EagerRuns(model, reference, self.flat, self.optimizer, loss, self._values, self._lr, enforce_parity)
+        size = len(STATISTICS) + statistics_of(model.config)
+        self._values = torch.zeros(size, dtype=torch.float64, device=device)
+        state = self._values, self._lr, enforce_parity, self._biases if optimizer.router_bias_rate > 0 else {}
+        runs = EagerRuns(model, reference, self.flat, self.optimizer, loss, *state)
         self._runs = runs if compiler is None else GraphRuns(runs, compiler)
         self._scored: list[tuple[PackedBatch, Scored]] = []  # checked batches and their log-probs
 
@@ -110,6 +124,47 @@ class Trainer:
                 scored.rows_CD, self.model.lm_head, batch.temperature_C, scored.threshold_C
             )
 
+    def warm_up(
+        self,
+        shapes: Sequence[BatchShape],
+        sampling: SamplingParams,
+        *,
+        check_parity: bool,
+        num_iterations: int = 1,
+        with_checks: bool = True,
+    ) -> None:
+        """Make the graphs for batches of these shapes, largest first, and for the update; nothing without a compiler.
+
+        Called between two updates. Each graph runs once, on a batch of one token that weighs nothing; weights, masters,
+        moments, statistics and the version stay as they are, and gradients are cleared as they were.
+
+        Args:
+            check_parity, num_iterations: as the run's steps will have them.
+            with_checks: batches may be only checked, too.
+        """
+        if not isinstance(self._runs, GraphRuns):
+            return
+        for function in self._runs.functions.values():
+            function.one_shape = len(shapes) == 1
+        assert not self.flat.grad.any() and not self._values.any(), "warm_up in the middle of a step"
+        for shape in shapes:
+            batch = blank_batch(shape, sampling, check_parity, self._moe is not None).to(self.flat.data.device)
+            for i in range(min(num_iterations, 2)):  # the later updates are alike
+                batch.check_parity = check_parity and i == 0
+                self.forward_backward(batch, keep_support=i == 0 and num_iterations > 1)
+            batch.check_parity, batch.support_C = check_parity, None
+            if self.reference is not None:
+                self.reference_logprobs(batch)
+            if with_checks:
+                self.check(batch)
+        self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
+        self._runs.optim_step()  # clears the gradients
+        self._reset_step()
+
+    def trust_cases(self, shapes: Sequence[BatchShape], sampling: SamplingParams, **options: Any) -> Work:
+        """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""
+        return trust_cases(self._runs, shapes, sampling, **options) if isinstance(self._runs, GraphRuns) else []
+
     def check(self, batch: PackedBatch) -> None:
         """Compare the batch's log-probs with the generator's and train on nothing."""
         self._remember(batch, self._runs.check(batch))
@@ -117,7 +172,8 @@ class Trainer:
     def _remember(self, batch: PackedBatch, scored: Scored) -> None:
         """Keep what names a mismatch."""
         if batch.check_parity:
-            self._scored.append((batch, Scored(scored.logprob_C, scored.model_logprob_C)))
+            kept = Scored(scored.logprob_C, scored.model_logprob_C, route_C=scored.route_C)
+            self._scored.append((batch, kept))
 
     def reference_logprobs(self, batch: PackedBatch) -> None:
         """Fill `batch.ref_logprob_C` with the reference's log-probs (temperature 1, untruncated)."""
@@ -160,20 +216,33 @@ class Trainer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """What a checkpoint keeps: tensors (live, not copies) and numbers."""
-        return self.optimizer.state(), {"weights_version": self.weights_version}
+        return {**self.optimizer.state(), **self._biases}, {"weights_version": self.weights_version}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         """Take over what `state` returned; `ValueError` when it belongs to another model."""
         self.optimizer.load_state(tensors)
+        for name, bias in self._biases.items():
+            if name not in tensors or tensors[name].shape != bias.shape:
+                raise ValueError(f"trainer state: {name!r} is missing or of another shape than {list(bias.shape)}")
+            bias.copy_(tensors[name])
         self.weights_version = numbers["weights_version"]
+
+    def _reset_step(self) -> None:
+        """Forget the statistics that micro-batches added up."""
+        self._values.zero_()
+        self._scored.clear()
 
     def _finish(self, lr: float, grad_norm: Tensor, applied: Tensor) -> StepResult:
         """Bring the statistics to the host, in one transfer, and start them anew."""
-        values = torch.cat((self._values, torch.stack((grad_norm, applied)).double())).tolist()
-        s = dict(zip((*STATISTICS, "grad_norm", "applied"), values, strict=True))
-        mismatches = _mismatches(self._scored) if s["different"] else []
-        self._values.zero_()
-        self._scored.clear()
+        known = names(self._values)
+        parts = [self._values[: len(known)], torch.stack((grad_norm, applied)).double()]
+        known += ("grad_norm", "applied")
+        if self._moe is not None:
+            parts.append(spread(named(self._values)["loads"].view(-1, self._moe.num_experts)))
+            known += ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
+        s = dict(zip(known, torch.cat(parts).tolist(), strict=True))
+        differing = mismatches(self._scored) if s["different"] else []
+        self._reset_step()
         self.weights_version += int(s["applied"])
         tokens = max(s["tokens"], 1.0)
         return StepResult(
@@ -189,31 +258,19 @@ class Trainer:
             tokens_checked=int(s["checked"]),
             tokens_different=int(s["different"]),
             logprob_diff_max=s["diff_max"],
-            mismatches=mismatches,
+            mismatches=differing,
+            routing=self._routing(s),
         )
 
-
-def _mismatches(checked: list[tuple[PackedBatch, Scored]]) -> list[Mismatch]:
-    """Name the first differing tokens, in packed order. Reads from the device, but only after a difference."""
-    found: list[Mismatch] = []
-    for batch, scored in checked:
-        starts = [0, *accumulate(len(s.token_ids) for s in batch.sequences)]
-        for kind, trainer_C, generator_C in (
-            ("sampled", scored.logprob_C, batch.old_logprob_C),
-            ("model", scored.model_logprob_C, batch.old_model_logprob_C),
-        ):
-            rows = (differs(trainer_C, generator_C) & batch.valid_C).nonzero().flatten().tolist()
-            for row in rows[:MAX_MISMATCHES]:
-                index = int(batch.sequence_C[row])
-                found.append(
-                    Mismatch(
-                        request=batch.sequences[index].request,
-                        position=row - starts[index],
-                        kind=kind,
-                        generator=float(generator_C[row]),
-                        trainer=float(trainer_C[row]),
-                    )
-                )
-        if len(found) >= MAX_MISMATCHES:
-            break
-    return found[:MAX_MISMATCHES]
+    def _routing(self, s: dict[str, float]) -> RoutingResult | None:
+        if self._moe is None:
+            return None
+        choices = self.model.config.moe_layers * self._moe.num_experts_per_token
+        return RoutingResult(
+            choices_checked=int(s["checked"]) * choices,
+            tokens_different=int(s["routed_differently"]),
+            load_imbalance=s["load_imbalance"],
+            min_expert_tokens=int(s["min_expert_tokens"]),
+            max_expert_tokens=int(s["max_expert_tokens"]),
+            aux_loss=s["aux_loss"] if self.loss.router_aux_loss_coef > 0 else None,
+        )

@@ -17,6 +17,7 @@ from lockstep.config import (
     SamplingConfig,
     TaskConfig,
     TrainerConfig,
+    resolve_compile,
     validate,
 )
 from lockstep.errors import InputError
@@ -26,7 +27,7 @@ REWARD = """
 def letters(completion_ids, **_):
     return [sum(97 <= t < 123 for t in ids) / len(ids) for ids in completion_ids]
 """
-GRAPHS = {"recompiles", "graph_replays"}
+GRAPHS = ("recompiles", "graph_replays")
 
 
 @pytest.fixture
@@ -53,6 +54,7 @@ def config(tmp_path: Path) -> RunConfig:
 def train(config: RunConfig) -> tuple[list[dict[str, Any]], list[Any], list[torch.Tensor]]:
     """Each step's metrics (but times), everything that was sampled, and the final weights."""
     run = build_room.build(config)
+    build_room.warm_up(config, run)
     loop = Loop(config, run)
     validation = loop.validate()
     metrics, samples = [], []
@@ -69,9 +71,9 @@ def test_a_captured_run_is_the_eager_run(config, compiler_of, monkeypatch, dtype
     eager_metrics, eager_samples, eager_weights = train(config)
     if recorded:  # in place of a GPU
         monkeypatch.setattr(build_room, "make_compiler", lambda *_: compiler_of(recorded=True, recompute=("full",)))
-    captured = replace(config, compile=CompileConfig("step"))
+    captured = replace(config, compile=CompileConfig("step", verify="off"))
     metrics, samples, weights = train(captured)
-    graphs = [{k: m.pop(k) for k in GRAPHS} for m in metrics[1:-1]]
+    graphs = [{k: m.pop(k) for k in list(m) if k.startswith(GRAPHS)} for m in metrics[1:-1]]
     assert [g["recompiles"] for g in graphs] == [0, 0, 0]
     assert (graphs[2]["graph_replays"] > graphs[1]["graph_replays"] > graphs[0]["graph_replays"] > 0) == recorded
     assert all(m.pop("recompiles") == m.pop("graph_replays") == 0 for m in eager_metrics[1:-1])
@@ -80,22 +82,87 @@ def test_a_captured_run_is_the_eager_run(config, compiler_of, monkeypatch, dtype
     assert all(m["parity/tokens_checked"] == 80 and m["parity/tokens_different"] == 0 for m in metrics[1:-1])
 
 
+def test_thirty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, compiler_of, monkeypatch) -> None:
+    monkeypatch.setattr(build_room, "make_compiler", lambda *_: compiler_of(recorded=True))
+    sampling = replace(config.sampling, max_completion_length=40, stop=("a", "e", "i"))
+    trainer = replace(config.trainer, skip_zero_variance=True)
+    config = replace(config, compile=CompileConfig("step", verify="off"), sampling=sampling, trainer=trainer)
+    run = build_room.build(config)
+    build_room.warm_up(config, run)
+    graphs, traces = made(run), run.compiler.captures
+    loop = Loop(config, run)
+    lengths = set()
+    for step in range(30):
+        metrics, groups = loop.step(step)
+        lengths |= {len(r.completion.token_ids) for g in groups for r in g.rollouts}
+        assert metrics["recompiles"] == 0 and metrics["parity/tokens_different"] == 0
+    assert len(lengths) > 15 and (made(run), run.compiler.captures) == (graphs, traces)
+
+
+def made(run: build_room.Run) -> list[int]:
+    return [len(function.graphs) for function in run.compiler.functions]
+
+
+def test_a_step_whose_completions_are_all_masked_updates_nothing(config) -> None:
+    loss = replace(config.loss, mask_truncated_completions=True)  # ignore_eos: every completion is cut off
+    config = replace(config, loss=loss)
+    run = build_room.build(config)
+    before = [tensor.clone() for tensor in run.trainer.state()[0].values()]
+    metrics, _ = Loop(config, run).step(0)
+    assert (metrics["updates"], metrics["grad_norm"]) == (0, 0.0) and run.trainer.weights_version == 0
+    assert metrics["parity/tokens_checked"] == 80 and metrics["parity/tokens_different"] == 0
+    assert all(map(torch.equal, before, run.trainer.state()[0].values()))
+
+
+def test_the_device_decides_what_is_captured_unless_told() -> None:
+    def resolved(on_gpu: bool, **given: Any) -> tuple[str | None, str | None]:
+        c = resolve_compile(CompileConfig(**given), on_gpu)
+        return c.capture, c.cudagraph_mode
+
+    assert resolved(False) == ("none", "none") and resolved(True) == ("step", "full")
+    assert resolved(False, capture="step") == ("step", "none") and resolved(True, capture="none") == ("none", "none")
+    assert resolved(True, cudagraph_mode="none") == ("step", "none")
+    assert resolved(True, backend="none") == ("none", "none")
+    config = build_room.resolve(RunConfig(device="cpu"))
+    assert (config.compile.capture, config.compile.cudagraph_mode) == ("none", "none")
+
+
+def test_graphs_are_checked_before_the_first_step_and_remembered(config, compiler_of, monkeypatch) -> None:
+    monkeypatch.setattr(build_room, "make_compiler", lambda *_: compiler_of(recorded=True))
+    config = replace(config, compile=CompileConfig("step"))
+    run = build_room.build(config)
+    before = [p.detach().clone() for p in run.policy.model.parameters()]
+    found = []
+    for verify in ("strict", "strict", "off"):
+        run.verdicts = []
+        build_room.warm_up(replace(config, compile=CompileConfig("step", verify=verify)), run)
+        found.append({v.function: (v.level, v.cases > 0, v.cases == v.known) for v in run.verdicts})
+    names = ("forward_backward", "optim_step", "decode", "mixed")
+    assert found == [dict.fromkeys(names, ("full", True, False)), dict.fromkeys(names, ("full", True, True)), {}]
+    assert all(map(torch.equal, before, run.policy.model.parameters()))
+    assert not run.trainer.flat.grad.any() and run.compiler.recompiles == 0
+    report = run.compile_report()
+    assert report["functions"]["decode"]["level"] == "full" and report["graphs"] >= report["traces"] >= 4
+
+
 @pytest.mark.parametrize(
     ("compile_config", "message"),
     [
         (
-            CompileConfig("step", "piecewise"),
-            "compile.cudagraph_mode is piecewise: attention is recorded with the rest",
+            CompileConfig("none", "full"),
+            "compile.cudagraph_mode is full: CUDA graphs are recorded from captured graphs",
         ),
-        (CompileConfig("step", "full_and_piecewise"), "compile.cudagraph_mode is full_and_piecewise"),
-        (CompileConfig("none", "full"), "compile: .* act on captured graphs; set compile.capture to step"),
-        (CompileConfig(recompute=("full",)), "set compile.capture to step"),
+        (CompileConfig("none", "piecewise", backend="none"), "compile.cudagraph_mode is piecewise: .* or use none"),
+        (CompileConfig("step", "piecewise", backend="none"), "compile.backend is none with compile.capture step: noth"),
+        (CompileConfig(backend="eager"), "compile.backend is eager with compile.capture none: it has no graph to run"),
+        (CompileConfig(recompute=("full",)), "compile: .* act on captured graphs; set compile.capture to step"),
+        (CompileConfig(verify="off"), "set compile.capture to step"),
         (CompileConfig(canonicalize=False), "set compile.capture to step"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(compile_config: CompileConfig, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        validate(RunConfig(compile=compile_config))
+        validate(RunConfig(device="cpu", compile=compile_config))
 
 
 def test_cuda_graphs_without_a_gpu_are_refused(config: RunConfig) -> None:

@@ -151,3 +151,20 @@ def test_garbage_has_every_kind_of_value() -> None:
     recorder.poison()
     floats, integers, flags = recording.outputs
     assert floats.isnan().all() and (integers == torch.iinfo(torch.int32).min).all() and flags.all()
+
+
+def test_what_lies_in_the_pool_is_counted_kept_and_overwritten() -> None:
+    recorder = FakeRecorder()
+    (loose,) = recorder.run(lambda tensors: [tensors[0] + 1], [torch.zeros(4)])
+    assert loose.tolist() == [1] * 4 and recorder.reserved_bytes() == 16
+    recording = recorder.record(lambda tensors: [tensors[0] * 2], [loose], keep=[loose])
+    assert recording.outputs[0].tolist() == [2] * 4 and recorder.reserved_bytes() == 32
+    loose.fill_(3)
+    recording.replay()
+    assert loose.tolist() == [3] * 4 and recording.outputs[0].tolist() == [6] * 4
+    assert recorder.borrow(loose).data_ptr() == loose.data_ptr()
+    recorder.record(lambda tensors: [], [])
+    assert loose.isnan().all() and recording.outputs[0].isnan().all()
+    del loose
+    recording.close()
+    assert recorder.reserved_bytes() == 0

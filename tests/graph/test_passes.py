@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from lockstep.graph import (
 from lockstep.graph.ir import op_name
 from lockstep.graph.passes import saved_bytes
 from lockstep.graph.passes.rewrite import rewritten
+from lockstep.graph.text import write_stages
 
 
 class Layer(nn.Module):
@@ -123,6 +125,36 @@ def test_recompute_keeps_what_leaves_a_layer_and_frees_what_does_not() -> None:
     assert count(one, "lockstep.silu_mul") == 4
 
 
+def test_a_memory_budget_computes_as_few_layers_again_as_fit() -> None:
+    step = Step()
+    captured = run_passes(step.capture(), pipeline())
+    kept = [saved_bytes(run_passes(captured, pipeline(False, names))) for names in ((), ("0",), ("[01]",), ("full",))]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
+    for modules, size in enumerate(kept):
+        for budget in {size, kept[modules - 1] - 1 if modules else 2 * size}:
+            fitted = run_passes(captured, pipeline(False, saved_gib=budget / 2**30))
+            assert saved_bytes(fitted) == size and same(step.results(fitted), step.results())
+            assert f"{modules} of 3 modules computed again" in fitted.log[-1]
+    with pytest.raises(GraphError, match=r"0\.000 GiB are kept for the backward pass .* are allowed: raise that"):
+        run_passes(captured, pipeline(False, saved_gib=(kept[-1] - 1) / 2**30))
+
+
+def test_every_stage_is_kept_and_written(tmp_path: Path) -> None:
+    captured = run_passes(Step().capture(), pipeline(True, ("1",), True))
+    assert [name for name, _ in captured.stages()] == ["capture", "canonicalize", "recompute", "cudagraph"]
+    assert captured.stages()[-1][1] is captured and captured.stages()[0][1].log == ()
+    write_stages(captured, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == f"step-full-{digest(captured)}"
+    assert sorted(file.name for file in folder.iterdir()) == [
+        *("0-capture.txt", "1-canonicalize.diff", "2-recompute.diff", "3-cudagraph.diff", "final.txt"),
+    ]
+    assert (folder / "final.txt").read_text() == dump(captured) + "\n"
+    removed = (folder / "1-canonicalize.diff").read_text()
+    assert "-cos: " in removed and not any(line.startswith("+silu_mul") for line in removed.splitlines())
+    assert any(line.startswith("+silu_mul") for line in (folder / "2-recompute.diff").read_text().splitlines())
+
+
 def test_what_is_overwritten_before_the_backward_pass_is_not_computed_again() -> None:
     step = Step()
     plain = run_passes(step.capture(overwrite=False), pipeline())
@@ -148,6 +180,7 @@ def test_passes_are_switched_one_by_one() -> None:
     def names(*options) -> list[str]:
         return [p.name for p in pipeline(*options)]
 
+    assert [p.name for p in pipeline(saved_gib=1.0)] == ["canonicalize", "fit"]
     assert names() == ["canonicalize"] and names(False) == [] and names(False, (), True) == ["cudagraph"]
     assert names(True, ("full",), True) == ["canonicalize", "recompute", "cudagraph"]
     captured = Step().capture()

@@ -10,9 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.graph import GraphError, Inputs, backward, capture, verify
+from lockstep.graph import BoundGraph, GraphError, Inputs, backward, capture, verify
 
 TABLE = torch.randn(4, 4)  # a module's global: no closure gives it away
+
+
+@torch.library.custom_op("lockstep_test::on_the_host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def on_the_host(x: Tensor) -> Tensor:
+    """An operator whose author knows that it cannot be recorded."""
+    return x * float(x.sum())
+
+
+@on_the_host.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 def inputs() -> Inputs:
@@ -42,6 +53,8 @@ def write_to_a_view_of_the_cache(t: Inputs) -> dict[str, Tensor]:
         (lambda t: {"y": t.user["x"] @ t.param["w"]}, r"node mm \(aten.mm\): the forward pass must use ops.linear"),
         (lambda t: {"y": t.user["x"].softmax(0)}, r"\(aten._softmax\): .* must use ops.attention"),
         (lambda t: {"y": t.user["x"].log_softmax(0)}, r"must use ops.token_logprobs"),
+        (lambda t: {"y": t.user["x"].mean(0)}, r"\(aten.mean\): .* must use ops.rms_norm"),
+        (lambda t: {"y": torch._safe_softmax(t.user["x"], 0)}, r"\(aten._safe_softmax\): .* must use ops.attention"),
         (lambda t: {"y": F.rms_norm(t.user["x"], (4,))}, r"must use ops.rms_norm"),
         (lambda t: {"y": F.scaled_dot_product_attention(*[t.user["x"][None, None]] * 3)}, r"must use ops.attention"),
         (write_to_a_view_of_the_cache, r"node zero_ \(aten.zero_\) writes kv 'k' in place; roles it may write: grad"),
@@ -65,6 +78,7 @@ def test_a_planted_fault_is_named(body, message: str) -> None:
         (lambda t: {"y": t.user["x"] + torch.rand(4, 4)}, r"node rand .*global random state"),
         (lambda t: {"y": torch.ones(2, device="meta")}, r"node ones .*lies on meta, the first input on cpu"),
         (lambda t: {"y": ops.rms_norm(t.user["x"], t.param["w"][0], 1e-6)}, r"yet: it waits"),
+        (lambda t: {"y": on_the_host(t.user["x"])}, r"node on_the_host .*it is tagged cudagraph_unsafe"),
     ],
 )
 def test_what_a_cuda_graph_cannot_hold_is_refused_only_there(body, message: str) -> None:
@@ -80,8 +94,11 @@ def test_an_incomplete_signature_is_refused() -> None:
         verify(replace(graph, inputs=graph.inputs[1:]))
     with pytest.raises(GraphError, match="its signature names 2 outputs"):
         verify(replace(graph, outputs=("y", "z")))
+    elsewhere = replace(graph.inputs[0], device=torch.device("meta"))
+    with pytest.raises(GraphError, match="on cpu, its signature says otherwise"):
+        verify(replace(graph, inputs=(elsewhere, *graph.inputs[1:])))
     other = replace(graph.inputs[0], shape=(5, 4))
-    with pytest.raises(GraphError, match=r"param 'w' is torch.float32 \[4, 4\], its signature says otherwise"):
+    with pytest.raises(GraphError, match=r"param 'w' is torch.float32 \[4, 4\] on cpu, its signature says otherwise"):
         verify(replace(graph, inputs=(other, *graph.inputs[1:])))
 
 
@@ -104,3 +121,23 @@ def test_every_problem_is_listed_up_to_a_number() -> None:
 
     with pytest.raises(GraphError, match="node mm_7 .*\n  and 3 more"):
         verify(captured(body))
+
+
+def test_an_input_that_is_written_shares_memory_with_no_other() -> None:
+    def body(t: Inputs) -> dict[str, Tensor]:
+        t.grad["g"].add_(t.user["x"])
+        return {"y": t.param["w"] * 2}
+
+    memory = torch.zeros(3, 4, 4)
+
+    def bind(g: Tensor, w: Tensor, k: Tensor) -> BoundGraph:
+        found = Inputs(param={"w": w}, grad={"g": g}, kv={"k": k}, user={"x": torch.ones(4, 4)})
+        return BoundGraph(verify(capture("f", body, found, writes={"grad"})), found)
+
+    bind(memory[0], memory[1], memory[1])  # only read
+    for g, w, k in ((0, 0, 1), (0, 1, 0)):
+        other = "param 'w'" if w == 0 else "kv 'k'"
+        with pytest.raises(GraphError, match=f"f.*: grad 'g' is written in place and shares memory with {other}; pass"):
+            bind(memory[g], memory[w], memory[k])
+    with pytest.raises(GraphError, match="grad 'g' is written in place and shares memory with param 'w'"):
+        bind(memory.view(-1)[8:24].view(4, 4), memory[0], memory[2])

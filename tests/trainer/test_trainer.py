@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.models import save_model
-from lockstep.models.hf import weight_map
+from lockstep.models.weight_map import weight_map
 from lockstep.trainer import Mismatch, Trainer, loss_weights, pack
 from lockstep.types import SamplingParams
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir import Captured
 from ..verify import verify
 from .canonicalize import canonicalize
-from .recompute import recompute, saved_bytes
+from .recompute import fit, recompute, saved_bytes
 from .record import cudagraph
 
 
@@ -26,12 +26,24 @@ class Pass:
     apply: Callable[[Captured], tuple[Captured, str]]
 
 
-def pipeline(canonical: bool = True, recomputed: Sequence[str] = (), recorded: bool = False) -> list[Pass]:
-    """The passes that a configuration asks for, in order."""
+def pipeline(
+    canonical: bool = True,
+    recomputed: Sequence[str] = (),
+    recorded: bool = False,
+    split_at: Collection[str] = (),
+    saved_gib: float = 0.0,
+) -> list[Pass]:
+    """The passes that a configuration asks for, in order.
+
+    Args:
+        recomputed, saved_gib: see `recompute` and `fit`; nothing and 0 for neither.
+        recorded, split_at: see `cudagraph`.
+    """
     passes = [
         (canonical, Pass("canonicalize", True, canonicalize)),
         (bool(recomputed), Pass("recompute", True, lambda captured: recompute(captured, tuple(recomputed)))),
-        (recorded, Pass("cudagraph", True, cudagraph)),
+        (saved_gib > 0, Pass("fit", True, lambda captured: fit(captured, int(saved_gib * 2**30)))),
+        (recorded, Pass("cudagraph", True, lambda captured: cudagraph(captured, split_at))),
     ]
     return [p for wanted, p in passes if wanted]
 
@@ -44,11 +56,11 @@ def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Capt
     """
     check(captured)
     for p in passes:
-        before = len(captured.graph.nodes)
-        captured, note = p.apply(captured)
-        line = f"{p.name}: {before} -> {len(captured.graph.nodes)} nodes; {note}"
-        captured = check(replace(captured, log=(*captured.log, line)))
+        before = captured
+        captured, note = p.apply(before)
+        line = f"{p.name}: {len(before.graph.nodes)} -> {len(captured.graph.nodes)} nodes; {note}"
+        captured = check(replace(captured, log=(*captured.log, line), before=before))
     return captured
 
 
-__all__ = ["Pass", "canonicalize", "cudagraph", "pipeline", "recompute", "run_passes", "saved_bytes"]
+__all__ = ["Pass", "canonicalize", "cudagraph", "fit", "pipeline", "recompute", "run_passes", "saved_bytes"]

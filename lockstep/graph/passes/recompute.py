@@ -6,12 +6,14 @@ The same operators run on the same inputs, so every bit is the same; memory is t
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, fx
 
+from ...errors import InputError
 from .. import compat
 from ..ir import (
     BACKWARD,
@@ -30,6 +32,10 @@ from .rewrite import rewritten
 FULL = "full"
 
 
+class UnknownPattern(GraphError, InputError):
+    """A pattern of `compile.recompute` that matches nothing."""
+
+
 def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, str]:
     """Compute matching forward results again, just before the backward pass first needs them.
 
@@ -40,7 +46,7 @@ def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, st
             `layers.*`, or operators such as `silu_mul` and `aten.mul`; wildcards as in a shell.
 
     Raises:
-        GraphError: a pattern matches nothing that the backward pass needs.
+        UnknownPattern: a pattern matches nothing that the backward pass needs.
     """
     if not any(map(is_backward, captured.graph.nodes)):
         return captured, "no backward pass"
@@ -49,10 +55,50 @@ def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, st
     again = _make_again(result.graph, chosen)
     for pattern in patterns:
         if not any(_names_module(pattern, node) or _names_operator(pattern, node) for node in again):
-            raise GraphError(f"{captured.title}: recompute pattern {pattern!r} matches nothing. {_choices(captured)}")
+            raise UnknownPattern(
+                f"compile.recompute: {captured.title}: recompute pattern {pattern!r} matches nothing. "
+                f"{_choices(captured)}"
+            )
     result.module.recompile()
     saved = f"{saved_bytes(captured) / 2**20:.1f} -> {saved_bytes(result) / 2**20:.1f} MiB kept for the backward pass"
     return result, f"{len(again)} calls made again, {saved}"
+
+
+def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
+    """Compute the results inside as few modules again as keep at most `budget` bytes for the backward pass.
+
+    Modules are taken in the order in which they run, each as `recompute` with its path would. Bytes are those of the
+    sizes that were traced. A graph without a backward pass is left as it is.
+
+    Raises:
+        GraphError: more is kept even with all of them.
+    """
+    if not any(map(is_backward, captured.graph.nodes)):
+        return captured, "no backward pass"
+    inside = {node: module_of(node) for node in _in_order(captured, _chosen(captured, (FULL,)))}
+    modules = list(dict.fromkeys(inside.values()))
+
+    def with_modules(count: int) -> Captured:
+        result = rewritten(captured)
+        names = {node.name for node, module in inside.items() if module in modules[:count]}
+        _make_again(result.graph, {node for node in result.graph.nodes if node.name in names})
+        result.module.recompile()
+        return result
+
+    count = bisect_left(range(len(modules)), -budget, key=lambda count: -saved_bytes(with_modules(count)))
+    result = with_modules(count)
+    before, after = saved_bytes(captured), saved_bytes(result)
+    if after > budget:
+        raise GraphError(
+            f"{captured.title}: {after / 2**30:.3f} GiB are kept for the backward pass with everything that can be "
+            f"computed again left out; {budget / 2**30:.3f} are allowed: raise that, or train on fewer tokens at once"
+        )
+    note = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB kept for the backward pass, {budget / 2**20:.1f} allowed"
+    return result, f"{count} of {len(modules)} modules computed again, {note}"
+
+
+def _in_order(captured: Captured, nodes: Collection[fx.Node]) -> list[fx.Node]:
+    return [node for node in captured.graph.nodes if node in nodes]
 
 
 def saved_bytes(captured: Captured) -> int:
@@ -71,7 +117,7 @@ def saved_bytes(captured: Captured) -> int:
 
 def _bytes(value: object) -> int:
     if isinstance(value, Tensor):
-        return math.prod(value.shape) * value.element_size()
+        return math.prod(map(compat.traced_size, value.shape)) * value.element_size()
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 

@@ -1,13 +1,21 @@
-"""Deciding that a graph runs as a CUDA graph."""
+"""Deciding that a graph runs as a CUDA graph, whole or in pieces."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
-from ..ir import Captured
+from ..ir import Captured, op_name
 
 
-def cudagraph(captured: Captured) -> tuple[Captured, str]:
-    """Mark the graph to be recorded at its first launch; the verifier then holds it to what a CUDA graph can be."""
+def cudagraph(captured: Captured, split_at: Collection[str] = ()) -> tuple[Captured, str]:
+    """Mark the graph to be recorded at its first launch; the verifier then holds it to what a CUDA graph can be.
+
+    Args:
+        split_at: operators that run between recorded pieces. A graph without them is recorded whole.
+    """
     static = sum(spec.role != "user" for spec in captured.inputs)
-    return replace(captured, recorded=True), f"{static} static inputs, {len(captured.inputs) - static} copied in"
+    copied = f"{static} static inputs, {len(captured.inputs) - static} copied in"
+    between = [op_name(node) for node in captured.graph.nodes if op_name(node) in split_at]
+    way = f"in pieces around {len(between)} calls of {', '.join(sorted(set(between)))}" if between else "whole"
+    return replace(captured, recorded=True, split_at=frozenset(between)), f"{way}; {copied}"

@@ -1,0 +1,79 @@
+"""Tensors compared bit for bit through hashes made on their device, and state that is put back after a trial run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 22  # words hashed at once; bounds the memory that hashing takes
+GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as a signed word
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A hash of a tensor's values, bit for bit; int64, 0-dim, on its device.
+
+    Two tensors of one shape and dtype that differ in one element never have the same hash; others have it by chance
+    alone, once in about 2 ** 63. Nothing waits for the device, so it can be part of a CUDA graph.
+    """
+    words = _words(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for begin in range(0, words.numel(), CHUNK):
+        chunk = words[begin : begin + CHUNK].long()
+        key = torch.arange(begin + 1, begin + 1 + chunk.numel(), device=tensor.device) * GOLDEN
+        mixed = chunk * ((key ^ ((key >> 29) & 0x7FFFFFFFF)) | 1)  # an odd factor loses nothing
+        total = total + (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)).sum()
+    return total
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The tensor's bits as integers, eight bytes each where its size allows."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    size = flat.element_size()
+    if flat.numel() * size % 8:
+        return flat.view(_WORDS[size])
+    if flat.storage_offset() * size % 8:
+        flat = flat.clone()
+    return flat.view(torch.int64)
+
+
+def fingerprints(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """One hash a name, over the tensors that it stands for in their order."""
+    result = {}
+    for name, parts in tensors.items():
+        total = torch.zeros((), dtype=torch.int64, device=parts[0].device if parts else None)
+        for part in parts:
+            total = total * GOLDEN + fingerprint(part)
+        result[name] = total
+    return result
+
+
+def first_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | None:
+    """The first name, in the order of `b`, whose hashes in both are unlike; names that only one has do not count."""
+    names = [name for name in b if name in a]
+    if not names:
+        return None
+    unlike = torch.stack([a[name].cpu() != b[name].cpu() for name in names]).tolist()
+    return next((name for name, differs in zip(names, unlike, strict=True) if differs), None)
+
+
+class Snapshot:
+    """Copies of tensors to put back; on the device where they fit twice over, on the host otherwise."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = list(tensors)
+        size = sum(t.numel() * t.element_size() for t in self._tensors)
+        on_host = bool(self._tensors) and not _has_room(2 * size, self._tensors[0].device)
+        self._copies = [t.detach().to("cpu", copy=True) if on_host else t.detach().clone() for t in self._tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Every tensor as it was."""
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            tensor.copy_(copy)
+
+
+def _has_room(size: int, device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > size

@@ -1,0 +1,252 @@
+"""Before the first step: each function is run eagerly, as its captured graph and as its replay, and must give the same
+bits. One trace serves many shapes: its graph is run by itself on the first case, and its replay on all.
+
+A function's owner brings the cases: inputs, state to start from, and what of large state a run may write. State is put
+back after every run. Where the ways part, the step and the node that made the difference are named (`bisect`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .bisect import Fault, faulty_replay, faulty_step
+from .bits import Snapshot, fingerprint, fingerprints, first_difference
+from .compiler import Compiler, GraphFunction, Level
+from .ir import Captured, GraphError, Inputs, Static
+from .text import digest
+from .verdicts import Verdicts, key
+
+Mode = Literal["strict", "warn"]
+_log = logging.getLogger("lockstep.graph")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to check.
+
+    Attributes:
+        name: what is special about it, for messages.
+        user, statics: what the function is called with.
+        load: puts into place the state to start from, before each run; it may write what the run writes, every
+            `buffer`, and `touches`.
+        touches: for large state, as "role name", the views of it that `load` and the run may write. Any other input
+            that the graph writes, and every `buffer`, is copied and put back whole.
+        scratch: views that the run writes and whose values mean nothing: put back, but not compared.
+    """
+
+    name: str
+    user: Mapping[str, Tensor] = field(default_factory=dict)
+    statics: Mapping[str, Static] = field(default_factory=dict)
+    load: Callable[[], object] = lambda: None
+    touches: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    scratch: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check of the functions of one name found.
+
+    Attributes:
+        level: how the function runs from now on.
+        cases, known: launches that were checked, and how many of them had passed before and were not run again.
+        faults: what was found at the levels above; empty when there was none.
+    """
+
+    function: str
+    level: Level
+    cases: int
+    known: int
+    seconds: float
+    faults: tuple[str, ...] = ()
+
+
+Work = Sequence[tuple[GraphFunction, Sequence[Case]]]
+
+
+def trust(
+    compiler: Compiler,
+    work: Work,
+    mode: Mode,
+    verdicts: Verdicts | None = None,
+) -> list[Verdict]:
+    """Check every function on its cases; those of one name together.
+
+    Args:
+        mode: what a difference does. strict: it is an error. warn: the function runs one level further down, and is
+            checked again there.
+        verdicts: checks that passed before are not repeated; None repeats all.
+
+    Raises:
+        GraphError: strict, and a way differs from eager: names function, case, step and node. In either mode: a run
+            wrote what its case does not declare.
+    """
+    functions = [function for function, _ in work]
+    with compiler.timings.measured("verify"):
+        before = _all_state(functions)
+        names = dict.fromkeys(function.name for function in functions)
+        found = [_check(compiler, [w for w in work if w[0].name == name], mode, verdicts) for name in names]
+        if changed := first_difference(before, _all_state(functions)):
+            raise GraphError(f"the check of captured graphs left {changed} changed: a case must declare what it writes")
+    return found
+
+
+def _check(compiler: Compiler, work: Work, mode: Mode, verdicts: Verdicts | None) -> Verdict:
+    """Check the functions of one name, at lower and lower levels."""
+    began, name = time.perf_counter(), work[0][0].name
+    faults: list[str] = []
+    known = 0
+    while (level := compiler.level(name)) != "eager":
+        fault, known = _first_fault(compiler, work, level, verdicts)
+        if fault is None:
+            break
+        if mode == "strict":
+            raise GraphError(f"{fault}. compile.verify warn runs the function one level further down instead")
+        faults.append(fault)
+        _log.warning("%s; the function now runs one level further down: %s", fault, compiler.lower(name))
+    cases = sum(len(cases) for _, cases in work)
+    return Verdict(name, level, cases, known, time.perf_counter() - began, tuple(faults))
+
+
+def _first_fault(compiler: Compiler, work: Work, level: Level, verdicts: Verdicts | None) -> tuple[str | None, int]:
+    """The first case that differs, as a message, and the number of those that were known to pass."""
+    known = 0
+    digests: dict[int, str] = {}
+    for function, case in [(function, case) for function, cases in work for case in cases]:
+        captured = function.graph(case.user, case.statics).captured
+        first = id(captured) not in digests
+        text = digests.setdefault(id(captured), digest(captured) if first else "")
+        shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
+        this = key(text, level, case.name, shapes)
+        if verdicts and verdicts.passed(this):
+            known += 1
+            continue
+        if fault := _Trial(compiler, function, case).fault(interpret=first):
+            return f"{captured.title}, case {case.name!r}: {fault}", known
+        if verdicts:
+            verdicts.add(this, {"function": captured.title, "level": level, "case": case.name})
+    return None, known
+
+
+class _Trial:
+    """One case of one function, run in every way from the same state."""
+
+    def __init__(self, compiler: Compiler, function: GraphFunction, case: Case) -> None:
+        self._recorder = compiler.recorder
+        self._function, self._case = function, case
+        self._graph = function.graph(case.user, case.statics)
+        self._captured = self._graph.captured
+        self._inputs = replace(function.inputs, user=case.user)
+        self._state = _touched(self._captured, self._inputs, case)
+        self._before = Snapshot([*(view for views in self._state.values() for view in views), *case.scratch])
+
+    def fault(self, interpret: bool) -> Fault | None:
+        """Where the ways part, or None when every bit is the same.
+
+        Args:
+            interpret: run the graph as it was captured, too, even if its replay is what eager is.
+        """
+        eager = self._around(lambda: self._prints(self._in_pool(self._eager)))
+        if not self._graph.launches:
+            self._around(self._launch)  # the first one records
+        launched = self._around(lambda: self._prints(self._launch()))
+        if not interpret and first_difference(eager, launched) is None:
+            return None
+        captured = self._results(self._captured)
+        if first_difference(eager, captured):
+            return faulty_step(
+                self._captured,
+                self._eager,
+                [tensor for _, _, tensor in self._inputs.flat()],
+                lambda stage: first_difference(eager, self._results(stage)),
+                self._around,
+            )
+        what = first_difference(captured, launched)
+        return self._faulty_replay(what) if what else None
+
+    def _around(self, run: Callable[[], Any]) -> Any:
+        """`run` from the case's state, which is put back afterwards."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._case.load()
+            try:
+                return run()
+            finally:
+                self._before.restore()
+
+    def _prints(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Hashes of what a run returned and wrote."""
+        return fingerprints({**{f"output {name}": [tensor] for name, tensor in outputs.items()}, **self._state})
+
+    def _eager(self) -> Mapping[str, Tensor]:
+        with torch.autograd.set_multithreading_enabled(False):  # else the backward pass would leave the pool
+            return self._function.body(self._inputs, **self._case.statics)
+
+    def _results(self, captured: Captured) -> dict[str, Tensor]:
+        """Hashes of what a graph of the function returns and writes."""
+
+        def interpreted() -> Mapping[str, Tensor]:
+            outputs = captured.module.forward(*(tensor for _, _, tensor in self._inputs.flat()))
+            return dict(zip(captured.outputs, outputs, strict=True))
+
+        return self._around(lambda: self._prints(self._in_pool(interpreted)))
+
+    def _launch(self) -> dict[str, Tensor]:
+        return self._graph(self._case.user)
+
+    def _in_pool(self, run: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """`run` in the memory that recordings use, so that the check needs none besides."""
+        if self._recorder is None:
+            return run()
+        names: list[str] = []
+
+        def outputs(_: Sequence[Tensor]) -> list[Tensor]:
+            found = run()
+            names.extend(found)
+            return list(found.values())
+
+        return dict(zip(names, self._recorder.run(outputs, []), strict=True))
+
+    def _faulty_replay(self, what: str) -> Fault:
+        assert self._recorder is not None
+        own = {name: torch.zeros_like(tensor) for name, tensor in self._case.user.items()}
+        arguments = [tensor for _, _, tensor in replace(self._inputs, user=own).flat()]
+
+        def load() -> None:
+            for name, tensor in self._case.user.items():
+                own[name].copy_(tensor)
+
+        return faulty_replay(self._captured, self._recorder, arguments, load, self._around, what)
+
+
+def _touched(captured: Captured, inputs: Inputs, case: Case) -> dict[str, list[Tensor]]:
+    """The state that a run may change, by input: whole tensors, or the views that the case declares."""
+    names = {f"{captured.inputs[i].role} {captured.inputs[i].name}" for i in captured.written_inputs}
+    unknown = case.touches.keys() - {f"{role} {name}" for role, name, _ in inputs.flat()}
+    assert not unknown, f"case {case.name!r} touches {unknown}, which are no inputs of {captured.title}"
+    state: dict[str, list[Tensor]] = {}
+    for role, name, tensor in inputs.flat():
+        title = f"{role} {name}"
+        if title in case.touches:
+            state[title] = list(case.touches[title])
+        elif title in names or role == "buffer":
+            state[title] = [tensor]
+    return state
+
+
+def _all_state(functions: Iterable[GraphFunction]) -> dict[str, Tensor]:
+    """A hash of every static input, once for each memory."""
+    seen: set[tuple[int, int]] = set()
+    hashes: dict[str, Tensor] = {}
+    for i, function in enumerate(functions):
+        for role, name, tensor in function.inputs.flat():
+            place = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            if place not in seen:
+                seen.add(place)
+                hashes[f"{role} {name!r} of {function.name} ({i})"] = fingerprint(tensor)
+    return hashes

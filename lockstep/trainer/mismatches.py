@@ -1,0 +1,52 @@
+"""Which tokens differ between generator and trainer, for messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..types import PackedBatch
+from .step import Scored, differs
+
+MAX_MISMATCHES = 8
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A completion token whose log-probability has other bits in the trainer, or that was routed differently there;
+    `position` counts from 0. Of kind "experts" both values are digests of its experts (`ops.route_digest`)."""
+
+    request: str
+    position: int
+    kind: str  # "experts", "sampled" or "model"
+    generator: float
+    trainer: float
+
+
+def mismatches(checked: list[tuple[PackedBatch, Scored]]) -> list[Mismatch]:
+    """Name the first differing tokens, in packed order. Reads from the device, but only after a difference."""
+    found: list[Mismatch] = []
+    for batch, scored in checked:
+        starts = [0, *accumulate(len(s.token_ids) for s in batch.sequences)]
+        compared = [
+            ("sampled", scored.logprob_C, batch.old_logprob_C),
+            ("model", scored.model_logprob_C, batch.old_model_logprob_C),
+        ]
+        if scored.route_C is not None and batch.old_route_C is not None:
+            compared.insert(0, ("experts", scored.route_C, batch.old_route_C))
+        for kind, trainer_C, generator_C in compared:
+            rows = (differs(trainer_C, generator_C) & batch.valid_C).nonzero().flatten().tolist()
+            for row in rows[:MAX_MISMATCHES]:
+                index = int(batch.sequence_C[row])
+                found.append(
+                    Mismatch(
+                        request=batch.sequences[index].request,
+                        position=row - starts[index],
+                        kind=kind,
+                        generator=generator_C[row].item(),
+                        trainer=trainer_C[row].item(),
+                    )
+                )
+        if len(found) >= MAX_MISMATCHES:
+            break
+    return found[:MAX_MISMATCHES]

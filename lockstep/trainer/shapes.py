@@ -1,0 +1,89 @@
+"""The few shapes that packed batches are padded to, so that every graph of a run can be made before its first step.
+
+A shape is a function of the batch and of the run's configuration: a resumed run pads alike, and so repeats the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+MULTIPLE = 16  # of tokens, where nothing else bounds them: keeps rows aligned for the matrix products
+NUM_SHAPES = 7
+SHAPES_PER_OCTAVE = 3  # neighbours differ by 2 ** (1 / 3), so at most a fifth of a batch is padding
+
+
+class BatchShape(NamedTuple):
+    """What a batch is padded to: packed tokens T, completion tokens C, segments S; `max_len` bounds a sequence."""
+
+    tokens: int
+    completion_tokens: int
+    segments: int
+    max_len: int
+
+
+def bucket(n: int) -> int:
+    """`n` rounded up to a ladder of four sizes an octave, all multiples of `MULTIPLE`, for batches of no known bounds.
+
+    From 128 on the result is less than 5/4 of `n`, so under a fifth of a bucket is padding.
+    """
+    n = max(n, 1)
+    step = max(MULTIPLE, 1 << max(0, (n - 1).bit_length() - 3))
+    return -(-n // step) * step
+
+
+def fit(needed: BatchShape, shapes: Sequence[BatchShape], max_tokens: int) -> BatchShape:
+    """The last of `shapes`, largest first, that holds `needed`; if none does, each of its sizes in a bucket.
+
+    Args:
+        max_tokens: a bucket above it is cut to it.
+    """
+    for shape in reversed(shapes):
+        if all(have >= want for have, want in zip(shape, needed, strict=True)):
+            return shape
+    tokens, completion_tokens, segments, max_len = map(bucket, needed)
+    return BatchShape(min(tokens, max_tokens), completion_tokens, segments, min(max_len, max_tokens))
+
+
+def batch_shapes(
+    groups: int,
+    samples: int,
+    prompt: int,
+    completion: int,
+    *,
+    max_len: int,
+    max_tokens: int,
+    mode: Literal["packed", "per_sample"] = "packed",
+    least_completion_tokens: int = 0,
+) -> list[BatchShape]:
+    """The shapes of a run, largest first: one that holds all of a step, if that fits a micro-batch, and smaller ones.
+
+    Shorter completions shrink a batch's rows but not its number of sequences, so all have the same number of segments.
+
+    Args:
+        groups, samples: prompts a step, and completions of each.
+        prompt, completion: tokens of the longest expected prompt, and of the longest completion.
+        max_len: bound on a prompt with its completion.
+        max_tokens: packed tokens that a micro-batch may have.
+        least_completion_tokens: micro-batches have no fewer completion tokens; shapes for less are left out.
+    """
+    if mode == "per_sample":
+        groups = samples = 1
+    sequences = groups * samples
+    tokens = min(groups * prompt + sequences * (completion - 1), max_tokens)
+    # A completion's last token takes no row of the pack.
+    completion_tokens = min(sequences * completion, tokens + sequences)
+    shapes: list[BatchShape] = []
+    for i in range(NUM_SHAPES):
+        scale = 2 ** (-i / SHAPES_PER_OCTAVE)
+        own = _rounded(scale * completion_tokens)
+        if shapes and own < least_completion_tokens:
+            break
+        shape = BatchShape(min(_rounded(scale * tokens), max_tokens), own, groups + sequences, max_len)
+        if shape not in shapes:
+            shapes.append(shape)
+    return shapes
+
+
+def _rounded(size: float) -> int:
+    return -(-int(size) // MULTIPLE) * MULTIPLE
