@@ -1,20 +1,31 @@
-"""The engine: requests in, completions out, continuous batching in between."""
+"""The engine: requests in, completions out, continuous batching in between.
+
+Steps are launched in blocks. On a GPU a block is launched before the results of the one before it are read (`AHEAD`),
+so the device does not wait for the host. A sequence that has stopped by then is idle on the device; what is drawn for
+one that only the host can stop (stop strings) is dropped.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from ..config import GeneratorConfig
 from ..errors import InputError
 from ..graph import Compiler
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
-from .decode_graphs import DecodeGraphs
+from .graphs import row_buckets
 from .kv_cache import KVCache
 from .request import Prefill, Sequence
-from .runner import Runner, Work
+from .rows import Rows
+from .runner import Block, Runner
 from .scheduler import Chunk, Scheduler
+from .trust_cases import Work
 from .weights import SharedWeights, SnapshotWeights
+
+AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
+MIN_CONTEXT = 64  # tokens that a sequence has room for; doubled as longer requests come
 
 
 class Engine:
@@ -25,7 +36,9 @@ class Engine:
         config: engine settings.
         cache_tokens: capacity of the KV cache (`plan_cache_tokens`).
         detokenize: token ids to text; needed for stop strings and for `Completion.text`.
-        compiler: run decode steps as captured graphs; None calls the model.
+        compiler: run steps as captured graphs; None calls the model.
+        ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
+            where nothing would be won, 0 on a CPU.
     """
 
     def __init__(
@@ -35,6 +48,7 @@ class Engine:
         cache_tokens: int,
         detokenize: Callable[[list[int]], str] | None = None,
         compiler: Compiler | None = None,
+        ahead: int | None = None,
     ) -> None:
         model = weights.model
         self.weights = weights
@@ -44,9 +58,15 @@ class Engine:
         device = model.embed.device
         pages = cache_tokens // config.page_size
         self.cache = KVCache(model.config, pages, config.page_size, model.embed.dtype, device)
-        self.scheduler = Scheduler(config, self.cache)
-        graphs = DecodeGraphs(self.cache, config.steps_per_sync, compiler) if compiler else None
-        self.runner = Runner(weights, self.cache, device, graphs)
+        count, width = row_buckets(config.max_num_seqs)[0], self.cache.pages_for(MIN_CONTEXT)
+        routed = model.config.moe_layers > 0
+        rows = Rows(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
+        self.scheduler = Scheduler(config, self.cache, rows)
+        self.compiler = compiler
+        self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, compiler)
+        self.ahead = (AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
+        self._flight: deque[Block] = deque()  # launched, and not read yet
+        self._grown: list[Sequence] = []  # by what was read
         self._ids = itertools.count()
         self._pending: dict[int, dict[int, Completion | None]] = {}
 
@@ -69,15 +89,49 @@ class Engine:
                 self.abort(i)
             raise
 
+    def stream(
+        self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
+    ) -> Iterator[tuple[int, int, list[int], Completion | None]]:
+        """As `generate`, telling of each sample as it grows: the prompt's index, the sample, its tokens so far, and
+        its completion once it is finished. Closing the iterator aborts what is left."""
+        assert not self._pending, "stream() runs its own requests to the end; others are queued"
+        ids: list[int] = []
+        try:
+            for prompt, params, identity in zip(prompt_ids, sampling, identities, strict=True):
+                ids.append(self.add_request(prompt, params, identity))
+            while self._pending:
+                sampled = self._advance()
+                for s in sampled:
+                    done = self._pending[s.request_id][s.identity.sample]
+                    yield ids.index(s.request_id), s.identity.sample, s.token_ids, done
+                self._collect(sampled)
+        finally:
+            for i in ids:
+                self.abort(i)
+
     def warm_up(self, sequences: int, tokens: int, sampling: SamplingParams) -> None:
-        """Make the graphs that decoding up to so many sequences of so many tokens needs; nothing without a compiler."""
-        if self.runner.graphs is not None and sequences > 0:
-            sequences, greedy = min(sequences, self.config.max_num_seqs), sampling.temperature == 0
-            self.runner.graphs.warm_up(self.weights.model, sequences, tokens, sampling.truncated, greedy)
+        """Make the graphs for up to so many sequences at once, each of up to `tokens` tokens with its prompt.
+
+        Nothing is captured later while requests stay within this, whatever their lengths and arrivals; call it once for
+        each kind of sampling. Without a compiler it does nothing.
+        """
+        if self.runner.graphs is None or sequences < 1:
+            return
+        assert not self.scheduler.busy, "warm_up() before the first request, or between requests"
+        self.drain()
+        self._make_room(tokens)
+        sequences = min(sequences, self.config.max_num_seqs)
+        longest_prompt = max(1, tokens - sampling.max_completion_length)
+        self.scheduler.max_tokens = self.runner.warm_up(sequences, longest_prompt, sampling)
+
+    def trust_cases(self) -> Work:
+        """Launches on which the graphs of the warm-ups are to be checked against eager; before the first request."""
+        return self.runner.graphs.trust_cases() if self.runner.graphs else []
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         """Queue a request; returns its id. `InputError` when it could never run."""
         self._check(prompt_ids, sampling, identity)
+        self._make_room(len(prompt_ids) + sampling.max_completion_length)
         request_id = next(self._ids)
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
         stop_ids = frozenset((*eos, *sampling.stop_token_ids))
@@ -102,78 +156,113 @@ class Engine:
             return []
         for sequence in self.scheduler.drop(request_id):
             done[sequence.identity.sample] = self._finish(sequence, "abort")
+        self._grown = [s for s in self._grown if s.request_id != request_id]
         return [c for c in done.values() if c is not None]
 
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """Run one mixed step, or several decode steps when no prompt waits; returns the requests that finished."""
+        """Launch one mixed step, or several decode steps when no prompt can start; returns the requests that finished.
+
+        On a GPU they are those of the launch before. After an exception the requests that were running must be aborted.
+        """
+        return self._collect(self._advance())
+
+    def _advance(self) -> list[Sequence]:
+        """One launch; returns the samples that have grown, those that finished released."""
         version = self.weights.version
+        if any(block.version != version for block in self._flight):
+            self.drain()
         chunks = self.scheduler.schedule_prefill(version)
-        if chunks:
-            sampled = self._mixed_step(chunks, version)
-        elif self.scheduler.running:
-            sampled = self._decode_steps(version)
+        block = self._launch_mixed(chunks) if chunks else self._launch_decode()
+        if block is None:
+            assert self._flight or self._grown or not self.scheduler.busy, "a waiting request must fit an idle cache"
+            self.drain()
         else:
-            assert not self.scheduler.busy, "a waiting request must fit an idle cache"
-            return []
-        for sequence in sampled:
-            self._stop_at_string(sequence)
+            self._flight.append(block)
+            self.scheduler.clock += block.steps
+        while len(self._flight) > self.ahead:
+            self._read(self._flight.popleft())
+        grown, self._grown = self._grown, []
+        return list(dict.fromkeys(grown))
+
+    def _launch_mixed(self, chunks: list[Chunk]) -> Block:
+        """Prompt chunks together with one token of every running sequence."""
+        self._reserve(1)
+        copies: list[tuple[int, int]] = []
+        ending = [chunk for chunk in chunks if not chunk.prefill.remaining]
+        for chunk in ending:
+            chunk.started, more = self.scheduler.fork(chunk.prefill)
+            copies += more
+        block = self.runner.mixed(chunks)
+        for chunk in ending:
+            self.scheduler.filled(chunk.prefill)
+        if copies:
+            self.cache.copy_pages(*map(list, zip(*copies, strict=True)))
+        return block
+
+    def _launch_decode(self) -> Block | None:
+        """A block of decode steps; None when all that run are known to have their last token by then."""
+        steps = min(self.config.steps_per_sync, self.scheduler.steps_left)
+        if self.scheduler.waiting:  # for slots or pages: look earlier for some that are free
+            steps = min(steps, max(1, self.config.steps_per_sync // 2))
+        steps = self._reserve(steps) if steps > 0 else 0
+        return self.runner.decode(self.scheduler.running, steps) if steps > 0 else None
+
+    def _reserve(self, steps: int) -> int:
+        """Pages for so many steps, or for as many as there are pages; preempts when there are not enough for one."""
+        while self.scheduler.running:
+            fitting = self.scheduler.reserve(steps)
+            if fitting > 0:
+                return fitting
+            if self._flight:
+                self.drain()
+            else:
+                self.scheduler.preempt(self.scheduler.running[-1])
+        return 0
+
+    def drain(self) -> None:
+        """Wait for everything that was launched and read its results; the next `step` returns what they finish."""
+        while self._flight:
+            self._read(self._flight.popleft())
+
+    def _read(self, block: Block) -> None:
+        for sequence, tokens, logprobs, model_logprobs, routes in block.drawn():
+            if sequence.finish_reason is not None:  # before this block was launched, or by the host since
+                continue
+            sequence.append(tokens, logprobs, model_logprobs, block.version, routes)
+            if sequence.sampling.stop:
+                self._stop_at_string(sequence, len(tokens))
             if sequence.finish_reason is not None:
                 self.scheduler.release(sequence)
                 done = self._pending[sequence.request_id]
                 done[sequence.identity.sample] = self._finish(sequence, sequence.finish_reason)
-        return self._collect(list(dict.fromkeys(s.request_id for s in sampled)))
+            self._grown.append(sequence)
 
-    def _collect(self, request_ids: list[int]) -> list[tuple[int, list[Completion]]]:
-        """Those of the requests whose samples are all finished, no longer pending."""
+    def _make_room(self, tokens: int) -> None:
+        """Have block tables for sequences of so many tokens; graphs of narrower ones are made anew."""
+        room = MIN_CONTEXT
+        while room < tokens:
+            room *= 2
+        if self.cache.pages_for(room) > self.scheduler.rows.width:
+            self.drain()
+            self.runner.widen(room)
+
+    def _collect(self, sampled: list[Sequence]) -> list[tuple[int, list[Completion]]]:
+        """Those of the samples' requests whose samples are all finished, no longer pending."""
         finished = []
-        for request_id in request_ids:
+        for request_id in dict.fromkeys(s.request_id for s in sampled):
             done = [c for c in self._pending[request_id].values() if c is not None]
             if len(done) == len(self._pending[request_id]):
                 del self._pending[request_id]
                 finished.append((request_id, done))
         return finished
 
-    def _mixed_step(self, chunks: list[Chunk], version: int) -> list[Sequence]:
-        """Prompt chunks together with one token of every running sequence."""
-        if self.scheduler.running:
-            self.scheduler.reserve_decode(1)
-        decoding = list(self.scheduler.running)
-        work = [Work([s.last_token], s.num_cached, s.pages) for s in decoding]
-        for chunk in chunks:
-            tokens = chunk.prefill.token_ids[chunk.start : chunk.start + chunk.count]
-            work.append(Work(tokens, chunk.start, chunk.prefill.pages))
-        finished = [(len(decoding) + i, c.prefill) for i, c in enumerate(chunks) if not c.prefill.remaining]
-        drawing = list(enumerate(decoding)) + [(row, s) for row, prefill in finished for s in prefill.samples]
-        drawn = self.runner.mixed(work, [row for row, _ in drawing], [s for _, s in drawing])
-        results = {s: r for (_, s), r in zip(drawing, zip(*(t.tolist() for t in drawn), strict=True), strict=True)}
-        for sequence in decoding:
-            self._cached(sequence, 1, version)
-        sampled = decoding + [s for _, prefill in finished for s in self.scheduler.fork(prefill)]
-        for sequence in sampled:
-            token, logprob, model_logprob = results[sequence]
-            sequence.append([token], [logprob], [model_logprob], version)
-        return sampled
-
-    def _decode_steps(self, version: int) -> list[Sequence]:
-        steps = self.scheduler.reserve_decode(self.config.steps_per_sync)
-        running = list(self.scheduler.running)
-        tokens, logprobs, model_logprobs = (t.t().tolist() for t in self.runner.decode(running, steps))
-        for i, sequence in enumerate(running):
-            self._cached(sequence, steps, version)
-            sequence.append(tokens[i], logprobs[i], model_logprobs[i], version)
-        return running
-
-    @staticmethod
-    def _cached(sequence: Sequence, count: int, version: int) -> None:
-        sequence.num_cached += count
-        if sequence.cache_version != version:
-            sequence.cache_version = -1
-
-    def _stop_at_string(self, sequence: Sequence) -> None:
-        """End a sample at the first token after which its text contains a stop string."""
-        if not sequence.sampling.stop or self.detokenize is None:
-            return
+    def _stop_at_string(self, sequence: Sequence, new: int) -> None:
+        """End a sample at the first token after which its text contains a stop string that the `new` tokens ended."""
+        assert self.detokenize is not None
         stops = sequence.sampling.stop
+        tail = new + 4 * max(map(len, stops)) + 8  # a character is four tokens at most; a text's first may differ
+        if not any(s in self.detokenize(sequence.token_ids[-tail:]) for s in stops):
+            return
         if not any(s in self.detokenize(sequence.token_ids) for s in stops):
             return
         low, high = 1, len(sequence.token_ids)
@@ -181,8 +270,7 @@ class Engine:
             middle = (low + high) // 2
             found = any(s in self.detokenize(sequence.token_ids[:middle]) for s in stops)
             low, high = (low, middle) if found else (middle + 1, high)
-        for values in (sequence.token_ids, sequence.logprobs, sequence.model_logprobs, sequence.versions):
-            del values[low:]
+        sequence.truncate(low)
         sequence.finish_reason = "stop"
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:

@@ -12,6 +12,13 @@ import torch
 from ..config import GeneratorConfig
 from ..errors import InputError
 from ..models import ModelConfig
+from ..models.checks import memory_bytes
+
+
+def upload(values: list, device: torch.device) -> torch.Tensor:
+    """Numbers as an int64 tensor on the device; the host does not wait."""
+    pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
 
 class KVCache:
@@ -25,9 +32,10 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.num_layers, num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        heads, key, value = config.cached
+        shape = (config.num_layers, num_pages + 1, page_size, heads)
+        self.k = torch.zeros(*shape, key, dtype=dtype, device=device)
+        self.v = torch.zeros(*shape, value, dtype=dtype, device=device)
         self.page_size = page_size
         self.num_pages = num_pages
         self.null_page = num_pages
@@ -69,10 +77,11 @@ class KVCache:
             if self._references[page] == 0:
                 self._free[page] = None
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy the contents of a page in every layer."""
-        self.k[:, target] = self.k[:, source]
-        self.v[:, target] = self.v[:, source]
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the contents of pages, in every layer."""
+        source, target = upload([sources, targets], self.k.device)
+        for cache in (self.k, self.v):
+            cache.index_copy_(1, target, cache.index_select(1, source))
 
     def register(self, tokens: list[int], pages: list[int], version: int) -> None:
         """Make the full pages of a sequence findable; `tokens` are those whose keys and values are in place."""
@@ -108,7 +117,8 @@ class KVCache:
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Cache bytes of one position, keys and values, all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    heads, key, value = config.cached
+    return config.num_layers * heads * (key + value) * dtype.itemsize
 
 
 def plan_cache_tokens(
@@ -131,6 +141,12 @@ def plan_cache_tokens(
     per_sequence = (pages_a_sequence + 1) * config.page_size
     if config.kv_cache_tokens:
         planned = config.kv_cache_tokens
+        needed, memory = planned * bytes_per_token(model, dtype), memory_bytes(device)
+        if needed > memory:
+            raise InputError(
+                f"generator.kv_cache_tokens: {planned} tokens take {needed / 2**30:,.0f} GiB, and {device.type} has "
+                f"{memory / 2**30:,.0f} GiB; lower it, or set it to 0 to have it planned"
+            )
     else:
         wanted = min(sequences, config.max_num_seqs) * per_sequence
         free = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30

@@ -8,9 +8,25 @@ from ..ops import sample_key
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
 
 
+@dataclass(frozen=True, eq=False)
+class SharedPrefix:
+    """The first positions of all samples of a prefill, which lie in the same pages."""
+
+    positions: int
+
+
 @dataclass(eq=False)
 class Sequence:
-    """One sample. Its first `num_cached` tokens (prompt and completion) have keys and values in `pages`."""
+    """One sample. While it runs, all its tokens but the last have keys and values in `pages`.
+
+    Attributes:
+        row: its row on the device while it runs, otherwise -1.
+        cache_version: the weights that made its keys and values; -1: several.
+        end: the decode step, counted by the scheduler, after which it has its last token if no stop comes before.
+        lease: tells which note of the steps that its pages last for is the valid one; 0: none.
+        shared: what it has in common with the samples that started with it.
+        routes: as in `Completion.route_digests`.
+    """
 
     request_id: int
     prompt_ids: list[int]
@@ -21,10 +37,14 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     model_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[int] | None = None
     pages: list[int] = field(default_factory=list)
-    num_cached: int = 0
-    cache_version: int = 0  # the weights that made the cached keys and values; -1: several
+    cache_version: int = 0
     finish_reason: FinishReason | None = None
+    row: int = -1
+    end: int = 0
+    lease: int = 0
+    shared: SharedPrefix | None = None
 
     def __post_init__(self) -> None:
         i = self.identity
@@ -36,28 +56,42 @@ class Sequence:
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
-    def last_token(self) -> int:
-        """The newest token."""
-        return (self.token_ids or self.prompt_ids)[-1]
-
-    @property
     def remaining(self) -> int:
         """Tokens that may still be sampled."""
         return self.sampling.max_completion_length - len(self.token_ids)
 
-    def append(self, tokens: list[int], logprobs: list[float], model_logprobs: list[float], version: int) -> None:
+    def append(
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        model_logprobs: list[float],
+        version: int,
+        routes: list[int] | None = None,
+    ) -> None:
         """Take sampled tokens up to a stop token or the length limit; what was drawn beyond is dropped."""
-        for token, logprob, model_logprob in zip(tokens, logprobs, model_logprobs, strict=True):
-            self.token_ids.append(token)
-            self.logprobs.append(logprob)
-            self.model_logprobs.append(model_logprob)
-            self.versions.append(version)
-            if token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif self.remaining == 0:
-                self.finish_reason = "length"
-            if self.finish_reason is not None:
-                return
+        remaining = self.remaining
+        count = min(len(tokens), remaining)
+        if not self.stop_ids.isdisjoint(tokens[:count]):
+            count = 1 + next(i for i, token in enumerate(tokens) if token in self.stop_ids)
+            self.finish_reason = "stop"
+        elif count == remaining:
+            self.finish_reason = "length"
+        if count < len(tokens):
+            tokens, logprobs, model_logprobs = tokens[:count], logprobs[:count], model_logprobs[:count]
+        self.token_ids += tokens
+        self.logprobs += logprobs
+        self.model_logprobs += model_logprobs
+        self.versions += [version] * count
+        if routes is not None:
+            self.routes = self.routes or []
+            self.routes += routes[:count]
+        if version != self.cache_version:
+            self.cache_version = -1
+
+    def truncate(self, count: int) -> None:
+        """Drop all tokens after the first `count`."""
+        for values in (self.token_ids, self.logprobs, self.model_logprobs, self.versions, self.routes or []):
+            del values[count:]
 
     def completion(self, text: str) -> Completion:
         """The finished sample."""
@@ -70,6 +104,7 @@ class Sequence:
             text,
             self.finish_reason,
             self.identity,
+            self.routes,
         )
 
 
@@ -85,6 +120,7 @@ class Prefill:
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
     cache_version: int = 0
+    row: int = -1  # of the first sample, from the start
 
     @property
     def remaining(self) -> int:

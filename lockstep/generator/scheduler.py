@@ -1,50 +1,76 @@
 """Which tokens run next: prompts in chunks, running sequences a token each, under the cache's capacity.
 
+Steps are planned before the results of those before are known. The scheduler counts decode steps as they are planned
+(`clock`): a running sequence moves by one position in each at most, so it knows by when a sequence needs pages and
+which step is its last without asking how far it has come.
+
 When pages run out the youngest running sequence is preempted: its pages are released and all its tokens run again
 later, which gives the same bits. Nothing is ever lost to a lack of memory.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..config import GeneratorConfig
 from .kv_cache import KVCache
-from .request import Prefill, Sequence
+from .request import Prefill, Sequence, SharedPrefix
+from .rows import Rows
+
+MAX_PROMPTS = 64  # that a step runs tokens of
+ADMISSION_SHARE = 16  # with all slots taken, prompts wait until one in so many is free: admission costs a mixed step
+AHEAD = 128  # tokens that pages are given out for at a time, while there are plenty
 
 
 @dataclass
 class Chunk:
-    """Tokens `start : start + count` of a prefill, to run in this step."""
+    """Tokens `start : start + count` of a prefill, to run in this step; `started` are the samples that then draw."""
 
     prefill: Prefill
     start: int
     count: int
+    started: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
-    """Queues of waiting prefills and running sequences, oldest first."""
+    """Queues of waiting prefills and running sequences, oldest first.
 
-    def __init__(self, config: GeneratorConfig, cache: KVCache) -> None:
-        self.config = config
-        self.cache = cache
+    Attributes:
+        clock: decode steps planned so far, mixed ones included.
+        max_tokens: prompt tokens that a step may run.
+    """
+
+    def __init__(self, config: GeneratorConfig, cache: KVCache, rows: Rows) -> None:
+        self.config, self.cache, self.rows = config, cache, rows
         self.waiting: deque[Prefill] = deque()
         self.running: list[Sequence] = []
-        self.preemptions = 0
-        self._active: Prefill | None = None  # started, and holding pages
+        self.preemptions = self.clock = 0
+        self.max_tokens = config.max_num_batched_tokens
+        self._active: Prefill | None = None  # started, and holding pages and a row
+        self._ending: list[Prefill] = []  # so do these, which end in the step that is being planned
+        self._leases: list[tuple[int, int, Sequence]] = []  # heap: the clock that a sequence's pages last to
+        self._lease = itertools.count(1)
 
     @property
     def busy(self) -> bool:
         """Whether anything is left to run."""
         return bool(self.waiting or self.running or self._active)
 
+    @property
+    def steps_left(self) -> int:
+        """Decode steps after which every running sequence has reached its length limit."""
+        return max((s.end for s in self.running), default=self.clock) - self.clock
+
     def schedule_prefill(self, version: int) -> list[Chunk]:
         """Prompt tokens for this step within the token budget; at most the last prefill stays unfinished."""
-        budget = self.config.max_num_batched_tokens
+        budget = self.max_tokens
         slots = self.config.max_num_seqs - len(self.running)
+        admit = self._worth_admitting(slots)
         chunks: list[Chunk] = []
-        while budget > 0 and (self._active or (self.waiting and slots > 0)):
+        while budget > 0 and len(chunks) < MAX_PROMPTS and (self._active or (admit and self.waiting and slots > 0)):
             prefill = self._active or self._start(version)
             if prefill is None:
                 break
@@ -55,11 +81,25 @@ class Scheduler:
             prefill.num_cached += count
             budget -= count
             self._active = prefill if prefill.remaining else None
+            if self._active is None:
+                self._ending.append(prefill)
             slots -= len(prefill.samples)
         return chunks
 
+    def _worth_admitting(self, slots: int) -> bool:
+        """Whether enough slots are free, for what waits, to interrupt the decoding of those that run."""
+        enough = self.config.max_num_seqs // ADMISSION_SHARE
+        if not self.running or slots >= enough:
+            return True
+        samples = 0
+        for prefill in self.waiting:
+            samples += len(prefill.samples)
+            if samples > slots:
+                return False
+        return True
+
     def _start(self, version: int) -> Prefill | None:
-        """Give the first waiting prefill its pages, prefix hits included; None when they do not fit now.
+        """Give the first waiting prefill its pages, prefix hits included, and a row; None when they do not fit now.
 
         A free page for each running sequence and for the samples' first tokens stays in reserve, so that admission
         does not cause preemption at once.
@@ -77,57 +117,91 @@ class Scheduler:
         prefill.pages = hits + pages
         prefill.num_cached = len(hits) * self.cache.page_size
         prefill.cache_version = version
+        prefill.row = self.rows.take()
+        self.rows.set_pages(prefill.row, 0, prefill.pages)
         return prefill
 
-    def fork(self, prefill: Prefill) -> list[Sequence]:
-        """Start the samples of a finished prefill: full pages are shared, a page in part is copied.
+    def fork(self, prefill: Prefill) -> tuple[list[Sequence], list[tuple[int, int]]]:
+        """Give the samples of a prefill that ends in this step their rows and pages; they draw in this step.
 
-        Samples that find no page or no slot wait for a prefill of their own, which hits the shared pages.
+        Full pages are shared, a page in part is copied. Samples that find no page or no slot wait for a prefill of
+        their own, which hits the shared pages.
+
+        Returns:
+            The samples, and (source, target) of the pages to copy once the prefill has run.
         """
+        self._ending.remove(prefill)
         full, partial = divmod(len(prefill.token_ids), self.cache.page_size)
-        if prefill.cache_version >= 0:
-            self.cache.register(prefill.token_ids, prefill.pages, prefill.cache_version)
+        shared = SharedPrefix(full * self.cache.page_size) if len(prefill.samples) > 1 else None
         started: list[Sequence] = []
+        copies: list[tuple[int, int]] = []
         for i, sample in enumerate(prefill.samples):
-            pages = prefill.pages
+            row, pages = prefill.row, prefill.pages
             if i > 0:
-                copy = self.cache.allocate(1 if partial else 0)
-                if copy is None or len(self.running) >= self.config.max_num_seqs:
-                    self.cache.release(copy or [])
+                free = len(self.running) < self.config.max_num_seqs
+                copy = self.cache.allocate(1 if partial else 0) if free else None
+                if copy is None:
                     self.waiting.appendleft(Prefill(prefill.token_ids, prefill.samples[i:]))
                     break
-                if partial:
-                    self.cache.copy_page(prefill.pages[full], copy[0])
+                copies += [(prefill.pages[full], page) for page in copy]
                 self.cache.share(prefill.pages[:full])
-                pages = prefill.pages[:full] + copy
+                row, pages = self.rows.take(), prefill.pages[:full] + copy
+                self.rows.set_pages(row, 0, pages)
             sample.pages = list(pages)
-            sample.num_cached = len(prefill.token_ids)
             sample.cache_version = prefill.cache_version
-            started.append(sample)
+            sample.shared, sample.end = shared, self.clock + sample.remaining
+            self.rows.load(row, sample)
             self.running.append(sample)
-        return started
+            self._note_lease(sample, self.clock + 1 + self._capacity(sample) - sample.length)
+            started.append(sample)
+        return started, copies
 
-    def reserve_decode(self, steps: int) -> int:
-        """Give every running sequence pages for up to `steps` more tokens; returns how many steps fit.
+    def filled(self, prefill: Prefill) -> None:
+        """The prefill has run: its full pages can be found by their tokens."""
+        self._register(prefill.token_ids, prefill.pages, prefill.cache_version)
 
-        Preempts the youngest sequences when not even one step fits for all.
-        """
-        steps = min(steps, *(s.remaining for s in self.running))
-        while steps > 1 and self._pages_missing(steps) > self.cache.num_free:
-            steps -= 1
-        while self._pages_missing(steps) > self.cache.num_free:
-            self.preempt(self.running[-1])
-        for sequence in self.running:
-            pages = self.cache.allocate(self._missing(sequence, steps))
-            assert pages is not None
+    def _register(self, tokens: list[int], pages: list[int], version: int) -> None:
+        if self.config.prefix_caching and version >= 0:
+            self.cache.register(tokens, pages, version)
+
+    def reserve(self, steps: int) -> int:
+        """Give running sequences pages for up to `steps` more decode steps; returns for how many all of them last."""
+        while self._leases and self._leases[0][0] < self.clock + steps:
+            lasts, lease, sequence = self._leases[0]
+            if sequence.lease != lease:  # it no longer runs, or not with these pages
+                heapq.heappop(self._leases)
+                continue
+            pages = self._more_pages(sequence, self.clock + steps - lasts)
+            if pages is None:
+                return lasts - self.clock
+            heapq.heappop(self._leases)
+            self.rows.set_pages(sequence.row, len(sequence.pages), pages)
             sequence.pages += pages
+            self._note_lease(sequence, lasts + len(pages) * self.cache.page_size)
         return steps
 
-    def _missing(self, sequence: Sequence, steps: int) -> int:
-        return max(0, self.cache.pages_for(sequence.num_cached + steps) - len(sequence.pages))
+    def _more_pages(self, sequence: Sequence, tokens: int) -> list[int] | None:
+        """Pages for `tokens` more positions, for more than that while there are plenty; None when too few are free."""
+        needed = self.cache.pages_for(tokens)
+        limit = self.cache.pages_for(self._positions(sequence)) - len(sequence.pages)
+        wanted = min(max(needed, self.cache.pages_for(AHEAD)), limit)
+        plenty = self.cache.num_free >= wanted + len(self.running)
+        return self.cache.allocate(wanted if plenty else min(needed, limit))
 
-    def _pages_missing(self, steps: int) -> int:
-        return sum(self._missing(s, steps) for s in self.running)
+    def _note_lease(self, sequence: Sequence, lasts: int) -> None:
+        """Remember until when the sequence's pages last, if that is before its end."""
+        sequence.lease = 0
+        if self._capacity(sequence) < self._positions(sequence):
+            sequence.lease = next(self._lease)
+            heapq.heappush(self._leases, (lasts, sequence.lease, sequence))
+
+    def _capacity(self, sequence: Sequence) -> int:
+        return len(sequence.pages) * self.cache.page_size
+
+    @staticmethod
+    def _positions(sequence: Sequence) -> int:
+        """Positions that it may come to need: its last token's keys and values are never made."""
+        return len(sequence.prompt_ids) + sequence.sampling.max_completion_length - 1
 
     def preempt(self, sequence: Sequence) -> None:
         """Release a running sequence's pages; it waits, first in line, to run all its tokens again."""
@@ -138,12 +212,12 @@ class Scheduler:
     def release(self, sequence: Sequence, register: bool = True) -> None:
         """Take a sequence out of the running ones; registered, its full pages can be found again by their tokens."""
         self.running.remove(sequence)
-        tokens = (sequence.prompt_ids + sequence.token_ids)[: sequence.num_cached]
-        if register and sequence.cache_version >= 0:
-            self.cache.register(tokens, sequence.pages, sequence.cache_version)
+        if register:
+            tokens = (sequence.prompt_ids + sequence.token_ids)[:-1]
+            self._register(tokens, sequence.pages, sequence.cache_version)
         self.cache.release(sequence.pages)
-        sequence.pages = []
-        sequence.num_cached = 0
+        self.rows.release(sequence.row)
+        sequence.pages, sequence.lease = [], 0
 
     def drop(self, request_id: int) -> list[Sequence]:
         """Remove all samples of a request, wherever they are; returns those that had not finished.
@@ -153,12 +227,14 @@ class Scheduler:
         dropped = [s for s in self.running if s.request_id == request_id]
         for sequence in dropped:
             self.release(sequence, register=False)
-        for prefill in [*self.waiting, *([self._active] if self._active else [])]:
-            if prefill.samples[0].request_id == request_id:
-                dropped += prefill.samples
-                if prefill is self._active:
-                    self.cache.release(prefill.pages)
-                    self._active = None
-                else:
-                    self.waiting.remove(prefill)
+        for prefill in [p for p in self.waiting if p.samples[0].request_id == request_id]:
+            self.waiting.remove(prefill)
+            dropped += prefill.samples
+        started = [*self._ending, *([self._active] if self._active else [])]
+        for prefill in [p for p in started if p.samples[0].request_id == request_id]:
+            self.cache.release(prefill.pages)
+            self.rows.release(prefill.row)
+            self._ending = [p for p in self._ending if p is not prefill]
+            self._active = None if self._active is prefill else self._active
+            dropped += prefill.samples
         return dropped

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..models import Decoder
 
@@ -33,6 +34,10 @@ class SnapshotWeights:
     def update(self, source: Decoder, version: int) -> None:
         """Copy `source`'s weights and take `version` for them."""
         with torch.no_grad():
-            for own, new in zip(self.model.parameters(), source.parameters(), strict=True):
+            for own, new in zip(_tensors(self.model), _tensors(source), strict=True):
                 own.copy_(new)
         self.version = version
+
+
+def _tensors(model: Decoder) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]

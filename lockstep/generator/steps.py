@@ -1,0 +1,112 @@
+"""What one step computes, from the rows' state to the rows' next state; eager and captured alike.
+
+`b` are the tensors of `Rows.tensors`. A decode step runs one token of every row. A mixed step runs prompt tokens as
+well (`MixedBatch`), cut into segments of at most `SEGMENT`: for attention a segment is a sequence with the pages of the
+row that it belongs to, so nothing is sized by the longest prompt. Each row then draws its token from its own hidden
+state or, when its prompt ends in this step, from that of the prompt's last token.
+
+Shape suffixes: R rows, P prompt tokens, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..models import Decoder, PagedAttention, Routing
+from .kv_cache import KVCache
+
+SEGMENT = 64  # tokens
+
+State = Mapping[str, Tensor]
+
+
+def decode_step(
+    model: Decoder,
+    b: State,
+    cache: KVCache,
+    k: Tensor,
+    v: Tensor,
+    max_context: int,
+    truncated: bool,
+    greedy: bool,
+    grouped: bool,
+) -> None:
+    """Run every row's token and draw the next one.
+
+    Args:
+        k, v: the cache's tensors, or what stands for them in a trace.
+        max_context: bound on positions.
+        truncated, greedy: whether any row has a filter on, or temperature 0.
+        grouped: read the prefixes of "groups" once a group. It changes the time, not the bits.
+    """
+    position, table = b["position"], b["table"]
+    slots, context = ops.decode_slots(position, b["remaining"], table, cache.page_size, cache.null_page)
+    shared = (b["groups"], b["shared_len"]) if grouped else ()
+    attend = PagedAttention(k, v, slots, table, b["cu_seqlens"], context, 1, max_context, *shared)
+    hidden, route = _forward(model, b["token"], position, attend)
+    _draw(model, b, hidden, route, truncated, greedy)
+
+
+def mixed_step(
+    model: Decoder,
+    b: State,
+    prompt: State,
+    table: Tensor,
+    cache: KVCache,
+    k: Tensor,
+    v: Tensor,
+    max_context: int,
+    truncated: bool,
+    greedy: bool,
+) -> None:
+    """Run prompt tokens and every row's token but of those whose prompt ends here; then draw each row's next token.
+
+    Args:
+        prompt: the fields of `MixedBatch`.
+        table: the block table of all rows, the null row last.
+    """
+    row, page_size, null_row = b["ordinal"], cache.page_size, table.shape[0] - 1
+    resting = (b["remaining"] == 0) | (prompt["source"] != row)
+    own_position = b["position"].masked_fill(resting, 0)
+    own_row = row.masked_fill(resting, null_row)
+    position = torch.cat((own_position, prompt["position"]))
+    entry = torch.cat((own_row, prompt["row"])) * table.shape[1] + position // page_size
+    slots = table.flatten().index_select(0, entry).long() * page_size + position % page_size
+    attend = PagedAttention(
+        k,
+        v,
+        slots,
+        table.index_select(0, torch.cat((own_row, prompt["segment_row"]))),
+        torch.cat((row, prompt["segment_start"])).int(),
+        torch.cat((own_position + 1, prompt["segment_context"])).int(),
+        SEGMENT,
+        max_context,
+    )
+    hidden, route = _forward(model, torch.cat((b["token"], prompt["token"])), position, attend, prompt["source"])
+    _draw(model, b, hidden, route, truncated, greedy)
+
+
+def _forward(
+    model: Decoder, tokens: Tensor, position: Tensor, attend: PagedAttention, source_R: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Hidden states of the source rows (None: of all) and, of a mixture of experts, a word of each one's experts."""
+    routes: list[Routing] | None = [] if model.config.moe_layers else None
+    hidden = model(tokens, position, attend, routes)
+    if source_R is not None:
+        hidden = hidden.index_select(0, source_R)
+    if not routes:
+        return hidden, None
+    experts_TN = torch.cat([routing.experts_TK for routing in routes], dim=1)
+    return hidden, ops.route_digest(experts_TN if source_R is None else experts_TN.index_select(0, source_R))
+
+
+def _draw(model: Decoder, b: State, hidden: Tensor, route: Tensor | None, truncated: bool, greedy: bool) -> None:
+    """Sample, store the results, and leave each row ready for the next step: idle once it has its last token."""
+    filters = b["temperature"], b["top_k"], b["top_p"], b["min_p"]
+    drawn = ops.sample(hidden, model.lm_head, b["key"], b["position"] + 1, *filters, truncated, greedy)
+    state = (b[name] for name in ("stop", "token", "position", "remaining", "results", "next_result"))
+    ops.advance_rows(*drawn, *state, route)
