@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from .errors import InputError
-from .tasks.base import Problem
+from .tasks.base import Encode, Problem
 from .tasks.rewards import RewardSet
-from .types import Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
+from .types import TRAIN_DOMAIN, Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 
-Prompt = str | list[dict[str, Any]]
 Problems = Sequence[tuple[int, Problem]]  # each with its group
 
 # generate(prompt_ids, sampling, identities): for each prompt its `sampling.n` completions, whose identities are the
@@ -20,7 +18,7 @@ Generate = Callable[[list[list[int]], list[SamplingParams], list[SampleIdentity]
 
 def collect(
     problems: Problems,
-    encode: Callable[[Prompt], list[int]],
+    encode: Encode,
     generate: Generate,
     sampling: SamplingParams,
     seed: int,
@@ -28,16 +26,18 @@ def collect(
     step: int,
     rewards: RewardSet,
     max_prompt_length: int | None = None,
-) -> list[RolloutGroup]:
-    """Sample `sampling.n` completions of each (group, problem) and score them, all functions on the whole batch.
+) -> tuple[list[RolloutGroup], dict[str, float]]:
+    """Sample `sampling.n` completions of each (group, problem) and score them.
 
     `seed`, `domain`, `step` and the group key the random numbers (`SampleIdentity`). `max_prompt_length` is in
-    tokens; None is no limit.
+    tokens; None is no limit. A group with a completion that no reward applies to is left out; the counts that come
+    with the groups (`groups_without_reward`, `reward_errors/<fn>`) are metrics.
 
-    Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, and whatever
-    scoring refuses.
+    Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group has
+    a reward, and whatever scoring refuses.
     """
-    prompt_ids = [_encode(encode, *item, step, max_prompt_length) for item in problems]
+    where = f"step {step}" if domain == TRAIN_DOMAIN else "validation"
+    prompt_ids = [_encode(encode, *item, where, max_prompt_length) for item in problems]
     identities = [SampleIdentity(seed, domain, step, group) for group, _ in problems]
     completions = generate(prompt_ids, [sampling] * len(problems), identities)
     assert [len(samples) for samples in completions] == [sampling.n] * len(problems)
@@ -52,14 +52,11 @@ def collect(
         )
         for (group, problem), ids, samples in zip(problems, prompt_ids, completions, strict=True)
     ]
-    _score(groups, rewards, step)
-    return groups
+    return _score(groups, [problem.origin for _, problem in problems], rewards, where)
 
 
-def _encode(
-    encode: Callable[[Prompt], list[int]], group: int, problem: Problem, step: int, limit: int | None
-) -> list[int]:
-    where = f"step {step} group {group}" + (f" ({problem.origin})" if problem.origin else "")
+def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int | None) -> list[int]:
+    where = f"{where} group {group}" + (f" ({problem.origin})" if problem.origin else "")
     try:
         ids = encode(problem.prompt)
     except InputError as error:
@@ -71,17 +68,38 @@ def _encode(
     return ids
 
 
-def _score(groups: list[RolloutGroup], rewards: RewardSet, step: int) -> None:
-    """Fill in every rollout's `rewards` and `reward`."""
+def _score(
+    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str
+) -> tuple[list[RolloutGroup], dict[str, float]]:
+    """Fill in every rollout's `rewards` and `reward`; returns the groups that have them, and counts."""
     if not groups:
-        return
-    rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
-    values, totals = rewards.score(
-        prompts=[group.prompt for group, _ in rollouts],
-        completions_text=[rollout.completion.text for _, rollout in rollouts],
-        completion_ids=[rollout.completion.token_ids for _, rollout in rollouts],
-        columns_rows=[group.columns for group, _ in rollouts],
-        where=f"step {step}, groups {groups[0].group} to {groups[-1].group}",
+        return [], {}
+    rows = [
+        (group, rollout, origin) for group, origin in zip(groups, origins, strict=True) for rollout in group.rollouts
+    ]
+    scores = rewards.score(
+        prompts=[group.prompt for group, _, _ in rows],
+        completions_text=[rollout.completion.text for _, rollout, _ in rows],
+        completion_ids=[rollout.completion.token_ids for _, rollout, _ in rows],
+        columns_rows=[group.columns for group, _, _ in rows],
+        where=f"{where}, groups {groups[0].group} to {groups[-1].group}",
+        origins=[origin for _, _, origin in rows],
+        groups=[group.group for group, _, _ in rows],
     )
-    for (_, rollout), row, total in zip(rollouts, values, totals, strict=True):
-        rollout.rewards, rollout.reward = row, total
+    without = set()
+    for (group, rollout, _), values, total in zip(rows, scores.values, scores.totals, strict=True):
+        rollout.rewards = values
+        if total is None:
+            without.add(group.group)
+        else:
+            rollout.reward = total
+    scored = [group for group in groups if group.group not in without]
+    if not scored:
+        names = ", ".join(scores.values[0])
+        raise InputError(
+            f"{where}: every group has a completion that no reward applies to: {names} returned None or failed; "
+            "at least one must return a number"
+        )
+    counts: dict[str, float] = {f"reward_errors/{name}": count for name, count in scores.errors.items()}
+    counts["groups_without_reward"] = len(without)
+    return scored, counts

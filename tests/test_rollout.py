@@ -11,7 +11,7 @@ from lockstep.rollout import collect
 from lockstep.tasks.base import Problem
 from lockstep.tasks.rewards import Reward, RewardSet
 from lockstep.tasks.sum_digits import SumDigits
-from lockstep.types import TRAIN_DOMAIN, Completion, RolloutGroup, SampleIdentity, SamplingParams
+from lockstep.types import TRAIN_DOMAIN, VALIDATION_DOMAIN, Completion, RolloutGroup, SampleIdentity, SamplingParams
 
 SAMPLING = SamplingParams(max_completion_length=32, n=2)
 
@@ -43,7 +43,8 @@ def _completion(text: str, identity: SampleIdentity) -> Completion:
 
 def run(problems: list[tuple[int, Problem]], texts: list[str], rewards: RewardSet, **options: Any):
     generate, asked = answering(texts)
-    groups = collect(problems, encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards, **options)
+    groups, counts = collect(problems, encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards, **options)
+    assert counts.get("groups_without_reward", 0) == len(problems) - len(groups)
     return groups, asked
 
 
@@ -108,11 +109,41 @@ def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
         collect(problems, refuse, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, constant(0.0))
 
 
-def test_a_failing_reward_names_the_step_and_groups() -> None:
-    with pytest.raises(
-        InputError, match="reward constant returned nan for completion 0 of the 4 completions of step 3, groups 0 to 1"
-    ):
-        run([(0, Problem("p")), (1, Problem("q"))], ["a", "b"], constant(float("nan")))
+def test_a_failing_reward_names_the_step_the_groups_and_the_row() -> None:
+    message = r"reward constant returned nan; .* completion 0 of the 4 completions of step 3, groups 0 to 1 \(row 8\)"
+    with pytest.raises(InputError, match=message):
+        run([(0, Problem("p", origin="row 8")), (1, Problem("q"))], ["a", "b"], constant(float("nan")))
+
+
+def test_validation_is_called_that() -> None:
+    generate, _ = answering(["a", "b"])
+    problems = [(0, Problem("p"))]
+    with pytest.raises(InputError, match="of the 2 completions of validation, groups 0 to 0"):
+        collect(problems, encode, generate, SAMPLING, 7, VALIDATION_DOMAIN, 0, constant(float("nan")))
+    with pytest.raises(InputError, match="^validation group 0: the prompt has no tokens"):
+        collect([(0, Problem(""))], encode, generate, SAMPLING, 7, VALIDATION_DOMAIN, 0, constant(0.0))
+
+
+def sometimes(completions: list[str], value: list[float | None]) -> list[float | None]:
+    return [None if text == "b" else v for text, v in zip(completions, value, strict=True)]
+
+
+def test_a_group_with_a_completion_without_reward_is_left_out() -> None:
+    problems = [(g, Problem("p", {"value": value})) for g, value in enumerate([1.0, None, 2.0])]
+    groups, _ = run(problems, ["a", "a"], RewardSet([Reward("sometimes", sometimes)]))
+    assert [(group.group, [r.reward for r in group.rollouts]) for group in groups] == [(0, [1.0, 1.0]), (2, [2.0, 2.0])]
+    with pytest.raises(InputError, match="step 3: every group has a completion that no reward applies to: sometimes"):
+        run(problems, ["a", "b"], RewardSet([Reward("sometimes", sometimes)]))
+
+
+def test_reward_errors_are_counted_a_function() -> None:
+    def broken(completions: list[str]) -> list[float]:
+        raise ValueError
+
+    generate, _ = answering(["a", "b"])
+    rewards = RewardSet([Reward("broken", broken)], on_error="zero")
+    _, counts = collect([(0, Problem("p"))], encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards)
+    assert counts == {"groups_without_reward": 0, "reward_errors/broken": 2}
 
 
 def test_no_problems_are_no_groups() -> None:

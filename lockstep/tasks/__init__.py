@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from ..config import TaskConfig
 from ..errors import InputError
-from .base import Problem, Task
+from .base import Problem, PromptLimit, Task
 from .dataset import DatasetTask, hold_out
-from .gsm8k import check_answers, gsm8k_reward
-from .rewards import Reward, RewardSet, load_rewards
-from .rows import read_problems
+from .gsm8k import check_answer, gsm8k_reward
+from .loading import load_rewards
+from .rewards import Reward, RewardSet
+from .rows import Problems, read_problems
 from .sum_digits import REWARDS, SumDigits
+from .workers import RewardWorkers
 
-__all__ = ["Problem", "Reward", "RewardSet", "Task", "make_task"]
+__all__ = ["Problem", "PromptLimit", "Reward", "RewardSet", "Task", "make_task", "read_problems"]
 
-_OWN_REWARDS = {"sum-digits": REWARDS, "gsm8k": (Reward("correct", gsm8k_reward),)}
+_GSM8K_REWARD = Reward("correct", gsm8k_reward, spec="gsm8k")
+_OWN_REWARDS = {"sum-digits": REWARDS, "gsm8k": (_GSM8K_REWARD,)}
 
 
 def make_task(config: TaskConfig, prompts_per_step: int) -> Task:
@@ -26,24 +29,23 @@ def make_task(config: TaskConfig, prompts_per_step: int) -> Task:
     if config.name == "sum-digits":
         rewards.check_columns(["answer"])
         return SumDigits(config.seed, config.validation_seed, config.validation_prompts, config.easy, rewards)
-    train, validation = _read(config)
-    if config.name == "gsm8k":
-        check_answers([*train, *validation])
-    return DatasetTask(config.name, train, validation, rewards, config.seed, prompts_per_step)
+    return DatasetTask(config, *_read(config), rewards, prompts_per_step)
 
 
 def _rewards(config: TaskConfig) -> RewardSet:
+    workers = RewardWorkers(config.reward_workers, config.reward_timeout) if config.reward_workers else None
     if config.reward:
-        return load_rewards(config.reward, config.reward_weights)
+        return load_rewards(config.reward, config.reward_weights, config.reward_on_error, workers)
     if config.name not in _OWN_REWARDS:
         raise InputError(f"task.reward is missing: task {config.name} has no reward of its own")
-    return RewardSet(list(_OWN_REWARDS[config.name]))
+    return RewardSet(list(_OWN_REWARDS[config.name]), config.reward_on_error, workers)
 
 
-def _read(config: TaskConfig) -> tuple[list[Problem], list[Problem]]:
+def _read(config: TaskConfig) -> tuple[Problems, Problems | None]:
     """Training and validation rows."""
     assert config.data is not None  # config.validate
-    problems = read_problems(config.data, config.split)
+    check = check_answer if config.name == "gsm8k" else lambda problem: None
+    problems = read_problems(config.data, config, check)
     if config.validation_prompts == 0 or config.validation_data is None:
-        return hold_out(problems, config.validation_prompts, config.data)
-    return problems, read_problems(config.validation_data, config.split)[: config.validation_prompts]
+        return hold_out(problems, config.validation_prompts)
+    return problems, read_problems(config.validation_data, config, check)[: config.validation_prompts]

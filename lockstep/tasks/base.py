@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError
 from .rewards import RewardSet
+
+Prompt = str | list[dict[str, Any]]
+Encode = Callable[[Prompt], list[int]]
 
 
 @dataclass(frozen=True)
@@ -20,10 +24,18 @@ class Problem:
     messages, for example "train.jsonl line 3".
     """
 
-    prompt: str | list[dict[str, Any]]
+    prompt: Prompt
     columns: dict[str, Any] = field(default_factory=dict)
     worked_example: str | None = None
     origin: str = ""
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    """The most tokens a prompt may have, and in words where that comes from."""
+
+    tokens: int
+    reason: str
 
 
 class Task(ABC):
@@ -46,6 +58,9 @@ class Task(ABC):
         Raises `InputError` for a task that has none.
         """
         raise InputError(f"task {self.name} has no worked examples, which supervised warm-up steps need")
+
+    def check_lengths(self, encode: Encode, limit: PromptLimit) -> None:  # noqa: B027 (most tasks need none)
+        """Refuse or leave out the prompts that have more tokens than `limit` allows, once, before the first step."""
 
 
 def draw(*key: int | str) -> int:

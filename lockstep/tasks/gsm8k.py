@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
 from ..errors import InputError
 from .base import Problem
-from .rewards import completion_text
+from .calls import completion_text
 
 # An optional sign that is no subtraction, digits with or without thousands separators, optional decimals.
 _NUMBER = re.compile(r"(?<![0-9])-?[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?")
@@ -33,9 +32,8 @@ def final_number(text: str) -> Decimal | None:
     return Decimal((numbers[0] if marker else numbers[-1]).replace(",", ""))
 
 
-def check_answers(problems: Iterable[Problem]) -> None:
-    """Raise `InputError` naming the first row whose `answer` does not end in "#### number"."""
-    for problem in problems:
-        answer = problem.columns.get("answer")
-        if not isinstance(answer, str) or _MARKER not in answer or final_number(answer) is None:
-            raise InputError(f"{problem.origin}: answer must be a text that ends with the final number after ####")
+def check_answer(problem: Problem) -> None:
+    """Raise `InputError` naming the row when its `answer` does not end in "#### number"."""
+    answer = problem.columns.get("answer")
+    if not isinstance(answer, str) or _MARKER not in answer or final_number(answer) is None:
+        raise InputError(f"{problem.origin}: answer must be a text that ends with the final number after ####")

@@ -1,125 +1,167 @@
-"""Data rows to problems: reading JSON lines, parquet, Hugging Face datasets, and checking every row at the start."""
+"""Data rows to problems: which column is the prompt, what its form may be, and its length in tokens."""
 
 from __future__ import annotations
 
-import json
+import logging
 import re
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from ..config import TaskConfig
 from ..errors import InputError
-from .base import Problem
-from .rewards import RESERVED_NAMES
-
-Row = dict[str, Any]
-
-JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
-
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
+from .base import Encode, Problem, Prompt, PromptLimit
+from .calls import RESERVED_NAMES
+from .sources import Row, Source, open_source
 
 GSM8K_INSTRUCTION = "Reason step by step. End with the final number alone after ####, like this: #### 42"
 
-
-def read_problems(data: str, split: str) -> list[Problem]:
-    """Every row of `data` as a problem, in the data's order.
-
-    `data` is a JSON lines or parquet file, a folder (saved by `datasets`, or of data files), or a hub id, which may
-    name its configuration as "id:configuration"; `split` is for the last two. A row's `prompt` is text or chat
-    messages and its other columns go to the rewards; a row with `question` and `answer` instead (GSM8K) asks the
-    question. A column that some rows lack is None there.
-
-    Raises `InputError` naming the file and the line, or the row, and what is wrong with it.
-    """
-    problems = [_problem(row, origin) for row, origin in _rows(data, split)]
-    if not problems:
-        raise InputError(f"task.data {data} has no rows")
-    names = list(dict.fromkeys(name for problem in problems for name in problem.columns))
-    return [Problem(p.prompt, {name: p.columns.get(name) for name in names}, origin=p.origin) for p in problems]
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_log = logging.getLogger("lockstep.tasks")
 
 
-def _rows(data: str, split: str) -> Iterable[tuple[Row, str]]:
-    path = Path(data)
-    if path.suffix in JSON_LINES_SUFFIXES:
-        return _json_lines(path)
-    if path.is_file() and path.suffix != ".parquet":
-        raise InputError(f"task.data {data} must end in {', '.join(JSON_LINES_SUFFIXES)} or .parquet, or be a folder")
-    if not path.exists() and (path.suffix == ".parquet" or not _HUB_ID.fullmatch(data)):
-        raise InputError(f"task.data {data} does not exist")
-    return ((row, f"{data} row {index}") for index, row in enumerate(_dataset_rows(data, path, split)))
+@dataclass(frozen=True)
+class RowFormat:
+    """How a row becomes a prompt: the column it stands in, and a system prompt for rows without one."""
 
+    prompt_column: str = "prompt"
+    system_prompt: str | None = None
 
-def _json_lines(path: Path) -> Iterator[tuple[Row, str]]:
-    """The objects of a file with one a line, blank lines left out, with the line that each stands in."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"task.data {path} cannot be read: {error.strerror}") from error
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        origin = f"{path} line {number}"
-        try:
-            row = json.loads(line)
-        except UnicodeDecodeError as error:
-            raise InputError(f"{origin} is not UTF-8: {error.reason}") from error
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{origin} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise InputError(f"{origin} is of type {type(row).__name__}; each line must be a JSON object")
-        yield row, origin
-
-
-def _dataset_rows(data: str, path: Path, split: str) -> list[Row]:
-    """All rows as `datasets` reads them."""
-    import datasets
-
-    try:
-        if path.suffix == ".parquet":
-            dataset = datasets.load_dataset("parquet", data_files=data, split="train")
-        elif (path / "dataset_dict.json").is_file():
-            dataset = datasets.load_from_disk(data)[split]
-        elif (path / "state.json").is_file():
-            dataset = datasets.load_from_disk(data)
+    def problem(self, row: Row, origin: str) -> Problem:
+        """The row's problem; its other columns are for the rewards. Raises `InputError` naming `origin`."""
+        for name in RESERVED_NAMES:
+            if name in row and name != self.prompt_column:
+                raise InputError(f"{origin}: column {name!r} has the name of a reward argument; rename it")
+        if self.prompt_column in row:
+            columns = {name: value for name, value in row.items() if name != self.prompt_column}
+            prompt = _checked_prompt(row[self.prompt_column], f"{origin}: {self.prompt_column}")
+        elif "question" in row and "answer" in row:  # GSM8K
+            if not _is_text(row["question"]):
+                raise InputError(f"{origin}: question must be a text that is not empty")
+            columns = row
+            prompt = [{"role": "user", "content": f"{row['question']}\n\n{GSM8K_INSTRUCTION}"}]
         else:
-            name, _, configuration = (data, "", "") if path.exists() else data.partition(":")
-            dataset = datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # the library raises many types: missing, offline, unknown split, damaged
-        taken = "" if path.exists() else "no such path here; as a hub id: "
-        reason = f"{taken}{type(error).__name__}: {error}"
-        raise InputError(f"task.data {data} (split {split}) cannot be loaded: {reason}") from error
-    return dataset.to_list()
+            raise InputError(
+                f"{origin} has {', '.join(row) or 'no columns'}; it needs {self.prompt_column}, or question and answer "
+                "(task.prompt_column names another column)"
+            )
+        return Problem(self._with_system(prompt), columns, origin=origin)
+
+    def _with_system(self, prompt: Prompt) -> Prompt:
+        if self.system_prompt is None:
+            return prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if any(message["role"] == "system" for message in messages):
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
 
 
-def _problem(row: Row, origin: str) -> Problem:
-    for name in RESERVED_NAMES:
-        if name in row:
-            raise InputError(f"{origin}: column {name!r} has the name of a reward argument; rename it")
-    if "prompt" not in row and "question" in row and "answer" in row:
-        question = row["question"]
-        if not _is_text(question):
-            raise InputError(f"{origin}: question must be a text that is not empty")
-        return Problem([{"role": "user", "content": f"{question}\n\n{GSM8K_INSTRUCTION}"}], row, origin=origin)
-    if "prompt" not in row:
-        found = ", ".join(row) or "no columns"
-        raise InputError(f"{origin} has {found}; it needs prompt, or question and answer")
-    columns = {name: value for name, value in row.items() if name != "prompt"}
-    return Problem(_checked_prompt(row["prompt"], origin), columns, origin=origin)
+class Problems(Sequence[Problem]):
+    """Problems read from their rows when asked for: some rows of a source, in order."""
+
+    def __init__(self, source: Source, form: RowFormat, columns: tuple[str, ...], rows: Sequence[int], data: str):
+        self.data = data
+        self.columns = columns
+        self._source = source
+        self._form = form
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The problem at `index`, or for a slice the problems of those rows. A column that its row lacks is None."""
+        if isinstance(index, slice):
+            return Problems(self._source, self._form, self.columns, self._rows[index], self.data)
+        row = self._rows[index]
+        problem = self._form.problem(self._source.row(row), self._source.origin(row))
+        return Problem(problem.prompt, {name: problem.columns.get(name) for name in self.columns}, None, problem.origin)
+
+    def limited(self, encode: Encode, limit: PromptLimit, leave_out: bool) -> Problems:
+        """These problems without those whose prompts are over the limit, which are counted and named in a warning.
+
+        Raises `InputError` naming them instead unless `leave_out`, and when none is left.
+        """
+        kept, over = array("Q"), 0
+        named: list[str] = []
+        for row, problem in zip(self._rows, self, strict=True):
+            tokens = _count_if_over(encode, problem, limit.tokens)
+            if tokens is None:
+                kept.append(row)
+                continue
+            over += 1
+            if len(named) < 3:
+                named.append(f"{problem.origin} ({tokens} tokens)")
+        if not over:
+            return self
+        found = (
+            f"{over} of {len(self)} prompts of task.data {self.data} have more than {limit.tokens} tokens "
+            f"({limit.reason}): {', '.join(named)}{', ...' if over > len(named) else ''}"
+        )
+        if not leave_out:
+            raise InputError(f"{found}; shorten them, or leave them out with task.filter_overlong_prompts")
+        if not kept:
+            raise InputError(f"{found}; none is left")
+        _log.warning("left out %s", found)
+        return Problems(self._source, self._form, self.columns, kept, self.data)
 
 
-def _checked_prompt(prompt: Any, origin: str) -> str | list[dict[str, Any]]:
+def read_problems(data: str, config: TaskConfig, check: Callable[[Problem], None] = lambda problem: None) -> Problems:
+    """Every row of `data` as a problem, in the data's order; each is checked once here, also by `check`.
+
+    A row's prompt is text or chat messages and its other columns go to the rewards; a row with `question` and `answer`
+    instead (GSM8K) asks the question. Raises `InputError` naming the file and the line, or the row, and what is wrong.
+    """
+    form = RowFormat(config.prompt_column, config.system_prompt)
+    source = open_source(data, config.split)
+    if not len(source):
+        raise InputError(f"task.data {data} has no rows")
+    names: dict[str, None] = {}
+    for problem in _all(source, form):
+        check(problem)
+        names |= dict.fromkeys(problem.columns)
+    return Problems(source, form, tuple(names), range(len(source)), data)
+
+
+def _all(source: Source, form: RowFormat) -> Iterator[Problem]:
+    return (form.problem(row, source.origin(index)) for index, row in enumerate(source))
+
+
+def _count_if_over(encode: Encode, problem: Problem, limit: int) -> int | None:
+    """The prompt's tokens when they are more than `limit`, else None.
+
+    A text cannot have many more tokens than bytes, so short ones are not encoded: twice the bytes allow for
+    normalization, 512 for the chat template. What that misses is refused when it is drawn.
+    """
+    if 2 * _bytes(problem.prompt) + 512 <= limit:
+        return None
+    try:
+        count = len(encode(problem.prompt))
+    except InputError as error:
+        raise InputError(f"{problem.origin}: {error}") from error
+    return count if count > limit else None
+
+
+def _bytes(prompt: Prompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(message["content"].encode()) for message in prompt)
+
+
+def _checked_prompt(prompt: Any, where: str) -> Prompt:
     if _is_text(prompt):
         return prompt
     if not isinstance(prompt, list) or not prompt:
-        found = f"of type {type(prompt).__name__}" if prompt not in ("", []) else "empty"
-        raise InputError(f"{origin}: prompt is {found}; it must be a text or a list of chat messages")
+        found = "empty" if prompt in ("", []) else f"of type {type(prompt).__name__}"
+        if isinstance(prompt, str) and prompt:
+            found = "half a surrogate pair, which is no text"
+        raise InputError(f"{where} is {found}; it must be a text or a list of chat messages")
     for index, message in enumerate(prompt):
         if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in ("role", "content")):
-            raise InputError(f"{origin}: prompt message {index} must be an object with role and content, both texts")
+            raise InputError(f"{where} message {index} must be an object with role and content, both texts")
     if prompt[-1]["role"] == "assistant":
-        raise InputError(f"{origin}: the prompt's last message is the assistant's; the completion must come there")
+        raise InputError(f"{where}: the last message is the assistant's; the completion must come there")
     return prompt
 
 

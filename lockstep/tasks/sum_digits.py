@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 from .base import Problem, Task, draw
-from .rewards import Reward, RewardSet, completion_text
+from .calls import completion_text
+from .rewards import Reward, RewardSet
 
 # 146 to 154 tokens when split as the Qwen tokenizers do, with the numbers in.
 PROMPT = """\
@@ -102,4 +103,7 @@ def _tagged_integers(completion: Any) -> list[str]:
     return _TAGGED_INTEGER.findall(completion_text(completion))
 
 
-REWARDS = (Reward("correct", correct), Reward("tagged", tagged, TAG_REWARD))
+REWARDS = (
+    Reward("correct", correct, spec=f"{__name__}:correct"),
+    Reward("tagged", tagged, TAG_REWARD, spec=f"{__name__}:tagged"),
+)

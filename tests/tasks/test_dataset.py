@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
-from lockstep.config import TaskConfig
+from lockstep.build import build
+from lockstep.config import RunConfig, TaskConfig, validate
 from lockstep.errors import InputError
-from lockstep.tasks import make_task
-from lockstep.tasks.dataset import permutation
+from lockstep.models.init import init_folder
+from lockstep.tasks import PromptLimit, make_task
+from lockstep.tasks.dataset import permuted
 from lockstep.tasks.gsm8k import final_number, gsm8k_reward
 
 SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
@@ -41,7 +44,28 @@ def test_the_order_needs_no_state_and_follows_the_seed() -> None:
 
 
 def test_the_permutations_bits_do_not_change() -> None:
-    assert permutation(8, 42, 0) == (7, 6, 0, 1, 3, 2, 5, 4)
+    assert [permuted(i, 8, 42, 0) for i in range(8)] == [7, 5, 1, 4, 6, 3, 2, 0]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 17, 1000])
+def test_every_length_is_permuted(length: int) -> None:
+    orders = [[permuted(i, length, 7, epoch) for i in range(length)] for epoch in range(3)]
+    assert all(sorted(order) == list(range(length)) for order in orders)
+    assert length < 5 or orders[0] != orders[1] != orders[2]
+
+
+def test_a_permutation_leaves_no_trend() -> None:
+    """Rank correlation of the order with itself, and the mean distance of neighbours, as for a random order."""
+    length = 2000
+    order = [permuted(i, length, 3, 0) for i in range(length)]
+    middle = (length - 1) / 2
+    correlation = sum((i - middle) * (x - middle) for i, x in enumerate(order)) / (length * (length**2 - 1) / 12)
+    distance = sum(abs(a - b) for a, b in itertools.pairwise(order)) / (length - 1) / length
+    assert abs(correlation) < 0.08 and abs(distance - 1 / 3) < 0.03
+
+
+def test_a_place_in_data_of_any_size_costs_the_same() -> None:
+    assert len({permuted(i, 10**12, 0, 0) for i in range(100)}) == 100
 
 
 def test_the_last_rows_are_held_out() -> None:
@@ -77,7 +101,7 @@ def test_every_real_row_rewards_its_own_answer_and_no_other() -> None:
     task = make_task(CONFIG, 5)
     problem = task.train_problem(0, 0)
     number = final_number(problem.columns["answer"])
-    values, totals = task.rewards.score([problem.prompt], [f"So it is {number}."], [[1]], [problem.columns])
+    values, totals, _ = task.rewards.score([problem.prompt], [f"So it is {number}."], [[1]], [problem.columns])
     assert (values, totals) == ([{"correct": 1.0}], [1.0])
 
 
@@ -128,7 +152,7 @@ def test_a_dataset_takes_the_users_rewards_with_weights(tmp_path: Path) -> None:
     task = make_task(config, 5)
     rows = [problem.columns for problem in task.validation_problems()]
     assert len(rows) == 20
-    values, totals = task.rewards.score(["p"] * 20, [row["answer"] for row in rows], [[1]] * 20, rows)
+    values, totals, _ = task.rewards.score(["p"] * 20, [row["answer"] for row in rows], [[1]] * 20, rows)
     assert values[0] == {"half": 0.5, "gsm8k_reward": 1.0} and totals == [11.0] * 20
 
 
@@ -143,6 +167,49 @@ def test_a_reward_without_its_column_is_refused_at_the_start(tmp_path: Path) -> 
 def test_a_dataset_without_a_reward_is_refused() -> None:
     with pytest.raises(InputError, match="task.reward is missing"):
         make_task(TaskConfig(name="dataset", data=str(SAMPLE)), 5)
+
+
+def test_data_in_its_own_order() -> None:
+    config = dataclasses.replace(CONFIG, shuffle=False)
+    assert questions(config, range(6)) == [row["question"] for row in (ROWS[:30] * 2)[:42]]
+
+
+def test_overlong_rows_leave_the_order_a_pure_function(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "p" * n, "n": n}) + "\n" for n in range(1, 21)))
+    config = TaskConfig(name="dataset", data=str(path), reward=("math",), validation_prompts=5)
+
+    def visited(**fields: bool) -> list[int]:
+        task = make_task(dataclasses.replace(config, **fields), 4)
+        task.check_lengths(lambda prompt: list(prompt.encode()), PromptLimit(18, "a test"))
+        order = [task.train_problem(step, group).columns["n"] for step in range(8) for group in range(4)]
+        return order + [problem.columns["n"] for problem in task.validation_problems()]
+
+    with pytest.raises(
+        InputError, match="2 of 5 prompts of task.data .* have more than 18 tokens .a test.: .* line 19"
+    ):
+        visited()
+    kept = visited(filter_overlong_prompts=True)
+    assert kept == visited(filter_overlong_prompts=True)
+    assert sorted(kept[:15]) == list(range(1, 16)) and kept[-3:] == [16, 17, 18]
+
+
+def test_the_chat_template_gets_its_variables_and_the_system_prompt(tmp_path: Path) -> None:
+    init_folder("tiny", tmp_path / "model", seed=0)
+    template = (
+        "{{ messages | map(attribute='content') | join('/') }}{% if not enable_thinking %}<no>{% endif %}{{ budget }}"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    task = TaskConfig(
+        name="gsm8k",
+        data=str(SAMPLE),
+        system_prompt="Be brief.",
+        chat_template_kwargs=("enable_thinking=false", 'budget="7"'),
+    )
+    run = build(validate(RunConfig(recipe="gsm8k", model=str(tmp_path / "model"), task=task)))
+    problem = run.task.train_problem(0, 0)
+    text = bytes(run.policy.encode(problem.prompt)).decode()
+    assert text.startswith(f"Be brief./{problem.columns['question']}") and text.endswith("<no>7")
 
 
 def test_data_has_no_worked_examples() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 
 from lockstep.errors import InputError
 from lockstep.tasks.gsm8k import gsm8k_reward
-from lockstep.tasks.rewards import Reward, RewardSet, load_reward, load_rewards
+from lockstep.tasks.loading import load_reward, load_rewards
+from lockstep.tasks.rewards import Reward, RewardSet, Scores
+from lockstep.tasks.verl import verl_reward
 
 PROMPTS = ["p", "p", "q"]
 TEXTS = ["a", "bb", "ccc"]
@@ -20,10 +23,13 @@ IDS = [[1], [2, 2], [3, 3, 3]]
 ROWS = [{"answer": 1, "extra": "x"}, {"answer": 1, "extra": "x"}, {"answer": 2}]
 
 
-def score(*functions: Any, weights: tuple[float, ...] = (), where: str = "step 3"):
+ORIGINS = ["rows line 1", "rows line 1", "rows line 7"]
+
+
+def score(*functions: Any, weights: tuple[float, ...] = (), where: str = "step 3", on_error: Any = "raise") -> Scores:
     weights = weights or (1.0,) * len(functions)
     rewards = [Reward(f.__name__, f, w) for f, w in zip(functions, weights, strict=True)]
-    return RewardSet(rewards).score(PROMPTS, TEXTS, IDS, ROWS, where)
+    return RewardSet(rewards, on_error).score(PROMPTS, TEXTS, IDS, ROWS, where, ORIGINS)
 
 
 def length(completions, **kwargs):
@@ -47,7 +53,7 @@ def test_a_function_gets_the_arguments_it_names() -> None:
         assert (completion_ids, answer, unknown) == (IDS, [1, 1, 2], 5)
         return [1.0, 2.0, 3.0]
 
-    assert score(named) == ([{"named": 1.0}, {"named": 2.0}, {"named": 3.0}], [1.0, 2.0, 3.0])
+    assert score(named) == ([{"named": 1.0}, {"named": 2.0}, {"named": 3.0}], [1.0, 2.0, 3.0], {})
 
 
 def test_kwargs_get_every_column_that_all_rows_have() -> None:
@@ -72,19 +78,20 @@ def test_a_function_that_changes_its_lists_does_not_disturb_the_next() -> None:
 
 
 def test_weighted_sum_over_the_functions_that_apply() -> None:
-    values, totals = score(length, slow_half, only_last, weights=(1.0, 2.0, 0.25))
+    values, totals, _ = score(length, slow_half, only_last, weights=(1.0, 2.0, 0.25))
     assert values[0] == {"length": 1.0, "slow_half": 0.5, "only_last": None}
     assert totals == [2.0, 3.0, 5.0]
 
 
 def test_a_weight_must_be_finite() -> None:
-    with pytest.raises(InputError, match="the weight of reward length is inf"):
+    with pytest.raises(
+        InputError, match="task.reward_weights: the weight of reward length is inf; it must be between -1e.06 and 1e.06"
+    ):
         score(length, weights=(math.inf,))
 
 
-def test_a_completion_that_no_function_applies_to_is_refused() -> None:
-    with pytest.raises(InputError, match="no reward applies to completion 0 of the 3 completions of step 3: only_last"):
-        score(only_last)
+def test_a_completion_that_no_function_applies_to_has_no_reward() -> None:
+    assert score(only_last).totals == [None, None, 4.0]
 
 
 def test_async_rewards_run_inside_a_running_loop() -> None:
@@ -95,7 +102,7 @@ def test_async_rewards_run_inside_a_running_loop() -> None:
 
 
 def test_nothing_to_score_calls_nothing() -> None:
-    assert RewardSet([Reward("raises", lambda **_: 1 / 0)]).score([], [], [], []) == ([], [])
+    assert RewardSet([Reward("raises", lambda **_: 1 / 0)]).score([], [], [], []) == ([], [], {})
 
 
 # What a function returns.
@@ -116,38 +123,137 @@ def test_numbers_of_any_kind_become_floats(values: Any) -> None:
     assert totals == [1.0, 0.0, 1.0] and all(type(total) is float for total in totals)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1", [1.0], 10**400, 1j, torch.tensor([1.0, 2.0])])
+@pytest.mark.parametrize(
+    "bad", [math.nan, math.inf, -math.inf, 1e39, "1", [1.0], 10**400, 1j, torch.tensor([1.0, 2.0])]
+)
 def test_a_value_that_is_no_finite_number_is_named(bad: Any) -> None:
-    with pytest.raises(InputError, match="reward reward returned .* for completion 1 of the 3 completions of step 3"):
+    where = r"completion 1 of the 3 completions of step 3 \(rows line 1\)"
+    with pytest.raises(
+        InputError,
+        match=rf"reward reward returned .*; it must be a finite number .at most 1e.38. or None \(for {where}",
+    ):
         score(returning([1.0, bad, 1.0]))
 
 
 @pytest.mark.parametrize("values", [[], [1.0, 2.0], [1.0] * 4])
 def test_the_wrong_number_of_values_is_named(values: list[float]) -> None:
-    with pytest.raises(InputError, match=f"reward reward returned {len(values)} values for the 3 completions"):
+    with pytest.raises(InputError, match=f"reward reward returned {len(values)} values for 3 completions; it must"):
         score(returning(values))
 
 
 @pytest.mark.parametrize("result", [None, 1.0, "abc", {"a": 1.0}])
 def test_a_result_that_is_no_list_is_named(result: Any) -> None:
-    with pytest.raises(InputError, match=f"reward reward returned {type(result).__name__} for the 3 completions"):
+    with pytest.raises(InputError, match=f"reward reward returned {type(result).__name__}; it must return a list"):
         score(returning(result))
 
 
-def test_an_exception_is_named_and_chained() -> None:
-    def broken(completions):
-        raise KeyError("oops")
+def broken(completions):
+    raise KeyError("oops")
 
-    async def broken_later(completions):
-        raise KeyError("later")
 
-    with pytest.raises(
-        InputError, match="reward broken raised KeyError: 'oops' on the 3 completions of step 3"
-    ) as info:
+async def broken_later(completions):
+    await asyncio.sleep(0)
+    raise SystemExit(3)
+
+
+def test_an_exception_is_named_with_its_line_and_the_rows() -> None:
+    line = broken.__code__.co_firstlineno + 1
+    message = (
+        f"reward broken raised KeyError: 'oops' in test_rewards.py line {line} "
+        r"\(for the 3 completions of step 3, rows line 1 to rows line 7\)"
+    )
+    with pytest.raises(InputError, match=message):
         score(broken)
-    assert isinstance(info.value.__cause__, KeyError)
-    with pytest.raises(InputError, match="reward broken_later raised KeyError: 'later'"):
+    with pytest.raises(InputError, match="reward broken_later raised SystemExit: 3"):
         score(broken_later)
+
+
+# What on_error makes of failures.
+
+
+def one_bad(completions):
+    return [1.0, math.nan, 3.0]
+
+
+@pytest.mark.parametrize("function", [broken, broken_later])
+def test_failures_count_as_zero_or_as_none(function: Any, caplog: pytest.LogCaptureFixture) -> None:
+    name = function.__name__
+    values, totals, errors = score(function, length, on_error="zero")
+    assert [row[name] for row in values] == [0.0] * 3 and totals == [1.0, 2.0, 3.0] and errors == {name: 3}
+    values, totals, errors = score(function, on_error="skip")
+    assert [row[name] for row in values] == totals == [None] * 3 and errors == {name: 3}
+    assert f"reward {name} raised" in caplog.text and "; such values are left out" in caplog.text
+
+
+def test_one_bad_value_fails_alone() -> None:
+    assert score(one_bad, on_error="zero") == (
+        [{"one_bad": v} for v in (1.0, 0.0, 3.0)],
+        [1.0, 0.0, 3.0],
+        {"one_bad": 1},
+    )
+    assert score(one_bad, on_error="skip").totals == [1.0, None, 3.0]
+
+
+@pytest.mark.parametrize("on_error", ["zero", "skip"])
+def test_a_mistake_in_the_function_always_ends_the_run(on_error: Any) -> None:
+    with pytest.raises(InputError, match="returned 1 values for 3 completions; it must return one for each"):
+        score(returning([1.0]), on_error=on_error)
+
+
+def test_async_functions_run_at_the_same_time() -> None:
+    met = asyncio.Event()
+
+    async def waits(completions):
+        await asyncio.wait_for(met.wait(), timeout=5)
+        return [1.0] * len(completions)
+
+    async def frees(completions):
+        met.set()
+        return [2.0] * len(completions)
+
+    assert score(waits, frees).totals == [3.0] * 3
+
+
+# TRL's own reward functions have these signatures and reach into completions this way.
+
+
+def accuracy_reward(completions: list[list[dict[str, str]]], solution: list[str], log_extra=None, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    return [None if sol == "?" else float(c == sol) for c, sol in zip(contents, solution, strict=True)]
+
+
+def think_format_reward(completions: list[list[dict[str, str]]], **kwargs) -> list[float]:
+    contents = [completion[0]["content"] for completion in completions]
+    return [float(re.match(r"^<think>(?!.*<think>)(.*?)</think>.*$", c, re.DOTALL) is not None) for c in contents]
+
+
+class CosineScaled:
+    """A callable object with a name, as TRL's get_cosine_scaled_reward returns."""
+
+    __name__ = "cosine_scaled_reward"
+
+    def __call__(self, completions, solution, completion_ids, **kwargs):
+        return [math.cos(len(ids)) for ids in completion_ids]
+
+
+def test_trls_functions_work_unchanged() -> None:
+    functions = [accuracy_reward, think_format_reward, CosineScaled()]
+    messages = [[{"role": "user", "content": "q"}]] * 3
+    texts = ["4", "<think>so</think>4", "5"]
+    rewards = RewardSet([Reward(f.__name__, f) for f in functions])
+    rows = [{"solution": solution} for solution in ("4", "4", "?")]
+    values = rewards.score(messages, texts, IDS, rows).values
+    assert [tuple(row.values())[:2] for row in values] == [(1.0, 0.0), (0.0, 1.0), (None, 0.0)]
+    assert values[2]["cosine_scaled_reward"] == math.cos(3)
+
+
+def test_trls_own_functions() -> None:
+    trl = pytest.importorskip("trl.rewards")
+    rewards = RewardSet([Reward(f.__name__, f) for f in (trl.accuracy_reward, trl.think_format_reward)])
+    texts = ["<think>x</think>\\boxed{4}", "\\boxed{5}"]
+    messages = [[{"role": "user", "content": "2+2?"}]] * 2
+    values = rewards.score(messages, texts, IDS[:2], [{"solution": "$4$"}] * 2).values
+    assert [tuple(row.values()) for row in values] == [(1.0, 1.0), (0.0, 0.0)]
 
 
 def test_a_required_column_must_exist() -> None:
@@ -212,13 +318,14 @@ def test_functions_of_one_name_are_told_apart_by_where_they_are(source: Path, tm
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("length", "must be module:function or path.py:function"),
-        ("module:", "must be module:function or path.py:function"),
+        ("length", "must be module:function, path.py:function or a ready one .math, gsm8k."),
+        ("module:", "must be module:function, path.py:function or a ready one"),
         ("no_such_module:f", "importing no_such_module raised ModuleNotFoundError: No module named 'no_such_module'"),
         ("{folder}/none.py:f", "file .*none.py does not exist"),
         ("{folder}/my_rewards.py:f", "my_rewards.py has no function 'f'"),
         ("{folder}/my_rewards.py:limit", "my_rewards.py has no function 'limit'"),
         ("{folder}/broken.py:f", "importing .*broken.py raised SyntaxError"),
+        ("builtins:max", "max does not say what it takes .*; wrap it in a def"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_named(source: Path, spec: str, message: str) -> None:
@@ -241,7 +348,7 @@ def test_verls_signature_is_adapted(source: Path, function: str, expected: list[
     rewards = load_rewards([f"{source}:{function}"])
     messages = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     for prompts in (PROMPTS, messages):
-        values, totals = rewards.score(prompts, TEXTS, IDS, VERL_ROWS)
+        values, totals, _ = rewards.score(prompts, TEXTS, IDS, VERL_ROWS)
         assert totals == expected and list(values[0]) == [function]
 
 
@@ -251,3 +358,37 @@ def test_verls_signature_requires_verls_columns(source: Path) -> None:
         InputError, match="reward compute_score requires the column 'reward_model'; the data has answer"
     ):
         rewards.score(PROMPTS, TEXTS, IDS, ROWS)
+
+
+def test_verls_function_fails_for_its_own_completion_only() -> None:
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"acc": 1} if extra_info["index"] == 1 else 1 / extra_info["index"]
+
+    reward = Reward("compute_score", verl_reward(compute_score))
+    with pytest.raises(InputError, match=r"raised ZeroDivisionError: .* line \d+ .for completion 0 of the 3"):
+        RewardSet([reward]).score(PROMPTS, TEXTS, IDS, VERL_ROWS)
+    scores = RewardSet([reward], "skip").score(PROMPTS, TEXTS, IDS, VERL_ROWS)
+    assert scores.totals == [None, None, 0.5] and scores.errors == {"compute_score": 2}
+
+
+def test_verls_async_calls_keep_to_their_limit() -> None:
+    running, most = 0, 0
+
+    async def compute_score(solution_str, ground_truth):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return 1.0
+
+    reward = verl_reward(compute_score, concurrency=2)
+    RewardSet([Reward("r", reward)]).score(PROMPTS * 2, TEXTS * 2, IDS * 2, VERL_ROWS * 2)
+    assert most == 2
+
+
+@pytest.mark.parametrize("model", [None, "7", {"style": "rule"}])
+def test_a_row_without_verls_ground_truth_is_named(model: Any) -> None:
+    reward = Reward("compute_score", verl_reward(lambda solution_str, ground_truth: 1.0))
+    with pytest.raises(InputError, match="reward compute_score needs the column reward_model to hold an object"):
+        RewardSet([reward]).score(["p"], ["a"], [[1]], [{"reward_model": model}])

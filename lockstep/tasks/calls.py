@@ -1,0 +1,152 @@
+"""One call of a reward function: what it is given, what it may return, and its failures as values.
+
+The same code runs here and in a worker process. A function sees lists with one entry a completion and returns one:
+a number, or None where it does not apply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+
+RewardFunction = Callable[..., Any]
+Arguments = dict[str, list[Any]]  # by name, one entry a completion
+
+# Larger values are beyond float32, which the loss computes in; their sums must stay within float64.
+MAX_VALUE, MAX_WEIGHT = 1e38, 1e6
+
+# What every reward is offered besides the data's columns, which may not take these names.
+RESERVED_NAMES = ("prompts", "completions", "completion_ids")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why there is no value; `reason` follows "reward f ", as in "raised KeyError: 'x'".
+
+    `fatal` marks a mistake in the function or the set-up, not bad luck: the run ends whatever `on_error` says.
+    """
+
+    reason: str
+    fatal: bool = False
+
+
+# What one call came to: a value a completion, or one failure for all of them.
+Values = list[float | None | Failed]
+Outcome = Values | Failed
+
+
+def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> list[str]:
+    """The arguments to pass: of the reserved names and `columns`, those the function takes by name.
+
+    Raises `InputError` when the function called `name` requires one that is not there.
+    """
+    offered = [*RESERVED_NAMES, *columns]
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+    if missing:
+        raise InputError(
+            f"reward {name} requires the column {missing[0]!r}; the data has {', '.join(columns) or 'none'}"
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return offered
+    return [p.name for p in named if p.name in offered]
+
+
+def call_all(calls: Sequence[tuple[RewardFunction, Arguments, int]]) -> list[Outcome]:
+    """Call each (function, arguments, number of completions): plain functions one after the other, then all async ones
+    concurrently."""
+    results = [_started(function, arguments) for function, arguments, _ in calls]
+    waiting = [index for index, result in enumerate(results) if inspect.iscoroutine(result)]
+    if waiting:
+        finished = _run([_finished(results[index], calls[index][0]) for index in waiting])
+        for index, result in zip(waiting, finished, strict=True):
+            results[index] = result
+    return [
+        result if isinstance(result, Failed) else _values(result, count)
+        for result, (_, _, count) in zip(results, calls, strict=True)
+    ]
+
+
+def _started(function: RewardFunction, arguments: Arguments) -> Any:
+    """The function's result, its coroutine, or its failure."""
+    try:
+        return function(**{name: list(values) for name, values in arguments.items()})
+    except (Exception, SystemExit) as error:
+        return raised(error, function)
+
+
+async def _finished(coroutine: Any, function: RewardFunction) -> Any:
+    try:
+        return await coroutine
+    except (Exception, SystemExit) as error:
+        return raised(error, function)
+
+
+def _run(coroutines: list[Any]) -> list[Any]:
+    async def gathered() -> list[Any]:
+        return await asyncio.gather(*coroutines)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(gathered())
+    with ThreadPoolExecutor(1) as pool:  # the caller is inside a loop, as in a notebook
+        return pool.submit(asyncio.run, gathered()).result()
+
+
+def raised(error: BaseException, function: RewardFunction) -> Failed:
+    """The failure that an exception is, with the line of the function's own file where it arose.
+
+    The text of an `InputError` is the reason as it is.
+    """
+    if isinstance(error, InputError):
+        return Failed(str(error), fatal=True)
+    frames = traceback.extract_tb(error.__traceback__)
+    source = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
+    own = [frame for frame in frames if frame.filename == source] or frames
+    place = f" in {Path(own[-1].filename).name} line {own[-1].lineno}" if own else ""
+    return Failed(f"raised {type(error).__name__}: {error}{place}")
+
+
+def _values(result: Any, count: int) -> Outcome:
+    result = result.tolist() if hasattr(result, "tolist") else result  # an array or tensor
+    if not isinstance(result, (list, tuple)):
+        reason = f"returned {type(result).__name__}; it must return a list with a number or None for each completion"
+        return Failed(reason, fatal=True)
+    if len(result) != count:
+        reason = f"returned {len(result)} values for {count} completions; it must return one for each"
+        return Failed(reason, fatal=True)
+    return [_value(value) for value in result]
+
+
+def _value(value: Any) -> float | None | Failed:
+    if value is None or isinstance(value, Failed):
+        return value
+    number = value.tolist() if hasattr(value, "tolist") else value  # an array's or tensor's scalar
+    try:
+        real = float(number) if isinstance(number, Real) else math.nan
+    except OverflowError:  # an int beyond float's range
+        real = math.inf
+    if abs(real) <= MAX_VALUE:  # not for NaN
+        return real
+    return Failed(f"returned {_shortened(repr(value))}; it must be a finite number (at most {MAX_VALUE:g}) or None")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def completion_text(completion: str | list[dict[str, Any]]) -> str:
+    """The text of a completion, whichever form the prompt gave it."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,0 +1,158 @@
+"""Data rows on disk, read one at a time: JSON lines by their offsets, everything else through `datasets`.
+
+`datasets` keeps rows in a memory-mapped Arrow file, and JSON lines keep two numbers a row, so neither holds the rows in
+memory: data may be larger than it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import InputError
+
+Row = dict[str, Any]
+
+JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_DATA_SUFFIXES = {*JSON_LINES_SUFFIXES, ".parquet", ".arrow", ".csv", ".gz", ".zst"}
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Source(Protocol):
+    """Rows by their number, counted from 0."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Row]:
+        """All rows in order, which is faster than asking for each."""
+
+    def row(self, index: int) -> Row:
+        """Row `index`."""
+
+    def origin(self, index: int) -> str:
+        """Where row `index` stands, for messages: "train.jsonl line 3"."""
+
+
+def open_source(data: str, split: str) -> Source:
+    """The rows of a JSON lines or parquet file, of a folder (saved by `datasets`, or of data files), or of a hub id,
+    which may name its configuration as "id:configuration"; `split` is for the last two.
+
+    Raises `InputError` naming `task.data` when they cannot be read.
+    """
+    path = Path(data).expanduser()
+    if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir():
+        return JsonLines(path)
+    if path.is_file() and path.suffix != ".parquet":
+        raise InputError(f"task.data {data} must end in {', '.join(JSON_LINES_SUFFIXES)} or .parquet, or be a folder")
+    if not path.exists() and (path.suffix == ".parquet" or not _HUB_ID.fullmatch(data)):
+        raise InputError(f"task.data {data} does not exist")
+    if path.is_dir():
+        _require_data_files(data, path)
+    return ArrowRows(data, path, split)
+
+
+class JsonLines:
+    """A file with one JSON object a line; blank lines are left out. `InputError` names the line that is none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offsets = array("Q")
+        self._lines = array("Q")
+        try:
+            self._file = path.open("rb")
+            self._scan()
+        except OSError as error:
+            raise InputError(f"task.data {path} cannot be read: {error.strerror}") from error
+
+    def _scan(self) -> None:
+        offset = len(_BYTE_ORDER_MARK) if self._file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK else 0
+        self._file.seek(offset)
+        for number, line in enumerate(self._file, start=1):
+            if not line.isspace():
+                self._offsets.append(offset)
+                self._lines.append(number)
+            offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.row, range(len(self)))
+
+    def row(self, index: int) -> Row:
+        """Row `index`, read from the file."""
+        self._file.seek(self._offsets[index])
+        return _parse(self._file.readline(), self.origin(index))
+
+    def origin(self, index: int) -> str:
+        """The file and the line."""
+        return f"{self._path} line {self._lines[index]}"
+
+
+class ArrowRows:
+    """Rows as `datasets` loads them: parquet, a folder, a hub id."""
+
+    def __init__(self, data: str, path: Path, split: str) -> None:
+        self._data = data
+        try:
+            self._rows = _load(data, path, split)
+        except Exception as error:  # the library raises many types: missing, offline, unknown split, damaged
+            taken = "" if path.exists() else "no such path here; as a hub id: "
+            cause = error.__cause__ or error
+            reason = f"{taken}{type(cause).__name__}: {cause}"
+            raise InputError(f"task.data {data} (split {split}) cannot be loaded: {reason}") from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def row(self, index: int) -> Row:
+        """Row `index`, read from the memory-mapped file."""
+        return self._rows[index]
+
+    def origin(self, index: int) -> str:
+        """The data and the row, counted from 0."""
+        return f"{self._data} row {index}"
+
+
+def _load(data: str, path: Path, split: str) -> Any:
+    import datasets
+
+    if path.suffix == ".parquet":
+        return datasets.load_dataset("parquet", data_files=str(path), split="train")
+    if (path / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(str(path))[split]
+    if (path / "state.json").is_file():
+        return datasets.load_from_disk(str(path))
+    name, _, configuration = (str(path.resolve()), "", "") if path.exists() else data.partition(":")
+    return datasets.load_dataset(name, configuration or None, split=split)
+
+
+def _require_data_files(data: str, folder: Path) -> None:
+    """`datasets` would search a whole tree for files; a folder without any near its top is a mistake."""
+    for pattern in ("*", "*/*"):
+        if any(path.suffix in _DATA_SUFFIXES for path in folder.glob(pattern)):
+            return
+    raise InputError(
+        f"task.data {data} is a folder without data files; name a .jsonl or .parquet file, a folder of such files, "
+        "or a folder that datasets saved"
+    )
+
+
+def _parse(line: bytes, origin: str) -> Row:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{origin} is not UTF-8: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{origin} is not JSON: {error}; each line must be one JSON object") from error
+    if not isinstance(row, dict):
+        raise InputError(f"{origin} is of type {type(row).__name__}; each line must be a JSON object")
+    return row

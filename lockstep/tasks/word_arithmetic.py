@@ -1,0 +1,84 @@
+"""Word arithmetic: a short story of additions and subtractions, told from templates. Needs no data."""
+
+from __future__ import annotations
+
+import itertools
+
+from .base import Problem, Task, draw
+from .rewards import RewardSet
+from .sum_digits import REWARDS
+
+_NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gwen", "Hugo")
+_THINGS = ("apples", "books", "coins", "eggs", "pens", "shells", "stamps", "tickets")
+_OPENINGS = ("{name} has {n} {things}.", "There are {n} {things} in {name}'s bag.", "{name} starts with {n} {things}.")
+_GAINS = ("{name} buys {n} more.", "A friend gives {name} {n} more.", "{name} finds {n} others.", "Then {n} are added.")
+_LOSSES = ("{name} loses {n}.", "{name} gives {n} away.", "Then {n} of them are sold.", "{name} puts {n} aside.")
+_QUESTION = "How many {things} are there now?"
+_ANSWER_RULE = "End with <answer>N</answer>."
+
+_VALIDATION_SHARE = 8  # one story's numbers in this many are kept for validation
+
+Steps = list[int]  # the first amount, then what is added (or, negative, taken away)
+
+
+class WordArithmetic(Task):
+    """Stories drawn from a hash of (seed, step, group): an amount up to 60 and two or three changes, never below 0.
+
+    Whether a story is kept for validation depends on its numbers alone, so none of those is ever trained on.
+    """
+
+    name = "word-arithmetic"
+
+    def __init__(
+        self, seed: int, validation_seed: int, validation_prompts: int, rewards: RewardSet | None = None
+    ) -> None:
+        self._seed = seed
+        self._validation_seed = validation_seed
+        self._validation_prompts = validation_prompts
+        self.rewards = rewards or RewardSet(list(REWARDS))
+
+    def train_problem(self, step: int, group: int) -> Problem:
+        return _problem(False, "train", self._seed, step, group)
+
+    def validation_problems(self) -> list[Problem]:
+        return [_problem(True, "validation", self._validation_seed, i) for i in range(self._validation_prompts)]
+
+    def warmup_problem(self, step: int, index: int) -> Problem:
+        return _problem(False, "warmup", self._seed, step, index)
+
+
+def is_held_out(steps: Steps) -> bool:
+    """Whether stories with these numbers are kept for validation."""
+    return draw("word arithmetic", *steps) % _VALIDATION_SHARE == 0
+
+
+def _problem(held_out: bool, *key: int | str) -> Problem:
+    candidates = (_steps(*key, attempt) for attempt in itertools.count())
+    steps = next(steps for steps in candidates if is_held_out(steps) == held_out)
+    amounts = list(itertools.accumulate(steps))
+    sums = [
+        f"{before} {'+' if change > 0 else '-'} {abs(change)} = {after}"
+        for before, change, after in zip(amounts, steps[1:], amounts[1:], strict=False)
+    ]
+    worked = "\n".join([*sums, f"<answer>{amounts[-1]}</answer>"])
+    return Problem(_story(steps, *key), {"answer": amounts[-1]}, worked)
+
+
+def _steps(*key: int | str) -> Steps:
+    steps = [10 + draw(*key, "first") % 51]
+    for i in range(2 + draw(*key, "count") % 2):
+        size, total = 2 + draw(*key, i, "size") % 29, sum(steps)
+        taken = draw(*key, i, "sign") % 2 == 1 and size <= total
+        steps.append(-size if taken else size)
+    return steps
+
+
+def _story(steps: Steps, *key: int | str) -> str:
+    def pick(choices: tuple[str, ...], *part: int | str) -> str:
+        return choices[draw(*key, *part) % len(choices)]
+
+    words = {"name": pick(_NAMES, "name"), "things": pick(_THINGS, "things")}
+    sentences = [pick(_OPENINGS, "opening").format(n=steps[0], **words)]
+    for i, change in enumerate(steps[1:]):
+        sentences.append(pick(_GAINS if change > 0 else _LOSSES, i, "told").format(n=abs(change), **words))
+    return " ".join([*sentences, _QUESTION.format(**words), _ANSWER_RULE]) + "\n"

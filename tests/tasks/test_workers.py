@@ -1,0 +1,142 @@
+"""Reward functions in processes of their own: crashes, endless loops, and results that do not depend on the count."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import InputError
+from lockstep.tasks.calls import Failed
+from lockstep.tasks.loading import load_rewards
+from lockstep.tasks.rewards import Reward, RewardSet
+from lockstep.tasks.workers import RewardWorkers
+
+SOURCE = """
+import asyncio, ctypes, os, sys, time
+import numpy
+
+def process(completions, **_):
+    print("this goes to standard error")
+    return numpy.array([float(os.getpid())] * len(completions))
+
+def length(completions, **_):
+    return [len(c) for c in completions]
+
+async def later(completions, **_):
+    await asyncio.sleep(0)
+    return [len(c) for c in completions]
+
+def count(completions, **_):
+    return [len(completions)] * len(completions)
+
+def fragile(completions, **_):
+    if "segfault" in completions: ctypes.string_at(0)
+    if "exit" in completions: os._exit(7)
+    if "sys.exit" in completions: sys.exit(3)
+    if "loop" in completions: time.sleep(600)
+    if "raise" in completions: raise ValueError("of course")
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def workers() -> Iterator[RewardWorkers]:
+    pool = RewardWorkers(2, timeout=20)
+    yield pool
+    pool.close()
+
+
+TEXTS = ["a", "bb", "ccc", "dddd", "e", "ff"]
+
+
+def score(rewards: RewardSet, texts: list[str] = TEXTS, groups: tuple[int, ...] = (0, 0, 1, 1, 2, 2)):
+    rows = [{"n": index} for index in range(len(texts))]
+    origins = [f"rows line {group}" for group in groups]
+    return rewards.score(["p"] * len(texts), texts, [[1]] * len(texts), rows, "step 3", origins, groups)
+
+
+def test_results_come_in_order_from_other_processes(source: Path, workers: RewardWorkers) -> None:
+    names = ("length", "later", "process", "count")
+    rewards = load_rewards([f"{source}:{name}" for name in names], workers=workers)
+    values = score(rewards).values
+    assert [row["length"] for row in values] == [row["later"] for row in values] == [1, 2, 3, 4, 1, 2]
+    assert [row["count"] for row in values] == [2.0] * 6  # a call has one prompt's completions
+    processes = {row["process"] for _ in range(3) for row in score(rewards).values}
+    assert 1 <= len(processes) <= 2 and os.getpid() not in processes  # they stay
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("segfault", "ended its process .signal SIGSEGV."),
+        ("exit", "ended its process .exit code 7."),
+        ("sys.exit", "raised SystemExit: 3 in my_rewards.py line 22"),
+        ("raise", "raised ValueError: of course in my_rewards.py line 24"),
+    ],
+)
+def test_a_failing_call_costs_its_own_group_only(source: Path, workers: RewardWorkers, text: str, reason: str) -> None:
+    texts = ["a", "b", "c", text, "e", "f"]
+    spec = f"{source}:fragile"
+    scores = score(load_rewards([spec], on_error="skip", workers=workers), texts)
+    assert scores.totals == [1.0, 1.0, None, None, 1.0, 1.0] and scores.errors == {"fragile": 2}
+    with pytest.raises(InputError, match=f"reward fragile {reason} .for the 2 completions of step 3, rows line 1."):
+        score(load_rewards([spec], workers=workers), texts)
+
+
+def test_a_call_that_takes_too_long_is_stopped(source: Path) -> None:
+    pool = RewardWorkers(1, timeout=0.3)
+    try:
+        began = time.monotonic()
+        scores = score(load_rewards([f"{source}:fragile"], on_error="zero", workers=pool), ["a", "loop"], (0, 1))
+        assert scores.totals == [1.0, 0.0] and time.monotonic() - began < 30
+        with pytest.raises(InputError, match="gave no answer within 0.3 s and was stopped"):
+            score(load_rewards([f"{source}:fragile"], workers=pool), ["loop"], (0,))
+    finally:
+        pool.close()
+
+
+def test_a_function_that_cannot_be_loaded_there_is_named(source: Path, workers: RewardWorkers) -> None:
+    rewards = load_rewards([f"{source}:length"], on_error="skip", workers=workers)
+    source.unlink()
+    with pytest.raises(InputError, match="reward length cannot be loaded in its process: .*does not exist"):
+        score(rewards)
+
+
+def test_a_function_without_a_name_cannot_go_there(workers: RewardWorkers) -> None:
+    with pytest.raises(InputError, match="task.reward_workers: reward mine has no module:function name"):
+        RewardSet([Reward("mine", lambda completions: [0.0])], workers=workers)
+
+
+def test_what_cannot_be_sent_is_a_failure(source: Path, workers: RewardWorkers) -> None:
+    (outcome,) = workers.call_all([(f"{source}:length", {"completions": [lambda: None]}, 1)])
+    assert isinstance(outcome, Failed) and "cannot be sent to its process" in outcome.reason
+
+
+def test_a_worker_does_not_outlive_its_parent(source: Path, tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from lockstep.tasks.workers import RewardWorkers
+pool = RewardWorkers(1)
+print(int(pool.call_all([({str(source) + ":process"!r}, {{"completions": ["a"]}}, 1)])[0][0]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{int(done.stdout)}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
