@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .config import CompileConfig, RunConfig, SamplingConfig
+from .config import CompileConfig, RunConfig, SamplingConfig, resolve_compile, template_variables
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
-from .graph import Compiler
-from .models import Decoder, load_model, resolve_folder
+from .graph import Compiler, Timings, Verdict, Verdicts, compile_report, replay_metrics, trust
+from .models import Decoder, ModelConfig, load_model, resolve_folder
+from .models.checks import require_memory
 from .models.init import architecture, initialize
-from .tasks import make_task
-from .tasks.base import Task
+from .tasks import Problem, PromptLimit, Task, make_task
 from .tokenizer import byte_tokenizer, check_vocabulary, encode_prompt, load_tokenizer
-from .trainer import Trainer
+from .trainer import BatchShape, Trainer, batch_shapes
 from .types import SamplingParams
 
+PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
 PROMPT_MARGIN = 2  # the cache is planned for prompts this many times as long as the ones probed
 
 
@@ -31,10 +32,11 @@ class Policy:
 
     model: Decoder
     tokenizer: Any
+    template_variables: dict[str, Any] = field(default_factory=dict)
 
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Token ids of a prompt (text, or chat messages through the model's template)."""
-        return encode_prompt(self.tokenizer, prompt)
+        return encode_prompt(self.tokenizer, prompt, self.template_variables)
 
     def encode_completion(self, text: str) -> list[int]:
         """Token ids of a completion, end-of-sequence token included."""
@@ -55,7 +57,18 @@ class Run:
     engine: Engine
     sampling: SamplingParams
     validation_sampling: SamplingParams
+    shapes: list[BatchShape]  # what the trainer's batches are padded to, largest first
+    timings: Timings
     compiler: Compiler | None = None
+    verdicts: list[Verdict] = field(default_factory=list)  # of the check of captured graphs
+
+    def graph_metrics(self) -> dict[str, int]:
+        """Graphs made late, and replays so far."""
+        return replay_metrics(self.compiler)
+
+    def compile_report(self) -> dict[str, Any]:
+        """For the summary: every function's graphs, and what the check of them found."""
+        return compile_report(self.compiler, self.verdicts) if self.compiler else {}
 
 
 def resolve_device(device: str) -> torch.device:
@@ -91,6 +104,7 @@ def load_policy(model: str | None, arch: str, seed: int, device: str, dtype: str
             architecture(arch), eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id
         )
         check_vocabulary(tokenizer, config.vocab_size, f"arch {arch}")
+        require_memory(config, kind, place, f"arch {arch}")
         decoder = initialize(Decoder(config, kind, place), seed)
     return Policy(decoder, tokenizer)
 
@@ -98,9 +112,13 @@ def load_policy(model: str | None, arch: str, seed: int, device: str, dtype: str
 def build(config: RunConfig) -> Run:
     """All parts of a run, with memory planned and inputs checked before the first step."""
     task = make_task(config.task, config.trainer.prompts_per_step)
-    policy = load_policy(config.model, config.arch, config.seed, config.device, config.dtype)
+    timings = Timings()
+    with timings.measured("load"):
+        policy = load_policy(config.model, config.arch, config.seed, config.device, config.dtype)
+    policy.template_variables = template_variables(config.task.chat_template_kwargs)
+    task.check_lengths(policy.encode, prompt_limit(config, policy.model.config))
     reference = copy.deepcopy(policy.model) if config.loss.beta > 0 else None
-    compiler = make_compiler(config.compile, policy.model.embed.device)
+    compiler = make_compiler(config.compile, policy.model.embed.device, timings)
     trainer = Trainer(
         policy.model,
         config.optimizer,
@@ -113,18 +131,64 @@ def build(config: RunConfig) -> Run:
     validation = replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     weights = SharedWeights(policy.model, lambda: trainer.weights_version)
     engine = Engine(weights, config.generator, _cache_tokens(config, policy, task), policy.decode, compiler)
-    if compiler:
-        longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step) + sampling.max_completion_length
-        engine.warm_up(config.trainer.prompts_per_step * sampling.n, longest, sampling)
-        engine.warm_up(config.task.validation_prompts, longest, validation)
-    return Run(policy, task, trainer, engine, sampling, validation, compiler)
+    longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step)
+    shapes = train_shapes(config, longest, prompt_limit(config, policy.model.config).tokens)
+    return Run(policy, task, trainer, engine, sampling, validation, shapes, timings, compiler)
 
 
-def make_compiler(config: CompileConfig, device: torch.device) -> Compiler | None:
+def resolve(config: RunConfig) -> RunConfig:
+    """`config` with what depends on the device filled in."""
+    on_gpu = resolve_device(config.device).type == "cuda"
+    return replace(config, compile=resolve_compile(config.compile, on_gpu))
+
+
+def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
+    """What the trainer's batches are padded to, from the longest of the prompts that were looked at and the limit."""
+    t, s = config.trainer, config.sampling
+    sequences = t.prompts_per_step * s.num_generations
+    fixed_length = s.ignore_eos and not s.stop and not t.skip_zero_variance and t.mode == "packed"
+    one_batch = (
+        t.prompts_per_step * longest_prompt + sequences * s.max_completion_length <= t.max_tokens_per_micro_batch
+    )
+    return batch_shapes(
+        t.prompts_per_step,
+        s.num_generations,
+        longest_prompt,
+        s.max_completion_length,
+        max_len=min(longest_prompt * PROMPT_MARGIN, prompt_limit) + s.max_completion_length,
+        max_tokens=t.max_tokens_per_micro_batch,
+        mode=t.mode,
+        least_completion_tokens=sequences * s.max_completion_length if fixed_length and one_batch else 0,
+    )
+
+
+def warm_up(config: RunConfig, run: Run) -> None:
+    """Make every graph that the steps of a run need, the largest first; those made later count as recompiles."""
+    if run.compiler is None:
+        return
+    skips = config.trainer.skip_zero_variance and config.loss.beta == 0
+    check_parity, masks = config.parity != "off", config.loss.mask_truncated_completions
+    batches: dict[str, Any] = {
+        "check_parity": check_parity,
+        "num_iterations": config.trainer.num_iterations,
+        "with_checks": check_parity and (skips or masks),
+    }
+    run.trainer.warm_up(run.shapes, run.sampling, **batches)
+    tokens = run.shapes[0].max_len
+    run.engine.warm_up(config.trainer.prompts_per_step * run.sampling.n, tokens, run.sampling)
+    run.engine.warm_up(config.task.validation_prompts, tokens, run.validation_sampling)
+    if config.compile.verify != "off":
+        work = [*run.trainer.trust_cases(run.shapes, run.sampling, **batches), *run.engine.trust_cases()]
+        run.verdicts = trust(run.compiler, work, config.compile.verify, Verdicts())
+    run.compiler.end_warm_up()
+
+
+def make_compiler(config: CompileConfig, device: torch.device, timings: Timings | None = None) -> Compiler | None:
     """What both roles compile with; None when nothing is captured."""
+    config = resolve_compile(config, device.type == "cuda")
     if config.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {config.cudagraph_mode}; CUDA graphs need a GPU, use none")
-    return Compiler(config, device) if config.capture != "none" else None
+    return Compiler(config, device, timings=timings) if config.capture != "none" else None
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:
@@ -145,13 +209,8 @@ def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> Sampl
 
 def _cache_tokens(config: RunConfig, policy: Policy, task: Task) -> int:
     groups, samples = config.trainer.prompts_per_step, config.sampling.num_generations
-    room = policy.model.config.max_position_embeddings - config.sampling.max_completion_length
-    if room < 1:
-        raise InputError(
-            f"sampling.max_completion_length is {config.sampling.max_completion_length}; the model's context of "
-            f"{policy.model.config.max_position_embeddings} tokens must hold it and a prompt"
-        )
-    prompt = config.task.prompt_length or longest_prompt(policy.encode, task, groups) * PROMPT_MARGIN
+    room = prompt_limit(config, policy.model.config).tokens
+    prompt = config.task.max_prompt_length or longest_prompt(policy.encode, task, groups) * PROMPT_MARGIN
     sequences = max(groups * samples, config.task.validation_prompts)
     model = policy.model
     return plan_cache_tokens(
@@ -164,10 +223,37 @@ def _cache_tokens(config: RunConfig, policy: Policy, task: Task) -> int:
     )
 
 
+def prompt_limit(config: RunConfig, model: ModelConfig) -> PromptLimit:
+    """The most tokens a prompt may have beside a completion: what holds both is the model's context, a micro-batch
+    and the cache, and `task.max_prompt_length` may ask for less."""
+    completion, page = config.sampling.max_completion_length, config.generator.page_size
+    holders = [
+        (model.max_position_embeddings, "the model's context"),
+        (config.trainer.max_tokens_per_micro_batch + 1, "trainer.max_tokens_per_micro_batch"),
+    ]
+    if config.generator.kv_cache_tokens:
+        holders.append((config.generator.kv_cache_tokens // page * page, "generator.kv_cache_tokens"))
+    size, holder = min(holders)
+    if size <= completion:
+        raise InputError(
+            f"sampling.max_completion_length is {completion}; {holder}, {size} tokens, must hold it and a prompt"
+        )
+    if 0 < config.task.max_prompt_length <= size - completion:
+        return PromptLimit(config.task.max_prompt_length, "task.max_prompt_length")
+    return PromptLimit(size - completion, f"{holder} of {size} less sampling.max_completion_length of {completion}")
+
+
 def longest_prompt(encode: Callable[[Any], list[int]], task: Task, groups: int) -> int:
     """Tokens of the longest prompt among the first step's and the validation problems."""
-    problems = [task.train_problem(0, g) for g in range(groups)] + task.validation_problems()
-    return max(len(encode(problem.prompt)) for problem in problems)
+    problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
+    return max(_length(encode, problem) for problem in problems)
+
+
+def _length(encode: Callable[[Any], list[int]], problem: Problem) -> int:
+    try:
+        return len(encode(problem.prompt))
+    except InputError as error:
+        raise InputError(f"{problem.origin}: {error}" if problem.origin else str(error)) from error
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

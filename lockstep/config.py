@@ -6,9 +6,10 @@ Names are the field's own (TRL, vLLM, Hugging Face). All are frozen; `validate` 
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from .errors import InputError
 
@@ -25,10 +26,30 @@ class TaskConfig:
     """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt: a text or chat messages."""
+    system_prompt: str | None = None
+    """System message for prompts without one; it makes a text prompt a chat of one user message."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the model's chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
+    shuffle: bool = True
+    """Visit the data in a new seeded order every epoch; off: in its own order."""
+    max_prompt_length: int = 0
+    """Tokens a prompt may have; 0 allows what the model's context leaves beside max_completion_length."""
+    filter_overlong_prompts: bool = False
+    """Leave out rows whose prompt is longer than that, and say how many; otherwise they are refused."""
     reward: tuple[str, ...] = ()
-    """Reward functions as module:function or path.py:function; empty for the task's own."""
+    """Reward functions as module:function or path.py:function, or the ready ones math and gsm8k; empty for the task's
+    own."""
     reward_weights: tuple[float, ...] = ()
     """One weight a reward function; empty for all ones."""
+    reward_on_error: Literal["raise", "zero", "skip"] = "raise"
+    """What a reward that raises, crashes, takes too long or returns no finite number does. raise: end the run. zero:
+    count as 0. skip: count as None; a group with a completion that has no reward is left out of the step."""
+    reward_workers: int = 0
+    """Processes that call the rewards, a prompt's completions at a time; 0 calls them in this one, the whole batch."""
+    reward_timeout: float = 0.0
+    """Seconds a call may take (needs reward_workers); 0 is no limit."""
     easy: bool = False
     """sum-digits only: a short prompt with two numbers, for a tiny model."""
     seed: int = 42
@@ -41,8 +62,6 @@ class TaskConfig:
     """Prompts a validation generates greedily; 0 turns validation off."""
     validation_interval: int = 0
     """Validate every this many steps as well as before and after; 0 for only those two."""
-    prompt_length: int = 0
-    """Cut or refuse: prompts longer than this many tokens are an error; 0 allows up to the model's context."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +149,8 @@ class LossConfig:
     """dapo: the last this many tokens before max_completion_length cost a linear penalty; 0 is off."""
     overlong_penalty: float = 1.0
     """dapo: the penalty at max_completion_length."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts; 0 is off."""
     mask_truncated_completions: bool = False
     """Leave completions that did not finish out of the loss."""
 
@@ -139,32 +160,53 @@ class OptimizerConfig:
     """AdamW on fp32 masters."""
 
     learning_rate: float = 1e-6
+    """Largest learning rate: after warm-up, before decay."""
     beta1: float = 0.9
+    """Decay of the mean of the gradients."""
     beta2: float = 0.95
+    """Decay of the mean of their squares."""
     epsilon: float = 1e-8
+    """Added to the root of the mean square."""
     weight_decay: float = 0.0
-    """Applied to matrices, not to norm weights."""
+    """Decoupled weight decay of matrices, not of norm weights."""
     max_grad_norm: float = 1.0
     """Clip by global norm; 0 is off."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Decay over the run after warm-up."""
+    router_bias_rate: float = 0.0
+    """Balance experts that are chosen with a bias (DeepSeek-V3): with each update an expert's bias goes up by this when
+    it had fewer tokens than the mean, and down when it had more; 0 leaves the biases as they are."""
 
 
 @dataclass(frozen=True)
 class CompileConfig:
     """Captured graphs, in both roles. They compute the same bits as without."""
 
-    capture: Literal["none", "step"] = "none"
-    """step: trace forward_backward, optim_step and decode into graphs, one a shape. none: call the model."""
-    cudagraph_mode: Literal["none", "piecewise", "full", "full_and_piecewise"] = "none"
-    """full: record every captured graph whole as a CUDA graph and replay it (GPU only)."""
+    capture: Literal["none", "step"] | None = None
+    """step: trace forward_backward, optim_step and decode into graphs. none: call the model. Left out: step on a GPU,
+    none on a CPU."""
+    cudagraph_mode: Literal["none", "piecewise", "full", "full_and_piecewise"] | None = None
+    """Record captured graphs as CUDA graphs and replay them (GPU only). full: each whole. piecewise: in pieces around
+    attention, which runs between them. full_and_piecewise: whole for the shapes of the warm-up, in pieces for others.
+    Left out: full on a GPU where anything is captured."""
     canonicalize: bool = True
     """Drop what nothing depends on from captured graphs."""
     recompute: tuple[str, ...] = ()
     """What the backward pass computes again instead of keeping: `full`, module paths such as `layers.*`, or operators
     such as `silu_mul`."""
+    activation_memory_gib: float = 0.0
+    """Memory that the forward pass may keep for the backward pass: as many layers as it takes are computed again; 0 is
+    no limit."""
+    verify: Literal["strict", "warn", "off"] = "strict"
+    """Before the first step every graph must give eager's bits, as captured and as replayed. strict: a difference ends
+    the run. warn: the function runs one level further down: in pieces, without a CUDA graph, eagerly. off: no check."""
+    backend: Literal["auto", "none", "eager"] = "auto"
+    """What runs captured graphs. eager: their operators, as captured. none: nothing, the model is called. auto: eager
+    where anything is captured."""
+    dump: str | None = None
+    """Folder to write every captured graph to, with what each pass changed."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +227,10 @@ class MetricsConfig:
     """Show the live display (plain lines where standard error is no terminal)."""
     rollouts: bool = True
     """Write rollouts.jsonl."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Trackers that get every step's metrics too; each is an extra to install. None by default: nothing phones home."""
+    project: str = "lockstep"
+    """Weights & Biases project (wandb)."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +268,7 @@ def validate(config: RunConfig) -> RunConfig:
     """Return `config` when every field is usable; raise `InputError` naming the first that is not."""
     for path, value, low, high in _ranges(config):
         if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
-            bounds = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+            bounds = f"at least {low}" if math.isinf(high) else f"between {low} and {high}"
             raise InputError(f"{path} is {value!r}; it must be {bounds}")
     _check_combinations(config)
     return config
@@ -236,21 +282,23 @@ def _ranges(c: RunConfig) -> list[tuple[str, float, float, float]]:
         ("seed", c.seed, 0, 2**63 - 1),
         ("task.seed", c.task.seed, 0, 2**63 - 1),
         ("task.validation_seed", c.task.validation_seed, 0, 2**63 - 1),
-        ("task.validation_prompts", c.task.validation_prompts, 0, inf),
+        ("task.validation_prompts", c.task.validation_prompts, 0, 1 << 20),
         ("task.validation_interval", c.task.validation_interval, 0, inf),
-        ("task.prompt_length", c.task.prompt_length, 0, inf),
-        ("sampling.num_generations", s.num_generations, 1, inf),
+        ("task.max_prompt_length", c.task.max_prompt_length, 0, inf),
+        ("task.reward_workers", c.task.reward_workers, 0, 1024),
+        ("task.reward_timeout", c.task.reward_timeout, 0, 86400),
+        ("sampling.num_generations", s.num_generations, 1, 1 << 16),
         ("sampling.temperature", s.temperature, 0, 1e4),
-        ("sampling.top_k", s.top_k, 0, inf),
+        ("sampling.top_k", s.top_k, 0, 2**31 - 1),
         ("sampling.top_p", s.top_p, 1e-6, 1),
         ("sampling.min_p", s.min_p, 0, 1),
         ("sampling.max_completion_length", s.max_completion_length, 1, inf),
         ("generator.page_size", g.page_size, 1, 4096),
         ("generator.kv_cache_tokens", g.kv_cache_tokens, 0, inf),
-        ("generator.max_num_seqs", g.max_num_seqs, 1, inf),
+        ("generator.max_num_seqs", g.max_num_seqs, 1, 1 << 16),
         ("generator.max_num_batched_tokens", g.max_num_batched_tokens, 1, inf),
-        ("generator.steps_per_sync", g.steps_per_sync, 1, inf),
-        ("trainer.prompts_per_step", t.prompts_per_step, 1, inf),
+        ("generator.steps_per_sync", g.steps_per_sync, 1, 4096),
+        ("trainer.prompts_per_step", t.prompts_per_step, 1, 1 << 20),
         ("trainer.num_iterations", t.num_iterations, 1, inf),
         ("trainer.max_tokens_per_micro_batch", t.max_tokens_per_micro_batch, 2, inf),
         ("trainer.max_idle_steps", t.max_idle_steps, 1, inf),
@@ -261,18 +309,45 @@ def _ranges(c: RunConfig) -> list[tuple[str, float, float, float]]:
         ("loss.epsilon", lo.epsilon, 0, inf),
         ("loss.epsilon_high", lo.epsilon if lo.epsilon_high is None else lo.epsilon_high, 0, inf),
         ("loss.beta", lo.beta, 0, inf),
+        ("loss.router_aux_loss_coef", lo.router_aux_loss_coef, 0, inf),
         ("loss.overlong_buffer", lo.overlong_buffer, 0, inf),
-        ("loss.overlong_penalty", lo.overlong_penalty, 0, inf),
+        ("loss.overlong_penalty", lo.overlong_penalty, 0, 1e6),
         ("optimizer.learning_rate", o.learning_rate, 0, inf),
         ("optimizer.beta1", o.beta1, 0, 0.999999),
         ("optimizer.beta2", o.beta2, 0, 0.999999),
         ("optimizer.epsilon", o.epsilon, 1e-20, inf),
+        ("optimizer.router_bias_rate", o.router_bias_rate, 0, 1),
         ("optimizer.weight_decay", o.weight_decay, 0, inf),
         ("optimizer.max_grad_norm", o.max_grad_norm, 0, inf),
         ("optimizer.warmup_steps", o.warmup_steps, 0, inf),
+        ("compile.activation_memory_gib", c.compile.activation_memory_gib, 0, inf),
         ("checkpoint.interval", c.checkpoint.interval, 0, inf),
         ("checkpoint.keep_last", c.checkpoint.keep_last, 1, inf),
     ]
+
+
+_DATA_TASKS = ("gsm8k", "dataset")  # the tasks that read rows, and the fields of `task` that act on rows
+_DATA_FIELDS = (
+    *("data", "validation_data", "prompt_column", "system_prompt", "chat_template_kwargs"),
+    *("shuffle", "filter_overlong_prompts"),
+)
+
+
+def template_variables(assignments: tuple[str, ...]) -> dict[str, Any]:
+    """`task.chat_template_kwargs` as a dict; a value that is no JSON is a text. `InputError` for another form."""
+    variables: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or not name.isidentifier() or name in variables:
+            raise InputError(
+                f"task.chat_template_kwargs holds {assignment!r}; each must be NAME=VALUE, a name once, such as "
+                "enable_thinking=false"
+            )
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
 
 
 def _check_combinations(c: RunConfig) -> None:
@@ -287,13 +362,17 @@ def _check_combinations(c: RunConfig) -> None:
         t.name == "dataset" and not t.reward,
         "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
     )
+    for name in _DATA_FIELDS if t.name not in _DATA_TASKS else ():
+        refuse(
+            getattr(t, name) != getattr(TaskConfig, name),
+            f"task.{name} has no effect on {t.name}; remove it, or name a recipe: gsm8k or dataset",
+        )
+    template_variables(t.chat_template_kwargs)
+    refuse(t.prompt_column == "", "task.prompt_column is empty; name the column that holds the prompt")
+    refuse(t.system_prompt == "", "task.system_prompt is empty; give a text, or leave it out")
     refuse(
-        t.name == "sum-digits" and t.data is not None,
-        "task.data has no effect on sum-digits; remove it, or name a recipe: gsm8k or dataset",
-    )
-    refuse(
-        t.name == "sum-digits" and t.validation_data is not None,
-        "task.validation_data has no effect on sum-digits; remove it",
+        t.reward_timeout > 0 and t.reward_workers == 0,
+        "task.reward_timeout needs task.reward_workers of at least 1: a call can only be ended with its process",
     )
     refuse(t.easy and t.name != "sum-digits", f"task.easy has no effect on {t.name}; remove it")
     refuse(
@@ -319,7 +398,7 @@ def _check_combinations(c: RunConfig) -> None:
         "loss.epsilon_high is below loss.epsilon; it must be at least as large",
     )
     refuse(
-        c.trainer.warmup_steps > 0 and t.name != "sum-digits",
+        c.trainer.warmup_steps > 0 and t.name in _DATA_TASKS,
         f"trainer.warmup_steps needs worked examples, which task {t.name} does not have; set it to 0",
     )
     refuse(
@@ -327,13 +406,47 @@ def _check_combinations(c: RunConfig) -> None:
         "sampling.num_generations is 1: every group's advantage would be zero, and with "
         "trainer.skip_zero_variance nothing is trained; use 2 or more",
     )
-    k = c.compile
+    m = c.metrics
+    refuse(len(set(m.trackers)) < len(m.trackers), "metrics.trackers names one twice; give each once")
     refuse(
-        "piecewise" in k.cudagraph_mode,
-        f"compile.cudagraph_mode is {k.cudagraph_mode}: attention is recorded with the rest, so there are no pieces to "
-        "record; use full or none",
+        m.project != MetricsConfig().project and "wandb" not in m.trackers,
+        "metrics.project has no effect without wandb among metrics.trackers; add it or remove the project",
     )
-    refuse(
-        k.capture == "none" and k != CompileConfig(),
-        "compile: cudagraph_mode, canonicalize and recompute act on captured graphs; set compile.capture to step",
-    )
+    refuse("" in c.compile.recompute, "compile.recompute holds an empty pattern; name a module, an operator or full")
+    if c.device != "auto" or None not in (c.compile.capture, c.compile.cudagraph_mode):
+        resolve_compile(c.compile, on_gpu=c.device == "cuda")
+
+
+# The CUDA graph modes that work under (capture, backend), or why nothing does; docs/compile.md shows this table.
+CUDAGRAPH_MODES: dict[tuple[str, str], tuple[str, ...] | str] = {
+    ("none", "none"): ("none",),
+    ("none", "eager"): "it has no graph to run; set compile.capture to step, or compile.backend to none",
+    ("step", "none"): "nothing would run the captured graphs; set compile.backend to eager, or compile.capture to none",
+    ("step", "eager"): ("none", "piecewise", "full", "full_and_piecewise"),
+}
+
+
+def resolve_compile(c: CompileConfig, on_gpu: bool) -> CompileConfig:
+    """`c` with what was left to the device filled in; `InputError` for a combination that cannot work."""
+    capture = c.capture or ("step" if on_gpu and c.backend != "none" else "none")
+    mode = c.cudagraph_mode or ("full" if on_gpu and capture != "none" else "none")
+    c = replace(c, capture=capture, cudagraph_mode=mode)
+    _check_compile(c, capture)
+    return c
+
+
+def _check_compile(c: CompileConfig, capture: str) -> None:
+    backend = ("none" if c.capture == "none" else "eager") if c.backend == "auto" else c.backend
+    modes = CUDAGRAPH_MODES[capture, backend]
+    if isinstance(modes, str):
+        raise InputError(f"compile.backend is {backend} with compile.capture {c.capture}: {modes}")
+    if c.cudagraph_mode not in modes:
+        raise InputError(
+            f"compile.cudagraph_mode is {c.cudagraph_mode}: CUDA graphs are recorded from captured graphs; set "
+            f"compile.capture to step, or use {' or '.join(modes)}"
+        )
+    if c.capture == "none" and replace(c, backend="auto") != CompileConfig("none", "none"):
+        raise InputError(
+            "compile: canonicalize, recompute, activation_memory_gib and verify act on captured graphs; set "
+            "compile.capture to step"
+        )

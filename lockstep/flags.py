@@ -62,14 +62,16 @@ class Train(RunConfig):
 
 @dataclass(frozen=True)
 class Generate:
-    """Generate from one prompt."""
+    """Generate from one prompt, or from several of a file. The text appears as it is generated."""
 
     model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
     """Hugging Face folder or hub id."""
-    prompt: str
+    prompt: str | None = None
     """Text to continue, as it is (no chat template)."""
+    prompts: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
+    """Instead of --prompt: rows with a `prompt` (text, or chat messages), or a .txt file with a prompt a line."""
     n: int = 1
-    """Completions."""
+    """Completions a prompt."""
     max_completion_length: int = 128
     """New tokens a completion, at most."""
     temperature: float = 1.0
@@ -93,27 +95,86 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Chat:
+    """Talk to a model. /reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."""
+
+    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
+    """Hugging Face folder or hub id."""
+    system: str | None = None
+    """System prompt."""
+    plain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Leave out the model's chat template: the text goes on from what was typed."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
+    max_completion_length: int = 1024
+    """New tokens an answer, at most; the model's context may leave fewer."""
+    temperature: float = 0.7
+    """Softmax temperature; 0 is greedy."""
+    top_p: float = 0.95
+    """Keep the most likely tokens up to this mass; 1 is off."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 is off."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely; 0 is off."""
+    seed: int = 0
+    """Seed of sampling."""
+    device: _Device = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: _Dtype = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+
+
+@dataclass(frozen=True)
 class Eval:
-    """Measure a model on a task: greedy accuracy and mean reward."""
+    """Measure a model on a task: mean reward and pass@k, with 95 % intervals over the problems."""
 
     model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
     """Hugging Face folder or hub id."""
     task: Annotated[str, tyro.conf.arg(metavar="NAME")]
-    """Prompt source: sum-digits, gsm8k or dataset."""
+    """Recipe whose task it is: sum-digits, gsm8k or dataset."""
     easy: bool = True
-    """sum-digits only: the short prompt with two numbers that its recipe trains on."""
+    """sum-digits: the easy form that a tiny model trains on; --no-easy for the full one."""
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Rows to evaluate on (gsm8k and dataset)."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_REWARD} ...")] = ()
     """Reward functions; a dataset task needs one."""
     prompts: int | None = None
     """Prompts to evaluate, at most; the recipe's number by default."""
+    n: int = 1
+    """Completions a prompt."""
+    k: tuple[int, ...] = ()
+    """Which pass@k to estimate, each at most n; the powers of two up to n by default."""
+    temperature: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 0 for n 1, or the recipe's)")] = (
+        None
+    )
+    """Softmax temperature; 0 is greedy."""
+    pass_reward: Annotated[str | None, tyro.conf.arg(metavar="FUNCTION")] = None
+    """Name of the reward function that decides whether a completion passes; the task's first by default."""
+    pass_threshold: float = 1.0
+    """A completion passes when that function's value is at least this."""
     max_completion_length: int | None = None
     """New tokens a completion, at most; the recipe's number by default."""
+    seed: int = 0
+    """Seed of sampling."""
     device: _Device = "auto"
     """Where to run; auto takes the GPU when there is one."""
     dtype: _Dtype = "auto"
     """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    json: _Json = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a run's report.html again, or one page that compares several runs."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """Run folders; several are compared."""
+    out: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: RUN_DIR/report.html, or runs.html)"),
+    ] = None
+    """File to write; RUN_DIR/report.html by default, or runs.html for several."""
     json: _Json = False
     """Print one JSON object."""
 

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from statistics import mean, pstdev
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 from . import rollout
 from .advantage import group_advantages, overlong_penalty
-from .build import Run
+from .build import Run, prompt_limit
 from .config import RunConfig
 from .errors import LockstepError, NonFiniteError
 from .parity import Certificate, raise_mismatch
@@ -41,12 +43,14 @@ class Loop:
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
         self.idle_steps = 0
         self.seconds: dict[str, float] = {}
+        self.max_prompt_length = prompt_limit(config, run.policy.model.config).tokens
+        self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 
     def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
         """One step: returns its metrics and its rollouts.
 
         Raises:
-            ParityError: strict parity, and a log-probability differs; the weights are unchanged.
+            ParityError: strict parity, and a log-probability or a choice of experts differs; the weights are unchanged.
             NonFiniteError: the loss or the gradient norm is; the weights are unchanged.
             LockstepError: `max_idle_steps` steps in a row had nothing to train on.
         """
@@ -55,7 +59,8 @@ class Loop:
         version = trainer.weights_version
         with self._timed("time/step"):
             with self._timed("time/generate"):
-                groups = self._collect(step)
+                groups, counts = self._collect(step)
+            self._latest = (groups, None)
             self._advantages(groups)
             batches, checks = self._pack(groups)
             with self._timed("time/forward_backward"):
@@ -67,19 +72,18 @@ class Loop:
             result = results[0] if results else trainer.finish_check()
             self._verify(step, result, groups)
             for later in results[1:]:
-                self._require_finite(step, later)
+                self._require_finite(f"step {step}", later)
             self._count_idle(step, trained=bool(batches))
-        if self.run.compiler:
-            self.run.compiler.end_warm_up()
-        return self._metrics(groups, result, [*batches, *checks], version), groups
+        counts["updates"] = sum(r.applied for r in results)
+        return counts | self._metrics(groups, result, [*batches, *checks], version), groups
 
-    def _collect(self, step: int) -> list[RolloutGroup]:
+    def _collect(self, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         problems = [(g, self.run.task.train_problem(step, g)) for g in range(self.config.trainer.prompts_per_step)]
         return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
 
     def _rollouts(
         self, problems: rollout.Problems, sampling: SamplingParams, domain: int, step: int
-    ) -> list[RolloutGroup]:
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
         return rollout.collect(
             problems,
             self.run.policy.encode,
@@ -89,7 +93,7 @@ class Loop:
             domain,
             step,
             self.run.task.rewards,
-            self.config.task.prompt_length or None,
+            self.max_prompt_length,
         )
 
     def _advantages(self, groups: list[RolloutGroup]) -> None:
@@ -105,13 +109,20 @@ class Loop:
                 r.advantage = advantage
 
     def _pack(self, groups: list[RolloutGroup]) -> tuple[list[PackedBatch], list[PackedBatch]]:
-        """Micro-batches to train on, and those of groups that are skipped, which are only checked."""
-        config = self.config
+        """Micro-batches to train on, and those of groups that are skipped, which are only checked.
+
+        A group whose completions all weigh nothing (`mask_truncated_completions`) is skipped; so is one without
+        advantages (`skip_zero_variance`).
+        """
+        config, weights = self.config, self._weights(groups)
         skip = config.trainer.skip_zero_variance and config.loss.beta == 0
-        trained = [g for g in groups if not skip or any(r.advantage != 0 for r in g.rollouts)]
-        skipped = [g for g in groups if g not in trained] if config.parity != "off" else []
-        weights = self._weights(groups)
-        return self._batches(trained, weights), self._batches(skipped, weights)
+        trained: list[RolloutGroup] = []
+        skipped: list[RolloutGroup] = []
+        for g in groups:
+            counts = any(id(r) in weights and (r.advantage != 0 or not skip) for r in g.rollouts)
+            (trained if counts else skipped).append(g)
+        checked = skipped if config.parity != "off" else []
+        return self._batches(trained, weights), self._batches(checked, weights)
 
     def _weights(self, groups: list[RolloutGroup]) -> dict[int, float]:
         """Each rollout's weight a token, normalized over the whole step (skipped groups count: their gradient is 0)."""
@@ -141,6 +152,7 @@ class Loop:
                         r.completion.logprobs,
                         r.completion.model_logprobs,
                         f"group {g.group} sample {r.completion.identity.sample}",
+                        r.completion.route_digests,
                     )
                     for r in g.rollouts
                 ],
@@ -150,7 +162,13 @@ class Loop:
         ]
         t = self.config.trainer
         check = self.config.parity != "off"
-        packed = pack(train_groups, max_tokens=t.max_tokens_per_micro_batch, mode=t.mode, check_parity=check)
+        packed = pack(
+            train_groups,
+            max_tokens=t.max_tokens_per_micro_batch,
+            mode=t.mode,
+            check_parity=check,
+            shapes=self.run.shapes,
+        )
         return [batch.to(self.device) for batch in packed]
 
     def _update(self, batches: list[PackedBatch], lr: float, first: bool, last: bool) -> StepResult:
@@ -166,27 +184,38 @@ class Loop:
             return trainer.optim_step(lr)
 
     def _verify(self, step: int, result: StepResult, groups: list[RolloutGroup]) -> None:
+        self._latest = (groups, result)
         tokens = sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
         if self.config.parity != "off":
             self.certificate.add(step, result, tokens)
         if self.config.parity == "strict" and result.tokens_different:
             raise_mismatch(step, result)
-        self._require_finite(step, result)
+        self._require_finite(f"step {step}", result)
 
-    @staticmethod
-    def _require_finite(step: int, result: StepResult) -> None:
-        if not result.finite:
+    def _require_finite(self, where: str, result: StepResult) -> None:
+        self._latest = (self._latest[0], result)
+        if not (result.finite and math.isfinite(result.entropy)):  # the entropy is of tokens that are only checked, too
             raise NonFiniteError(
-                f"step {step}: loss is {result.loss}, gradient norm is {result.grad_norm}; the weights were not changed"
+                f"{where}: loss is {result.loss}, gradient norm {result.grad_norm}, entropy {result.entropy}; "
+                "the weights were not changed"
             )
+
+    def evidence(self) -> dict[str, Any]:
+        """What the latest step computed and on which rollouts, for looking into a failure."""
+        groups, result = self._latest
+        return {
+            "result": result and asdict(result),
+            "weights_version": self.run.trainer.weights_version,
+            "groups": [asdict(group) for group in groups],
+        }
 
     def _count_idle(self, step: int, trained: bool) -> None:
         self.idle_steps = 0 if trained else self.idle_steps + 1
         if self.idle_steps >= self.config.trainer.max_idle_steps:
             raise LockstepError(
-                f"step {step}: for {self.idle_steps} steps every group's rewards were all equal, so there was nothing "
-                "to learn from; use easier or harder prompts, more samples a prompt, or a finer reward "
-                "(trainer.max_idle_steps sets the patience)"
+                f"step {step}: for {self.idle_steps} steps every group's rewards were all equal, or its completions "
+                "were cut off and masked, so there was nothing to learn from; use easier or harder prompts, more "
+                "samples a prompt, a finer reward, or longer completions (trainer.max_idle_steps sets the patience)"
             )
 
     def warmup_step(self, step: int) -> StepResult:
@@ -202,7 +231,7 @@ class Loop:
         for batch in pack(groups, max_tokens=t.max_tokens_per_micro_batch, check_parity=False):
             trainer.forward_backward(batch.to(self.device), loss_type="sft")
         result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps))
-        self._require_finite(step, result)
+        self._require_finite(f"warm-up step {step}", result)
         return result
 
     def validate(self) -> dict[str, float]:
@@ -210,8 +239,8 @@ class Loop:
         problems = list(enumerate(self.run.task.validation_problems()))
         if not problems:
             return {}
-        groups = self._rollouts(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
-        metrics = reward_metrics(groups)
+        groups, counts = self._rollouts(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
+        metrics = {k: v for k, v in counts.items() if v} | reward_metrics(groups)
         del metrics["reward/std"]  # one sample a prompt
         return {f"validation/{name}": value for name, value in metrics.items()}
 
@@ -236,13 +265,13 @@ class Loop:
             "logprob_diff/max": result.logprob_diff_max,
             "parity/tokens_checked": result.tokens_checked,
             "parity/tokens_different": result.tokens_different,
+            **(result.routing.metrics() if result.routing else {}),
             "padding_waste": padding_waste(batches),
             "time/sync": 0.0,  # the generator reads the trainer's weights: nothing moves
             **self.seconds,
             "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / self.seconds["time/step"],
             "memory/peak_gib": peak_memory_gib(self.device),
-            "recompiles": self.run.compiler.recompiles if self.run.compiler else 0,
-            "graph_replays": self.run.compiler.replays.total() if self.run.compiler else 0,
+            **self.run.graph_metrics(),
         }
 
     @staticmethod

@@ -22,7 +22,10 @@ class Certificate:
     """What a run's parity check covered, written to `parity.json` after every step.
 
     Every completion token of every rollout is compared at the first update on it: the two log-probabilities that the
-    generator recorded against those of the computation that trains, as 32-bit words.
+    generator recorded against those of the computation that trains, as 32-bit words; of a mixture of experts also
+    which experts the token was drawn after, of every layer and slot in order, by a digest. `expert_choices_checked`
+    counts those, `tokens_routed_differently` how many of `tokens_different` differ in them; both are None without
+    experts.
     """
 
     mode: str
@@ -31,6 +34,8 @@ class Certificate:
     tokens_different: int = 0
     tokens_not_covered: int = 0
     logprob_diff_max: float = 0.0
+    expert_choices_checked: int | None = None
+    tokens_routed_differently: int | None = None
     first_difference: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -41,13 +46,22 @@ class Certificate:
         self.tokens_different += result.tokens_different
         self.tokens_not_covered += completion_tokens - result.tokens_checked
         self.logprob_diff_max = max(self.logprob_diff_max, result.logprob_diff_max)
+        if result.routing is not None:
+            self.expert_choices_checked = (self.expert_choices_checked or 0) + result.routing.choices_checked
+            self.tokens_routed_differently = (self.tokens_routed_differently or 0) + result.routing.tokens_different
         if self.first_difference is None and result.mismatches:
             self.first_difference = {"step": step, **asdict(result.mismatches[0])}
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of `parity.json`; `identical` is None when nothing was checked."""
         identical = self.tokens_different == 0 and self.tokens_not_covered == 0
-        return {"identical": identical if self.tokens_checked else None, **asdict(self)}
+        return {"identical": identical if self.tokens_checked else None, **_without_experts(asdict(self))}
+
+
+def _without_experts(record: dict[str, Any]) -> dict[str, Any]:
+    """The record, without what only a mixture of experts has if it is not one."""
+    absent = [name for name in ("expert_choices_checked", "tokens_routed_differently") if record[name] is None]
+    return {name: value for name, value in record.items() if name not in absent}
 
 
 def raise_mismatch(step: int, result: StepResult) -> None:
@@ -56,10 +70,10 @@ def raise_mismatch(step: int, result: StepResult) -> None:
         f"{m.request}, completion token {m.position}, {m.kind}: generator {m.generator!r}, trainer {m.trainer!r}"
         for m in result.mismatches
     ]
-    raise ParityError(
-        f"step {step}: {result.tokens_different} of {result.tokens_checked} log-probabilities differ between generator "
-        f"and trainer; the weights were not changed\n  " + "\n  ".join(lines)
-    )
+    found = f"{result.tokens_different} of {result.tokens_checked} tokens differ between generator and trainer"
+    if result.routing is not None and result.routing.tokens_different:
+        found += f", of which {result.routing.tokens_different} went to other experts (digests of the choices differ)"
+    raise ParityError(f"step {step}: {found}; the weights were not changed\n  " + "\n  ".join(lines))
 
 
 @dataclass(frozen=True)
@@ -74,21 +88,29 @@ class Report:
     prompts: int
     device: str
     dtype: str
+    expert_choices_checked: int | None = None
+    tokens_routed_differently: int | None = None
 
     @property
     def identical(self) -> bool:
-        """No word differs, and there was something to compare."""
+        """Nothing differs, and there was something to compare."""
         return self.tokens_different == 0 and self.tokens_checked > 0
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        return {"identical": self.identical, **asdict(self)}
+        return {"identical": self.identical, **_without_experts(asdict(self))}
 
     def render(self) -> str:
         """The report as text."""
         verdict = "PASS: generator and trainer log-probs are bitwise identical."
-        if not self.identical:
+        if self.tokens_routed_differently:
+            verdict = "FAIL: generator and trainer choose different experts."
+        elif not self.identical:
             verdict = "FAIL: generator and trainer log-probs differ."
+        experts = [
+            f"  Expert choices    : {self.expert_choices_checked}",
+            f"  Routed differently: {self.tokens_routed_differently}",
+        ]
         return "\n".join(
             [
                 f"  Generator log-probs[:5]: {self.generator_logprobs[:5]}",
@@ -96,6 +118,7 @@ class Report:
                 f"  Bitwise identical : {self.identical}",
                 f"  Tokens checked    : {self.tokens_checked}",
                 f"  Tokens different  : {self.tokens_different}",
+                *(experts if self.expert_choices_checked is not None else ()),
                 f"  Max delta         : {self.max_delta:.6e}",
                 verdict,
             ]
@@ -139,7 +162,10 @@ def check_model(model: str, tokens: int, seed: int, device: str, dtype: str) -> 
         TrainGroup(
             prompt,
             [
-                TrainSequence(c.token_ids, 0.0, 0.0, c.logprobs, c.model_logprobs, f"prompt {g} sample {i}")
+                TrainSequence(
+                    *(c.token_ids, 0.0, 0.0, c.logprobs, c.model_logprobs),
+                    *(f"prompt {g} sample {i}", c.route_digests),
+                )
                 for i, c in enumerate(samples)
             ],
             params,
@@ -161,6 +187,8 @@ def check_model(model: str, tokens: int, seed: int, device: str, dtype: str) -> 
         len(prompts),
         where.type,
         str(decoder.embed.dtype).removeprefix("torch."),
+        result.routing.choices_checked if result.routing else None,
+        result.routing.tokens_different if result.routing else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the command line runs: training in a run folder, one-off generation, evaluation."""
+"""Training in a run folder: what is recorded, saved and resumed around the loop."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from statistics import mean
 from typing import Any
 
 from . import __version__, checkpoint, config_file
-from .build import build, load_policy, save_policy
+from .build import build, resolve, save_policy, warm_up
 from .config import RunConfig
-from .errors import InputError, LockstepError
-from .generator import Engine, SharedWeights, plan_cache_tokens
+from .display import Display
+from .environment import describe
+from .errors import InputError, NonFiniteError, ParityError
 from .loop import Loop
 from .metrics import (
     METRICS_FILE,
     ROLLOUTS_FILE,
-    Display,
     MetricsWriter,
     read_lines,
     rollout_records,
@@ -26,9 +26,9 @@ from .metrics import (
 from .parallel import require_single_process
 from .parity import Certificate
 from .report import write_report
-from .types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
+from .trackers import Trackers, require_packages
 
-PARITY_FILE, CHECKPOINTS, FINAL_MODEL = "parity.json", "checkpoints", "model"
+PARITY_FILE, FAILURE_FILE, CHECKPOINTS, FINAL_MODEL = "parity.json", "failure.json", "checkpoints", "model"
 
 
 def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
@@ -38,14 +38,18 @@ def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
     require_single_process()
+    require_packages(config.metrics.trackers)
+    config = resolve(config)
     recorder = _Recorder(config, run_dir)
     loop = Loop(config, build(config))
-    recorder.started()
+    recorder.started(loop)
     with recorder, Display(config.steps, live=config.metrics.progress) as display:
         start = recorder.resume(loop, display) if resume else None
         if start is None:
-            start = 0
             recorder.warmup(loop, display)
+        recorder.warm_up_graphs(loop, display)
+        if start is None:
+            start = 0
             recorder.validate(loop, display, 0)
             recorder.checkpoint(loop, 0)
         recorder.open(start)
@@ -61,6 +65,7 @@ def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
             recorder.checkpoint(loop, step + 1)
         save_policy(loop.run.policy, run_dir / FINAL_MODEL)
     if loop.run.compiler:
+        recorder.summary["compile"] = loop.run.compile_report()
         loop.run.compiler.close()
     return recorder.summary
 
@@ -76,18 +81,37 @@ class _Recorder:
         self.config = config
         self.run_dir = run_dir
         self.began = time.perf_counter()
+        imports = time.process_time()  # of the CPU, until here: interpreter, imports, flags
         self.validations: dict[str, dict[str, float]] = {}
         self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
         self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
+        self.summary["startup/import"] = imports
         self._metrics: MetricsWriter | None = None
         self._rollouts: MetricsWriter | None = None
+        self._trackers: Trackers | None = None
+        self._loop: Loop | None = None
         self._rewards: list[float] = []
 
-    def started(self) -> None:
-        """The parts are built: record the configuration and the start-up time."""
+    def started(self, loop: Loop) -> None:
+        """The parts are built: record the configuration, the machine and the start-up time; open the trackers."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         config_file.save(self.config, self.run_dir / "config.yaml")
+        self.summary["environment"] = describe(loop.device)
+        self._loop = loop
+        self._trackers = Trackers(self.config.metrics, self.run_dir, config_file.flat(self.config))
         self.summary["startup_s"] = time.perf_counter() - self.began
+
+    def warm_up_graphs(self, loop: Loop, display: Display) -> None:
+        """Make the graphs of all steps; record where start-up went."""
+        began, compiler = time.perf_counter(), loop.run.compiler
+        if compiler:
+            warm_up(self.config, loop.run)
+            graphs = sum(len(function.graphs) for function in compiler.functions)
+            seconds = time.perf_counter() - began
+            display.note(f"graphs: {graphs} made from {compiler.captures} traces in {seconds:.1f} s")
+            self.summary["compile"] = loop.run.compile_report()
+            self.summary["startup_s"] += seconds
+        self.summary |= {f"startup/{phase}": spent for phase, spent in loop.run.timings.seconds.items()}
 
     def open(self, start: int) -> None:
         """Open the files that get a line a step; lines of step `start` and later are of a history that is redone."""
@@ -102,14 +126,25 @@ class _Recorder:
         if loaded is None:
             display.note("no whole checkpoint to resume from; starting over")
             return None
+        try:
+            self._restore(loop, loaded)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise InputError(
+                f"{loaded.path} does not fit this run ({reason}); was the model folder or lockstep changed since?"
+            ) from error
+        display.note(f"resumed from {loaded.path.name}")
+        return loaded.step
+
+    def _restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint) -> None:
         _require_same_numerics(loaded.state["numerics"], loop)
         loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
         loop.certificate = Certificate(**loaded.state["certificate"])
         loop.idle_steps = loaded.state["idle_steps"]
         self.validations = loaded.state["validations"]
-        self.summary |= {"warmup": loaded.state["warmup"], "resumed_from_step": loaded.step}
-        display.note(f"resumed from {loaded.path.name}")
-        return loaded.step
+        if loaded.state["warmup"] is not None:
+            self.summary["warmup"] = loaded.state["warmup"]
+        self.summary["resumed_from_step"] = loaded.step
 
     def checkpoint(self, loop: Loop, step: int) -> None:
         """Save when `checkpoint.interval` says so, and at the end."""
@@ -157,8 +192,9 @@ class _Recorder:
 
     def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
         """Write one step's lines."""
-        assert self._metrics is not None and self._rollouts is not None
+        assert self._metrics is not None and self._rollouts is not None and self._trackers is not None
         self._metrics.write({"step": step, **metrics})
+        self._trackers.log(step, metrics)
         if self.config.metrics.rollouts:
             for record in rollout_records(step, groups):
                 self._rollouts.write(record)
@@ -173,8 +209,11 @@ class _Recorder:
     def __enter__(self) -> _Recorder:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Whatever ended the run, leave a summary and a report of what there is."""
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Whatever ended the run, leave a summary and a report of what there is, and the evidence of a failed check."""
+        if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
+            write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
+            error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
         for file in (self._metrics, self._rollouts):
             if file is not None:
                 file.close()
@@ -184,6 +223,8 @@ class _Recorder:
         self.summary["total_s"] = time.perf_counter() - self.began
         write_summary(self.run_dir, self.summary)
         write_report(self.run_dir)
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def _require_same_numerics(saved: dict[str, Any], loop: Loop) -> None:
@@ -192,23 +233,3 @@ def _require_same_numerics(saved: dict[str, Any], loop: Loop) -> None:
     changed = [f"{k} was {saved.get(k)!r} and is {now[k]!r}" for k in now if saved.get(k) != now[k]]
     if changed:
         raise InputError(f"cannot resume with the same bits: {'; '.join(changed)}. Resume where the run began")
-
-
-def generate(model: str, prompt: str, sampling: SamplingParams, seed: int, device: str, dtype: str) -> list[Completion]:
-    """Complete one prompt `sampling.n` times. The tokenizer's end-of-sequence token stops."""
-    policy = load_policy(model, "tiny", seed, device, dtype)
-    ids = policy.encode(prompt)
-    config = RunConfig().generator
-    embed, length = policy.model.embed, len(ids) + sampling.max_completion_length
-    capacity = plan_cache_tokens(config, policy.model.config, embed.dtype, embed.device, sampling.n, length)
-    engine = Engine(SharedWeights(policy.model), config, capacity, policy.decode)
-    return engine.generate([ids], [sampling], [SampleIdentity(seed, GENERATE_DOMAIN, 0, 0)])[0]
-
-
-def evaluate(config: RunConfig) -> dict[str, Any]:
-    """Greedy completions of the task's validation problems: mean reward, and each reward function's mean."""
-    loop = Loop(config, build(config))
-    metrics = loop.validate()
-    if not metrics:
-        raise LockstepError(f"task {config.task.name} has no validation problems")
-    return {"task": config.task.name, "prompts": len(loop.run.task.validation_problems()), **metrics}

@@ -104,6 +104,10 @@ def encode_prompt(
     Raises `InputError` when messages meet a tokenizer without a template or a template that refuses them.
     """
     if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from error
         return list(tokenizer(prompt)["input_ids"])
     if not tokenizer.chat_template:
         raise InputError("the prompt is chat messages, but the tokenizer has no chat template; give a text prompt")

@@ -58,8 +58,9 @@ class Completion:
     """One sampled continuation, exactly as the generator produced it.
 
     `logprobs` are of the distribution that was sampled (temperature and filters applied), `model_logprobs` of the
-    model's own at temperature 1, untruncated; both are float32 values held exactly. All four per-token lists have
-    the length of `token_ids`, which ends with the stop token when one was sampled.
+    model's own at temperature 1, untruncated; both are float32 values held exactly. `route_digests` (None: a model
+    without experts) tell which experts the token was drawn after (`ops.route_digest`). All per-token lists have the
+    length of `token_ids`, which ends with the stop token when one was sampled.
     """
 
     token_ids: list[int]
@@ -69,6 +70,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     identity: SampleIdentity
+    route_digests: list[int] | None = None
 
 
 @dataclass
@@ -103,6 +105,7 @@ class TrainSequence:
     logprobs: list[float] | None = None  # None: nothing to hold parity against (supervised steps)
     model_logprobs: list[float] | None = None
     request: str = ""  # names the sample in messages, for example "group 3 sample 1"
+    route_digests: list[int] | None = None  # as in `Completion`
 
 
 @dataclass
@@ -148,6 +151,7 @@ class PackedBatch:
     sequence_C: Tensor  # int64 (host side), index into `sequences` for messages
     sequences: list[TrainSequence] = field(default_factory=list)
     support_C: Tensor | None = None  # uint8 [C, ceil(V / 8)], the sampled support, for updates after the first
+    old_route_C: Tensor | None = None  # int32, `Completion.route_digests`, where they are to be compared
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device` (`sequence_C` stays on the host)."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import settings
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
@@ -13,6 +14,14 @@ from lockstep.models import Decoder
 
 # Tests run beside each other and beside other work; threads that spin for each other would be many times slower.
 torch.set_num_threads(1)
+
+settings.register_profile("thorough", max_examples=5000)  # pytest --hypothesis-profile thorough
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts on captured graphs are kept for this session's tests alone."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ def make_model(dtype: torch.dtype, seed: int = 0, config: ModelConfig = CONFIG) 
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)
+        for buffer in model.buffers():  # router biases
+            buffer.copy_(torch.linspace(-0.1, 0.1, len(buffer)))
     return model
 
 
@@ -52,10 +54,13 @@ def generate(
     return engine.generate(prompts, sampling, identities)
 
 
-def words(completions: list[list[Completion]]) -> list[list[tuple[list[int], list[str], list[str]]]]:
+def words(completions: list[list[Completion]]) -> list[list[tuple]]:
     """Everything that must be equal, log-probabilities exactly."""
     return [
-        [(c.token_ids, [x.hex() for x in c.logprobs], [x.hex() for x in c.model_logprobs]) for c in group]
+        [
+            (c.token_ids, [x.hex() for x in c.logprobs], [x.hex() for x in c.model_logprobs], c.route_digests)
+            for c in group
+        ]
         for group in completions
     ]
 
@@ -68,7 +73,15 @@ def train_groups(
         TrainGroup(
             prompt,
             [
-                TrainSequence(c.token_ids, (-1.0) ** i, 0.01, c.logprobs, c.model_logprobs, f"group {g} sample {i}")
+                TrainSequence(
+                    c.token_ids,
+                    (-1.0) ** i,
+                    0.01,
+                    c.logprobs,
+                    c.model_logprobs,
+                    f"group {g} sample {i}",
+                    c.route_digests,
+                )
                 for i, c in enumerate(group)
             ],
             params,

@@ -1,7 +1,7 @@
 """The command line: what flags resolve to, what bad input says, exit codes, and what goes where.
 
-The commands' own work (`lockstep.run`, `lockstep.parity`, `lockstep.models.init`) is replaced by recorders: these
-tests are about the way there and back.
+The commands' own work (`lockstep.run`, `lockstep.evaluation`, `lockstep.parity`, `lockstep.models.init`) is replaced by
+recorders: these tests are about the way there and back. `test_llm.py` and `test_evaluation.py` run the real ones.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from lockstep.cli import main
 from lockstep.config import RunConfig
 from lockstep.errors import InputError, LockstepError, ParityError
 from lockstep.recipes import RECIPES
-from lockstep.types import Completion, SampleIdentity, SamplingParams
 
 
 class Recorder(SimpleNamespace):
     """Stands for `lockstep.run`: remembers the calls, returns or raises what the test sets."""
 
     def __init__(self) -> None:
-        super().__init__(calls=[], result={"total_s": 1.5, "note": math.nan}, error=None)
+        super().__init__(calls=[], result={"total_s": 1.5, "note": math.nan, "warmup": None}, error=None)
 
     def _record(self, *arguments: Any) -> Any:
         self.calls.append(arguments)
@@ -45,18 +44,19 @@ class Recorder(SimpleNamespace):
         config_file.save(config, run_dir / "config.yaml")
         return result
 
-    def generate(self, *arguments: Any) -> Any:
-        return self._record(*arguments)
+    def evaluate(self, config: RunConfig, **arguments: Any) -> Any:
+        return self._record(config, arguments)
 
-    def evaluate(self, config: RunConfig) -> Any:
-        return self._record(config)
+    def render(self, result: Any) -> str:
+        return str(result)
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     monkeypatch.chdir(tmp_path)
     recorder = Recorder()
-    monkeypatch.setitem(sys.modules, "lockstep.run", recorder)
+    for name in ("run", "evaluation"):
+        monkeypatch.setitem(sys.modules, f"lockstep.{name}", recorder)
     return recorder
 
 
@@ -134,28 +134,22 @@ def test_resume_goes_on_with_the_run_and_may_raise_steps(run: Recorder, tmp_path
 def test_eval(run: Recorder) -> None:
     flags = "eval --model m --task gsm8k --data test.jsonl --prompts 50 --max-completion-length 64 --dtype float32"
     assert command(flags) == 0
-    (config,) = run.calls[0]
+    config, arguments = run.calls[0]
+    assert arguments.pop("progress") is not None
+    settings = {"n": 1, "k": (), "temperature": None, "pass_reward": None, "pass_threshold": 1.0}
+    assert arguments == settings
     assert (config.model, config.dtype, config.sampling.max_completion_length) == ("m", "float32", 64)
     task = config.task
     assert (task.name, task.data, task.validation_data, task.validation_prompts) == ("gsm8k", *["test.jsonl"] * 2, 50)
     assert command("eval --model m --task sum-digits --no-easy") == 0
     assert run.calls[1][0].task.easy is False
-
-
-def completion(text: str) -> Completion:
-    return Completion([1, 2], [-0.5, -0.1], [-0.5, -0.1], [0, 0], text, "stop", SampleIdentity(0, 2, 0, 0))
-
-
-def test_generate(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
-    run.result = [completion("one"), completion("two")]
-    flags = ["--prompt", "Say it: -5", "--n", "2", "--top-p", "0.5", "--stop", "\n", "--seed", "3"]
-    assert main(["generate", "--model", "m", *flags]) == 0
-    sampling = SamplingParams(n=2, top_p=0.5, stop=("\n",))
-    assert run.calls[0] == ("m", "Say it: -5", sampling, 3, "auto", "auto")
-    assert capsys.readouterr().out == "--- 1 of 2\none\n--- 2 of 2\ntwo\n"
-    assert main(["generate", "--model", "m", "--json", *flags]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["completions"][1]["text"] == "two" and printed["completions"][1]["logprobs"] == [-0.5, -0.1]
+    assert (
+        command("eval --model m --task sum-digits --n 8 --k 1 8 --temperature 0.5 --pass-reward tagged --seed 3") == 0
+    )
+    config, arguments = run.calls[2]
+    assert config.seed == 3
+    chosen = {"n": 8, "k": (1, 8), "temperature": 0.5, "pass_reward": "tagged"}
+    assert {name: arguments[name] for name in chosen} == chosen
 
 
 @pytest.mark.parametrize("identical", [True, False])
@@ -193,14 +187,17 @@ def test_init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 def test_json_prints_one_object_and_nothing_else(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("train --json") == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out) == {"total_s": 1.5, "note": "NaN"} and printed.out.count("\n") == 1
+    summary = json.loads(printed.out)
+    assert Path(summary.pop("run_dir")).parent == Path("runs")
+    assert summary == {"total_s": 1.5, "note": "NaN", "warmup": None} and printed.out.count("\n") == 1
     assert "a library's chatter" in printed.err
 
 
 def test_without_json_a_table(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("train --run-dir r") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["run", "folder", "r"] and ["total_s", "1.5"] in [line.split() for line in lines]
+    assert lines[0].split() == ["run_dir", "r"] and ["total_s", "1.5"] in [line.split() for line in lines]
+    assert "None" not in " ".join(lines)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +205,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["", "train", "generate", "eval", "parity", "init"])
+@pytest.mark.parametrize("name", ["", "train", "generate", "chat", "eval", "parity", "init", "report"])
 def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert command(f"{name} --help") == 0
     assert f"usage: lockstep {name}".rstrip() in capsys.readouterr().out
@@ -232,13 +229,43 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert done.returncode == 1 and b"Traceback" not in done.stderr
 
 
+def test_a_reader_that_goes_away_does_not_end_a_run(run: Recorder, tmp_path: Path) -> None:
+    """`lockstep train 2>&1 >/dev/null | head -1`: what is said after that goes nowhere, and the run ends well."""
+    code = f"""
+import sys, types
+from lockstep.cli import main
+def train(config, run_dir, resume):
+    for _ in range(10000):
+        print("a library's chatter")  # standard output is redirected to standard error
+    (run_dir / "done").touch()
+    return {{}}
+sys.modules["lockstep.run"] = types.SimpleNamespace(train=train)
+sys.exit(main(["train", "--run-dir", {str(tmp_path / "run")!r}, "--json"]))
+"""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write_end)
+    os.close(write_end)
+    assert done.returncode == 0 and json.loads(done.stdout)["run_dir"] and (tmp_path / "run" / "done").exists()
+
+
+def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        Path(name).mkdir()
+        config_file.save(RunConfig(), Path(name, "config.yaml"))
+    assert command("report a") == 0 and Path("a/report.html").is_file()
+    assert command("report a b --out both.html --json") == 0 and Path("both.html").is_file()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["a/report.html", '{"report": "both.html"}']
+
+
 # Bad input: exit code 2, a message that names it, nothing on standard output, nothing run
 
 
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        ("trian", ["trian", "train, generate, eval, parity, init"]),
+        ("trian", ["trian", "train, generate, eval, chat, report, parity, init"]),
         ("train sum-digit", ["unknown recipe 'sum-digit'", "did you mean sum-digits"]),
         ("train zzz", ["unknown recipe 'zzz'", "allowed: sum-digits, gsm8k, dataset"]),
         ("train sum-digits gsm8k", ["gsm8k"]),
@@ -268,9 +295,20 @@ def test_a_closed_pipe_is_no_traceback() -> None:
         ("eval --model m --task sum-digit", ["unknown task 'sum-digit'", "did you mean sum-digits"]),
         ("eval --model m --task gsm8k", ["task.data is missing"]),
         ("eval --model m --task sum-digits --prompts 0", ["--prompts is 0"]),
+        ("generate --model m", ["give --prompt TEXT or --prompts FILE"]),
+        ("generate --model m --prompt x --prompts f.txt", ["--prompt TEXT or --prompts FILE, one of the two"]),
+        ("generate --model m --prompts f.txt", ["--prompts f.txt cannot be read"]),
+        ("generate --model m --prompt x --top-p 2", ["sampling.top_p is 2.0"]),
+        ("chat --model m --temperature -1", ["sampling.temperature is -1"]),
+        ("chat --model m --chat-template-kwargs thinking", ["'thinking'", "NAME=VALUE"]),
+        ("report", ["RUN_DIR"]),
+        ("report nowhere", ["nowhere is not a run folder"]),
+        ("train --metrics.trackers tensorboard tensorboard", ["metrics.trackers names one twice"]),
+        ("train --metrics.trackers mlflow", ["mlflow", "tensorboard"]),
+        ("train --metrics.project p", ["metrics.project has no effect without wandb"]),
         ("parity --model m --tokens 0", ["--tokens is 0"]),
         ("init tiny", ["--out"]),
-        ("", ["train, generate, eval, parity, init"]),
+        ("", ["train, generate, eval, chat, report, parity, init"]),
     ],
 )
 def test_bad_input(run: Recorder, capsys: pytest.CaptureFixture[str], arguments: str, messages: list[str]) -> None:

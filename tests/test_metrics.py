@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
@@ -14,16 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError
-from lockstep.metrics import (
-    NAMES,
-    Display,
-    MetricsWriter,
-    read_lines,
-    rollout_records,
-    sparkline,
-    to_json,
-    write_summary,
-)
+from lockstep.metrics import NAMES, MetricsWriter, read_lines, rollout_records, to_json, write_summary
 from lockstep.types import Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 
 
@@ -146,63 +136,3 @@ def test_rollout_records() -> None:
             ],
         }
     ]
-
-
-METRICS = {
-    "reward/mean": 0.5,
-    "loss": 0.125,
-    "response_length/mean": 12.0,
-    "time/step": 2.0,
-    "time/generate": 1.0,
-    "time/forward_backward": 0.75,
-    "time/optim_step": 0.25,
-    "perf/tokens_per_s_per_gpu": 12345.6,
-    "parity/tokens_checked": 1000,
-    "parity/tokens_different": 0,
-}
-
-
-def test_display_without_a_terminal_is_a_line_a_step() -> None:
-    stream = io.StringIO()
-    with Display(10, stream=stream) as display:
-        display.note("starting [bold]")
-        display.update(0, METRICS)
-        display.update(1, {"reward/mean": math.nan})
-        display.update(2, METRICS | {"parity/tokens_different": 3})
-    note, first, second, third = stream.getvalue().splitlines()
-    assert note == "starting [bold]"
-    assert first == (
-        "step 1/10  reward 0.5  loss 0.125  length 12  parity identical (1,000 tokens)  "
-        "2 s (generate 1, forward_backward 0.75, optim_step 0.25)  12,346 tokens/s  eta 0:18"
-    )
-    assert second.startswith("step 2/10  reward nan  loss -  length -")
-    assert "BROKEN (3 of 2,000 tokens differ)" in third
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_display_on_a_terminal_and_with_progress_off() -> None:
-    live, plain = Terminal(), Terminal()
-    for stream, wanted in ((live, True), (plain, False)):
-        with Display(2, live=wanted, stream=stream) as display:
-            display.note("starting")
-            display.update(0, METRICS)
-            display.update(1, METRICS | {"reward/mean": 1.0})
-    assert "▁█" in live.getvalue() and "identical (2,000 tokens)" in live.getvalue()
-    assert len(plain.getvalue().splitlines()) == 3
-
-
-def test_display_without_parity_or_times() -> None:
-    stream = io.StringIO()
-    with Display(1, stream=stream) as display:
-        display.update(0, {})
-    assert "parity not checked" in stream.getvalue() and "eta -" in stream.getvalue()
-
-
-def test_sparkline() -> None:
-    assert sparkline([0.0, 0.5, math.nan, 1.0]) == "▁▄ █"
-    assert sparkline([2.0, 2.0]) == "▁▁"
-    assert sparkline([math.nan]) == sparkline([]) == ""

@@ -1,100 +1,228 @@
-"""Small SVG charts, as text: lines over steps, and stacked areas. Colours are the page's `--s0` to `--s4`."""
+"""Small SVG charts, as text: lines over steps with bands, and stacked areas. Colours are the page's `--s0` to `--s7`.
+
+Long series are thinned to their means, with a band from the least to the greatest value, so that a chart's size does
+not grow with the run. Values under the pointer come from style rules alone: there is no script.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
 from itertools import pairwise
 
-Points = list[tuple[float, float]]  # (x, y), x ascending; a y that is not finite breaks the line
-Series = tuple[str, Points]
+Points = Sequence[tuple[float, float]]  # (x, y), x ascending; a y that is not finite breaks the line
 
-_WIDTH, _HEIGHT = 360, 170
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 8, 22
-_MAX_MARKS = 400  # circles with a tooltip; a longer series is a line only
+COLOURS = 8
+WIDTH, HEIGHT = 360, 176
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 14, 22
+_MOST_POINTS, _MOST_READINGS, _SMOOTHED_FROM = 240, 48, 30
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line. `spread` is half the height of a band around it, one a point; `marks` shows each point."""
+
+    name: str
+    points: Points
+    spread: Sequence[float] | None = None
+    marks: bool = False
+
+
+@dataclass(frozen=True)
+class _Dot:
+    """A point of a thinned line with the range it stands for."""
+
+    x: float
+    y: float
+    low: float
+    high: float
 
 
 class _Plot:
-    """Maps data to pixels and draws the axes."""
+    """Maps data to the SVG's units and draws the axes."""
 
-    def __init__(self, xs: list[float], ys: list[float]) -> None:
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self.x_low, self.x_high = _widened(min(xs), max(xs))
         self.ticks = _ticks(*_widened(min(ys), max(ys)))
         self.y_low, self.y_high = self.ticks[0], self.ticks[-1]
 
     def x(self, value: float) -> float:
-        return _LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (_WIDTH - _LEFT - _RIGHT)
+        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        return _HEIGHT - _BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (_HEIGHT - _TOP - _BOTTOM)
+        return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
 
-    def axes(self, xs: list[float]) -> str:
+    def at(self, x: float, y: float) -> str:
+        return f"{self.x(x):.1f},{self.y(y):.1f}"
+
+    def axes(self, xs: Sequence[float]) -> str:
         parts = []
+        step = self.ticks[1] - self.ticks[0]
         for tick in self.ticks:
             y = self.y(tick)
-            parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
+            parts.append(f'<path class="axis" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+            parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{_tick(tick, step)}</text>')
         for value, anchor in {min(xs): "start", max(xs): "end"}.items():
-            parts.append(f'<text x="{self.x(value):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{value:g}</text>')
+            parts.append(f'<text x="{self.x(value):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{value:g}</text>')
         return "".join(parts)
 
 
-def line_chart(series: list[Series]) -> str:
-    """One line a series. Values that are not finite leave a gap; without a finite one it says so."""
-    finite = [(x, y) for _, points in series for x, y in points if _drawable(y)]
-    if not finite:
-        return "<p>no finite value</p>"
-    xs = [x for x, _ in finite]
-    plot = _Plot(xs, [y for _, y in finite])
-    lines = [_line(plot, points, index) for index, (_, points) in enumerate(series)]
-    return _svg(plot.axes(xs) + "".join(lines))
+def line_chart(series: Sequence[Series], smooth: bool = True) -> str:
+    """The series as lines; a long one faint under its moving average, unless `smooth` is off.
+
+    Values that are not finite leave a gap; without a finite one it says so.
+    """
+    lines = [_thinned(one) for one in series]
+    dots = [dot for line in lines for dot in line if dot is not None]
+    if not dots:
+        return '<p class="none">no finite value</p>'
+    xs = [dot.x for dot in dots]
+    plot = _Plot(xs, [value for dot in dots for value in (dot.low, dot.high)])
+    drawn = [
+        _line(plot, line, index, one.marks, smooth) for index, (one, line) in enumerate(zip(series, lines, strict=True))
+    ]
+    return _svg(plot.axes(xs) + "".join(drawn) + _readings(plot, [one.name for one in series], lines))
 
 
-def stacked_chart(series: list[Series]) -> str:
+def stacked_chart(series: Sequence[Series]) -> str:
     """Areas on top of each other, from the first series up. All share their x values; y is finite, not negative."""
-    xs = [x for x, _ in series[0][1]]
-    edges = [[0.0] * len(xs)]
-    for _, points in series:
-        edges.append([below + y for below, (_, y) in zip(edges[-1], points, strict=True)])
+    columns = _chunks(list(zip(*[one.points for one in series], strict=True)))
+    xs = [_mean([row[0][0] for row in rows]) for rows in columns]
+    layers = [[_mean([row[i][1] for row in rows]) for rows in columns] for i in range(len(series))]
     if len(xs) == 1:  # an area needs two ends
-        edges = [edge * 2 for edge in edges]
-        xs = [xs[0], xs[0] + 1]
+        xs, layers = [xs[0], xs[0] + 1], [layer * 2 for layer in layers]
+    edges = [[0.0] * len(xs)]
+    for layer in layers:
+        edges.append([below + y for below, y in zip(edges[-1], layer, strict=True)])
     plot = _Plot(xs, [0.0, *edges[-1]])
     areas = []
     for index, (low, high) in enumerate(pairwise(edges)):
         outline = [*zip(xs, high, strict=True), *reversed(list(zip(xs, low, strict=True)))]
-        corners = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in outline)
-        areas.append(f'<polygon points="{corners}" fill="var(--s{index % 5})"/>')
-    return _svg("".join(areas) + plot.axes(xs))
+        areas.append(f'<polygon class="f{index % COLOURS}" points="{" ".join(plot.at(*xy) for xy in outline)}"/>')
+    shown = [[_Dot(x, y, y, y) for x, y in zip(xs, layer, strict=True)] for layer in layers]
+    return _svg("".join(areas) + plot.axes(xs) + _readings(plot, [one.name for one in series], shown))
+
+
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """Means over `window` values around each, fewer at the ends."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    half = window // 2
+    bounds = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
+    return [(sums[high] - sums[low]) / (high - low) for low, high in bounds]
+
+
+def _thinned(series: Series) -> list[_Dot | None]:
+    """At most `_MOST_POINTS` dots; None where nothing is finite."""
+    spread = series.spread or [0.0] * len(series.points)
+    rows = [(x, y, s) for (x, y), s in zip(series.points, spread, strict=True)]
+    return [_dot(chunk, series.spread is not None) for chunk in _chunks(rows)]
+
+
+def _dot(rows: Sequence[tuple[float, float, float]], banded: bool) -> _Dot | None:
+    rows = [row for row in rows if _drawable(row[1])]
+    if not rows:
+        return None
+    xs, ys, spreads = zip(*rows, strict=True)
+    y = _mean(ys)
+    half = _mean([s for s in spreads if _drawable(s)] or [0.0])
+    return _Dot(_mean(xs), y, y - half, y + half) if banded else _Dot(_mean(xs), y, min(ys), max(ys))
+
+
+def _chunks(rows: list) -> list[list]:
+    size = -(-len(rows) // _MOST_POINTS) or 1
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Between the least and the greatest of `values`, whatever rounds."""
+    return values[0] if len(values) == 1 else min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
 def _drawable(y: float) -> bool:
     return math.isfinite(y) and abs(y) < 1e300  # beyond, the range itself would overflow
 
 
-def _line(plot: _Plot, points: Points, index: int) -> str:
-    colour = f"var(--s{index % 5})"
-    runs: list[list[tuple[float, float]]] = [[]]
-    for x, y in points:
-        if _drawable(y):
-            runs[-1].append((x, y))
-        elif runs[-1]:
-            runs.append([])
+def _line(plot: _Plot, line: list[_Dot | None], index: int, marks: bool, smooth: bool) -> str:
     parts = []
-    for run in runs:
-        path = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in run)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
-    if len(points) <= _MAX_MARKS:
-        parts += [
-            f'<circle cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="2" fill="{colour}">'
-            f"<title>step {x:g}: {y:.6g}</title></circle>"
-            for run in runs
-            for x, y in run
-        ]
+    for run in _runs(line):
+        parts.append(_band(plot, run, index))
+        smoothed = smooth and len(run) >= _SMOOTHED_FROM
+        parts.append(_polyline(plot, [(d.x, d.y) for d in run], f"l{index % COLOURS}{' faint' if smoothed else ''}"))
+        if smoothed:
+            averages = moving_average([d.y for d in run], max(5, len(run) // 12))
+            parts.append(_polyline(plot, [(d.x, y) for d, y in zip(run, averages, strict=True)], f"l{index % COLOURS}"))
+        if marks or len(run) == 1:
+            parts += [_circle(plot, dot, index) for dot in run]
     return "".join(parts)
 
 
+def _runs(line: list[_Dot | None]) -> list[list[_Dot]]:
+    """Stretches without a gap."""
+    runs: list[list[_Dot]] = [[]]
+    for dot in line:
+        if dot is not None:
+            runs[-1].append(dot)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _band(plot: _Plot, run: list[_Dot], index: int) -> str:
+    if all(dot.low == dot.high for dot in run):
+        return ""
+    outline = [*((d.x, d.high) for d in run), *((d.x, d.low) for d in reversed(run))]
+    return f'<polygon class="f{index % COLOURS} band" points="{" ".join(plot.at(*xy) for xy in outline)}"/>'
+
+
+def _polyline(plot: _Plot, points: Points, style: str) -> str:
+    return f'<polyline class="{style}" points="{" ".join(plot.at(*xy) for xy in points)}"/>'
+
+
+def _circle(plot: _Plot, dot: _Dot, index: int) -> str:
+    return f'<circle class="f{index % COLOURS}" cx="{plot.x(dot.x):.1f}" cy="{plot.y(dot.y):.1f}" r="2.6"/>'
+
+
+def _readings(plot: _Plot, names: Sequence[str], lines: Sequence[Sequence[_Dot | None]]) -> str:
+    """Strips over the plot that show, while the pointer is on them, the step and each line's value there."""
+    longest = max(([dot for dot in line if dot is not None] for line in lines), key=len)
+    chosen = longest[:: -(-len(longest) // _MOST_READINGS)]
+    edges = [(a.x + b.x) / 2 for a, b in pairwise(chosen)]
+    parts = []
+    for dot, low, high in zip(chosen, [plot.x_low, *edges], [*edges, plot.x_high], strict=True):
+        near = [(name, _at(line, dot.x)) for name, line in zip(names, lines, strict=True)]
+        values = [f"{name} {y:.4g}" if len(names) > 1 else f"{y:.4g}" for name, y in near if y is not None]
+        text = escape(f"step {dot.x:.6g}: {', '.join(values)}")
+        left, right = plot.x(low), plot.x(high)
+        parts.append(
+            f'<g class="at"><rect x="{left:.1f}" y="0" width="{right - left:.1f}" height="{HEIGHT}"/>'
+            f'<path d="M{plot.x(dot.x):.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
+            f'<text x="{WIDTH - RIGHT}" y="9" text-anchor="end">{text}</text></g>'
+        )
+    return "".join(parts)
+
+
+def _at(line: Sequence[_Dot | None], x: float) -> float | None:
+    """The value of the line's dot nearest to `x`."""
+    dots = [dot for dot in line if dot is not None]
+    return min(dots, key=lambda dot: abs(dot.x - x)).y if dots else None
+
+
 def _svg(content: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{content}</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{content}</svg>'
+
+
+def _tick(value: float, step: float) -> str:
+    """A label, with as many decimals as tell it from its neighbours."""
+    if step >= 1e-5 and abs(value) < 1e4:
+        return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size <= abs(value) < 1e12:
+            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
+    return f"{value:.4g}"
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:

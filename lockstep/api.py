@@ -1,0 +1,114 @@
+"""Training from Python, and what it shares with the command line: the run's folder, and resuming."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import config_file
+from .config import RunConfig, validate
+from .errors import InputError
+
+
+def train(
+    config: RunConfig,
+    run_dir: str | Path | None = None,
+    *,
+    resume: bool = False,
+    rewards: Sequence[Callable[..., Any]] = (),
+) -> dict[str, Any]:
+    """Train and return the summary, with the run's folder under `run_dir`; the same as `lockstep train`.
+
+    Args:
+        config: a recipe's configuration (`lockstep.recipes`), changed with `dataclasses.replace`.
+        run_dir: folder for everything the run writes, new or empty; None makes one under `runs/`.
+        resume: go on with the run in `run_dir`, whose configuration must be equal but for `steps`, which may be more.
+        rewards: reward functions, defined at the top level of a module or script, in place of `config.task.reward`.
+
+    Raises:
+        InputError: something given cannot be used.
+        LockstepError: the run failed (`ParityError`, `NonFiniteError`); what it wrote until then stays.
+    """
+    if rewards:
+        config = replace(config, task=replace(config.task, reward=tuple(map(_spec, rewards))))
+    validate(config)
+    given = None if run_dir is None else Path(run_dir)
+    if resume and given is None:
+        raise InputError("run_dir is missing: name the folder of the run to resume")
+    if resume and given is not None:
+        from .build import resolve
+
+        _refuse_changes(given, resolve(resumed(given)), resolve(config))
+        folder = given
+    else:
+        folder = _claim(given, config.recipe)
+    from .run import train as run
+
+    try:
+        return {"run_dir": str(folder)} | run(config, folder, resume)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # only a folder that is still empty goes
+        raise
+
+
+def _spec(function: Callable[..., Any]) -> str:
+    """How config.yaml names `function`: its module and name."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if getattr(sys.modules.get(module), name, None) is not function:
+        raise InputError(
+            f"reward {name or function!r} cannot be named in config.yaml; define it with `def` at the top level of a "
+            "module or script"
+        )
+    return f"{module}:{name}"
+
+
+def resumed(run_dir: Path) -> RunConfig:
+    """The configuration of the run in `run_dir`."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml)")
+    return config_file.load(path)
+
+
+def _refuse_changes(run_dir: Path, old: RunConfig, new: RunConfig) -> None:
+    """A resumed run is the same run: nothing changes but that it may go on for longer."""
+    before, after = config_file.flat(old), config_file.flat(new)
+    for name, value in after.items():
+        if name == "steps" and value < before[name]:
+            raise InputError(
+                f"--resume {run_dir}: steps is {before[name]} there and {value} here; it may only be raised"
+            )
+        if name != "steps" and value != before[name]:
+            raise InputError(
+                f"--resume {run_dir}: {name} is {before[name]!r} there and {value!r} here; only --steps may change"
+            )
+
+
+def _claim(given: Path | None, recipe: str) -> Path:
+    """Create and return the run's folder: the one given, new or empty, or a new one under runs/."""
+    try:
+        if given is None:
+            return _new_folder(Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+        given.mkdir(parents=True, exist_ok=True)
+        if any(given.iterdir()):
+            raise InputError(f"--run-dir {given} is not empty; name a new folder, or continue with --resume {given}")
+        return given
+    except OSError as error:
+        raise InputError(f"cannot make the run folder: {error}") from error
+
+
+def _new_folder(wanted: Path) -> Path:
+    """`wanted`, or with -2, -3, ... when another run began in the same second."""
+    for number in itertools.count(1):
+        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise AssertionError("unreachable")

@@ -1,0 +1,206 @@
+"""What each command does, from its flags to what is printed. Torch is imported only once the flags are known good."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import api, recipes
+from .config import GeneratorConfig, RunConfig, TaskConfig, template_variables, validate
+from .config_file import suggest
+from .errors import InputError
+from .flags import Chat, Eval, Generate, Init, Parity, Report, Train
+
+if TYPE_CHECKING:
+    from .llm import LLM
+    from .types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command prints and how it ended. `text` may be a stream, printed as it comes."""
+
+    payload: dict[str, Any] = field(default_factory=dict)
+    text: Iterable[str] = ()
+    code: int = 0
+
+
+def recipe(name: str, kind: str, model: str | None) -> RunConfig:
+    """The configuration of the recipe `name`, which messages call a `kind`."""
+    if name not in recipes.RECIPES:
+        raise InputError(f"unknown {kind} {name!r}; {suggest(name, recipes.RECIPES)}")
+    return recipes.RECIPES[name](model)
+
+
+def _train(flags: Train) -> Outcome:
+    summary = api.train(flags.resolved(), flags.resume or flags.run_dir, resume=flags.resume is not None)
+    run_dir = Path(summary["run_dir"])
+    return Outcome(summary, [_table({"run_dir": run_dir, "report": run_dir / "report.html"} | summary)])
+
+
+def _generate(flags: Generate) -> Outcome:
+    if (flags.prompt is None) == (flags.prompts is None):
+        raise InputError("give --prompt TEXT or --prompts FILE, one of the two")
+    sampling = _sampling(flags, n=flags.n, stop=flags.stop)
+    prompts: list[Any] = [flags.prompt] if flags.prompts is None else _read_prompts(flags.prompts)
+    llm = _llm(flags, streaming=not flags.json)
+    if not flags.json:
+        return Outcome(text=_in_order(llm, prompts, sampling))
+    results = [[asdict(one) for one in completions] for completions in llm.generate(prompts, sampling)]
+    if flags.prompts is None:
+        return Outcome({"model": flags.model, "prompt": flags.prompt, "completions": results[0]})
+    pairs = [{"prompt": prompt, "completions": result} for prompt, result in zip(prompts, results, strict=True)]
+    return Outcome({"model": flags.model, "prompts": pairs})
+
+
+def _read_prompts(source: str) -> list[Any]:
+    """The prompts of data rows, or the lines of a .txt file."""
+    if source.endswith(".txt"):
+        try:
+            lines = Path(source).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--prompts {source} cannot be read: {error}") from error
+        return [line for line in lines if line.strip()]
+    from .tasks import read_problems
+
+    return [problem.prompt for problem in read_problems(source, TaskConfig())]
+
+
+def _chat(flags: Chat) -> Outcome:
+    sampling = _sampling(flags)
+    variables = template_variables(flags.chat_template_kwargs)
+    from . import chat
+
+    conversation = chat.Conversation(_llm(flags, True, variables), sampling, flags.system, flags.plain)
+    return Outcome(text=chat.converse(conversation, chat.read_lines()))
+
+
+def _sampling(flags: Generate | Chat, **more: Any) -> SamplingParams:
+    """The flags' sampling parameters, valid."""
+    from .llm import check_sampling
+    from .types import SamplingParams
+
+    names = ("temperature", "top_k", "top_p", "min_p", "max_completion_length")
+    sampling = SamplingParams(**{name: getattr(flags, name) for name in names}, **more)
+    check_sampling(sampling, flags.seed)
+    return sampling
+
+
+def _llm(flags: Generate | Chat, streaming: bool, variables: dict[str, Any] | None = None) -> LLM:
+    from .llm import LLM
+
+    # Text that someone reads comes a token at a time; otherwise the host looks in every few steps.
+    config = GeneratorConfig(steps_per_sync=1) if streaming else None
+    place = {"device": flags.device, "dtype": flags.dtype, "seed": flags.seed}
+    return LLM(flags.model, **place, config=config, template_variables=variables)  # type: ignore[arg-type]
+
+
+def _in_order(llm: LLM, prompts: list[Any], sampling: SamplingParams) -> Iterator[str]:
+    """The texts one after another: the first that is unfinished as it grows, the others once it is their turn."""
+    order = [(p, s) for p in range(len(prompts)) for s in range(sampling.n)]
+    held: dict[tuple[int, int], str] = dict.fromkeys(order, "")
+    finished: set[tuple[int, int]] = set()
+    turn = 0
+    yield _heading(turn, len(order))
+    for piece in llm.stream(prompts, sampling):
+        held[piece.prompt, piece.sample] += piece.text
+        if piece.completion is not None:
+            finished.add((piece.prompt, piece.sample))
+        yield held.pop(order[turn], "")
+        held[order[turn]] = ""
+        while turn < len(order) and order[turn] in finished:
+            yield held[order[turn]] + "\n"
+            turn += 1
+            if turn < len(order):
+                yield _heading(turn, len(order)) + held[order[turn]]
+                held[order[turn]] = ""
+
+
+def _heading(index: int, total: int) -> str:
+    return f"--- {index + 1} of {total}\n" if total > 1 else ""
+
+
+def _eval(flags: Eval) -> Outcome:
+    base = recipe(flags.task, "task", flags.model)
+    prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts
+    if prompts < 1:
+        raise InputError(f"--prompts is {prompts}; it must be at least 1")
+    task = replace(
+        base.task,
+        easy=flags.easy and flags.task == "sum-digits",
+        data=flags.data,
+        validation_data=flags.data,
+        reward=flags.reward,
+        validation_prompts=prompts,
+    )
+    length = flags.max_completion_length or base.sampling.max_completion_length
+    sampling = replace(base.sampling, max_completion_length=length)
+    changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype")}
+    config = replace(base, task=task, sampling=sampling, **changes)
+    from .evaluation import evaluate, render
+
+    result = evaluate(
+        validate(config),
+        n=flags.n,
+        k=flags.k,
+        temperature=flags.temperature,
+        pass_reward=flags.pass_reward,
+        pass_threshold=flags.pass_threshold,
+        progress=sys.stderr,
+    )
+    return Outcome(result, [render(result) + "\n"])
+
+
+def _report(flags: Report) -> Outcome:
+    from .report import write_comparison, write_report
+
+    if not flags.runs:
+        raise InputError("name at least one RUN_DIR, a folder that `lockstep train` wrote")
+    for run_dir in flags.runs:
+        if not (run_dir / "config.yaml").is_file():
+            raise InputError(f"{run_dir} is not a run folder (it has no config.yaml)")
+    if len(flags.runs) == 1:
+        path = write_report(flags.runs[0], flags.out)
+    else:
+        path = write_comparison(flags.runs, flags.out or Path("runs.html"))
+    return Outcome({"report": str(path)}, [f"{path}\n"])
+
+
+def _parity(flags: Parity) -> Outcome:
+    if flags.tokens < 1:
+        raise InputError(f"--tokens is {flags.tokens}; it must be at least 1")
+    from .parity import check_model
+
+    report = check_model(flags.model, flags.tokens, flags.seed, flags.device, flags.dtype)
+    return Outcome(report.to_dict(), [report.render() + "\n"], code=0 if report.identical else 1)
+
+
+def _init(flags: Init) -> Outcome:
+    from .models.init import init_folder
+
+    summary = init_folder(flags.arch, flags.out, flags.seed, flags.tokenizer, flags.vocab_size)
+    return Outcome(summary, [_table(summary)])
+
+
+def _table(values: dict[str, Any]) -> str:
+    """The scalars of `values`, aligned, one a line."""
+    rows = {key: value for key, value in values.items() if value is not None and not isinstance(value, (dict, list))}
+    width = max(map(len, rows), default=0)
+    return "".join(
+        f"{key:<{width}}  {value:.4g}\n" if isinstance(value, float) else f"{key:<{width}}  {value}\n"
+        for key, value in rows.items()
+    )
+
+
+COMMANDS: dict[type, Callable[[Any], Outcome]] = {
+    Train: _train,
+    Generate: _generate,
+    Eval: _eval,
+    Chat: _chat,
+    Report: _report,
+    Parity: _parity,
+    Init: _init,
+}

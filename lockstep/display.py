@@ -1,0 +1,167 @@
+"""The progress display of a run, on a stream whose failure ends nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+
+class FailsafeStream:
+    """A text stream that writes to `stream` until that fails, and from then on to nowhere.
+
+    Whoever reads a run's output may go away (`lockstep train 2>&1 | head`, a closed terminal); the run goes on. The
+    file descriptor is pointed at the null device too, for what writes to it directly and for the flush at exit.
+    """
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        """`stream` is None where Python was started without one (`2>&-`)."""
+        self._stream: Any = io.StringIO() if stream is None else stream
+        self._failed = stream is None
+
+    def write(self, text: str) -> int:
+        """Write `text`, or drop it."""
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or do nothing."""
+        self._try(self._stream.flush)
+
+    def isatty(self) -> bool:
+        """Whether someone is watching."""
+        return not self._failed and self._stream.isatty()
+
+    def _try(self, action: Any, *arguments: Any) -> None:
+        if self._failed:
+            return
+        try:
+            action(*arguments)
+        except UnicodeEncodeError:  # a locale without the display's characters
+            self._try(action, *(text.encode("ascii", "replace").decode() for text in arguments))
+        except (OSError, ValueError):  # a broken pipe, a terminal that is gone; ValueError: a closed file
+            self._failed = True
+            with contextlib.suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Display:
+    """Progress on standard error: a live table on a terminal, otherwise (or with `live=False`) a line a step.
+
+    Use it as a context manager. It never touches standard output.
+    """
+
+    def __init__(self, steps: int, live: bool = True, stream: IO[str] | None = None) -> None:
+        self._stream: Any = FailsafeStream(sys.stderr if stream is None else stream)
+        self._wants_live = live and self._stream.isatty()
+        self._live: Live | None = None
+        self._steps = steps
+        self._rewards: deque[float] = deque(maxlen=40)
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._checked = self._different = 0
+
+    def __enter__(self) -> Display:
+        if self._wants_live:
+            from rich.console import Console
+            from rich.live import Live
+
+            # No refresh thread: it would take the interpreter from the loop that feeds the device.
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def note(self, text: str) -> None:
+        """Show a line that is not about a step (start-up, validation, a warning)."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show that step `step`, counted from 0, is done. Metrics that are absent show as a dash."""
+        self._rewards.append(float(metrics.get("reward/mean", math.nan)))
+        self._seconds.append(float(metrics.get("time/step", math.nan)))
+        self._checked += int(metrics.get("parity/tokens_checked", 0))
+        self._different += int(metrics.get("parity/tokens_different", 0))
+        if self._live is not None:
+            self._live.update(self._table(step, metrics), refresh=True)
+        else:
+            print("  ".join(self._cells(step, metrics).values()), file=self._stream, flush=True)
+
+    def _cells(self, step: int, metrics: Mapping[str, Any]) -> dict[str, str]:
+        split = ", ".join(
+            f"{name} {_number(metrics.get(f'time/{name}'))}" for name in ("generate", "forward_backward", "optim_step")
+        )
+        return {
+            "step": f"step {step + 1}/{self._steps}",
+            "reward": f"reward {_number(metrics.get('reward/mean'))}",
+            "loss": f"loss {_number(metrics.get('loss'))}",
+            "length": f"length {_number(metrics.get('response_length/mean'))}",
+            "parity": f"parity {self._parity()}",
+            "time": f"{_number(metrics.get('time/step'))} s ({split})",
+            "speed": f"{_number(metrics.get('perf/tokens_per_s_per_gpu'))} tokens/s",
+            "eta": f"eta {self._eta(step)}",
+        }
+
+    def _table(self, step: int, metrics: Mapping[str, Any]) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        cells = self._cells(step, metrics)
+        style = "red" if self._different else "green"
+        table = Table.grid(padding=(0, 2))
+        table.add_row(cells["step"], ProgressBar(total=max(1, self._steps), completed=step + 1, width=40), cells["eta"])
+        table.add_row(cells["reward"], Text(sparkline(self._rewards), style="cyan"), cells["length"])
+        table.add_row(cells["loss"], Text(cells["parity"], style=style), cells["speed"])
+        return Group(table, Text(f"time {cells['time']}", style="dim"))
+
+    def _parity(self) -> str:
+        if not self._checked:
+            return "not checked"
+        if self._different:
+            return f"BROKEN ({self._different:,} of {self._checked:,} tokens differ)"
+        return f"identical ({self._checked:,} tokens)"
+
+    def _eta(self, step: int) -> str:
+        known = [seconds for seconds in self._seconds if math.isfinite(seconds)]
+        if not known:
+            return "-"
+        minutes, seconds = divmod(round((self._steps - step - 1) * sum(known) / len(known)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def sparkline(values: deque[float] | list[float]) -> str:
+    """Block characters from the lowest to the highest of `values`; a blank where one is not finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    blocks = "▁▂▃▄▅▆▇█"
+    return "".join(blocks[int((value - low) / span * 7)] if math.isfinite(value) else " " for value in values)
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -1,0 +1,159 @@
+"""A model folder to generate with: what `lockstep generate`, `eval` and `chat` stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .build import load_policy
+from .config import GeneratorConfig, RunConfig, SamplingConfig, TrainerConfig, validate
+from .errors import InputError
+from .generator import Engine, SharedWeights, plan_cache_tokens
+from .types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
+
+Prompt = str | list[dict[str, Any]]  # text as it is, or chat messages through the model's template
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of sample `sample` of prompt `prompt`; with the last piece comes its completion."""
+
+    prompt: int
+    sample: int
+    text: str
+    completion: Completion | None
+
+
+class LLM:
+    """A language model in its compute dtype on its device, with its tokenizer and an engine that grows on demand."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        seed: int = 0,
+        config: GeneratorConfig | None = None,
+        template_variables: dict[str, Any] | None = None,
+    ) -> None:
+        """Load a Hugging Face folder or hub id; `seed` is of sampling, `template_variables` go to the chat template
+        (`{"enable_thinking": False}`). Raises `InputError` when the model cannot be used."""
+        self.policy = load_policy(str(model), "tiny", seed, device, dtype)
+        self.policy.template_variables = template_variables or {}
+        self.seed = seed
+        self._config = config or GeneratorConfig()
+        self._engine: Engine | None = None
+        self._room = (0, 0)  # sequences and tokens a sequence that the engine was planned for
+
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        return self.policy.model.config.max_position_embeddings
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
+    ) -> list[list[Completion]]:
+        """For each prompt its `sampling.n` completions; one prompt may stand alone.
+
+        Equal seeds give equal tokens, whatever else is in the batch. Raises `InputError` for sampling parameters out
+        of range and for a prompt that is empty or does not fit the model's context.
+        """
+        requests = self._requests(prompts, sampling or SamplingParams())
+        return self.engine(*requests[:2]).generate(*requests)
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, step: int = 0
+    ) -> Generator[Piece, None, None]:
+        """As `generate`, a piece at a time as text appears; all prompts run at once, so their pieces interleave.
+
+        The pieces of a sample add up to its completion's text. Closing the iterator stops the generation. `step` is a
+        part of what keys the random numbers: calls with other steps draw others.
+        """
+        requests = self._requests(prompts, sampling or SamplingParams(), step)
+        texts: dict[tuple[int, int], _TextStream] = {}
+        for prompt, sample, token_ids, completion in self.engine(*requests[:2]).stream(*requests):
+            text = texts.setdefault((prompt, sample), _TextStream(self.policy.decode))
+            piece = text.feed(token_ids) if completion is None else text.finish(completion.text)
+            if piece or completion is not None:
+                yield Piece(prompt, sample, piece, completion)
+
+    def engine(self, prompt_ids: list[list[int]], sampling: list[SamplingParams]) -> Engine:
+        """An engine whose cache is planned for these requests; the last one, with its cached prefixes, if it is."""
+        sequences = sum(s.n for s in sampling)
+        lengths = [len(ids) + s.max_completion_length for ids, s in zip(prompt_ids, sampling, strict=True)]
+        tokens = min(max(lengths), self.context)  # what exceeds the context is refused by the engine
+        if self._engine is None or sequences > self._room[0] or tokens > self._room[1]:
+            if self._engine is not None:  # growing: a conversation will grow again
+                tokens = max(tokens, min(2 * tokens, self.context))
+            self._engine = None  # its cache is freed before the next one is planned
+            model = self.policy.model
+            place = (model.config, model.embed.dtype, model.embed.device)
+            capacity = plan_cache_tokens(self._config, *place, sequences, tokens)
+            self._engine = Engine(SharedWeights(model), self._config, capacity, self.policy.decode)
+            self._room = (sequences, tokens)
+        return self._engine
+
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams, step: int = 0
+    ) -> tuple[list[list[int]], list[SamplingParams], list[SampleIdentity]]:
+        check_sampling(sampling, self.seed)
+        if not as_list(prompts):
+            raise InputError("there is no prompt; give at least one")
+        ids = [self.policy.encode(prompt) for prompt in as_list(prompts)]
+        identities = [SampleIdentity(self.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
+        return ids, [sampling] * len(ids), identities
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One prompt, text or messages, as a list of one; several as they are."""
+    alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], dict))
+    return [prompts] if alone else list(prompts)
+
+
+def check_sampling(sampling: SamplingParams, seed: int = 0) -> None:
+    """Raise `InputError` naming the first of the parameters that is out of range."""
+    validate(
+        RunConfig(
+            seed=seed,
+            trainer=replace(TrainerConfig(), skip_zero_variance=False),  # one sample is enough here
+            sampling=SamplingConfig(
+                num_generations=sampling.n,
+                temperature=sampling.temperature or 1.0,  # 0 is greedy here
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                max_completion_length=sampling.max_completion_length,
+                stop=sampling.stop,
+            ),
+        )
+    )
+
+
+class _TextStream:
+    """Text of growing token ids, a piece at a time.
+
+    Only the tokens since the last whole character but one piece are decoded again, so a long text costs no more a
+    token than a short one; the piece before gives tokenizers that treat a text's first token apart their context.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._context = self._read = 0  # tokens: where decoding begins, and up to where text was given out
+        self._length = 0
+
+    def feed(self, token_ids: list[int]) -> str:
+        """What is new, held back while it may end within a character."""
+        before = self._decode(token_ids[self._context : self._read])
+        after = self._decode(token_ids[self._context :])
+        if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._context, self._read = self._read, len(token_ids)
+        self._length += len(after) - len(before)
+        return after[len(before) :]
+
+    def finish(self, text: str) -> str:
+        """The rest of the finished `text`."""
+        return text[self._length :]

@@ -1,0 +1,86 @@
+"""Training from Python: the same run as the command line's, and reward functions that config.yaml can name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import lockstep
+import lockstep.config
+from lockstep.cli import main
+from lockstep.errors import InputError
+
+SMALL = lockstep.RunConfig(
+    steps=2,
+    device="cpu",
+    task=lockstep.TaskConfig(easy=True, validation_prompts=0),
+    sampling=lockstep.SamplingConfig(num_generations=2, max_completion_length=6),
+    trainer=lockstep.TrainerConfig(prompts_per_step=2),
+    checkpoint=lockstep.CheckpointConfig(interval=1),
+)
+
+
+def spread(completion_ids, **_):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def rewards_of(run_dir: Path) -> list[float]:
+    return [json.loads(line)["reward/mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_train_is_the_command(tmp_path: Path) -> None:
+    summary = lockstep.train(SMALL, tmp_path / "code", rewards=[spread])
+    assert summary["run_dir"] == str(tmp_path / "code") and summary["steps_done"] == 2
+    config = tmp_path / "code" / "config.yaml"
+    assert f"- {__name__}:spread" in config.read_text()
+    assert main(["train", "--config", str(config), "--run-dir", str(tmp_path / "command")]) == 0
+    assert rewards_of(tmp_path / "command") == rewards_of(tmp_path / "code")
+
+
+def test_resuming(tmp_path: Path) -> None:
+    lockstep.train(SMALL, tmp_path / "run")
+    lockstep.train(replace(SMALL, steps=3), tmp_path / "run", resume=True)
+    assert len(rewards_of(tmp_path / "run")) == 3
+    with pytest.raises(InputError, match="seed is 0 there and 1 here"):
+        lockstep.train(replace(SMALL, seed=1, steps=3), tmp_path / "run", resume=True)
+    with pytest.raises(InputError, match="run_dir is missing"):
+        lockstep.train(SMALL, resume=True)
+
+
+def test_what_config_yaml_cannot_name(tmp_path: Path) -> None:
+    def local(completions, **_):
+        return [0.0] * len(completions)
+
+    for function in (local, lambda completions: [0.0] * len(completions), json.JSONDecoder().decode):
+        with pytest.raises(InputError, match="cannot be named in config.yaml"):
+            lockstep.train(SMALL, tmp_path / "run", rewards=[function])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bad_configuration_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="steps is -1"):
+        lockstep.train(replace(SMALL, steps=-1), tmp_path / "run")
+    with pytest.raises(InputError, match="arch 'giant' is unknown"):
+        lockstep.train(replace(SMALL, arch="giant"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_public_names_are_there_documented_and_complete() -> None:
+    for name in lockstep.__all__:
+        assert name == "__version__" or inspect.getdoc(getattr(lockstep, name)), name
+    configs = {n for n, c in vars(lockstep.config).items() if n.endswith("Config") and dataclasses.is_dataclass(c)}
+    assert configs <= set(lockstep.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = lockstep.trian
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, lockstep; lockstep.RunConfig(); sys.exit('torch' in sys.modules or 'tyro' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

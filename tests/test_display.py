@@ -1,0 +1,133 @@
+"""The progress display: what it says, and that a stream which fails ends nothing."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.display import Display, FailsafeStream, sparkline
+
+METRICS = {
+    "reward/mean": 0.5,
+    "loss": 0.125,
+    "response_length/mean": 12.0,
+    "time/step": 2.0,
+    "time/generate": 1.0,
+    "time/forward_backward": 0.75,
+    "time/optim_step": 0.25,
+    "perf/tokens_per_s_per_gpu": 12345.6,
+    "parity/tokens_checked": 1000,
+    "parity/tokens_different": 0,
+}
+
+
+def test_display_without_a_terminal_is_a_line_a_step() -> None:
+    stream = io.StringIO()
+    with Display(10, stream=stream) as display:
+        display.note("starting [bold]")
+        display.update(0, METRICS)
+        display.update(1, {"reward/mean": math.nan})
+        display.update(2, METRICS | {"parity/tokens_different": 3})
+    note, first, second, third = stream.getvalue().splitlines()
+    assert note == "starting [bold]"
+    assert first == (
+        "step 1/10  reward 0.5  loss 0.125  length 12  parity identical (1,000 tokens)  "
+        "2 s (generate 1, forward_backward 0.75, optim_step 0.25)  12,346 tokens/s  eta 0:18"
+    )
+    assert second.startswith("step 2/10  reward nan  loss -  length -")
+    assert "BROKEN (3 of 2,000 tokens differ)" in third
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_display_on_a_terminal_and_with_progress_off() -> None:
+    live, plain = Terminal(), Terminal()
+    for stream, wanted in ((live, True), (plain, False)):
+        with Display(2, live=wanted, stream=stream) as display:
+            display.note("starting")
+            display.update(0, METRICS)
+            display.update(1, METRICS | {"reward/mean": 1.0})
+    assert "▁█" in live.getvalue() and "identical (2,000 tokens)" in live.getvalue()
+    assert len(plain.getvalue().splitlines()) == 3
+
+
+def test_display_without_parity_or_times() -> None:
+    stream = io.StringIO()
+    with Display(1, stream=stream) as display:
+        display.update(0, {})
+    assert "parity not checked" in stream.getvalue() and "eta -" in stream.getvalue()
+
+
+def test_sparkline() -> None:
+    assert sparkline([0.0, 0.5, math.nan, 1.0]) == "▁▄ █"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([math.nan]) == sparkline([]) == ""
+
+
+class Failing(io.StringIO):
+    """A stream whose reader has gone after `good` writes."""
+
+    def __init__(self, good: int, error: Exception) -> None:
+        super().__init__()
+        self.good, self.error, self.tried = good, error, 0
+
+    def write(self, text: str) -> int:
+        self.tried += 1
+        if self.tried > self.good:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "Input/output error"), ValueError("closed file")])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_stream_that_fails_ends_nothing(error: Exception, terminal: bool) -> None:
+    stream = Failing(2, error)
+    stream.isatty = lambda: terminal  # type: ignore[method-assign]
+    with Display(3, stream=stream) as display:
+        for step in range(3):
+            display.note("note")
+            display.update(step, METRICS)
+    assert stream.getvalue() and stream.tried == 3  # what failed is not tried again
+
+
+def test_a_locale_without_the_characters_shows_others() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    FailsafeStream(stream).write("reward \u2581\u2588")
+    assert raw.getvalue() == b"reward ??"
+
+
+def test_no_stream_at_all() -> None:
+    stream = FailsafeStream(None)
+    assert stream.write("text") == 4 and not stream.isatty()
+    with Display(1) as display:
+        display.update(0, METRICS)
+
+
+@pytest.mark.parametrize("closed", ["at the start", "by its reader"])
+def test_a_process_outlives_its_standard_error(closed: str) -> None:
+    code = """
+import contextlib, sys
+from lockstep.display import Display, FailsafeStream
+with contextlib.redirect_stderr(FailsafeStream(sys.stderr)), Display(200) as display:
+    for step in range(200):
+        display.update(step, {})
+        print("a library's word", file=sys.stderr)
+print("done")
+"""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-c", code]
+    if closed == "at the start":
+        command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=write_end, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stdout) == (0, "done\n")

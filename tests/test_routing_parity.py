@@ -1,0 +1,328 @@
+"""Mixture of experts: both roles choose the same experts, a difference is caught where log-probabilities cannot show
+it, and what is recorded of the routing is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small import CONFIG, generate, make_model, requests, train_groups
+
+from lockstep.build import build, warm_up
+from lockstep.config import (
+    CompileConfig,
+    GeneratorConfig,
+    LossConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from lockstep.errors import InputError, ParityError
+from lockstep.generator import Engine, SharedWeights, SnapshotWeights
+from lockstep.graph import Compiler, FakeRecorder, trust
+from lockstep.loop import Loop
+from lockstep.models import Decoder, PackedAttention, Routing
+from lockstep.models.config import MoEConfig
+from lockstep.models.init import init_folder
+from lockstep.ops import routing
+from lockstep.parity import Certificate, check_model, raise_mismatch
+from lockstep.trainer import BatchShape, StepResult, Trainer, pack
+from lockstep.types import Completion, PackedBatch, SamplingParams, TrainGroup
+
+MOE = replace(CONFIG, num_layers=3, family="qwen3_moe", moe=MoEConfig(6, 2, 40, dense_layers=(1,)))
+CHOICES = 4  # a token's: two layers of two slots
+TWINS = replace(MOE, moe=MoEConfig(6, 1, 40, router_bias=True))
+SHAPE = BatchShape(512, 128, 16, 200)
+
+
+def compiler_of(capture: str) -> Compiler | None:
+    return Compiler(CompileConfig("step"), torch.device("cpu")) if capture == "step" else None
+
+
+def twins() -> Decoder:
+    """A model whose experts 2i and 2i + 1 are the same, so that a token may go to either without a bit changing."""
+    model = make_model(torch.float32, config=TWINS)
+    with torch.no_grad():
+        for layer in model.layers:
+            if layer.moe is not None:
+                for weight in (layer.moe.router, layer.moe.experts.gate_up, layer.moe.experts.down):
+                    weight[1::2] = weight[::2]
+                layer.moe.router_bias.zero_()
+    return model
+
+
+def higher_index_wins(values: torch.Tensor, count: int) -> torch.Tensor:
+    """A mutant of `routing._top` that breaks ties the other way."""
+    last = values.shape[-1] - 1
+    return last - top(values.flip(-1), count)
+
+
+top = routing._top
+
+
+@pytest.mark.parametrize("capture", ["none", "step"])
+@pytest.mark.parametrize("mutant", ["ties", "bias"])
+def test_other_experts_stop_a_strict_run_though_log_probs_are_equal(
+    mutant: str, capture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = twins()
+    weights, compiler = SnapshotWeights(model), compiler_of(capture)
+    if mutant == "bias":  # far smaller than what tells other experts apart
+        weights.model.layers[2].moe.router_bias[1::2] += 1e-6
+    prompts, sampling = requests(3, length=8)
+    with monkeypatch.context() as patch:
+        if mutant == "ties":
+            patch.setattr(routing, "_top", higher_index_wins)
+        completions = generate(Engine(weights, GeneratorConfig(), 16384, compiler=compiler), prompts, sampling)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    before = trainer.flat.data.clone()
+    for batch in pack(train_groups(prompts, sampling, completions), max_tokens=4096, check_parity=True):
+        trainer.forward_backward(batch)
+    result = trainer.optim_step(1e-2)
+    assert result.routing and result.logprob_diff_max == 0
+    assert result.tokens_different == result.routing.tokens_different == result.tokens_checked > 0
+    assert not result.applied and torch.equal(trainer.flat.data, before)
+    assert {m.kind for m in result.mismatches} == {"experts"}
+    with pytest.raises(ParityError, match="step 5: .* went to other experts") as error:
+        raise_mismatch(5, result)
+    assert "\n  group 0 sample 0, completion token 0, experts: generator " in str(error.value)
+
+
+def test_equal_choices_pass_and_are_counted() -> None:
+    result, completions = checked(make_model(torch.bfloat16, config=MOE))
+    tokens = sum(len(c.token_ids) for c in completions)
+    assert result.tokens_checked == tokens and result.tokens_different == 0
+    assert result.routing and result.routing.choices_checked == tokens * CHOICES
+    assert all(len(c.route_digests or ()) == len(c.token_ids) for c in completions)
+    certificate = Certificate("strict")
+    for step in range(2):
+        certificate.add(step, result, tokens)
+    found = certificate.to_dict()
+    assert (found["identical"], found["expert_choices_checked"]) == (True, 2 * tokens * CHOICES)
+    assert found["tokens_routed_differently"] == 0
+
+
+def test_one_planted_digest_is_named() -> None:
+    def plant(groups: list[TrainGroup]) -> None:
+        groups[1].sequences[1].route_digests[3] ^= 1  # type: ignore[index]
+
+    result, _ = checked(make_model(torch.float32, config=MOE), plant)
+    assert result.routing and (result.tokens_different, result.routing.tokens_different) == (1, 1)
+    (mismatch,) = result.mismatches
+    assert (mismatch.request, mismatch.position, mismatch.kind) == ("group 1 sample 1", 3, "experts")
+    assert mismatch.trainer == int(mismatch.generator) ^ 1
+
+
+def test_a_dense_models_records_have_nothing_of_it() -> None:
+    result, completions = checked(make_model(torch.float32))
+    assert result.routing is None and all(c.route_digests is None for c in completions)
+    certificate = Certificate("strict")
+    certificate.add(0, result, result.tokens_checked)
+    assert not {"expert_choices_checked", "tokens_routed_differently"} & certificate.to_dict().keys()
+
+
+def test_missing_digests_are_refused() -> None:
+    def forget(groups: list[TrainGroup]) -> None:
+        for group in groups:
+            for sequence in group.sequences:
+                sequence.route_digests = None
+
+    def forget_one(groups: list[TrainGroup]) -> None:
+        groups[1].sequences[0].route_digests = None
+
+    def shorten(groups: list[TrainGroup]) -> None:
+        groups[1].sequences[0].route_digests.pop()  # type: ignore[union-attr]
+
+    model = make_model(torch.float32, config=MOE)
+    with pytest.raises(ValueError, match="cannot be checked without the generator's route digests"):
+        checked(model, forget)
+    with pytest.raises(ValueError, match="group 1 sample 0: parity cannot be checked without its route digests"):
+        checked(model, forget_one)
+    with pytest.raises(ValueError, match="group 1 sample 0: 6 route digests for 7 completion tokens"):
+        checked(model, shorten)
+
+
+def checked(
+    model: Decoder, change: Callable[[list[TrainGroup]], None] = lambda groups: None
+) -> tuple[StepResult, list[Completion]]:
+    """What the trainer finds of a generator's rollouts, `change`d before."""
+    prompts, sampling = requests(4, length=8)
+    completions = generate(Engine(SharedWeights(model), GeneratorConfig(), 16384), prompts, sampling)
+    groups = train_groups(prompts, sampling, completions)
+    change(groups)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig())
+    for batch in pack(groups, max_tokens=4096, check_parity=True):
+        trainer.check(batch)
+    return trainer.finish_check(), [c for group in completions for c in group]
+
+
+def route(model: Decoder, batch: PackedBatch) -> tuple[list[Routing], int]:
+    """What the routers find, and how many rows are valid."""
+    routes: list[Routing] = []
+    attend = PackedAttention(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
+    model(batch.tokens_T, batch.positions_T, attend, routes)
+    return routes, int(batch.cu_seqlens[-1])
+
+
+def batches_of(model: Decoder, max_tokens: int = 512, check_parity: bool = True) -> list[PackedBatch]:
+    prompts, sampling = requests(3, length=8)
+    completions = generate(Engine(SharedWeights(model), GeneratorConfig(), 16384), prompts, sampling)
+    groups = train_groups(prompts, sampling, completions)
+    shape = SHAPE._replace(tokens=max_tokens)
+    return pack(groups, max_tokens=max_tokens, check_parity=check_parity, shapes=[shape])
+
+
+@pytest.mark.parametrize("capture", ["none", "step"])
+def test_loads_are_those_of_a_hand_count_without_padding(capture: str) -> None:
+    model = make_model(torch.float32, config=MOE)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(capture))
+    batches = batches_of(model, max_tokens=160)
+    loads, tokens = [[0] * 6, [0] * 6], 0
+    for batch in batches:
+        routes, valid = route(model, batch)
+        assert valid < len(batch.tokens_T)
+        tokens += valid
+        for layer, found in enumerate(routes):
+            for row in found.experts_TK[:valid].tolist():
+                for expert in row:
+                    loads[layer][expert] += 1
+    assert len(batches) > 1 and [sum(layer) for layer in loads] == [2 * tokens, 2 * tokens]
+    for i, batch in enumerate(batches):  # of what is only checked, too
+        trainer.check(batch) if i else trainer.forward_backward(batch)
+    found = trainer.optim_step(1e-3).routing
+    assert found and (found.min_expert_tokens, found.max_expert_tokens) == (min(map(min, loads)), max(map(max, loads)))
+    assert found.load_imbalance == pytest.approx(sum(6 * max(layer) / sum(layer) for layer in loads) / 2)
+    assert set(found.metrics()) == {
+        *("moe/load_imbalance", "moe/expert_tokens/min", "moe/expert_tokens/max", "parity/tokens_routed_differently")
+    }
+    trainer.check(batches[1])
+    again = trainer.finish_check().routing
+    assert again and again.max_expert_tokens < found.max_expert_tokens  # each step starts at 0
+
+
+@pytest.mark.parametrize("capture", ["none", "step"])
+def test_balancing_loss_and_gradient_are_those_of_transformers(capture: str) -> None:
+    theirs = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe").load_balancing_loss_func
+    model = make_model(torch.float32, config=MOE)
+    parameters, coefficient = list(model.parameters()), 0.5
+    batches = batches_of(model, max_tokens=160)
+    grads, losses = [], []
+    for loss in (LossConfig(), LossConfig(router_aux_loss_coef=coefficient)):
+        trainer = Trainer(model, OptimizerConfig(), loss, compiler=compiler_of(capture))
+        for batch in batches:
+            trainer.forward_backward(batch)
+        grads.append([grad.clone() for grad in trainer.flat.grads])
+        losses.append(trainer.optim_step(0.0))
+    expected, total = [torch.zeros_like(grad) for grad in grads[0]], 0.0
+    for batch in batches:
+        routes, valid = route(model, batch)
+        share = batch.weight_C.sum()
+        loss = share * theirs(tuple(r.logits_TE[:valid] for r in routes), num_experts=6, top_k=2)
+        found = torch.autograd.grad(loss, trainer.flat.parameters, allow_unused=True)
+        for sum_, grad in zip(expected, found, strict=True):
+            sum_ += 0 if grad is None else coefficient * grad
+        total += loss.item()
+    off, on = losses
+    assert off.routing and on.routing and off.routing.aux_loss is None
+    assert on.routing.aux_loss == pytest.approx(total, rel=1e-5)
+    assert on.routing.metrics()["moe/aux_loss"] == on.routing.aux_loss
+    assert on.loss - off.loss == pytest.approx(coefficient * total, rel=1e-4)
+    assert sum(grad.abs().sum() > 0 for grad in expected) > len(parameters) // 2
+    for before, after, change in zip(grads[0], grads[1], expected, strict=True):
+        torch.testing.assert_close(after - before, change, rtol=1e-3, atol=1e-5)
+
+
+def test_balancing_needs_experts_chosen_by_a_softmax() -> None:
+    for config in (CONFIG, replace(MOE, moe=MoEConfig(6, 2, 40, sigmoid=True))):
+        with pytest.raises(InputError, match=r"loss.router_aux_loss_coef is 0.1: it balances experts"):
+            Trainer(make_model(torch.float32, config=config), OptimizerConfig(), LossConfig(router_aux_loss_coef=0.1))
+
+
+@pytest.mark.parametrize("check_parity", [True, False])
+def test_graphs_of_experts_pass_the_check_against_eager_and_none_comes_late(check_parity: bool) -> None:
+    model = make_model(torch.float32, config=MOE)
+    batches = batches_of(model, check_parity=check_parity)
+    compiler = Compiler(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, n=3, max_completion_length=10)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(router_aux_loss_coef=0.01), compiler=compiler)
+    engine = Engine(SharedWeights(model), GeneratorConfig(), 1024, compiler=compiler)
+    trainer.warm_up([SHAPE], sampling, check_parity=check_parity)
+    engine.warm_up(4, 60, sampling)
+    work = trainer.trust_cases([SHAPE], sampling, check_parity=check_parity)
+    verdicts = trust(compiler, [*work, *engine.trust_cases()], "strict")
+    assert {v.function for v in verdicts} == {"forward_backward", "check", "optim_step", "decode", "mixed"}
+    compiler.end_warm_up()
+    for batch in batches:
+        trainer.forward_backward(batch)
+        trainer.check(batch)
+    result = trainer.optim_step(1e-3)
+    assert result.applied and compiler.recompiles == 0
+    assert result.routing and result.routing.choices_checked == result.tokens_checked * CHOICES
+    assert (result.tokens_checked > 0) == check_parity and result.routing.max_expert_tokens > 0
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Two steps of the tiny mixture of experts."""
+    (tmp_path / "rewards.py").write_text("def odd(completions, **_): return [i % 2 for i in range(len(completions))]")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "a longer prompt than that"}\n')
+    return RunConfig(
+        recipe="dataset",
+        arch="tiny-qwen3-moe",
+        steps=2,
+        task=TaskConfig(
+            *("dataset", str(tmp_path / "data.jsonl")),
+            reward=(f"{tmp_path / 'rewards.py'}:odd",),
+            validation_prompts=0,
+        ),
+        sampling=SamplingConfig(num_generations=4, max_completion_length=8, ignore_eos=True),
+        trainer=TrainerConfig(prompts_per_step=2),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    )
+
+
+@pytest.mark.parametrize("capture", ["none", "step"])
+def test_a_run_records_its_routing_and_stops_at_other_experts(
+    config: RunConfig, capture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, compile=CompileConfig(capture, verify="off") if capture == "step" else CompileConfig())
+    run = build(config)
+    warm_up(config, run)
+    loop = Loop(config, run)
+    metrics, _ = loop.step(0)
+    assert metrics["parity/tokens_checked"] == 64 and metrics["parity/tokens_routed_differently"] == 0
+    assert metrics["recompiles"] == 0 and 1 <= metrics["moe/load_imbalance"] <= 4
+    assert 0 <= metrics["moe/expert_tokens/min"] <= metrics["moe/expert_tokens/max"]
+    certificate = json.loads(json.dumps(loop.certificate.to_dict()))
+    assert certificate["identical"] is True and certificate["expert_choices_checked"] == 64 * 4 * 2
+    collect = run.engine.generate
+
+    def planted(*arguments):
+        made = collect(*arguments)
+        made[1][2].route_digests[5] ^= 1
+        return made
+
+    monkeypatch.setattr(run.engine, "generate", planted)
+    before = [p.detach().clone() for p in run.policy.model.parameters()]
+    with pytest.raises(ParityError, match=r"step 1: 1 of 64 tokens .*\n  group 1 sample 2, .* token 5, experts"):
+        loop.step(1)
+    assert all(map(torch.equal, run.policy.model.parameters(), before))
+    assert loop.certificate.to_dict()["tokens_routed_differently"] == 1
+
+
+def test_the_parity_command_tells_of_experts(tmp_path: Path) -> None:
+    init_folder("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    report = check_model(str(tmp_path / "model"), tokens=64, seed=0, device="cpu", dtype="float32")
+    assert report.identical and report.expert_choices_checked == report.tokens_checked * 8
+    assert f"Expert choices    : {report.expert_choices_checked}\n  Routed differently: 0\n" in report.render()
+    assert report.to_dict()["tokens_routed_differently"] == 0
+    failed = replace(report, tokens_different=3, tokens_routed_differently=3)
+    assert failed.render().endswith("FAIL: generator and trainer choose different experts.")
+    dense = replace(report, expert_choices_checked=None, tokens_routed_differently=None)
+    assert "xpert" not in dense.render() and "expert_choices_checked" not in dense.to_dict()
