@@ -20,7 +20,7 @@ LossType = Literal["grpo", "dr_grpo", "dapo", "sft"]
 class TaskConfig:
     """Where prompts and rewards come from."""
 
-    name: Literal["sum-digits", "gsm8k", "dataset"] = "sum-digits"
+    name: Literal["sum-digits", "word-arithmetic", "gsm8k", "dataset"] = "sum-digits"
     """Prompt source. `dataset` reads --data and needs at least one --reward."""
     data: str | None = None
     """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
@@ -55,7 +55,7 @@ class TaskConfig:
     seed: int = 42
     """Seed of the training problems or of the data's order."""
     validation_seed: int = 99
-    """Seed of the validation problems (sum-digits)."""
+    """Seed of the validation problems (sum-digits, word-arithmetic)."""
     validation_data: str | None = None
     """Validation rows; without it a dataset's last `validation_prompts` rows are held out."""
     validation_prompts: int = 20

@@ -33,7 +33,7 @@ class Train(RunConfig):
     recipe: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE", help_behavior_hint="(default: sum-digits)")
     ] = ""
-    """Named configuration to begin from: sum-digits, gsm8k or dataset."""
+    """Named configuration to begin from: sum-digits, word-arithmetic, gsm8k or dataset."""
     model: Annotated[str | None, tyro.conf.arg(metavar=_MODEL)] = None
     """Hugging Face folder or hub id; without it a tiny random model is made."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
@@ -131,7 +131,7 @@ class Eval:
     model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
     """Hugging Face folder or hub id."""
     task: Annotated[str, tyro.conf.arg(metavar="NAME")]
-    """Recipe whose task it is: sum-digits, gsm8k or dataset."""
+    """Recipe whose task it is: sum-digits, word-arithmetic, gsm8k or dataset."""
     easy: bool = True
     """sum-digits: the easy form that a tiny model trains on; --no-easy for the full one."""
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None

@@ -267,7 +267,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
     [
         ("trian", ["trian", "train, generate, eval, chat, report, parity, init"]),
         ("train sum-digit", ["unknown recipe 'sum-digit'", "did you mean sum-digits"]),
-        ("train zzz", ["unknown recipe 'zzz'", "allowed: sum-digits, gsm8k, dataset"]),
+        ("train zzz", ["unknown recipe 'zzz'", "allowed: sum-digits, word-arithmetic, gsm8k, dataset"]),
         ("train sum-digits gsm8k", ["gsm8k"]),
         ("train --stepz 3", ["--stepz", "--steps"]),
         ("train --sampling.topp 0.5", ["--sampling.topp", "--sampling.top-p"]),

@@ -77,6 +77,7 @@ ARCHITECTURES: dict[str, ModelConfig] = {
     "llama3.1-70b": _llama3(80, 8192, 28672, 64, factor=8.0),
     "llama3.2-1b": _llama3(16, 2048, 8192, 32, 64, 32.0, tied=True),
     "llama3.2-3b": _llama3(28, 3072, 8192, 24, factor=32.0, tied=True),
+    "qwen3-100m": ModelConfig(512, 768, 2304, 14, 12, 4, 64, max_position_embeddings=4096, rope_theta=10000.0),
     "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, tied=True),
     "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, tied=True),
     "qwen3-4b": _qwen3(36, 2560, 9728, 32, tied=True),

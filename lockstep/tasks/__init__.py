@@ -11,12 +11,13 @@ from .loading import load_rewards
 from .rewards import Reward, RewardSet
 from .rows import Problems, read_problems
 from .sum_digits import REWARDS, SumDigits
+from .word_arithmetic import WordArithmetic
 from .workers import RewardWorkers
 
 __all__ = ["Problem", "PromptLimit", "Reward", "RewardSet", "Task", "make_task", "read_problems"]
 
 _GSM8K_REWARD = Reward("correct", gsm8k_reward, spec="gsm8k")
-_OWN_REWARDS = {"sum-digits": REWARDS, "gsm8k": (_GSM8K_REWARD,)}
+_OWN_REWARDS = {"sum-digits": REWARDS, "word-arithmetic": REWARDS, "gsm8k": (_GSM8K_REWARD,)}
 
 
 def make_task(config: TaskConfig, prompts_per_step: int) -> Task:
@@ -26,9 +27,12 @@ def make_task(config: TaskConfig, prompts_per_step: int) -> Task:
     naming the field, file and line, or reward that is wrong.
     """
     rewards = _rewards(config)
-    if config.name == "sum-digits":
+    if config.name in ("sum-digits", "word-arithmetic"):
         rewards.check_columns(["answer"])
-        return SumDigits(config.seed, config.validation_seed, config.validation_prompts, config.easy, rewards)
+        seeds = config.seed, config.validation_seed, config.validation_prompts
+        if config.name == "sum-digits":
+            return SumDigits(*seeds, config.easy, rewards)
+        return WordArithmetic(*seeds, rewards)
     return DatasetTask(config, *_read(config), rewards, prompts_per_step)
 
 

@@ -6,8 +6,9 @@ import itertools
 import re
 from typing import Any
 
-from .base import Problem, Task, draw
+from .base import Problem, draw
 from .calls import completion_text
+from .drawn import DrawnTask
 from .rewards import Reward, RewardSet
 
 # 146 to 154 tokens when split as the Qwen tokenizers do, with the numbers in.
@@ -37,36 +38,18 @@ _VALIDATION_SHARE = 8
 _TAGGED_INTEGER = re.compile(r"<answer>\s*(-?[0-9]+)\s*</answer>")
 
 
-class SumDigits(Task):
-    """Problems drawn from a hash of (seed, step, group): two to four numbers, or always two when `easy`.
-
-    Whether a combination of numbers is kept for validation depends on the numbers alone, whatever their order and the
-    seeds, so no validation problem is ever trained on.
-    """
+class SumDigits(DrawnTask):
+    """Two to four numbers, or always two when `easy`. The numbers alone, in any order, decide what is held out."""
 
     name = "sum-digits"
 
     def __init__(
         self, seed: int, validation_seed: int, validation_prompts: int, easy: bool, rewards: RewardSet | None = None
     ) -> None:
-        self._seed = seed
-        self._validation_seed = validation_seed
-        self._validation_prompts = validation_prompts
+        super().__init__(seed, validation_seed, validation_prompts, rewards or RewardSet(list(REWARDS)))
         self._easy = easy
-        self.rewards = rewards or RewardSet(list(REWARDS))
 
-    def train_problem(self, step: int, group: int) -> Problem:
-        return self._problem(False, "train", self._seed, step, group)
-
-    def validation_problems(self) -> list[Problem]:
-        return [
-            self._problem(True, "validation", self._validation_seed, index) for index in range(self._validation_prompts)
-        ]
-
-    def warmup_problem(self, step: int, index: int) -> Problem:
-        return self._problem(False, "warmup", self._seed, step, index)
-
-    def _problem(self, held_out: bool, *key: int | str) -> Problem:
+    def draw_problem(self, held_out: bool, *key: int | str) -> Problem:
         draws = (self._numbers(*key, attempt) for attempt in itertools.count())
         numbers = next(numbers for numbers in draws if is_held_out(numbers) == held_out)
         digits = "".join(map(str, numbers))

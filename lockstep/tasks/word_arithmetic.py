@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from .base import Problem, Task, draw
+from .base import Problem, draw
+from .drawn import DrawnTask
 from .rewards import RewardSet
 from .sum_digits import REWARDS
 
@@ -21,47 +22,31 @@ _VALIDATION_SHARE = 8  # one story's numbers in this many are kept for validatio
 Steps = list[int]  # the first amount, then what is added (or, negative, taken away)
 
 
-class WordArithmetic(Task):
-    """Stories drawn from a hash of (seed, step, group): an amount up to 60 and two or three changes, never below 0.
-
-    Whether a story is kept for validation depends on its numbers alone, so none of those is ever trained on.
-    """
+class WordArithmetic(DrawnTask):
+    """An amount up to 60 and two or three changes, never below 0. The numbers alone decide what is held out."""
 
     name = "word-arithmetic"
 
     def __init__(
         self, seed: int, validation_seed: int, validation_prompts: int, rewards: RewardSet | None = None
     ) -> None:
-        self._seed = seed
-        self._validation_seed = validation_seed
-        self._validation_prompts = validation_prompts
-        self.rewards = rewards or RewardSet(list(REWARDS))
+        super().__init__(seed, validation_seed, validation_prompts, rewards or RewardSet(list(REWARDS)))
 
-    def train_problem(self, step: int, group: int) -> Problem:
-        return _problem(False, "train", self._seed, step, group)
-
-    def validation_problems(self) -> list[Problem]:
-        return [_problem(True, "validation", self._validation_seed, i) for i in range(self._validation_prompts)]
-
-    def warmup_problem(self, step: int, index: int) -> Problem:
-        return _problem(False, "warmup", self._seed, step, index)
+    def draw_problem(self, held_out: bool, *key: int | str) -> Problem:
+        candidates = (_steps(*key, attempt) for attempt in itertools.count())
+        steps = next(steps for steps in candidates if is_held_out(steps) == held_out)
+        amounts = list(itertools.accumulate(steps))
+        sums = [
+            f"{before} {'+' if change > 0 else '-'} {abs(change)} = {after}"
+            for before, change, after in zip(amounts, steps[1:], amounts[1:], strict=False)
+        ]
+        worked = "\n".join([*sums, f"<answer>{amounts[-1]}</answer>"])
+        return Problem(_story(steps, *key), {"answer": amounts[-1]}, worked)
 
 
 def is_held_out(steps: Steps) -> bool:
     """Whether stories with these numbers are kept for validation."""
     return draw("word arithmetic", *steps) % _VALIDATION_SHARE == 0
-
-
-def _problem(held_out: bool, *key: int | str) -> Problem:
-    candidates = (_steps(*key, attempt) for attempt in itertools.count())
-    steps = next(steps for steps in candidates if is_held_out(steps) == held_out)
-    amounts = list(itertools.accumulate(steps))
-    sums = [
-        f"{before} {'+' if change > 0 else '-'} {abs(change)} = {after}"
-        for before, change, after in zip(amounts, steps[1:], amounts[1:], strict=False)
-    ]
-    worked = "\n".join([*sums, f"<answer>{amounts[-1]}</answer>"])
-    return Problem(_story(steps, *key), {"answer": amounts[-1]}, worked)
 
 
 def _steps(*key: int | str) -> Steps:
