@@ -6,7 +6,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _ADDRESS_WARNING = "Accessing the data pointer of FakeTensor"
+ALIGNMENT = 16  # bytes that the address of a tensor may be a multiple of, to the benefit of a kernel
 _TAGS = "custom"  # where `annotate` leaves its tags in a node's metadata
 
 
@@ -293,6 +294,56 @@ def watched(fn: Callable[[], Any], seen: Callable[[Any, Sequence[Any], Mapping[s
 
     with Watch(), _one_thread():
         return fn()
+
+
+class _Implementations(TorchDispatchMode):
+    """Runs operators of a namespace by their implementation for the device, whatever the tensors are made of."""
+
+    def __init__(self, namespace: str, places: Mapping[int, int]) -> None:
+        super().__init__()
+        self._namespace, self._places = namespace, places
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == self._namespace:
+            with suppress(Exception), self:  # one that fails on tensors without memory is passed over
+                return self._implementation(op, args, kwargs or {})
+        return op(*args, **(kwargs or {}))
+
+    def _implementation(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        for tensor in tensors:  # kernels are compiled for how well an address is aligned
+            place = self._places.get(tensor.untyped_storage()._cdata, 0)
+            address = place + tensor.storage_offset() * tensor.element_size()
+            tensor.data_ptr = functools.partial(int, address)  # type: ignore[method-assign]
+        key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}[tensors[0].device.type]
+        return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+@contextmanager
+def without_memory(tensors: Sequence[Tensor], namespace: str) -> Iterator[list[Tensor]]:
+    """Within, nothing is computed: operators find the shapes of their results, and those of `namespace` run their
+    implementation for the device, as if to launch its kernels. Gives stand-ins for `tensors`, one for all that are
+    alike in shape and alignment."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[tuple, Tensor] = {}
+    places: dict[int, int] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        place = tensor.data_ptr() % ALIGNMENT
+        key = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place
+        if key not in made:
+            with mode:
+                made[key] = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                )
+            places[made[key].untyped_storage()._cdata] = place
+        return made[key]
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_ADDRESS_WARNING)
+        stand_ins = [stand_in(tensor) for tensor in tensors]
+        with mode, _Implementations(namespace, places):
+            yield stand_ins
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

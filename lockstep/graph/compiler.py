@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -38,8 +39,9 @@ class Compiler:
         captures: traces made so far. One serves every value of a function's open sizes.
         recompiles: graphs that were made after `end_warm_up`, each for a choice of statics and sizes.
         functions: what was made by `function`.
-        timings: host seconds in `import_tracer`, `trace`, `passes`, `record` (each graph's first launch) and `verify`
-            (the comparison with eager, `trust`).
+        rehearsing: see `rehearsal`.
+        timings: host seconds in `import_tracer`, `trace`, `passes`, `compile` (`rehearsal`), `record` (each graph's
+            first launch) and `verify` (the comparison with eager, `trust`).
         nodes: for each trace its title with what each pass did to the number of nodes.
     """
 
@@ -61,7 +63,7 @@ class Compiler:
         self.dump = Path(config.dump) if config.dump else None
         self.captures = self.recompiles = 0
         self._not_graph_safe = not_graph_safe
-        self._warm = False
+        self.rehearsing = self._warm = False
         self._lowered: dict[str, Level] = {}
         self.functions: list[GraphFunction] = []
         self.timings = timings or Timings()
@@ -135,6 +137,19 @@ class Compiler:
         """Count a new graph."""
         self.recompiles += self._warm
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within, functions make their graphs and launch none (what they return is zero), and by the end the kernels of
+        those graphs are compiled, side by side; launches of any other Triton kernel are left out too."""
+        from ..ops.kernels.precompile import compiling_only
+
+        with self.timings.measured("compile"), compiling_only():
+            self.rehearsing = True
+            try:
+                yield
+            finally:
+                self.rehearsing = False
+
     def end_warm_up(self) -> None:
         """From here on a new graph counts as a recompile; what only a check needs is let go of."""
         self._warm = True
@@ -206,6 +221,8 @@ class GraphFunction:
         if self._compiler.level(self.name) == "eager":
             return self._eager(user, times, statics)
         graph = self.graph(user, statics)
+        if self._compiler.rehearsing:
+            return graph.rehearse(user)
         if graph.launches:
             return graph(user, times)
         with self._compiler.timings.measured("record"):

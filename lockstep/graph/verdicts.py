@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import stat
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
@@ -15,54 +12,27 @@ from typing import Any
 
 import torch
 
+from ..ops import user_cache
 from ..ops.gate import driver_version
+from ..ops.user_cache import cache_folder
 
 PACKAGE = Path(__file__).parent.parent
 
 
-def cache_folder() -> Path:
-    """`$LOCKSTEP_CACHE`, else `lockstep` under `$XDG_CACHE_HOME` or `~/.cache`."""
-    if own := os.environ.get("LOCKSTEP_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
-
-
 class Verdicts:
-    """Passed checks by what they depend on. Only a folder that no one else may write is read, and nothing in it is
-    executed; a file that cannot be read counts as absent."""
+    """Passed checks by what they depend on, a file each (`ops.user_cache`)."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = (folder or cache_folder()) / "verdicts"
 
     def passed(self, key: str) -> bool:
         """Whether this check is known to have passed."""
-        if not self._private():
-            return False
-        try:
-            return json.loads((self._folder / f"{key}.json").read_text("utf-8"))["key"] == key
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        found = user_cache.read(self._folder / f"{key}.json")
+        return isinstance(found, dict) and found.get("key") == key
 
     def add(self, key: str, about: Mapping[str, Any]) -> None:
-        """Remember a check that passed; `about` is for readers. A folder that cannot be written is left alone."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not self._private():
-                return
-            handle, name = tempfile.mkstemp(dir=self._folder, suffix=".tmp")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"key": key, **about}, file)
-            os.replace(name, self._folder / f"{key}.json")
-        except OSError:
-            return
-
-    def _private(self) -> bool:
-        """Whether the folder is the user's own and closed to others."""
-        try:
-            found = self._folder.stat()
-        except OSError:
-            return False
-        return found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+        """Remember a check that passed; `about` is for readers."""
+        user_cache.write(self._folder / f"{key}.json", {"key": key, **about})
 
 
 def key(*parts: object) -> str:

@@ -93,6 +93,19 @@ class PagedAttention:
 
     def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
         k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
+        if self.max_query_len == 1 and qkv_TE.shape[0] == self.context_len_S.shape[0]:
+            return ops.attention_decode(
+                qkv_TE,
+                *heads,
+                k_cache,
+                v_cache,
+                self.slots_T,
+                self.block_table,
+                self.context_len_S,
+                self.max_context_len,
+                self.group_rows_CW,
+                self.shared_len_S,
+            )
         q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, *heads, k_cache, v_cache, self.slots_T)
         return ops.attention_paged(
             q_TNH,
@@ -103,8 +116,6 @@ class PagedAttention:
             self.context_len_S,
             self.max_query_len,
             self.max_context_len,
-            self.group_rows_CW,
-            self.shared_len_S,
         )
 
     def latent(self, layer: int, x: Latent) -> Tensor:

@@ -7,7 +7,7 @@ in `docs/numerics.md`.
 from .adamw import adamw, global_norm
 from .attention import KEY_TILE, attention_packed, attention_paged, write_kv
 from .decode_state import advance_rows, decode_slots
-from .fused import linear_add, norm_gate_up, norm_linear, qk_norm_rope_write_kv
+from .fused import attention_decode, linear_add, norm_gate_up, norm_linear, qk_norm_rope_write_kv
 from .grouped import grouped_linear
 from .head_linear import head_linear
 from .latent import latent_attention_packed, latent_attention_paged, write_latent
@@ -24,6 +24,7 @@ __all__ = [
     "TokenLogprobs",
     "adamw",
     "advance_rows",
+    "attention_decode",
     "attention_packed",
     "attention_paged",
     "combine",

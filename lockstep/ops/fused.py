@@ -4,7 +4,7 @@ Each rounds where the separate operators round (`docs/numerics.md`). With gradie
 backward passes are separate; without, one operator runs, and on a GPU the shape decides how much of it is one kernel.
 
 Shape suffixes: T rows, D model dim, E fused projection, F feed-forward dim, N query heads, K key/value heads or depth,
-H head dim, P pages.
+H head dim, P pages, S sequences, C groups of sequences, W rows of a group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import native, reference
-from .attention import write_kv
+from .attention import attention_paged, write_kv
 from .linear import linear
 from .operator import operator
 from .rows import rms_norm, silu_mul
@@ -136,3 +136,64 @@ def _(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps, 
 def _(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps, k_cache, v_cache, slots_T):
     heads = num_heads if qkv_TE.is_cuda else num_heads + num_kv_heads  # strides as the implementations leave them
     return qkv_TE.new_empty(qkv_TE.shape[0], heads, cos_sin_TH.shape[1])[:, :num_heads]
+
+
+@operator("lockstep::attention_decode", mutates_args=("k_cache", "v_cache"))
+def attention_decode(
+    qkv_SE: Tensor,
+    q_weight_H: Tensor | None,
+    k_weight_H: Tensor | None,
+    cos_sin_SH: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots_S: Tensor,
+    block_table: Tensor,
+    context_len_S: Tensor,
+    max_context_len: int,
+    group_rows_CW: Tensor | None = None,
+    shared_len_S: Tensor | None = None,
+) -> Tensor:
+    """`qk_norm_rope_write_kv` and `attention_paged` of one new token a sequence, [S, N, H]. No autograd.
+
+    Args:
+        qkv_SE: the tokens' fused projections; arguments up to `slots_S` are as in `qk_norm_rope_write_kv`.
+        slots_S: where each sequence's last position lies, by its block table too.
+        block_table: and the others are as in `attention_paged`.
+    """
+    rotation = q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps
+    q_SNH = qk_norm_rope_write_kv(qkv_SE, *rotation, k_cache, v_cache, slots_S)
+    cu_seqlens = torch.arange(qkv_SE.shape[0] + 1, dtype=torch.int32)
+    return attention_paged(q_SNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, 1, max_context_len)
+
+
+@attention_decode.register_kernel("cuda")
+def _(
+    qkv_SE,
+    q_weight_H,
+    k_weight_H,
+    cos_sin_SH,
+    num_heads,
+    num_kv_heads,
+    eps,
+    k_cache,
+    v_cache,
+    slots_S,
+    block_table,
+    context_len_S,
+    max_context_len,
+    group_rows_CW=None,
+    shared_len_S=None,
+):
+    from .kernels.attention_decode import Projected, decode
+
+    projected = Projected(q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps, slots_S)
+    paged = k_cache, v_cache, block_table, context_len_S, max_context_len
+    return decode(qkv_SE, *paged, group_rows_CW, shared_len_S, projected)
+
+
+@attention_decode.register_fake
+def _(qkv_SE, q_weight_H, k_weight_H, cos_sin_SH, num_heads, *_):
+    return qkv_SE.new_empty(qkv_SE.shape[0], num_heads, cos_sin_SH.shape[1])

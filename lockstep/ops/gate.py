@@ -13,23 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from . import attention, fused, linear_table
+from . import attention, fused, linear_table, user_cache
 from .attention import attention_packed, attention_paged
-from .gate_store import Outcome, Store, default_folder
 from .linear import linear, linear_fp32
 from .linear_table import CHAIN, Kind
 from .logprobs import CHUNK
 from .native.library import cpu_backend
 from .rows import rms_norm, silu_mul
+
+Outcome = Literal["kept", "replaced", "broken"]
 
 CPU_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17)
 CPU_WEIGHTS = 1 << 22  # elements of the weights that a CPU is checked with; columns are alike
@@ -133,15 +135,15 @@ def check(
 
     Args:
         dtype: the compute dtype.
-        folder: where verdicts are kept; default `$XDG_CACHE_HOME/lockstep`, or `~/.cache/lockstep`.
+        folder: where verdicts are kept; default `user_cache.cache_folder()`.
     """
     shapes: list[Product | Heads] = [*products, *heads]
     wanted = {str(shape): shape for shape in shapes}
-    store = Store(folder or default_folder(), fingerprint(device, dtype))
-    outcomes = store.load()
-    for name in wanted.keys() - outcomes.keys():
-        outcomes[name] = _check(wanted[name], device, dtype)
-    store.save(outcomes)
+    path = _path(device, dtype, folder)
+    outcomes = _known(path)
+    if due := wanted.keys() - outcomes.keys():
+        outcomes |= {name: _check(wanted[name], device, dtype) for name in due}
+        user_cache.write(path, outcomes)
     _replace(name for name in wanted if outcomes[name] == "replaced")
     found = {outcome: tuple(n for n in wanted if outcomes[n] == outcome) for outcome in get_args(Outcome)}
     return Verdict(len(wanted), found["replaced"], found["broken"])
@@ -150,8 +152,33 @@ def check(
 def restore(device: torch.device, dtype: torch.dtype, folder: Path | None = None) -> None:
     """Replace what an earlier run on this machine found to differ: before graphs are made, as `check` of what they
     hold (`used`) comes after."""
-    outcomes = Store(folder or default_folder(), fingerprint(device, dtype)).load()
+    outcomes = _known(_path(device, dtype, folder))
     _replace(name for name, outcome in outcomes.items() if outcome == "replaced")
+
+
+def rehearse(
+    products: Iterable[Product],
+    heads: Iterable[Heads],
+    device: torch.device,
+    dtype: torch.dtype,
+    folder: Path | None = None,
+) -> None:
+    """Go through the motions of `check`, and forget what is found: where launches only compile
+    (`kernels.precompile`), this compiles what it launches."""
+    outcomes = _known(_path(device, dtype, folder))
+    for shape in (*products, *heads):
+        if str(shape) not in outcomes:
+            _check(shape, device, dtype)
+
+
+def _path(device: torch.device, dtype: torch.dtype, folder: Path | None) -> Path:
+    """The file of the outcomes on this machine, by shape."""
+    return (folder or user_cache.cache_folder()) / f"gate-{fingerprint(device, dtype)[:32]}.json"
+
+
+def _known(path: Path) -> dict[str, Outcome]:
+    raw = user_cache.read(path)
+    return raw if isinstance(raw, dict) and all(outcome in get_args(Outcome) for outcome in raw.values()) else {}
 
 
 def _replace(names: Iterable[str]) -> None:
@@ -272,6 +299,7 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> str:
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
 
+@functools.cache
 def driver_version() -> str:
     """The driver's version, by NVML; empty when that is not there."""
     version = ctypes.create_string_buffer(96)

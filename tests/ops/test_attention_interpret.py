@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import triton
     import triton.language as tl
 
-    from lockstep.ops.kernels import attention, attention_decode, attention_tiles
+    from lockstep.ops.kernels import attention, attention_decode, attention_tiles, rows
 
     @triton.jit
     def _row_sum_kernel(p_ptr, sum_ptr):
@@ -160,3 +160,28 @@ class Interpreted:
         assert not same_bits(pages.decoded([0, 1, 2], [299, 280, 200]), alone), "CONTROL: without groups it matters"
         grouped = pages.decoded([0, 1, 2], [299, 280, 200], torch.tensor([[0, 1, 2, -1]]).int(), int32(128, 128, 128))
         assert same_bits(grouped, alone)
+
+    @pytest.mark.parametrize("with_norms", [True, False])
+    @pytest.mark.parametrize("shared", [0, 63, 145])
+    def test_a_projection_decodes_as_separate_kernels_do(self, shared, with_norms):
+        """Norm, rotation and the write to the cache inside: the words of the cache and of the output."""
+        sequences, positions = [0, 3, 1, 2], [270, 299, 255, 256]
+        pages = Pages(4, shared)
+        qkv = torch.randn(4, (HEADS + 2 * KV_HEADS) * HEAD_DIM) * torch.exp(torch.randn(4, 1))
+        norms = [torch.randn(HEAD_DIM) if with_norms else None for _ in range(2)]
+        angles = torch.rand(4, HEAD_DIM // 2) * 100
+        heads = (*norms, torch.cat((angles.cos(), angles.sin()), dim=1), HEADS, KV_HEADS, 1e-6)
+        table, context, starts = pages.table[sequences], int32(*positions) + 1, torch.arange(5).int()
+        page = table.gather(1, torch.tensor(positions).unsqueeze(1) // PAGE_SIZE).squeeze(1).long()
+        slots = page * PAGE_SIZE + torch.tensor(positions) % PAGE_SIZE
+        caches, expected = ([pages.k_cache.clone(), pages.v_cache.clone()] for _ in range(2))
+        for cache in (*caches, *expected):
+            cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = torch.nan
+        q = rows.qk_norm_rope(qkv, *heads, (*expected, slots))
+        alone = attention.paged(q, *expected, table, starts, context, 1, LENGTH)
+        groups = (torch.tensor([[0, 2, 1, 3, -1]]).int(), int32(*[shared] * 4)) if shared else ()
+        projected = attention_decode.Projected(*heads, slots)
+        for _ in range(2):  # writing again changes nothing
+            out = attention_decode.decode(qkv, *caches, table, context, LENGTH, *groups, projected=projected)
+            assert same_bits(out, alone) and not out.isnan().any()
+            assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))

@@ -73,6 +73,33 @@ def test_write_kv_inside_is_write_kv_after(dtype, mode, with_norms):
     assert (caches[0] == 9).any() and (caches[0] != 9).any()
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_is_write_kv_and_paged_attention(dtype, mode):
+    qkv, context = wide(3, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype), torch.tensor([1, 5, 6], dtype=torch.int32)
+    table = torch.tensor([[4, 0], [1, 3], [1, 2]], dtype=torch.int32)
+    page = table.gather(1, ((context.long() - 1) // 3).unsqueeze(1)).squeeze(1).long()
+    slots, starts = page * 3 + (context - 1) % 3, torch.arange(4, dtype=torch.int32)
+    norms = [wide(HEAD_DIM, dtype=dtype) for _ in range(2)]
+    arguments = (*norms, ops.rope_table(context.long() - 1, torch.rand(HEAD_DIM // 2)), HEADS, KV_HEADS, 1e-6)
+    caches = [wide(5, 3, KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    with MODES[mode]():
+        out = ops.attention_decode(qkv, *arguments, *caches, slots, table, context, 6)
+        q = ops.qk_norm_rope_write_kv(qkv, *arguments, *expected, slots)
+        assert same_bits(out, ops.attention_paged(q, *expected, table, starts, context, 1, 6))
+    assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
+
+
+def test_decode_traces_as_it_runs():
+    """Shapes, strides and what it writes, as its declaration says."""
+    caches = [torch.randn(4, 3, KV_HEADS, HEAD_DIM) for _ in range(2)]
+    arguments = (torch.ones(HEAD_DIM), torch.ones(HEAD_DIM), torch.randn(2, HEAD_DIM), HEADS, KV_HEADS, 1e-6)
+    paged = torch.tensor([0, 4]), torch.tensor([[0], [1]], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
+    qkv = torch.randn(2, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    torch.library.opcheck(torch.ops.lockstep.attention_decode.default, (qkv, *arguments, *caches, *paged, 3))
+
+
 def test_without_gradients_one_operator_is_traced():
     from torch.fx.experimental.proxy_tensor import make_fx
 

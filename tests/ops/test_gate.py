@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.ops import gate, linear_table
+from lockstep.ops import gate, linear_table, user_cache
 from lockstep.ops.gate import Heads, Product
-from lockstep.ops.gate_store import Store, default_folder
 
 CPU = torch.device("cpu")
 PRODUCTS = gate.decoder_products([1, 4], [70], [1, 2050], 24, Heads(4, 2, 8), 40, 100)
@@ -118,34 +117,42 @@ def test_the_folder_is_the_user_s_alone(folder):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"linear 1x2x3": "fine"}', "\xff"])
 def test_a_corrupt_file_is_ignored(folder, text):
-    store = Store(folder, "key")
-    store.save({"a": "kept"})
+    first = check(folder)
     (file,) = folder.iterdir()
     file.write_bytes(text.encode("latin-1"))
-    assert store.load() == {}
-    store.save({"b": "broken"})
-    assert store.load() == {"b": "broken"}
+    assert check(folder) == first
+    assert set(json.loads(file.read_text())) == {*map(str, PRODUCTS), *map(str, HEADS)}
 
 
 @pytest.mark.parametrize("writable", ["folder", "file"])
 def test_what_others_can_write_is_ignored(folder, writable):
-    store = Store(folder, "key")
-    store.save({"a": "kept"})
-    (file,) = folder.iterdir()
+    file = folder / "a.json"
+    user_cache.write(file, 1)
+    assert user_cache.read(file) == 1
     os.chmod(folder if writable == "folder" else file, 0o777)
-    assert store.load() == {}
+    assert user_cache.read(file) is None
 
 
 def test_an_unwritable_folder_is_no_error(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    store = Store(blocked / "lockstep", "key")
-    store.save({"a": "kept"})
-    assert store.load() == {}
+    (tmp_path / "file").write_text("")
+    user_cache.write(tmp_path / "file" / "lockstep" / "a.json", 1)
+    assert user_cache.read(tmp_path / "file" / "lockstep" / "a.json") is None
+
+
+def test_a_rehearsal_checks_what_is_due_and_keeps_nothing(folder, monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(gate, "_check", lambda shape, *_: seen.append(str(shape)) or "broken")
+    gate.rehearse(PRODUCTS, HEADS, CPU, torch.float32, folder)
+    assert seen == [*map(str, PRODUCTS), *map(str, HEADS)] and not folder.exists() and not linear_table.overrides
+    monkeypatch.undo()
+    check(folder)
+    monkeypatch.setattr(gate, "_check", lambda *_: pytest.fail("checked again"))
+    gate.rehearse(PRODUCTS, HEADS, CPU, torch.float32, folder)
 
 
 def test_where_the_folder_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("LOCKSTEP_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_folder() == tmp_path / "lockstep"
+    assert user_cache.cache_folder() == tmp_path / "lockstep"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
-    assert default_folder() == Path.home() / ".cache" / "lockstep"
+    assert user_cache.cache_folder() == Path.home() / ".cache" / "lockstep"

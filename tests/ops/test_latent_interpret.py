@@ -16,8 +16,10 @@ import torch
 from latent_cases import Case, exact, exact_gradients, same_bits
 from torch import Tensor
 
+from lockstep import ops
+
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from lockstep.ops.kernels import head_linear, latent, latent_backward
+    from lockstep.ops.kernels import head_linear, latent, latent_backward, rows, rows_backward
 
 SPLIT = 128
 
@@ -97,3 +99,12 @@ class Interpreted:
         torch.testing.assert_close(head_linear.head_linear(x, weight), expected, rtol=1e-5, atol=1e-5)
         alone = head_linear.head_linear(x[:1], weight)
         assert same_bits(alone, head_linear.head_linear(x, weight)[:1])
+
+    def test_heads_without_values_are_rotated_both_ways(self):
+        x, table = torch.randn(9, 5 * 6), ops.rope_table(torch.arange(9) * 7, torch.rand(3))
+        leaf = x.clone().requires_grad_()
+        expected = ops.qk_norm_rope(leaf, None, None, table, 4, 1, 0.0)
+        torch.testing.assert_close(rows.qk_norm_rope(x, None, None, table, 4, 1, 0.0), expected.detach())
+        grad = torch.randn_like(expected)
+        found = rows_backward.qk_norm_rope(grad, x, None, None, table, 4, 1, 0.0)[0]
+        torch.testing.assert_close(found, torch.autograd.grad(expected, leaf, grad)[0])

@@ -5,6 +5,9 @@ kernel runs before: a program does the rows of a whole group over the key tiles 
 are read once, and leaves each row's state where the row's own program picks it up. A row goes through the same tiles in
 the same order either way, and its state is float32 in memory as in registers, so no bit changes.
 
+Given a fused projection (PROJECTED), programs norm and rotate the heads that they need, and the one that reaches the
+new token's position stores its key and value before it reads keys.
+
 States, where there are several splits or groups: acc float32 [splits, S, N, H]; statistics float32 [2, splits, S, N],
 shifts and sums.
 
@@ -15,6 +18,7 @@ program, L keys of a tile.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,10 +26,82 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention_reference import KEY_SPLIT, KEY_TILE
+from . import pdl
 from .attention_tiles import MIN_BLOCK, attend, empty_state, merge_states, rows_last
+from .rows import aligned_rows, rotated_heads
 
 STAGES = 3
 MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
+
+
+class Projected(NamedTuple):
+    """What a fused projection becomes queries, keys and values with: see `fused.attention_decode`."""
+
+    q_weight_H: Tensor | None
+    k_weight_H: Tensor | None
+    cos_sin_SH: Tensor
+    num_heads: int
+    num_kv_heads: int
+    eps: float
+    slots_S: Tensor
+
+
+@triton.jit
+def _queries(
+    q_ptr,  # [S, N, H], or [S, (N + 2K) * H] when PROJECTED
+    sequence_M,
+    head_M,  # of the query heads and then the key heads
+    mask_M,
+    num_heads,
+    q_weight_ptr,  # these are read if PROJECTED
+    k_weight_ptr,
+    cos_sin_ptr,
+    cos_sin_stride,
+    eps,
+    q_stride,
+    q_head_stride,
+    PROJECTED: tl.constexpr,
+    NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Rotated queries, [M, H]; when PROJECTED, of key heads the rotated keys."""
+    offset_M = sequence_M.to(tl.int64) * q_stride + head_M * q_head_stride
+    if PROJECTED:
+        angle_M = sequence_M.to(tl.int64) * cos_sin_stride
+        return rotated_heads(
+            q_ptr, offset_M, angle_M, head_M >= num_heads, mask_M, q_weight_ptr, k_weight_ptr, cos_sin_ptr, eps, NORM,
+            HEAD_DIM, BLOCK_M, BLOCK_H,
+        )  # fmt: skip
+    else:
+        h = tl.arange(0, BLOCK_H)
+        return tl.load(q_ptr + offset_M[:, None] + h[None, :], mask_M[:, None] & (h < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_token(
+    wanted,
+    q_MH,
+    is_key_M,
+    value_ptr,
+    k_ptr,  # of the kv head
+    v_ptr,
+    slot_ptr,
+    k_stride,
+    v_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Put the new token's key, one of the rows, and its value into the cache, for the whole program to read."""
+    if wanted:
+        h = tl.arange(0, BLOCK_H)
+        slot, inside = tl.load(slot_ptr), h < HEAD_DIM
+        tl.store(v_ptr + slot * v_stride + h, tl.load(value_ptr + h, mask=inside), mask=inside)
+        key_MH = tl.broadcast_to((k_ptr + slot * k_stride + h)[None, :], (BLOCK_M, BLOCK_H))
+        tl.store(key_MH, q_MH, mask=is_key_M[:, None] & inside[None, :])
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -61,7 +137,7 @@ def _store_state(
 
 @triton.jit(do_not_specialize=["sequences"])
 def _group_kernel(
-    q_ptr,  # [S, N, H]
+    q_ptr,  # [S, N, H], or [S, (N + 2K) * H] when PROJECTED
     k_ptr,  # [P * page_size, K, H]
     v_ptr,
     acc_ptr,
@@ -70,6 +146,11 @@ def _group_kernel(
     group_rows_ptr,  # [C, W], contiguous
     shared_len_ptr,  # [S]
     sequences,
+    q_weight_ptr,  # these are read if PROJECTED
+    k_weight_ptr,
+    cos_sin_ptr,  # [S, H]
+    cos_sin_stride,
+    eps,
     table_stride,
     q_stride,
     q_head_stride,
@@ -78,6 +159,9 @@ def _group_kernel(
     v_stride,
     v_head_stride,
     scale,
+    PROJECTED: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -88,6 +172,8 @@ def _group_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """The states of a group's rows after the whole key tiles of one split that the group has in common."""
+    if PDL:
+        pdl.begin()
     kv_head, split = tl.program_id(0), tl.program_id(2)
     tiles = tl.cdiv(WIDTH * GROUP, BLOCK_M)
     group_rows_ptr += tl.program_id(1) // tiles * WIDTH
@@ -104,17 +190,17 @@ def _group_kernel(
     member_M = row_M // GROUP
     sequence_M = tl.load(group_rows_ptr + member_M, mask=member_M < WIDTH, other=-1)
     head_M, mask_M = kv_head * GROUP + row_M % GROUP, sequence_M >= 0
-    h = tl.arange(0, BLOCK_H)
-    q_offset_M = sequence_M.to(tl.int64) * q_stride + head_M * q_head_stride
-    q_mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
-    q_MH = tl.load(q_ptr + q_offset_M[:, None] + h[None, :], mask=q_mask_MH, other=0.0)
+    heads = tl.num_programs(0) * GROUP
+    q_MH = _queries(
+        q_ptr, sequence_M, head_M, mask_M, heads, q_weight_ptr, k_weight_ptr, cos_sin_ptr, cos_sin_stride, eps,
+        q_stride, q_head_stride, PROJECTED, NORM, HEAD_DIM, BLOCK_M, BLOCK_H,
+    )  # fmt: skip
     shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
     shift_M, sum_M, acc_MH = attend(
         shift_M, sum_M, acc_MH, q_MH, row_M, begin, end, k_ptr + kv_head * k_head_stride,
         v_ptr + kv_head * v_head_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0, k_stride, v_stride,
         scale, False, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
     )  # fmt: skip
-    heads = tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
     _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, shift_M, sum_M, acc_MH, HEAD_DIM, BLOCK_H)
@@ -122,7 +208,7 @@ def _group_kernel(
 
 @triton.jit
 def _decode_kernel(
-    q_ptr,  # [S, N, H]
+    q_ptr,  # [S, N, H], or [S, (N + 2K) * H] when PROJECTED
     k_ptr,  # [P * page_size, K, H]
     v_ptr,
     out_ptr,  # [S, N, H], contiguous; written when there is one split
@@ -131,6 +217,12 @@ def _decode_kernel(
     table_ptr,  # [S, pages]
     context_len_ptr,  # [S]
     shared_len_ptr,  # [S]
+    slots_ptr,  # [S], read if PROJECTED, and so are these
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,  # [S, H]
+    cos_sin_stride,
+    eps,
     table_stride,
     q_stride,
     q_head_stride,
@@ -139,6 +231,9 @@ def _decode_kernel(
     v_stride,
     v_head_stride,
     scale,
+    PROJECTED: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,  # whether a sequence may have more than one
@@ -150,20 +245,34 @@ def _decode_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """One split of one sequence, from where its group left off."""
+    if PDL:
+        pdl.begin()
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    end = tl.load(context_len_ptr + sequence)
-    begin = split * SPLIT
+    context = tl.load(context_len_ptr + sequence)
+    begin, end = split * SPLIT, context
     if SPLITS:
-        if begin >= end:
+        if begin >= context:
             return
-        end = tl.minimum(end, begin + SPLIT)
+        end = tl.minimum(context, begin + SPLIT)
     h, row_M = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_M)
-    mask_M, head_M = row_M < GROUP, kv_head * GROUP + row_M
+    sequences, kv_heads = tl.num_programs(1), tl.num_programs(0)
+    heads, mask_M, head_M = kv_heads * GROUP, row_M < GROUP, kv_head * GROUP + row_M
     mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
-    q_offset_M = sequence.to(tl.int64) * q_stride + head_M * q_head_stride
-    q_MH = tl.load(q_ptr + q_offset_M[:, None] + h[None, :], mask=mask_MH, other=0.0)
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    is_key_M = PROJECTED & (row_M == GROUP)
+    q_MH = _queries(
+        q_ptr, sequence + tl.zeros((BLOCK_M,), tl.int32), tl.where(is_key_M, heads + kv_head, head_M),
+        mask_M | is_key_M, heads, q_weight_ptr, k_weight_ptr, cos_sin_ptr, cos_sin_stride, eps, q_stride, q_head_stride,
+        PROJECTED, NORM, HEAD_DIM, BLOCK_M, BLOCK_H,
+    )  # fmt: skip
+    if PROJECTED:
+        value_ptr = q_ptr + sequence.to(tl.int64) * q_stride + (heads + kv_heads + kv_head) * q_head_stride
+        _store_token(
+            end == context, q_MH, is_key_M, value_ptr, k_ptr, v_ptr, slots_ptr + sequence, k_stride, v_stride,
+            HEAD_DIM, BLOCK_M, BLOCK_H,
+        )  # fmt: skip
 
-    sequences, heads = tl.num_programs(1), tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
     shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
@@ -175,9 +284,9 @@ def _decode_kernel(
         shift_M, sum_M, acc_MH = _load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
     last_M = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
     shift_M, sum_M, acc_MH = attend(
-        shift_M, sum_M, acc_MH, q_MH, last_M, start, end, k_ptr + kv_head * k_head_stride,
-        v_ptr + kv_head * v_head_stride, table_ptr + sequence.to(tl.int64) * table_stride, 0, 0, 0, k_stride, v_stride,
-        scale, True, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
+        shift_M, sum_M, acc_MH, q_MH, last_M, start, end, k_ptr, v_ptr,
+        table_ptr + sequence.to(tl.int64) * table_stride, 0, 0, 0, k_stride, v_stride, scale, True, PAGE_SIZE, HEAD_DIM,
+        BLOCK_L, BLOCK_H,
     )  # fmt: skip
     if SPLITS:
         _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, shift_M, sum_M, acc_MH, HEAD_DIM, BLOCK_H)
@@ -193,6 +302,7 @@ def _merge_kernel(
     statistics_ptr,
     context_len_ptr,  # [S]
     states,
+    PDL: tl.constexpr,
     SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -200,6 +310,8 @@ def _merge_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """A sequence's splits, left to right, for the heads of one kv head."""
+    if PDL:
+        pdl.begin()
     kv_head, sequence = tl.program_id(0), tl.program_id(1)
     sequences, heads = tl.num_programs(1), tl.num_programs(0) * GROUP
     h, row_M = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_M)
@@ -222,7 +334,7 @@ def _rows_and_warps(rows: int) -> tuple[int, int]:
 
 
 def decode(
-    q_SNH: Tensor,
+    q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
@@ -230,37 +342,42 @@ def decode(
     max_context_len: int,
     group_rows_CW: Tensor | None = None,
     shared_len_S: Tensor | None = None,
+    projected: Projected | None = None,
 ) -> Tensor:
-    """See `attention.attention_paged`; the query of row s is the last token of sequence s."""
-    (sequences, heads, head_dim), (_, page_size, kv_heads, _) = q_SNH.shape, k_cache.shape
-    group, device = heads // kv_heads, q_SNH.device
-    splits = max(triton.cdiv(max_context_len, KEY_SPLIT), 1)
+    """See `attention.attention_paged`: row s of `q` is the query of sequence s's last token, [S, N, H]. Or, with
+    `projected`, see `fused.attention_decode`: it is that token's fused projection, [S, (N + 2K) * H]."""
+    (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, k_cache.shape
+    heads, device = projected.num_heads if projected else q.shape[1], q.device
+    group, splits = heads // kv_heads, max(triton.cdiv(max_context_len, KEY_SPLIT), 1)
     k_RKH, v_RKH = (rows_last(cache.view(-1, *cache.shape[2:])) for cache in (k_cache, v_cache))
-    q_SNH, block_table = rows_last(q_SNH), rows_last(block_table)
+    q = aligned_rows(q).view(sequences, -1, head_dim) if projected else rows_last(q)
+    block_table = rows_last(block_table)
     grouped = group_rows_CW is not None and group_rows_CW.numel() > 0
     stored = (splits, sequences, heads) if grouped or splits > 1 else (0,)
-    out_SNH = torch.empty((sequences, heads, head_dim), dtype=q_SNH.dtype, device=device)
+    out_SNH = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=device)
     acc = torch.empty((*stored, head_dim), dtype=torch.float32, device=device)
     statistics = torch.empty((2, *stored), dtype=torch.float32, device=device)
-    strides = (block_table.stride(0), *(stride for x in (q_SNH, k_RKH, v_RKH) for stride in x.stride()[:2]))
+    strides = (block_table.stride(0), *(stride for x in (q, k_RKH, v_RKH) for stride in x.stride()[:2]))
     scale = head_dim**-0.5 * math.log2(math.e)
+    slots, rotation, norm = _rotation(q, projected)
     block_h = max(triton.next_power_of_2(head_dim), MIN_BLOCK)
-    dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "SPLIT": KEY_SPLIT}
+    dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "SPLIT": KEY_SPLIT, **pdl.options(q)}
     tiles = {**dims, "PAGE_SIZE": page_size, "BLOCK_L": KEY_TILE, "num_stages": STAGES, "enable_fp_fusion": False}
+    tiles |= {"PROJECTED": projected is not None, "NORM": norm}
     if grouped:
         count, width = group_rows_CW.shape
         rows, warps = _rows_and_warps(min(width * group, MAX_GROUP_ROWS))
         grid = (kv_heads, count * triton.cdiv(width * group, rows), splits)
         members = (group_rows_CW.contiguous(), shared_len_S, sequences)
         _group_kernel[grid](
-            q_SNH, k_RKH, v_RKH, acc, statistics, block_table, *members, *strides, scale, WIDTH=width, BLOCK_M=rows,
-            num_warps=warps, **tiles,
+            q, k_RKH, v_RKH, acc, statistics, block_table, *members, *rotation, *strides, scale, WIDTH=width,
+            BLOCK_M=rows, num_warps=warps, **tiles,
         )  # fmt: skip
-    rows, warps = _rows_and_warps(group)
+    rows, warps = _rows_and_warps(group + (projected is not None))
     lengths = (context_len_S, shared_len_S if grouped else context_len_S)
     _decode_kernel[kv_heads, sequences, splits](
-        q_SNH, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *strides, scale, SPLITS=splits > 1,
-        GROUPED=grouped, BLOCK_M=rows, num_warps=warps, **tiles,
+        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, slots, *rotation, *strides, scale,
+        SPLITS=splits > 1, GROUPED=grouped, BLOCK_M=rows, num_warps=warps, **tiles,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[kv_heads, sequences](
@@ -268,3 +385,13 @@ def decode(
             num_warps=1, enable_fp_fusion=False, **dims,
         )  # fmt: skip
     return out_SNH
+
+
+def _rotation(q: Tensor, x: Projected | None) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, int, float], bool]:
+    """The kernels' arguments for it: the slots; the others; whether there are norms. Any tensors where none is read."""
+    if x is None:
+        return q, (q, q, q, 0, 0.0), False
+    cos_sin_SH = aligned_rows(x.cos_sin_SH)
+    norm = x.q_weight_H is not None and x.k_weight_H is not None
+    weights = (aligned_rows(x.q_weight_H), aligned_rows(x.k_weight_H)) if norm else (q, q)
+    return x.slots_S, (*weights, cos_sin_SH, cos_sin_SH.stride(0), x.eps), norm

@@ -85,7 +85,7 @@ def sum_columns(x_MB, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
     x3, x7 = tl.split(x37)
     sum_MR = ((((((x0 + x1) + x2) + x3) + x4) + x5) + x6) + x7
     for level in tl.static_range(MAX_LEVELS):
-        if BLOCK // RUN >= (2 << level):
+        if (2 << level) <= BLOCK // RUN:
             halves = tl.reshape(sum_MR, (BLOCK_M, 2, BLOCK // RUN // (2 << level)))
             sum_MR = tl.sum(halves, axis=1)
     return sum_MR

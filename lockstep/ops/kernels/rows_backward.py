@@ -249,7 +249,7 @@ def qk_norm_rope(
         HALF=half,
         BLOCK_HEADS=QK_HEADS,
         BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_V=triton.next_power_of_2(triton.cdiv(width - heads * head_dim, groups)),
+        BLOCK_V=triton.next_power_of_2(max(triton.cdiv(width - heads * head_dim, groups), 1)),  # latents have no values
         ROWS=QK_ROWS,
         num_warps=QK_WARPS,
         enable_fp_fusion=True,
