@@ -13,7 +13,7 @@ import torch
 from .config import CompileConfig, RunConfig, SamplingConfig, resolve_compile, template_variables
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
-from .graph import Compiler, Timings, Verdict, Verdicts, compile_report, replay_metrics, trust
+from .graph import Compiler, Timings, Verdict, compile_report, replay_metrics
 from .models import Decoder, ModelConfig, load_model, resolve_folder
 from .models.checks import require_memory
 from .models.init import architecture, initialize
@@ -160,85 +160,6 @@ def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> l
         mode=t.mode,
         least_completion_tokens=sequences * s.max_completion_length if fixed_length and one_batch else 0,
     )
-
-
-def warm_up(config: RunConfig, run: Run) -> None:
-    """Make every graph that the steps of a run need, the largest first; those made later count as recompiles.
-
-    Raises:
-        LockstepError: `parity` is strict, and this machine cannot keep the contract.
-    """
-    if run.compiler is None:
-        _check_machine(config, run)
-        return
-    gate.restore(run.device, run.dtype)
-    if run.device.type == "cuda":
-        _precompile(config, run)
-    _make_graphs(config, run)
-    if _check_machine(config, run):
-        run.compiler.forget_graphs()
-        _make_graphs(config, run)
-    if config.compile.verify != "off":
-        work = [*run.trainer.trust_cases(run.shapes, run.sampling, **_batches(config)), *run.engine.trust_cases()]
-        run.verdicts = trust(run.compiler, work, config.compile.verify, Verdicts())
-    run.compiler.end_warm_up()
-
-
-def _make_graphs(config: RunConfig, run: Run) -> None:
-    run.trainer.warm_up(run.shapes, run.sampling, **_batches(config))
-    tokens = run.shapes[0].max_len
-    run.engine.warm_up(config.trainer.prompts_per_step * run.sampling.n, tokens, run.sampling)
-    run.engine.warm_up(config.task.validation_prompts, tokens, run.validation_sampling)
-
-
-def _batches(config: RunConfig) -> dict[str, Any]:
-    """What the trainer has to know of the batches to come."""
-    skips = config.trainer.skip_zero_variance and config.loss.beta == 0
-    check_parity, masks = config.parity != "off", config.loss.mask_truncated_completions
-    return {
-        "check_parity": check_parity,
-        "num_iterations": config.trainer.num_iterations,
-        "with_checks": check_parity and (skips or masks),
-    }
-
-
-def _precompile(config: RunConfig, run: Run) -> None:
-    """Compile the kernels of all graphs side by side. Should that fail, each is compiled when it is first launched."""
-    assert run.compiler is not None
-    try:
-        with run.compiler.rehearsal():
-            _make_graphs(config, run)
-            with run.timings.measured("gate"):
-                gate.rehearse(gate.used(), _heads(run), run.device, run.dtype)
-    except Exception as error:
-        _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
-
-
-def _check_machine(config: RunConfig, run: Run) -> bool:
-    """Whether the check of this machine replaced a kernel that graphs may hold."""
-    if config.parity == "off":
-        return False
-    before = dict(linear_table.overrides)
-    with run.timings.measured("gate"):
-        verdict = gate.check(_products(run), _heads(run), run.device, run.dtype)
-    if not verdict.holds and config.parity == "strict":
-        raise LockstepError(str(verdict))
-    if not verdict.holds or verdict.replaced:
-        _log.warning("%s", verdict)
-    return linear_table.overrides != before
-
-
-def _products(run: Run) -> list[gate.Product]:
-    """On a GPU those that were computed; on a CPU, where rows are alike, one row of each."""
-    c = run.policy.model.config
-    if run.device.type == "cuda":
-        return gate.used()
-    return gate.decoder_products([1], [1], [1], c.hidden_size, _heads(run)[0], c.intermediate_size, c.vocab_size)
-
-
-def _heads(run: Run) -> list[gate.Heads]:
-    c = run.policy.model.config
-    return [gate.Heads(c.num_heads, c.num_kv_heads, c.head_dim)]
 
 
 def make_compiler(config: CompileConfig, device: torch.device, timings: Timings | None = None) -> Compiler | None:

@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from . import __version__, checkpoint, config_file
-from .build import build, resolve, save_policy, warm_up
+from .build import build, resolve, save_policy
 from .config import RunConfig
 from .display import Display
 from .environment import describe
@@ -26,6 +26,7 @@ from .metrics import (
 from .parallel import require_single_process
 from .parity import Certificate
 from .report import write_report
+from .startup import warm_up
 from .trackers import Trackers, require_packages
 
 PARITY_FILE, FAILURE_FILE, CHECKPOINTS, FINAL_MODEL = "parity.json", "failure.json", "checkpoints", "model"
@@ -104,13 +105,13 @@ class _Recorder:
     def warm_up_graphs(self, loop: Loop, display: Display) -> None:
         """Make the graphs of all steps; record where start-up went."""
         began, compiler = time.perf_counter(), loop.run.compiler
+        warm_up(self.config, loop.run)
         if compiler:
-            warm_up(self.config, loop.run)
             graphs = sum(len(function.graphs) for function in compiler.functions)
             seconds = time.perf_counter() - began
             display.note(f"graphs: {graphs} made from {compiler.captures} traces in {seconds:.1f} s")
             self.summary["compile"] = loop.run.compile_report()
-            self.summary["startup_s"] += seconds
+        self.summary["startup_s"] += time.perf_counter() - began
         self.summary |= {f"startup/{phase}": spent for phase, spent in loop.run.timings.seconds.items()}
 
     def open(self, start: int) -> None:

@@ -41,11 +41,12 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"metrics", "config_file"},
     "config_file": set(),
     "build": {"generator", "trainer", "graph", "models", "models.init", "tasks", "tokenizer"},
+    "startup": {"build", "graph", "ops"},
     "parity": {"build", "generator", "trainer"},
     "loop": {"rollout", "advantage", "build", "parity", "trainer"},
     "run": {
         *("loop", "build", "parallel", "parity", "checkpoint", "metrics", "report", "config_file"),
-        *("display", "environment", "trackers"),
+        *("display", "environment", "startup", "trackers"),
     },
     "llm": {"build", "generator"},
     "evaluation": {"build", "llm", "rollout", "tasks"},

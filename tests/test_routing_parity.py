@@ -12,7 +12,7 @@ import pytest
 import torch
 from small import CONFIG, generate, make_model, requests, train_groups
 
-from lockstep.build import build, warm_up
+from lockstep.build import build
 from lockstep.config import (
     CompileConfig,
     GeneratorConfig,
@@ -32,6 +32,7 @@ from lockstep.models.config import MoEConfig
 from lockstep.models.init import init_folder
 from lockstep.ops import routing
 from lockstep.parity import Certificate, check_model, raise_mismatch
+from lockstep.startup import warm_up
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
 from lockstep.types import Completion, PackedBatch, SamplingParams, TrainGroup
 

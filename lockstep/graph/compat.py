@@ -333,9 +333,7 @@ def without_memory(tensors: Sequence[Tensor], namespace: str) -> Iterator[list[T
         key = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place
         if key not in made:
             with mode:
-                made[key] = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-                )
+                made[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             places[made[key].untyped_storage()._cdata] = place
         return made[key]
 

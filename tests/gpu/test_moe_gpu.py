@@ -47,6 +47,8 @@ def test_a_token_is_routed_and_combined_alike_in_any_batch(census, settings):
         return [logits, weights, experts, ops.combine(ours, row, weights)]
 
     whole = routed(slice(None))
+    for mine, cpu in zip(ops.dispatch_plan(whole[2], EXPERTS), ops.dispatch_plan(whole[2].cpu(), EXPERTS), strict=True):
+        assert census("plan, as on a CPU", mine, cpu.to(DEVICE)) == 0
     cpu_weights, cpu_experts = ops.route(whole[0].cpu(), None if bias is None else bias.cpu(), *settings)
     assert (cpu_experts == whole[2].cpu()).float().mean() > 0.999
     torch.testing.assert_close(cpu_weights.sum(1), whole[1].sum(1).cpu())
@@ -121,3 +123,28 @@ def test_grouped_products_are_as_fast_as_torchs(tokens, columns, depth):
         f"({ours / theirs:.2f}x its time), floor {floor:.4f}"
     )
     assert ours < 1.15 * theirs
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 9800])
+def test_time_of_routing(tokens):
+    """What a layer does around its grouped products; the floor is reading and writing each row once."""
+    x, y = (
+        torch.randn(tokens, DIM, device=DEVICE).bfloat16(),
+        torch.randn(tokens * SLOTS, DIM, device=DEVICE).bfloat16(),
+    )
+    router = torch.randn(EXPERTS, DIM, device=DEVICE).bfloat16()
+    weights, experts = ops.route(ops.router_logits(x, router), None, *SOFTMAX)
+    order, row, _ = ops.dispatch_plan(experts, EXPERTS)
+    logits = ops.router_logits(x, router)
+    parts = {
+        "scores": lambda: ops.router_logits(x, router),
+        "route": lambda: ops.route(logits, None, *SOFTMAX)[0],
+        "plan": lambda: ops.dispatch_plan(experts, EXPERTS)[0],
+        "dispatch": lambda: ops.dispatch(x, order, row),
+        "combine": lambda: ops.combine(y, row, weights),
+    }
+    times = {name: captured_milliseconds(part) for name, part in parts.items()}
+    floor = 2 * x.nbytes / READ_GBPS / 1e6 * (SLOTS + 1)
+    shown = ", ".join(f"{name} {1e3 * ms:.1f}" for name, ms in times.items())
+    print(f"\n{tokens} tokens, us: {shown}; floor of dispatch and combine {1e3 * floor:.1f}")
+    assert times["route"] + times["plan"] < 0.1

@@ -27,7 +27,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     def _row_sum_kernel(p_ptr, sum_ptr):
         m = tl.arange(0, 16)
         p_ML = tl.load(p_ptr + m[:, None] * 64 + tl.arange(0, 64)[None, :])
-        tl.store(sum_ptr + m, attention_tiles._row_sum(p_ML, 16))
+        tl.store(sum_ptr + m, attention_tiles.row_sum(p_ML, 16))
 
 
 LENGTH, SPLIT, PAGE_SIZE = 300, 128, 16

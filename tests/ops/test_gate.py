@@ -84,8 +84,8 @@ def test_attention_that_depends_on_the_batch_is_found(folder, monkeypatch):
 
 def test_a_replaced_product_is_computed_by_the_chain(folder):
     p = Product("linear", 300, 64, 24)
-    store = Store(folder, gate.fingerprint(CPU, torch.float32))
-    store.save({str(p): "replaced", "another": "replaced"})
+    file = folder / f"gate-{gate.fingerprint(CPU, torch.float32)[:32]}.json"
+    user_cache.write(file, {str(p): "replaced", "another": "replaced"})
     assert linear_table.choose("linear", 300, 64, 24) != linear_table.CHAIN
     gate.restore(CPU, torch.float32, folder)
     assert linear_table.choose("linear", 300, 64, 24) == linear_table.CHAIN

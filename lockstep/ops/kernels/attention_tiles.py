@@ -3,7 +3,7 @@
 Keys come in tiles of `KEY_TILE` at absolute positions, ascending; at every multiple of `KEY_SPLIT` a fresh online
 softmax begins, and the splits' states are merged left to right. A tile that is masked for a row multiplies its
 accumulators by 1 and adds 0; a split in which a row sees no key is skipped. The order of a tile's row sum is written
-out (`_row_sum`), so nothing depends on a query tile's rows, on its warps or on how the compiler lays them out.
+out (`row_sum`), so nothing depends on a query tile's rows, on its warps or on how the compiler lays them out.
 
 Rounding points: scores, maxima, sums and the output's accumulator are float32; probabilities are rounded to the values'
 dtype before the second product, their sum is taken before that rounding; the result is rounded once.
@@ -25,7 +25,7 @@ LONG = 512  # keys of a sequence above which larger tiles of queries pay
 
 
 @triton.jit
-def _key_rows(position_L, end, table_ptr, prefix, shared, own, PAGE_SIZE: tl.constexpr):
+def key_rows(position_L, end, table_ptr, prefix, shared, own, PAGE_SIZE: tl.constexpr):
     """Rows (int32) of absolute positions below `end`: by the block table when PAGE_SIZE > 0, else `shared + position`
     in the prefix and `own + position` after it."""
     if PAGE_SIZE > 0:
@@ -54,7 +54,7 @@ def empty_state(BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _row_sum(p_ML, BLOCK_M: tl.constexpr):
+def row_sum(p_ML, BLOCK_M: tl.constexpr):
     """Sums over a tile's 64 keys: for each t the keys 8 j + 2 t + b in order of (j, b), then t = (0 + 2) + (1 + 3). It
     is the order of the matrix instruction's own layout, where it costs no more than `tl.sum`."""
     p_M6 = tl.reshape(p_ML, (BLOCK_M, 2, 2, 2, 4, 2))  # M, the bits of j, t, b
@@ -86,7 +86,7 @@ def _attend_tile(q_MH, k_LH, v_LH, visible_ML, shift_M, sum_M, acc_MH, scale, MA
         finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)  # no visible key yet: every exp2 below is 0
     p_ML = tl.exp2(tl.fma(score_ML, scale, -finite_M[:, None]))
     alpha_M = tl.exp2(shift_M - finite_M)
-    sum_M = tl.fma(sum_M, alpha_M, _row_sum(p_ML, q_MH.shape[0]))
+    sum_M = tl.fma(sum_M, alpha_M, row_sum(p_ML, q_MH.shape[0]))
     acc_MH = tl.dot(p_ML.to(v_LH.dtype), v_LH, acc_MH * alpha_M[:, None], input_precision="ieee")
     return new_M, sum_M, acc_MH
 
@@ -115,8 +115,8 @@ def attend(
     BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The state with the keys at positions `begin` to `end` added; where they lie, `_key_rows` says."""
-    row_L = _key_rows(begin + tl.arange(0, BLOCK_L), end, table_ptr, prefix, shared, own, PAGE_SIZE)
+    """The state with the keys at positions `begin` to `end` added; where they lie, `key_rows` says."""
+    row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, table_ptr, prefix, shared, own, PAGE_SIZE)
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
@@ -124,7 +124,7 @@ def attend(
         v_LH = load_rows(v_ptr, row_L, v_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
         visible_ML = position_L[None, :] <= last_M[:, None]
         shift_M, sum_M, acc_MH = _attend_tile(q_MH, k_LH, v_LH, visible_ML, shift_M, sum_M, acc_MH, scale, MASKED)
-        row_L = _key_rows(position_L + BLOCK_L, end, table_ptr, prefix, shared, own, PAGE_SIZE)  # a tile ahead
+        row_L = key_rows(position_L + BLOCK_L, end, table_ptr, prefix, shared, own, PAGE_SIZE)  # a tile ahead
     return shift_M, sum_M, acc_MH
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention_reference import KEY_SPLIT, KEY_TILE
-from .attention_tiles import MIN_BLOCK, _key_rows, _row_sum, empty_state, load_rows, merge_states, rows_last
+from .attention_tiles import MIN_BLOCK, key_rows, row_sum, empty_state, load_rows, merge_states, rows_last
 
 
 class Tile(NamedTuple):
@@ -79,7 +79,7 @@ def _attend(
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
-        row_L = _key_rows(position_L, end, table_ptr, prefix, shared, own, PAGE_SIZE)
+        row_L = key_rows(position_L, end, table_ptr, prefix, shared, own, PAGE_SIZE)
         k_LR = load_rows(latent_ptr, row_L, latent_stride, inside_L, True, RANK, BLOCK_R)
         k_LP = load_rows(k_rope_ptr, row_L, k_rope_stride, inside_L, True, ROPE_DIM, BLOCK_P)
         score_ML = scores(q_MR, q_MP, k_LR, k_LP)
@@ -88,7 +88,7 @@ def _attend(
         finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)  # no visible key yet: every exp2 below is 0
         p_ML = tl.exp2(tl.fma(score_ML, scale, -finite_M[:, None]))
         alpha_M = tl.exp2(shift_M - finite_M)
-        sum_M = tl.fma(sum_M, alpha_M, _row_sum(p_ML, BLOCK_M))
+        sum_M = tl.fma(sum_M, alpha_M, row_sum(p_ML, BLOCK_M))
         acc_MR = tl.dot(p_ML.to(k_LR.dtype), k_LR, acc_MR * alpha_M[:, None], input_precision="ieee")
         shift_M = new_M
     return shift_M, sum_M, acc_MR

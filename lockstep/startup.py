@@ -1,0 +1,94 @@
+"""Before the first step: graphs are made, and the machine and the graphs are held to the contract."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from .build import Run
+from .config import RunConfig
+from .errors import LockstepError
+from .graph import Verdicts, trust
+from .ops import gate, linear_table
+
+_log = logging.getLogger("lockstep")
+
+
+def warm_up(config: RunConfig, run: Run) -> None:
+    """Make every graph that the steps of a run need, the largest first; those made later count as recompiles.
+
+    Raises:
+        LockstepError: `parity` is strict, and this machine cannot keep the contract.
+    """
+    if run.compiler is None:
+        _check_machine(config, run)
+        return
+    embed = run.policy.model.embed
+    gate.restore(embed.device, embed.dtype)
+    if embed.is_cuda:
+        _precompile(config, run)
+    _make_graphs(config, run)
+    if _check_machine(config, run):
+        for function in run.compiler.functions:
+            function.close()
+        _make_graphs(config, run)
+    if config.compile.verify != "off":
+        work = [*run.trainer.trust_cases(run.shapes, run.sampling, **_batches(config)), *run.engine.trust_cases()]
+        run.verdicts = trust(run.compiler, work, config.compile.verify, Verdicts())
+    run.compiler.end_warm_up()
+
+
+def _make_graphs(config: RunConfig, run: Run) -> None:
+    run.trainer.warm_up(run.shapes, run.sampling, **_batches(config))
+    tokens = run.shapes[0].max_len
+    run.engine.warm_up(config.trainer.prompts_per_step * run.sampling.n, tokens, run.sampling)
+    run.engine.warm_up(config.task.validation_prompts, tokens, run.validation_sampling)
+
+
+def _batches(config: RunConfig) -> dict[str, Any]:
+    """What the trainer has to know of the batches to come."""
+    skips = config.trainer.skip_zero_variance and config.loss.beta == 0
+    check_parity, masks = config.parity != "off", config.loss.mask_truncated_completions
+    return {
+        "check_parity": check_parity,
+        "num_iterations": config.trainer.num_iterations,
+        "with_checks": check_parity and (skips or masks),
+    }
+
+
+def _precompile(config: RunConfig, run: Run) -> None:
+    """Compile the kernels of all graphs side by side. Should that fail, each is compiled when it is first launched."""
+    assert run.compiler is not None
+    try:
+        with run.compiler.rehearsal():
+            _make_graphs(config, run)
+            with run.timings.measured("gate"):
+                gate.rehearse(*_checked(run))
+    except Exception as error:
+        _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
+
+
+def _check_machine(config: RunConfig, run: Run) -> bool:
+    """Whether the check of this machine replaced a kernel that graphs may hold."""
+    if config.parity == "off":
+        return False
+    before = dict(linear_table.overrides)
+    with run.timings.measured("gate"):
+        verdict = gate.check(*_checked(run))
+    if not verdict.holds and config.parity == "strict":
+        raise LockstepError(str(verdict))
+    if not verdict.holds or verdict.replaced:
+        _log.warning("%s", verdict)
+    return linear_table.overrides != before
+
+
+def _checked(run: Run) -> tuple[list[gate.Product], list[gate.Heads], torch.device, torch.dtype]:
+    """The shapes to check. On a GPU the products are those that were computed; on a CPU one row of each, as any number
+    of rows must give its bits. Latent attention has no check of its own."""
+    c, embed = run.policy.model.config, run.policy.model.embed
+    heads = gate.Heads(c.num_heads, c.num_kv_heads, c.head_dim)
+    sizes = c.hidden_size, heads, c.intermediate_size, c.vocab_size
+    products = gate.used() if embed.is_cuda else gate.decoder_products([1], [1], [1], *sizes)
+    return products, [] if c.mla else [heads], embed.device, embed.dtype
