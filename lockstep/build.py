@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,10 @@ def load_policy(model: str | None, arch: str, seed: int, device: str, dtype: str
     kind = resolve_dtype(dtype, place)
     if model is not None:
         folder = resolve_folder(model)
-        decoder = load_model(folder, kind, place)
-        tokenizer = load_tokenizer(folder)
+        with ThreadPoolExecutor(1) as pool:  # importing its library takes as long as reading the weights
+            loading = pool.submit(load_tokenizer, folder)
+            decoder = load_model(folder, kind, place)
+            tokenizer = loading.result()
         check_vocabulary(tokenizer, decoder.config.vocab_size, str(folder))
     else:
         tokenizer = byte_tokenizer()

@@ -36,7 +36,7 @@ def sum_digits(model: str | None) -> RunConfig:
 def word_arithmetic(model: str | None) -> RunConfig:
     """Short stories of additions and subtractions. Without a model, a random one of 100 million parameters learns them
     on a GPU in minutes, a supervised warm-up first."""
-    warm = {} if model is not None else {"warmup_steps": 600, "warmup_learning_rate": 1e-3, "warmup_loss": 0.12}
+    warm_up = 600 if model is None else 0
     return RunConfig(
         recipe="word-arithmetic",
         model=model,
@@ -44,7 +44,7 @@ def word_arithmetic(model: str | None) -> RunConfig:
         steps=150,
         task=TaskConfig(name="word-arithmetic", validation_prompts=200, validation_interval=25),
         sampling=SamplingConfig(max_completion_length=64),
-        trainer=TrainerConfig(prompts_per_step=64, **warm),
+        trainer=TrainerConfig(prompts_per_step=64, warmup_steps=warm_up, warmup_loss=0.12),
         loss=LossConfig(scale_rewards="group"),
         optimizer=OptimizerConfig(learning_rate=2e-5, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
     )

@@ -314,7 +314,7 @@ def test_a_tokenizer_larger_than_the_vocabulary(model: Path, tmp_path: Path) -> 
         (["generate", "--prompt", "a\udcff"], "the prompt is not valid Unicode: surrogates not allowed at character 1"),
         (["generate", "--prompt", "a", "--temperature", "-1"], "sampling.temperature is -1.0"),
         (["generate", "--prompt", "a", "--stop", ""], "sampling.stop holds an empty string"),
-        (["eval", "--task", "nope"], "unknown task 'nope'; allowed: sum-digits, gsm8k, dataset"),
+        (["eval", "--task", "nope"], "unknown task 'nope'; allowed: sum-digits, word-arithmetic, gsm8k, dataset"),
         (["eval", "--task", "gsm8k"], "task.data is missing: gsm8k needs --data FILE.jsonl"),
         (["parity", "--tokens", "0"], "--tokens is 0; it must be at least 1"),
     ],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+_log = logging.getLogger("lockstep.graph")
 _ADDRESS_WARNING = "Accessing the data pointer of FakeTensor"
 ALIGNMENT = 16  # bytes that the address of a tensor may be a multiple of, to the benefit of a kernel
 _TAGS = "custom"  # where `annotate` leaves its tags in a node's metadata
@@ -305,8 +307,11 @@ class _Implementations(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace == self._namespace:
-            with suppress(Exception), self:  # one that fails on tensors without memory is passed over
-                return self._implementation(op, args, kwargs or {})
+            try:
+                with self:
+                    return self._implementation(op, args, kwargs or {})
+            except Exception as error:  # its kernels are then compiled when they are launched
+                _log.debug("%s was not rehearsed (%s: %s)", op, type(error).__name__, error)
         return op(*args, **(kwargs or {}))
 
     def _implementation(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -337,7 +342,7 @@ def without_memory(tensors: Sequence[Tensor], namespace: str) -> Iterator[list[T
             places[made[key].untyped_storage()._cdata] = place
         return made[key]
 
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_ADDRESS_WARNING)
         stand_ins = [stand_in(tensor) for tensor in tensors]
         with mode, _Implementations(namespace, places):

@@ -101,8 +101,7 @@ def test_a_compiler_s_rehearsal_makes_the_graphs_and_launches_none(monkeypatch: 
 
     precompile = pytest.importorskip("lockstep.ops.kernels.precompile")
     monkeypatch.setattr(precompile, "compiling_only", compiling_only)
-    monkeypatch.setattr("lockstep.graph.rehearsal.NAMESPACE", "rehearsed")
-    compiler = Compiler(CompileConfig(capture="graph", cudagraph_mode="full"), CPU, recorder=FakeRecorder())
+    compiler = Compiler(CompileConfig(capture="step", cudagraph_mode="full"), CPU, recorder=FakeRecorder())
     inputs = inputs_of(4, torch.ones(3, 4))
     function = compiler.function("f", body, Inputs(inputs.param, buffer=inputs.buffer), {"buffer"})
     with compiler.rehearsal():

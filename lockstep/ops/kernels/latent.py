@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention_reference import KEY_SPLIT, KEY_TILE
-from .attention_tiles import MIN_BLOCK, key_rows, row_sum, empty_state, load_rows, merge_states, rows_last
+from .attention_tiles import MIN_BLOCK, empty_state, key_rows, load_rows, merge_states, row_sum, rows_last
 
 
 class Tile(NamedTuple):
@@ -76,10 +76,10 @@ def _attend(
     BLOCK_R: tl.constexpr = q_MR.shape[1]
     BLOCK_P: tl.constexpr = q_MP.shape[1]
     shift_M, sum_M, acc_MR = empty_state(BLOCK_M, BLOCK_R)
+    row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, table_ptr, prefix, shared, own, PAGE_SIZE)
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
-        row_L = key_rows(position_L, end, table_ptr, prefix, shared, own, PAGE_SIZE)
         k_LR = load_rows(latent_ptr, row_L, latent_stride, inside_L, True, RANK, BLOCK_R)
         k_LP = load_rows(k_rope_ptr, row_L, k_rope_stride, inside_L, True, ROPE_DIM, BLOCK_P)
         score_ML = scores(q_MR, q_MP, k_LR, k_LP)
@@ -91,6 +91,7 @@ def _attend(
         sum_M = tl.fma(sum_M, alpha_M, row_sum(p_ML, BLOCK_M))
         acc_MR = tl.dot(p_ML.to(k_LR.dtype), k_LR, acc_MR * alpha_M[:, None], input_precision="ieee")
         shift_M = new_M
+        row_L = key_rows(position_L + BLOCK_L, end, table_ptr, prefix, shared, own, PAGE_SIZE)  # a tile ahead
     return shift_M, sum_M, acc_MR
 
 

@@ -18,8 +18,11 @@ from .support import Mass, blocks_of, search, tempered, tempered_row
 
 NUM_WARPS = 8  # of a program that sums a block; with the block's size, the order of the sum
 SCORES_BLOCK = 32
-DRAW_BLOCK, DRAW_WARPS = 1024, 4  # the largest of a row is the same in any order
+DRAW_BLOCK, DRAW_WARPS = 2048, 4  # the largest of a row is the same in any order
 MAX_UNIFORM = tl.constexpr(1 - 2.0**-24)
+LN_2 = tl.constexpr(0.6931471805599453)
+BITS_OF_2_32 = tl.constexpr(0x4F800000)  # of the float32
+MARGIN = tl.constexpr(2.0**-15)
 
 
 @triton.jit
@@ -263,6 +266,36 @@ def gumbel(words):
 
 
 @triton.jit
+def gumbel_bound(words):
+    """No less than `gumbel` of the same words, at most 0.06 more where they are small, and cheap: -log1p(-u) is no less
+    than u, and log2(x) no less than x's exponent plus its fraction, which are its bits. `MARGIN` is more than all
+    rounding errors."""
+    bits = (words.to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
+    return (bits - BITS_OF_2_32).to(tl.float32) * (-LN_2 * 2.0**-23) + MARGIN
+
+
+@triton.jit
+def _first(is_wanted_L, column_L, otherwise):
+    return tl.min(tl.where(is_wanted_L, column_L, otherwise), axis=0)
+
+
+@triton.jit
+def _best_noisy(z_L, column_L, words_L, otherwise):
+    """The largest of z plus Gumbel noise, and its first column. Where bounds leave one candidate, the only noise that
+    is computed is its own: rounding preserves order, so z plus a bound on its noise bounds the sum."""
+    bound_L = z_L + gumbel_bound(words_L)
+    column = _first(bound_L == tl.max(bound_L, axis=0), column_L, otherwise)
+    is_it_L = column_L == column
+    word = tl.sum(tl.where(is_it_L, words_L, 0), axis=0)
+    best = tl.max(tl.where(is_it_L, z_L, float("-inf")), axis=0) + gumbel(word)
+    if tl.sum((bound_L >= best).to(tl.int32), axis=0) != 1:
+        noisy_L = z_L + gumbel(words_L)
+        best = tl.max(noisy_L, axis=0)
+        column = _first(noisy_L == best, column_L, otherwise)
+    return best, column
+
+
+@triton.jit
 def _draw_kernel(
     logits_ptr,
     temperature_ptr,
@@ -276,16 +309,20 @@ def _draw_kernel(
 ):
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     column_L = block * BLOCK + tl.arange(0, BLOCK)
-    score_L = tl.load(logits_ptr + row * vocabulary + column_L, mask=column_L < vocabulary, other=float("-inf"))
-    temperature = tl.load(temperature_ptr + row)
+    z_L = tl.load(logits_ptr + row * vocabulary + column_L, mask=column_L < vocabulary, other=float("-inf"))
+    temperature, otherwise = tl.load(temperature_ptr + row), vocabulary - 1
     if temperature > 0:
+        z_L = tempered_row(z_L, temperature)
+        z_L = tl.where(z_L >= tl.load(threshold_ptr + row), z_L, float("-inf"))
+    best = tl.max(z_L, axis=0)
+    if (temperature > 0) & (best > float("-inf")):
         quad = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-        noise_L = gumbel(philox_words(key_ptr + row * 4, tl.load(position_ptr + row), quad))
-        z_L = tempered(score_L, temperature)
-        score_L = tl.where(z_L >= tl.load(threshold_ptr + row), z_L + noise_L, float("-inf"))
-    best = tl.max(score_L, axis=0)
+        words_L = philox_words(key_ptr + row * 4, tl.load(position_ptr + row), quad)
+        best, column = _best_noisy(z_L, column_L, words_L, otherwise)
+    else:
+        column = _first(z_L == best, column_L, otherwise)
     tl.store(score_ptr + row * blocks + block, best)
-    tl.store(column_ptr + row * blocks + block, tl.min(tl.where(score_L == best, column_L, vocabulary - 1), axis=0))
+    tl.store(column_ptr + row * blocks + block, column)
 
 
 @triton.jit

@@ -1,0 +1,67 @@
+"""Compiling ahead of launches: real compilations for a GPU that this machine need not have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from lockstep.ops.kernels.precompile import compiling_only
+
+class Hopper:  # all that compiling asks of a driver
+    get_current_device = get_current_stream = lambda self, *_: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+driver.set_active(Hopper())
+
+@triton.jit
+def fill(out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, 1.0, mask=i < n)
+
+@triton.jit
+def broken(out):
+    tl.store(out, undefined_name)
+
+run, out = JITFunction.run, torch.zeros(256)
+with compiling_only():
+    for block in (64, 128):
+        for n in (256, 256, 7):  # a multiple of 16, again, and none
+            fill[(4,)](out, n, BLOCK=block)
+    broken[(1,)](out)
+assert JITFunction.run is run and not out.any()
+
+missed = []
+triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
+for block in (64, 128, 32):
+    fill.warmup(out, 256, BLOCK=block, grid=(4,))
+    fill.warmup(out, 7, BLOCK=block, grid=(4,))
+broken.warmup(out, grid=(1,))
+print([list(constants.values()) for constants in missed])
+"""
+
+
+def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)  # Triton reads a kernel's source from its file
+    paths = os.pathsep.join(map(str, (Path(__file__).parents[2], *sys.path)))
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": paths,
+        "TRITON_INTERPRET": "0",
+    }
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "[[32], [32], []]"  # compiled by then: neither these nor what cannot be
+    assert len(list((tmp_path / "cache").rglob("fill.cubin"))) == 4
