@@ -86,9 +86,8 @@ def finish(name: str, figures: dict[str, Any], rows: list[list[str]], path: Path
 
 
 def _provenance() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = subprocess.run([*git, "describe", "--always", "--dirty=+"], capture_output=True, text=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "date": datetime.now(UTC).date().isoformat(),

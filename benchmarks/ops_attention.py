@@ -19,8 +19,9 @@ def attention(bench: Bench, models: dict[str, ModelConfig]) -> None:
     for name, c in models.items():
         for batch, length in ((40, 245), (16, 2048), (2, 16384)):
             packed_case(bench, f"{name} packed {batch}x{length}", c, batch, length)
-        for batch, length in ((1, 8192), (40, 245), (256, 768)):
+        for batch, length in ((1, 8192), (40, 245), (256, 1024)):
             decode_case(bench, f"{name} decode {batch}x{length}", c, batch, length)
+        shared_case(bench, f"{name} decode 32 groups of 8, 1024 shared", c, 32, 8, 1024, 1088)
 
 
 def sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -43,9 +44,18 @@ def packed_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int
     batched = [
         x.detach().view(batch, length, *x.shape[1:]).transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)
     ]
+
+    def varlen() -> Tensor:
+        flash = torch.ops.aten._flash_attention_forward.default
+        return flash(q, k, v, cu_seqlens, cu_seqlens, length, length, 0.0, True, False)[0]
+
+    def varlen_both() -> object:
+        return torch.autograd.grad(varlen(), (q, k, v), grad)
+
     batched_grad = grad.view(batch, length, *grad.shape[1:]).transpose(1, 2).contiguous()
     exact = sdpa(SDPBackend.MATH, *(x[:1, :, :512].detach().double() for x in batched), True).transpose(1, 2)[0]
-    others, both = {}, {}
+    others = {"FlashAttention-2 varlen": bench.time([varlen])}
+    both = {"FlashAttention-2 varlen": bench.time([varlen_both])}
     for library, kernel in LIBRARIES.items():
         others[library] = bench.time([lambda kernel=kernel: sdpa(kernel, *batched, True)])
         both[library] = bench.time(
@@ -80,3 +90,22 @@ def decode_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int
     torch_s = sdpa(SDPBackend.FLASH_ATTENTION, queries, *kv_rows, False)[:1, :, 0]
     errors = {"error": error(ours()[:1], exact), "torch_error": error(torch_s, exact)}
     bench.add("attention", case, bench.time([ours]), others, 2 * batch * length * kv * dim * 2 + 2 * q.nbytes, **errors)
+
+
+def shared_case(bench: Bench, case: str, c: ModelConfig, groups: int, samples: int, shared: int, length: int) -> None:
+    """Decoding with groups' first pages read once, beside the same pages read by every sequence."""
+    page, heads, kv, dim, batch = 16, c.num_heads, c.num_kv_heads, c.head_dim, groups * samples
+    own = -(-(length - shared) // page)
+    first = torch.arange(groups * (shared // page), device=DEVICE).view(groups, -1).repeat_interleave(samples, 0)
+    rest = first.max() + 1 + torch.arange(batch * own, device=DEVICE).view(batch, own)
+    table = torch.cat((first, rest), 1).int()
+    caches = [normal(int(table.max()) + 1, page, kv, dim) for _ in range(2)]
+    q, steps = normal(batch, heads, dim), torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
+    members = torch.arange(batch, dtype=torch.int32, device=DEVICE).view(groups, samples)
+    shared_len = torch.full((batch,), shared, dtype=torch.int32, device=DEVICE)
+    run = lambda *group: ops.attention_paged(q, *caches, table, steps, lengths, 1, length, *group)  # noqa: E731
+    assert torch.equal(run(), run(members, shared_len))
+    others = {"ours, ungrouped": bench.time([run])}
+    moved = 2 * 2 * kv * dim * (groups * shared + batch * (length - shared)) + 2 * q.nbytes
+    bench.add("attention", case, bench.time([lambda: run(members, shared_len)]), others, moved)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,17 +64,29 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
     Raises `InputError` naming the folder when it is missing, holds no tokenizer, or cannot be read.
     """
-    from transformers import AutoTokenizer
-
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"tokenizer folder {folder} does not exist")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise InputError(f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return _tokenizer_class(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the libraries raise many types for a damaged file, a bare Exception among them
         raise InputError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """What reads the folder. Where it names the generic class that is `AutoTokenizer`'s choice too, but importing that
+    reads a file for every model there is."""
+    with suppress(OSError, ValueError):
+        named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if isinstance(named, dict) and named.get("tokenizer_class") == "TokenizersBackend":
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:

@@ -78,6 +78,18 @@ def test_saving_and_loading_beside_a_models_config(tmp_path: Path, model_type: s
     assert (loaded.pad_token_id, loaded.eos_token_id) == (256, 258)
 
 
+@pytest.mark.parametrize("named", ["TokenizersBackend", "PreTrainedTokenizerFast", None])
+def test_the_generic_class_is_what_the_library_chooses(tmp_path: Path, named: str | None) -> None:
+    from transformers import AutoTokenizer
+
+    save_tokenizer(TOKENIZER, tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": named}))
+    loaded, expected = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(loaded) is type(expected) and repr(loaded) == repr(expected)
+    assert encode_prompt(loaded, MESSAGES) == encode_prompt(expected, MESSAGES) == encode_prompt(TOKENIZER, MESSAGES)
+
+
 def test_loading_names_the_folder_and_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere does not exist"):
         load_tokenizer(tmp_path / "nowhere")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -298,55 +298,68 @@ def watched(fn: Callable[[], Any], seen: Callable[[Any, Sequence[Any], Mapping[s
         return fn()
 
 
-class _Implementations(TorchDispatchMode):
-    """Runs operators of a namespace by their implementation for the device, whatever the tensors are made of."""
+class WithoutMemory:
+    """Stand-ins for real tensors, with shapes and addresses and nothing else.
 
-    def __init__(self, namespace: str, places: Mapping[int, int]) -> None:
-        super().__init__()
-        self._namespace, self._places = namespace, places
+    Within `computing`, operators find the shapes of their results, and those of `namespace` run their implementation
+    for the device, as if to launch its kernels.
+    """
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == self._namespace:
-            try:
-                with self:
-                    return self._implementation(op, args, kwargs or {})
-            except Exception as error:  # its kernels are then compiled when they are launched
-                _log.debug("%s was not rehearsed (%s: %s)", op, type(error).__name__, error)
-        return op(*args, **(kwargs or {}))
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._places: dict[int, int] = {}  # of the memory that a stand-in's would be
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """A stand-in for this one, as well aligned."""
+        with torch.inference_mode(False), self._mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        self._places[made.untyped_storage()._cdata] = tensor.data_ptr() % ALIGNMENT
+        return made
+
+    def alignment(self, tensor: Tensor) -> int:
+        """The address of a stand-in or of what was computed from some, less a multiple of `ALIGNMENT`."""
+        place = self._places.get(tensor.untyped_storage()._cdata, 0)
+        return (place + int(tensor.storage_offset()) * tensor.element_size()) % ALIGNMENT
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """See above."""
+        outer = self
+
+        class Implementations(TorchDispatchMode):
+            def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if op.namespace == outer._namespace:
+                    try:
+                        with self:
+                            return outer._implementation(op, args, kwargs or {})
+                    except Exception as error:  # its kernels are then compiled when they are launched
+                        _log.debug("%s was not rehearsed (%s: %s)", op, type(error).__name__, error)
+                return op(*args, **(kwargs or {}))
+
+        with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(), _silenced(FakeTensorMode):
+            warnings.filterwarnings("ignore", message=_ADDRESS_WARNING)
+            with self._mode, Implementations():
+                yield
 
     def _implementation(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
-        for tensor in tensors:  # kernels are compiled for how well an address is aligned
-            place = self._places.get(tensor.untyped_storage()._cdata, 0)
-            address = place + tensor.storage_offset() * tensor.element_size()
-            tensor.data_ptr = functools.partial(int, address)  # type: ignore[method-assign]
+        for tensor in tensors:
+            if isinstance(tensor, FakeTensor):  # a kernel is compiled for an address of this alignment
+                tensor.data_ptr = functools.partial(int, self.alignment(tensor))  # type: ignore[method-assign]
         key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}[tensors[0].device.type]
         return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
 
 @contextmanager
-def without_memory(tensors: Sequence[Tensor], namespace: str) -> Iterator[list[Tensor]]:
-    """Within, nothing is computed: operators find the shapes of their results, and those of `namespace` run their
-    implementation for the device, as if to launch its kernels. Gives stand-ins for `tensors`, one for all that are
-    alike in shape and alignment."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[tuple, Tensor] = {}
-    places: dict[int, int] = {}
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        place = tensor.data_ptr() % ALIGNMENT
-        key = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place
-        if key not in made:
-            with mode:
-                made[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            places[made[key].untyped_storage()._cdata] = place
-        return made[key]
-
-    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_ADDRESS_WARNING)
-        stand_ins = [stand_in(tensor) for tensor in tensors]
-        with mode, _Implementations(namespace, places):
-            yield stand_ins
+def _silenced(of: type) -> Iterator[None]:
+    """Without log lines of a class's module, which says at length what it also raises."""
+    log = logging.getLogger(of.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

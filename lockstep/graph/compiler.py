@@ -238,6 +238,7 @@ class GraphFunction:
         return self.graphs[key]
 
     def _eager(self, user: Mapping[str, Tensor], times: int, statics: Mapping[str, Static]) -> dict[str, Tensor]:
+        assert not self._compiler.rehearsing, f"{self.name} has no graph to rehearse"
         with torch.inference_mode(False), torch.no_grad():
             for _ in range(times):
                 outputs = self.body(replace(self.inputs, user=user), **statics)

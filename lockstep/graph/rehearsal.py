@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ def rehearse(captured: Captured, arguments: Sequence[Tensor], namespace: str = N
     Returns:
         zeros in the place of the graph's outputs.
     """
-    with compat.without_memory(arguments, namespace) as stand_ins:
-        results = _Rehearsal(captured.module).run(*stand_ins)
+    memory = compat.WithoutMemory(namespace)
+    stand_ins = [memory.stand_in(tensor) for tensor in arguments]
+    with memory.computing():
+        results = _Rehearsal(captured.module, memory.alignment).run(*stand_ins)
     return {
         name: torch.zeros(result.shape, dtype=result.dtype, device=result.device)
         for name, result in zip(captured.outputs, results, strict=True)
@@ -32,24 +34,27 @@ def rehearse(captured: Captured, arguments: Sequence[Tensor], namespace: str = N
 
 
 class _Rehearsal(fx.Interpreter):
-    """Calls are alike when operator and arguments are the same; their results are then the same tensors. So the second
-    layer of a model, whose weights are alike, costs nothing."""
+    """Calls are alike when their operators are the same and their arguments alike; then one of them is made, and its
+    results stand for all. So a model's second layer costs nothing."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, alignment: Callable[[Tensor], int]) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self._known: dict[tuple, Any] = {}
+        self._alignment = alignment
+        self._made: dict[str, Any] = {}
+        self._likeness: dict[int, str] = {}  # by tensor; all tensors are kept until the end
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        key = target, repr(_identified(args)), repr(_identified(kwargs))
-        if key not in self._known:
-            self._known[key] = super().call_function(target, args, kwargs)
-        return self._known[key]
+        key = f"{id(target)} {self._described(args)} {self._described(kwargs)}"
+        if key not in self._made:
+            self._made[key] = super().call_function(target, args, kwargs)
+        return self._made[key]
 
-
-def _identified(value: Any) -> Any:
-    """Arguments with each tensor's identity in its place."""
-    if isinstance(value, Tensor):
-        return "tensor", id(value)
-    if isinstance(value, dict):
-        return {name: _identified(item) for name, item in value.items()}
-    return [_identified(item) for item in value] if isinstance(value, (list, tuple)) else value
+    def _described(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            if id(value) not in self._likeness:
+                about = value.shape, value.stride(), value.dtype, value.device, self._alignment(value)
+                self._likeness[id(value)] = repr(about)
+            return self._likeness[id(value)]
+        if isinstance(value, dict):
+            return repr({name: self._described(item) for name, item in value.items()})
+        return repr([self._described(item) for item in value]) if isinstance(value, (list, tuple)) else repr(value)

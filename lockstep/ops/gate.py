@@ -166,7 +166,8 @@ def rehearse(
     """Go through the motions of `check`, and forget what is found: where launches only compile
     (`kernels.precompile`), this compiles what it launches."""
     outcomes = _known(_path(device, dtype, folder))
-    for shape in (*products, *heads):
+    shapes: list[Product | Heads] = [*products, *heads]
+    for shape in shapes:
         if str(shape) not in outcomes:
             _check(shape, device, dtype)
 

@@ -158,8 +158,10 @@ class Trainer:
             if with_checks:
                 self.check(batch)
         self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
-        self._runs.optim_step()  # clears the gradients
-        self._reset_step()
+        try:
+            self._runs.optim_step()  # clears the gradients
+        finally:
+            self._reset_step()
 
     def trust_cases(self, shapes: Sequence[BatchShape], sampling: SamplingParams, **options: Any) -> Work:
         """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""

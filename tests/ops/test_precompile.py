@@ -12,15 +12,24 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
+import threading
+from types import SimpleNamespace
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from lockstep.ops.kernels.precompile import compiling_only
 
-class Hopper:  # all that compiling asks of a driver
+class Hopper:  # all that compiling and loading ask of a driver
     get_current_device = get_current_stream = lambda self, *_: 0
     get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    launcher_cls = lambda self, source, metadata: threads.append(threading.get_ident()) or str
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 232448},
+        load_binary=lambda name, *_: (1, name, 32, 0, 1024) if loads else 1 / 0,
+    )
+
+loads, threads = True, []
 
 driver.set_active(Hopper())
 
@@ -39,11 +48,15 @@ with compiling_only():
         for n in (256, 256, 7):  # a multiple of 16, again, and none
             fill[(4,)](out, n, BLOCK=block)
     broken[(1,)](out)
+assert len(threads) == 4 and threading.get_ident() not in threads
+loads = False
+with compiling_only():
+    fill[(4,)](out, 256, BLOCK=256)
 assert JITFunction.run is run and not out.any()
 
 missed = []
 triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
-for block in (64, 128, 32):
+for block in (64, 128, 32, 256):
     fill.warmup(out, 256, BLOCK=block, grid=(4,))
     fill.warmup(out, 7, BLOCK=block, grid=(4,))
 broken.warmup(out, grid=(1,))
@@ -63,5 +76,5 @@ def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0] == "[[32], [32], []]"  # compiled by then: neither these nor what cannot be
-    assert len(list((tmp_path / "cache").rglob("fill.cubin"))) == 4
+    assert done.stdout.split("\n")[0] == "[[32], [32], [256], [256], []]"  # all others are there, and loaded
+    assert len(list((tmp_path / "cache").rglob("fill.cubin"))) == 5

@@ -1,0 +1,81 @@
+"""The warm-up: the machine is checked first, kernels that it replaced reach the graphs, and a rehearsal may fail."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from lockstep import startup
+from lockstep.build import Run, build
+from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from lockstep.errors import LockstepError
+from lockstep.graph import GraphError
+from lockstep.ops import gate, linear_table
+
+
+def config_of(parity: str = "strict", captured: bool = False) -> RunConfig:
+    return RunConfig(
+        parity=parity,  # type: ignore[arg-type]
+        device="cpu",
+        task=TaskConfig(validation_prompts=1),
+        sampling=SamplingConfig(num_generations=2, max_completion_length=4),
+        trainer=TrainerConfig(prompts_per_step=1),
+        compile=CompileConfig("step", verify="off") if captured else CompileConfig(),
+    )
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine on which every shape breaks the contract."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    monkeypatch.setattr(gate, "_check", lambda *_: "broken")
+
+
+def test_strict_parity_does_not_start_on_a_machine_that_breaks_the_contract(broken: None) -> None:
+    config = config_of()
+    run = build(config)
+    with pytest.raises(LockstepError, match="does not keep the bitwise contract for .*linear.*; use --parity warn"):
+        startup.warm_up(config, run)
+    assert run.timings.seconds["gate"] > 0
+
+
+def test_warn_says_so_and_off_does_not_look(broken: None, caplog: pytest.LogCaptureFixture) -> None:
+    for parity, said in (("off", False), ("warn", True)):
+        config = config_of(parity)
+        startup.warm_up(config, build(config))
+        assert ("does not keep the bitwise contract" in caplog.text) == said
+
+
+def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    monkeypatch.setattr(linear_table, "overrides", {})
+    monkeypatch.setattr(gate, "_check", lambda *_: "replaced")
+    config = config_of(captured=True)
+    run = build(config)
+    launches = warm_up(run, config)
+    assert linear_table.overrides and {"forward_backward", "decode", "mixed"} <= launches.keys()
+    again = warm_up(run, config)  # known by now, so these graphs stay; those before had not been launched twice
+    assert again == {name: 2 * n for name, n in launches.items()}
+
+
+def warm_up(run: Run, config: RunConfig) -> dict[str, int]:
+    startup.warm_up(config, run)
+    assert run.compiler is not None
+    return {f.name: min(g.launches for g in f.graphs.values()) for f in run.compiler.functions if f.graphs}
+
+
+def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch, caplog) -> None:
+    config = config_of(captured=True)
+    run = build(config)
+    assert run.compiler is not None
+
+    def fails() -> None:
+        raise GraphError("no tensors without memory here")
+
+    monkeypatch.setattr(run.compiler, "rehearsal", fails)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        startup._precompile(config, run)
+    assert "one by one, which takes longer (GraphError: no tensors without memory here)" in caplog.text
+    assert min(warm_up(run, config).values()) > 0
