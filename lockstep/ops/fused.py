@@ -160,7 +160,8 @@ def attention_decode(
 
     Args:
         qkv_SE: the tokens' fused projections; arguments up to `slots_S` are as in `qk_norm_rope_write_kv`.
-        slots_S: where each sequence's last position lies, by its block table too.
+        slots_S: where each sequence's last position lies by its block table. Elsewhere for a row that is idle: what it
+            attends to means nothing.
         block_table: and the others are as in `attention_paged`.
     """
     rotation = q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps
@@ -187,11 +188,14 @@ def _(
     group_rows_CW=None,
     shared_len_S=None,
 ):
-    from .kernels.attention_decode import Projected, decode
+    from .kernels import attention_decode, rows
 
-    projected = Projected(q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps, slots_S)
-    paged = k_cache, v_cache, block_table, context_len_S, max_context_len
-    return decode(qkv_SE, *paged, group_rows_CW, shared_len_S, projected)
+    rotation, cache = (q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps), (k_cache, v_cache)
+    paged = *cache, block_table, context_len_S, max_context_len
+    if group_rows_CW is None or group_rows_CW.numel() == 0:
+        return attention_decode.decode(qkv_SE, *paged, projected=attention_decode.Projected(*rotation, slots_S))
+    q_SNH = rows.qk_norm_rope(qkv_SE, *rotation, (*cache, slots_S))  # each query is in two programs
+    return attention_decode.decode(q_SNH, *paged, group_rows_CW, shared_len_S)
 
 
 @attention_decode.register_fake

@@ -126,6 +126,36 @@ def test_write_kv_inside_is_write_kv_after(census, norms):
             assert census("qk_norm_rope_write_kv: cache = separate", cache, e) == 0
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "norms"),
+    [(16, 8, 128, True), (32, 8, 64, False), (5, 1, 24, True), (16, 1, 128, True)],
+)
+def test_decode_is_its_parts(census, heads, kv_heads, head_dim, norms):
+    """Norm, rotation and cache write inside attention, across splits, beside them apart."""
+    contexts = [1, 16, 17, 63, 64, 65, 200, 700, 4095, 4096, 4097, 8200]
+    count, page, pages = len(contexts), 16, -(-max(contexts) // 16)
+    context = torch.tensor(contexts, device=DEVICE, dtype=torch.int32)
+    table = torch.randperm(count * pages, device=DEVICE).int().view(count, pages)
+    position = context.long() - 1
+    slots = table.gather(1, (position // page).unsqueeze(1)).squeeze(1) * page + position % page
+    weights = (wide(head_dim), wide(head_dim)) if norms else (None, None)
+    rotation = *weights, torch.randn(count, head_dim, device=DEVICE), heads, kv_heads, 1e-6
+    caches = torch.randn(2, count * pages, page, kv_heads, head_dim, device=DEVICE).bfloat16()
+    starts, expected = torch.arange(count + 1, device=DEVICE).int(), caches.clone()
+    for rows, bound in ((1, 16), (8, 700), (count, 8200)):
+        for _ in range(3):  # one after the other: each writes what the one before read
+            qkv = wide(count, (heads + 2 * kv_heads) * head_dim)
+            paged = slots[:rows], table[:rows], context[:rows]
+            angles = rotation[2][:rows]
+            with torch.no_grad():
+                out = ops.attention_decode(qkv[:rows], *weights, angles, *rotation[3:], *caches, *paged, bound)
+                q = ops.qk_norm_rope_write_kv(qkv[:rows], *weights, angles, *rotation[3:], *expected, slots[:rows])
+                apart = ops.attention_paged(q, *expected, *paged[1:2], starts[: rows + 1], context[:rows], 1, bound)
+            assert census("attention_decode = norm, rotate, write, attend", out, apart) == 0
+            assert census("attention_decode: cache", caches, expected) == 0
+            assert not out.isnan().any()
+
+
 @pytest.mark.parametrize("m", [1, 40, 256])
 def test_captured_layers_are_eager_ones(census, m):
     """A chain of layers, each reading what the last wrote: kernels overlap in the graph, and must not race."""

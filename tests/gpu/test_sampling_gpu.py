@@ -45,6 +45,30 @@ def test_thresholds(case, census):
     )
 
 
+def test_noise_is_bounded_for_every_word():
+    """All 2^32: the draw computes no noise that the bound rules out."""
+    import triton
+    import triton.language as tl
+
+    from lockstep.ops.kernels.logprobs import gumbel, gumbel_bound
+
+    @triton.jit
+    def above(count_ptr, gap_ptr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+        count, gap = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.float32)
+        for i in range(BLOCKS):
+            first = (tl.program_id(0) * BLOCKS + i).to(tl.int64) * BLOCK
+            words = (first + tl.arange(0, BLOCK)).to(tl.uint32)
+            noise, bound = gumbel(words), gumbel_bound(words)
+            count += (noise > bound).to(tl.int32)
+            gap = tl.maximum(gap, tl.where(words < (1 << 24), bound - noise, 0.0))
+        tl.store(count_ptr + tl.program_id(0), tl.sum(count, axis=0))
+        tl.store(gap_ptr + tl.program_id(0), tl.max(gap, axis=0))
+
+    count, gap = torch.ones(1 << 16, dtype=torch.int32, device=DEVICE), torch.ones(1 << 16, device=DEVICE)
+    above[(1 << 16,)](count, gap, BLOCK=1024, BLOCKS=64, num_warps=4, enable_fp_fusion=False)
+    assert not count.any() and 0.05 < gap.max() < 0.07
+
+
 @pytest.mark.parametrize(("top_p", "limit"), [(1.0, 0.08), (0.95, 0.15)])
 def test_speed_of_sampling(top_p, limit):
     """40 rows after the LM head, in milliseconds of a CUDA graph."""

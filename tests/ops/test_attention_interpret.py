@@ -162,11 +162,10 @@ class Interpreted:
         assert same_bits(grouped, alone)
 
     @pytest.mark.parametrize("with_norms", [True, False])
-    @pytest.mark.parametrize("shared", [0, 63, 145])
-    def test_a_projection_decodes_as_separate_kernels_do(self, shared, with_norms):
+    def test_a_projection_decodes_as_separate_kernels_do(self, with_norms):
         """Norm, rotation and the write to the cache inside: the words of the cache and of the output."""
         sequences, positions = [0, 3, 1, 2], [270, 299, 255, 256]
-        pages = Pages(4, shared)
+        pages = Pages(4, 0)
         qkv = torch.randn(4, (HEADS + 2 * KV_HEADS) * HEAD_DIM) * torch.exp(torch.randn(4, 1))
         norms = [torch.randn(HEAD_DIM) if with_norms else None for _ in range(2)]
         angles = torch.rand(4, HEAD_DIM // 2) * 100
@@ -179,9 +178,8 @@ class Interpreted:
             cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = torch.nan
         q = rows.qk_norm_rope(qkv, *heads, (*expected, slots))
         alone = attention.paged(q, *expected, table, starts, context, 1, LENGTH)
-        groups = (torch.tensor([[0, 2, 1, 3, -1]]).int(), int32(*[shared] * 4)) if shared else ()
         projected = attention_decode.Projected(*heads, slots)
         for _ in range(2):  # writing again changes nothing
-            out = attention_decode.decode(qkv, *caches, table, context, LENGTH, *groups, projected=projected)
+            out = attention_decode.decode(qkv, *caches, table, context, LENGTH, projected=projected)
             assert same_bits(out, alone) and not out.isnan().any()
             assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))

@@ -34,7 +34,9 @@ if INTERPRETED:
     @triton.jit
     def _noise_kernel(words_ptr, noise_ptr, COUNT: tl.constexpr):
         column = tl.arange(0, COUNT)
-        tl.store(noise_ptr + column, logprobs.gumbel(tl.load(words_ptr + column).to(tl.uint32)))
+        words = tl.load(words_ptr + column).to(tl.uint32)
+        tl.store(noise_ptr + column, logprobs.gumbel(words))
+        tl.store(noise_ptr + COUNT + column, logprobs.gumbel_bound(words))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -260,13 +262,16 @@ class Interpreted:
     def test_noise(self):
         """The largest noise comes from the smallest words, where 1 - u rounds."""
         words = torch.cat((2 ** torch.arange(32), torch.arange(16), 2**32 - 2 ** torch.arange(16)))
-        noise = torch.empty(64)
+        noise, bound = torch.empty(2, 64)
         _noise_kernel[(1,)](words, noise, COUNT=64)
         uniform = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24).double()
         torch.testing.assert_close(noise, (-(-torch.log1p(-uniform)).log()).float(), atol=2e-6, rtol=1e-6)
+        assert (bound >= noise).all() and (bound[:16] - noise[:16]).max() < 0.07, "a bound, and close for small words"
 
-    def test_draw(self, monkeypatch):
+    @pytest.mark.parametrize("block", [64, 2048])
+    def test_draw(self, block, monkeypatch):
         monkeypatch.setattr(support, "MAX_BLOCK", 128)
+        monkeypatch.setattr(logprobs, "DRAW_BLOCK", block)
         x, columns = logits(203).repeat(4, 1), tuple(c.repeat(4) for c in filter_columns())
         threshold = logprobs_reference.statistics(x, *columns, None, True, False)[2]
         key = torch.tensor([sample_key(1, 0, 2, 3, i) for i in range(len(x))])

@@ -5,8 +5,8 @@ kernel runs before: a program does the rows of a whole group over the key tiles 
 are read once, and leaves each row's state where the row's own program picks it up. A row goes through the same tiles in
 the same order either way, and its state is float32 in memory as in registers, so no bit changes.
 
-Given a fused projection (PROJECTED), programs norm and rotate the heads that they need, and the one that reaches the
-new token's position stores its key and value before it reads keys.
+Given a fused projection (PROJECTED), and no groups, programs norm and rotate the heads that they need, and the one that
+reaches the new token's position stores its key and value before it reads any.
 
 States, where there are several splits or groups: acc float32 [splits, S, N, H]; statistics float32 [2, splits, S, N],
 shifts and sums.
@@ -47,36 +47,13 @@ class Projected(NamedTuple):
 
 
 @triton.jit
-def _queries(
-    q_ptr,  # [S, N, H], or [S, (N + 2K) * H] when PROJECTED
-    sequence_M,
-    head_M,  # of the query heads and then the key heads
-    mask_M,
-    num_heads,
-    q_weight_ptr,  # these are read if PROJECTED
-    k_weight_ptr,
-    cos_sin_ptr,
-    cos_sin_stride,
-    eps,
-    q_stride,
-    q_head_stride,
-    PROJECTED: tl.constexpr,
-    NORM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+def _load_queries(
+    q_ptr, sequence_M, head_M, mask_M, q_stride, q_head_stride, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """Rotated queries, [M, H]; when PROJECTED, of key heads the rotated keys."""
+    """Queries, [M, H]."""
+    h = tl.arange(0, BLOCK_H)
     offset_M = sequence_M.to(tl.int64) * q_stride + head_M * q_head_stride
-    if PROJECTED:
-        angle_M = sequence_M.to(tl.int64) * cos_sin_stride
-        return rotated_heads(
-            q_ptr, offset_M, angle_M, head_M >= num_heads, mask_M, q_weight_ptr, k_weight_ptr, cos_sin_ptr, eps, NORM,
-            HEAD_DIM, BLOCK_M, BLOCK_H,
-        )  # fmt: skip
-    else:
-        h = tl.arange(0, BLOCK_H)
-        return tl.load(q_ptr + offset_M[:, None] + h[None, :], mask_M[:, None] & (h < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(q_ptr + offset_M[:, None] + h[None, :], mask_M[:, None] & (h < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -137,7 +114,7 @@ def _store_state(
 
 @triton.jit(do_not_specialize=["sequences"])
 def _group_kernel(
-    q_ptr,  # [S, N, H], or [S, (N + 2K) * H] when PROJECTED
+    q_ptr,  # [S, N, H]
     k_ptr,  # [P * page_size, K, H]
     v_ptr,
     acc_ptr,
@@ -146,11 +123,6 @@ def _group_kernel(
     group_rows_ptr,  # [C, W], contiguous
     shared_len_ptr,  # [S]
     sequences,
-    q_weight_ptr,  # these are read if PROJECTED
-    k_weight_ptr,
-    cos_sin_ptr,  # [S, H]
-    cos_sin_stride,
-    eps,
     table_stride,
     q_stride,
     q_head_stride,
@@ -159,8 +131,6 @@ def _group_kernel(
     v_stride,
     v_head_stride,
     scale,
-    PROJECTED: tl.constexpr,
-    NORM: tl.constexpr,
     PDL: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -190,17 +160,14 @@ def _group_kernel(
     member_M = row_M // GROUP
     sequence_M = tl.load(group_rows_ptr + member_M, mask=member_M < WIDTH, other=-1)
     head_M, mask_M = kv_head * GROUP + row_M % GROUP, sequence_M >= 0
-    heads = tl.num_programs(0) * GROUP
-    q_MH = _queries(
-        q_ptr, sequence_M, head_M, mask_M, heads, q_weight_ptr, k_weight_ptr, cos_sin_ptr, cos_sin_stride, eps,
-        q_stride, q_head_stride, PROJECTED, NORM, HEAD_DIM, BLOCK_M, BLOCK_H,
-    )  # fmt: skip
+    q_MH = _load_queries(q_ptr, sequence_M, head_M, mask_M, q_stride, q_head_stride, HEAD_DIM, BLOCK_H)
     shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
     shift_M, sum_M, acc_MH = attend(
         shift_M, sum_M, acc_MH, q_MH, row_M, begin, end, k_ptr + kv_head * k_head_stride,
         v_ptr + kv_head * v_head_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0, k_stride, v_stride,
         scale, False, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
     )  # fmt: skip
+    heads = tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
     _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, shift_M, sum_M, acc_MH, HEAD_DIM, BLOCK_H)
@@ -245,11 +212,15 @@ def _decode_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """One split of one sequence, from where its group left off."""
+    kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = split * SPLIT
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    table_ptr += sequence.to(tl.int64) * table_stride
     if PDL:
         pdl.begin()
-    kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(context_len_ptr + sequence)
-    begin, end = split * SPLIT, context
+    end = context
     if SPLITS:
         if begin >= context:
             return
@@ -258,20 +229,22 @@ def _decode_kernel(
     sequences, kv_heads = tl.num_programs(1), tl.num_programs(0)
     heads, mask_M, head_M = kv_heads * GROUP, row_M < GROUP, kv_head * GROUP + row_M
     mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
-    k_ptr += kv_head * k_head_stride
-    v_ptr += kv_head * v_head_stride
-    is_key_M = PROJECTED & (row_M == GROUP)
-    q_MH = _queries(
-        q_ptr, sequence + tl.zeros((BLOCK_M,), tl.int32), tl.where(is_key_M, heads + kv_head, head_M),
-        mask_M | is_key_M, heads, q_weight_ptr, k_weight_ptr, cos_sin_ptr, cos_sin_stride, eps, q_stride, q_head_stride,
-        PROJECTED, NORM, HEAD_DIM, BLOCK_M, BLOCK_H,
-    )  # fmt: skip
     if PROJECTED:
-        value_ptr = q_ptr + sequence.to(tl.int64) * q_stride + (heads + kv_heads + kv_head) * q_head_stride
+        is_key_M = row_M == GROUP
+        head_M = tl.where(is_key_M, heads + kv_head, head_M)
+        qkv_ptr = q_ptr + sequence.to(tl.int64) * q_stride
+        q_MH = rotated_heads(
+            qkv_ptr, cos_sin_ptr + sequence.to(tl.int64) * cos_sin_stride, head_M, is_key_M, mask_M | is_key_M,
+            q_weight_ptr, k_weight_ptr, eps, NORM, HEAD_DIM, BLOCK_M, BLOCK_H,
+        )  # fmt: skip
+        value_ptr = qkv_ptr + (heads + kv_heads + kv_head) * HEAD_DIM
         _store_token(
             end == context, q_MH, is_key_M, value_ptr, k_ptr, v_ptr, slots_ptr + sequence, k_stride, v_stride,
             HEAD_DIM, BLOCK_M, BLOCK_H,
         )  # fmt: skip
+    else:
+        sequence_M = tl.zeros((BLOCK_M,), tl.int32) + sequence
+        q_MH = _load_queries(q_ptr, sequence_M, head_M, mask_M, q_stride, q_head_stride, HEAD_DIM, BLOCK_H)
 
     state_M = (split * sequences + sequence).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
@@ -284,9 +257,8 @@ def _decode_kernel(
         shift_M, sum_M, acc_MH = _load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
     last_M = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
     shift_M, sum_M, acc_MH = attend(
-        shift_M, sum_M, acc_MH, q_MH, last_M, start, end, k_ptr, v_ptr,
-        table_ptr + sequence.to(tl.int64) * table_stride, 0, 0, 0, k_stride, v_stride, scale, True, PAGE_SIZE, HEAD_DIM,
-        BLOCK_L, BLOCK_H,
+        shift_M, sum_M, acc_MH, q_MH, last_M, start, end, k_ptr, v_ptr, table_ptr, 0, 0, 0, k_stride, v_stride, scale,
+        True, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
     )  # fmt: skip
     if SPLITS:
         _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, shift_M, sum_M, acc_MH, HEAD_DIM, BLOCK_H)
@@ -353,30 +325,30 @@ def decode(
     q = aligned_rows(q).view(sequences, -1, head_dim) if projected else rows_last(q)
     block_table = rows_last(block_table)
     grouped = group_rows_CW is not None and group_rows_CW.numel() > 0
+    assert not (grouped and projected), "what groups read is rotated before"
     stored = (splits, sequences, heads) if grouped or splits > 1 else (0,)
     out_SNH = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=device)
     acc = torch.empty((*stored, head_dim), dtype=torch.float32, device=device)
     statistics = torch.empty((2, *stored), dtype=torch.float32, device=device)
     strides = (block_table.stride(0), *(stride for x in (q, k_RKH, v_RKH) for stride in x.stride()[:2]))
     scale = head_dim**-0.5 * math.log2(math.e)
-    slots, rotation, norm = _rotation(q, projected)
     block_h = max(triton.next_power_of_2(head_dim), MIN_BLOCK)
     dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "SPLIT": KEY_SPLIT, **pdl.options(q)}
     tiles = {**dims, "PAGE_SIZE": page_size, "BLOCK_L": KEY_TILE, "num_stages": STAGES, "enable_fp_fusion": False}
-    tiles |= {"PROJECTED": projected is not None, "NORM": norm}
     if grouped:
         count, width = group_rows_CW.shape
         rows, warps = _rows_and_warps(min(width * group, MAX_GROUP_ROWS))
         grid = (kv_heads, count * triton.cdiv(width * group, rows), splits)
         members = (group_rows_CW.contiguous(), shared_len_S, sequences)
         _group_kernel[grid](
-            q, k_RKH, v_RKH, acc, statistics, block_table, *members, *rotation, *strides, scale, WIDTH=width,
+            q, k_RKH, v_RKH, acc, statistics, block_table, *members, *strides, scale, WIDTH=width,
             BLOCK_M=rows, num_warps=warps, **tiles,
         )  # fmt: skip
     rows, warps = _rows_and_warps(group + (projected is not None))
     lengths = (context_len_S, shared_len_S if grouped else context_len_S)
     _decode_kernel[kv_heads, sequences, splits](
-        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, slots, *rotation, *strides, scale,
+        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(q, projected), *strides, scale,
+        PROJECTED=projected is not None, NORM=projected is not None and projected.q_weight_H is not None,
         SPLITS=splits > 1, GROUPED=grouped, BLOCK_M=rows, num_warps=warps, **tiles,
     )  # fmt: skip
     if splits > 1:
@@ -387,11 +359,10 @@ def decode(
     return out_SNH
 
 
-def _rotation(q: Tensor, x: Projected | None) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, int, float], bool]:
-    """The kernels' arguments for it: the slots; the others; whether there are norms. Any tensors where none is read."""
+def _rotation(q: Tensor, x: Projected | None) -> tuple[Tensor, Tensor, Tensor, Tensor, int, float]:
+    """Slots, norm weights, the rotary table and its stride, epsilon; any tensors where none is read."""
     if x is None:
-        return q, (q, q, q, 0, 0.0), False
+        return q, q, q, q, 0, 0.0
     cos_sin_SH = aligned_rows(x.cos_sin_SH)
-    norm = x.q_weight_H is not None and x.k_weight_H is not None
-    weights = (aligned_rows(x.q_weight_H), aligned_rows(x.k_weight_H)) if norm else (q, q)
-    return x.slots_S, (*weights, cos_sin_SH, cos_sin_SH.stride(0), x.eps), norm
+    weights = (q if weight is None else aligned_rows(weight) for weight in (x.q_weight_H, x.k_weight_H))
+    return x.slots_S, *weights, cos_sin_SH, cos_sin_SH.stride(0), x.eps

@@ -18,7 +18,7 @@ from .support import Mass, blocks_of, search, tempered, tempered_row
 
 NUM_WARPS = 8  # of a program that sums a block; with the block's size, the order of the sum
 SCORES_BLOCK = 32
-DRAW_BLOCK, DRAW_WARPS = 2048, 4  # the largest of a row is the same in any order
+DRAW_BLOCK, DRAW_WARPS, DRAW_REGISTERS = 2048, 4, 80  # the largest of a row is the same in any order
 MAX_UNIFORM = tl.constexpr(1 - 2.0**-24)
 LN_2 = tl.constexpr(0.6931471805599453)
 BITS_OF_2_32 = tl.constexpr(0x4F800000)  # of the float32
@@ -356,6 +356,7 @@ def draw(
         vocabulary,
         BLOCK=DRAW_BLOCK,
         num_warps=DRAW_WARPS,
+        maxnreg=DRAW_REGISTERS,
         enable_fp_fusion=False,
     )
     _fold_draw_kernel[(rows,)](

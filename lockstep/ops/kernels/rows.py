@@ -93,46 +93,42 @@ def sum_columns(x_MB, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotated_heads(
-    qkv_ptr,
-    offset_M,  # of a head in the projection
-    angle_M,  # of its token's row in the table
+    qkv_ptr,  # of the token
+    angle_ptr,  # of the token's row in the table
+    head_M,
     is_key_M,
     mask_M,
     q_weight_ptr,
     k_weight_ptr,
-    cos_sin_ptr,
     eps,
     NORM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Single heads with the bits that `_qk_norm_rope_kernel` gives them, [M, H]; zeros where masked."""
-    h = tl.arange(0, BLOCK_H)
+    """Heads of one token with the bits that `_qk_norm_rope_kernel` gives them, [M, H]; zeros where masked."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    is_first, inside = (h < HALF)[None, :], h < HEAD_DIM
-    angle = tl.where(h < HALF, h, h - HALF)
-    pair = tl.where(h < HALF, h + HALF, h - HALF)  # what it is rotated with
-    mask_MH = mask_M[:, None] & inside[None, :]
-    x_MH = tl.load(qkv_ptr + offset_M[:, None] + h[None, :], mask=mask_MH, other=0.0).to(tl.float32)
-    y_MH = tl.load(qkv_ptr + offset_M[:, None] + pair[None, :], mask=mask_MH, other=0.0).to(tl.float32)
+    h = tl.broadcast_to(tl.arange(0, BLOCK_H)[None, :], (BLOCK_M, BLOCK_H))
+    is_first, is_key = h < HALF, tl.broadcast_to(is_key_M[:, None], (BLOCK_M, BLOCK_H))
+    pair = tl.where(is_first, h + HALF, h - HALF)  # what it is rotated with
+    mask = mask_M[:, None] & (h < HEAD_DIM)
+    x = tl.load(qkv_ptr + head_M[:, None] * HEAD_DIM + h, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(qkv_ptr + head_M[:, None] * HEAD_DIM + pair, mask=mask, other=0.0).to(tl.float32)
     if NORM:
-        squares_MH = tl.where(is_first, x_MH * x_MH + y_MH * y_MH, 0.0)
-        rstd_M1 = tl.rsqrt(sum_columns(squares_MH, BLOCK_M, BLOCK_H) / HEAD_DIM + eps)
-        qx, qy = _weight_pair(q_weight_ptr, h, pair, inside)
-        kx, ky = _weight_pair(k_weight_ptr, h, pair, inside)
-        x_MH = x_MH * rstd_M1 * tl.where(is_key_M[:, None], kx[None, :], qx[None, :])
-        y_MH = y_MH * rstd_M1 * tl.where(is_key_M[:, None], ky[None, :], qy[None, :])
-    cos_MH = tl.load(cos_sin_ptr + angle_M[:, None] + angle[None, :], mask=mask_MH, other=0.0)
-    sin_MH = tl.load(cos_sin_ptr + angle_M[:, None] + angle[None, :] + HALF, mask=mask_MH, other=0.0)
-    rotated_MH = x_MH * cos_MH + y_MH * tl.where(is_first, -sin_MH, sin_MH)
-    return rotated_MH.to(qkv_ptr.dtype.element_ty)
+        squares = sum_columns(tl.where(is_first, x * x + y * y, 0.0), BLOCK_M, BLOCK_H)
+        rstd = tl.rsqrt(squares / HEAD_DIM + eps)
+        x_weight = _head_weight(q_weight_ptr, k_weight_ptr, is_key, h, mask)
+        y_weight = _head_weight(q_weight_ptr, k_weight_ptr, is_key, pair, mask)
+        x, y = x * rstd * x_weight, y * rstd * y_weight
+    cos = tl.load(angle_ptr + tl.where(is_first, h, h - HALF), mask=mask, other=0.0)
+    sin = tl.load(angle_ptr + tl.where(is_first, h + HALF, h), mask=mask, other=0.0)
+    return (x * cos + y * tl.where(is_first, -sin, sin)).to(qkv_ptr.dtype.element_ty)
 
 
 @triton.jit
-def _weight_pair(weight_ptr, h, pair, inside):
-    weight = tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
-    return weight, tl.load(weight_ptr + pair, mask=inside, other=0.0).to(tl.float32)
+def _head_weight(q_weight_ptr, k_weight_ptr, is_key, column, mask):
+    q_weight = tl.load(q_weight_ptr + column, mask=mask & ~is_key, other=0.0)
+    return tl.where(is_key, tl.load(k_weight_ptr + column, mask=mask & is_key, other=0.0), q_weight).to(tl.float32)
 
 
 @triton.jit
