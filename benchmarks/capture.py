@@ -18,13 +18,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from common import arguments, finish, seconds
+from common import arguments, finish, random_model, save, seconds
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Compiler, FakeRecorder
 from lockstep.models import Decoder
-from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack
 from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
@@ -238,9 +237,13 @@ def main() -> int:
     on_cpu = args.device == "cpu"
     prompt_length, length = args.prompt_length or (30 if on_cpu else 145), args.length or (20 if on_cpu else 100)
     arch = args.arch or ("tiny" if on_cpu else "qwen3-0.6b")
-    dtype = torch.float32 if on_cpu else torch.bfloat16
-    model = initialize(Decoder(architecture(arch), dtype, args.device), 0)
-    figures: dict[str, Any] = {"arch": arch, "dtype": str(dtype), "prompt_length": prompt_length, "length": length}
+    model = random_model(arch, args.device)
+    figures: dict[str, Any] = {
+        "arch": arch,
+        "dtype": str(model.embed.dtype),
+        "prompt_length": prompt_length,
+        "length": length,
+    }
     rows = [["part", "way", "identical", "ms", "host ms", "GiB peak/reserved"]]
     if "train" not in args.skip:
         batch = train_batch(model, args.prompts, prompt_length, length)
@@ -248,6 +251,7 @@ def main() -> int:
         ways = {way: (lambda way=way: train_way(way, model, batch, args.repeats)) for way in WAYS}
         figures["train"] = section("train", ways)
         rows += train_rows(figures["train"])
+        save("capture", figures, args.json)
     for sequences in [] if "decode" in args.skip else (args.sequences or ([1, 16] if on_cpu else [1, 40, 256])):
         ways = {
             way: (lambda way=way, n=sequences: decode_way(way, model, n, prompt_length, length, args.repeats))
@@ -256,6 +260,7 @@ def main() -> int:
         name = f"decode {sequences}"
         figures[name] = section(name, ways)
         rows += decode_rows(name, figures[name])
+        save("capture", figures, args.json)
     if on_cpu:
         rows = [[cell.replace("CUDA graph", "fake recorder") for cell in row] for row in rows]
     finish("capture", figures, rows, args.json)

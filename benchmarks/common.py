@@ -9,11 +9,15 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from lockstep.models import Decoder
+from lockstep.models.init import INITIALIZER_RANGE, architecture
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -23,6 +27,18 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs after one warm-up (default: 5)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
     return parser
+
+
+def random_model(arch: str, device: str) -> Decoder:
+    """The architecture with random weights drawn on the device, which is many times faster than `initialize`; no token
+    ends a completion."""
+    config = replace(architecture(arch), eos_token_ids=())
+    model = Decoder(config, torch.float32 if device == "cpu" else torch.bfloat16, device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0, INITIALIZER_RANGE)
+    return model
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
@@ -80,6 +96,11 @@ def finish(name: str, figures: dict[str, Any], rows: list[list[str]], path: Path
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    save(name, figures, path)
+
+
+def save(name: str, figures: dict[str, Any], path: Path | None) -> None:
+    """Write the JSON file; after every part, so that what ends a long benchmark early costs only the rest."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"benchmark": name, **_provenance(), **figures}, indent=2) + "\n")

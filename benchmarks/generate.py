@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import alternate, arguments, finish, seconds, summary
+from common import alternate, arguments, finish, random_model, save, seconds, summary
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.graph import Compiler
 from lockstep.models import Decoder, save_model
-from lockstep.models.init import architecture, initialize
 from lockstep.types import SampleIdentity, SamplingParams
 
 
@@ -218,16 +218,15 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--case", choices=[*CASES, MIXED], action="append", help="default: the device's")
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU")
     parser.add_argument("--peer", choices=["transformers", "none"], default="transformers")
     args = parser.parse_args()
     on_cpu = args.device == "cpu"
-    dtype = getattr(torch, args.dtype or ("float32" if on_cpu else "bfloat16"))
-    config = replace(architecture(args.arch or ("tiny" if on_cpu else "qwen3-0.6b")), eos_token_ids=())
-    model = initialize(Decoder(config, dtype, args.device), seed=0)
-    figures: dict = {"arch": args.arch or "default", "dtype": str(dtype), "cases": {}}
+    model = random_model(args.arch or ("tiny" if on_cpu else "qwen3-0.6b"), args.device)
+    figures: dict = {"arch": args.arch or "default", "dtype": str(model.embed.dtype), "cases": {}}
     rows = [["case", "system", "tok/s", "median s", "min", "max", "ms a token step"]]
     for name in args.case or (["cpu", "cpu, no shared prompt"] if on_cpu else ["seed", "seed, top-p", "one"]):
+        print(name, file=sys.stderr, flush=True)
+        save("generate", figures, args.json)
         if name == MIXED:
             found = figures["cases"][name] = mixed(model)
             rows.append([name, "lockstep", f"{found['mixed_tokens_per_s']:,.0f}", "", "", "", ""])

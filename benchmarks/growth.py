@@ -10,30 +10,20 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import arguments, finish, seconds
+from common import arguments, finish, random_model, save, seconds
 from generate import Case, Ours, byte_floor_s, random_prompts
 from train_step import Ours as TrainStep
 from train_step import floor, groups
-
-from lockstep.models import Decoder
-from lockstep.models.init import architecture, initialize
 
 GIB = 2**30
 TRAIN_SIZES, TRAIN_LENGTHS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"), (1024, 4096, 16384)
 GENERATE_SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")
 GENERATE_CASE = Case(5, 8, 145, 100)
 LENGTH_TOKENS = 16384  # a batch of the length sweep
-
-
-def fresh(arch: str, device: str) -> Decoder:
-    config = replace(architecture(arch), eos_token_ids=())
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return initialize(Decoder(config, dtype, device), seed=0)
 
 
 def train(arch: str, sequences: int, length: int, shared: int, prompt: int, device: str, repeats: int) -> dict:
@@ -44,7 +34,7 @@ def train(arch: str, sequences: int, length: int, shared: int, prompt: int, devi
     made = groups(tokens, shared, prompt)
     packed = sum(len(g.prompt_ids) + sum(len(s.token_ids) - 1 for s in g.sequences) for g in made)
     logit_rows = sum(len(s.token_ids) for g in made for s in g.sequences)
-    model = fresh(arch, device)
+    model = random_model(arch, device)
     found = measured(TrainStep(model, made), repeats, device)
     found["floor_s"] = min(seconds(floor(model, packed, logit_rows), device) for _ in range(3))
     return {"arch": arch, "sequences": sequences, "length": length, "tokens": sequences * length, **found}
@@ -52,7 +42,7 @@ def train(arch: str, sequences: int, length: int, shared: int, prompt: int, devi
 
 def generate(arch: str, case: Case, device: str, repeats: int) -> dict:
     """The round's median time, its floor and the peak memory."""
-    model = fresh(arch, device)
+    model = random_model(arch, device)
     found = measured(Ours(model, case, random_prompts(case.prompts, lambda: case.prompt)), repeats, device)
     found["floor_s"] = byte_floor_s(model, case) if device == "cuda" else None
     return {"arch": arch, **vars(case), "tokens": case.sequences * case.new, **found}
@@ -90,10 +80,11 @@ def plot(figures: dict[str, list[dict]], path: Path) -> None:
     for axis, (title, key) in zip(axes, parts.items(), strict=True):
         rows = [r for r in figures[key] if "failed" not in r]
         names = [r["name"] for r in rows]
-        axis.bar(names, [r["tokens"] / r["floor_s"] for r in rows], color="0.88", label="floor")
+        axis.bar(names, [r["tokens"] / (r["floor_s"] or r["median_s"]) for r in rows], color="0.88", label="floor")
         axis.bar(names, [r["tokens"] / r["median_s"] for r in rows], color="#3b6ea5", width=0.5, label="lockstep")
         for i, r in enumerate(rows):
-            axis.annotate(f"{r['peak_gib']:.0f} GiB", (i, r["tokens"] / r["median_s"]), ha="center", va="bottom")
+            memory = f"{r['peak_gib']:.0f} GiB" if r["peak_gib"] else ""
+            axis.annotate(memory, (i, r["tokens"] / r["median_s"]), ha="center", va="bottom")
         axis.set_title(title)
         axis.set_ylabel("tokens a second")
     axes[0].legend(frameon=False)
@@ -109,11 +100,16 @@ def main() -> None:
     sizes, more = (("tiny",), ("tiny",)) if args.tiny else (TRAIN_SIZES, GENERATE_SIZES)
     lengths, total = ((64, 128), 512) if args.tiny else (TRAIN_LENGTHS, LENGTH_TOKENS)
     d, n = args.device, args.repeats
-    figures: dict[str, list[dict]] = {
-        "train_sizes": [attempt(a, lambda a=a: train(a, 40, 245, 8, 145, d, n)) for a in sizes],
-        "train_lengths": [attempt(f"{x}", lambda x=x: train(sizes[0], total // x, x, 1, 1, d, n)) for x in lengths],
-        "generate": [attempt(a, lambda a=a: generate(a, GENERATE_CASE, d, n)) for a in more],
+    work: dict[str, list[tuple[str, Callable[[], dict]]]] = {
+        "train_sizes": [(a, lambda a=a: train(a, 40, 245, 8, 145, d, n)) for a in sizes],
+        "train_lengths": [(f"{x}", lambda x=x: train(sizes[0], total // x, x, 1, 1, d, n)) for x in lengths],
+        "generate": [(a, lambda a=a: generate(a, GENERATE_CASE, d, n)) for a in more],
     }
+    figures: dict[str, list[dict]] = {part: [] for part in work}
+    for part, runs in work.items():
+        for name, run in runs:
+            figures[part].append(attempt(name, run))
+            save("growth", figures, args.json)
     rows = [["part", "case", "tok/s", "median ms", "min", "max", "floor ms", "peak GiB"]]
     for part, found in figures.items():
         for r in found:

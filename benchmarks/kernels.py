@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from capture import train_batch
-from common import arguments, finish
+from common import arguments, finish, random_model
 from generate import Case, make_engine, random_prompts
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import Compiler
 from lockstep.models import Decoder
-from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer
 from lockstep.types import SampleIdentity
 
@@ -83,7 +82,7 @@ def main() -> None:
     parser.add_argument("--arch", default="qwen3-0.6b")
     parser.add_argument("--top", type=int, default=10, help="kernels shown of each (default: 10)")
     args = parser.parse_args()
-    model = initialize(Decoder(architecture(args.arch), torch.bfloat16, "cuda"), 0)
+    model = random_model(args.arch, "cuda")
     parts = {name: (lambda case=case: decode(model, case)) for name, case in DECODE.items()}
     parts["train step"] = lambda: train(model)
     figures: dict[str, Any] = {"arch": args.arch}

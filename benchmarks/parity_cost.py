@@ -13,21 +13,18 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from capture import train_batch
-from common import arguments, finish, seconds, summary
+from common import arguments, finish, random_model, seconds, summary
 from generate import CASES, Ours, random_prompts
 from seed_workload import ours as rl_steps
 from seed_workload import prepare
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import Compiler
-from lockstep.models import Decoder
-from lockstep.models.init import architecture, initialize
 from lockstep.ops import backend, linear_table
 from lockstep.trainer import Trainer
 
@@ -56,7 +53,7 @@ def measure(mode: str, arch: str, folder: Path, repeats: int) -> dict[str, list[
 
 def parts(arch: str, checked: bool, repeats: int) -> dict[str, list[float]]:
     """A round of generation, and a train step on the same work."""
-    model = initialize(Decoder(replace(architecture(arch), eos_token_ids=()), torch.bfloat16, "cuda"), 0)
+    model = random_model(arch, "cuda")
     case = CASES["seed, top-p"]
     generate = Ours(model, case, random_prompts(case.prompts, lambda: case.prompt))
     compiler = Compiler(CompileConfig("step", cudagraph_mode="full"), model.embed.device)

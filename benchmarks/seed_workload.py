@@ -44,9 +44,14 @@ def prompts() -> list[str]:
 
 def prepare(folder: Path, arch: str) -> None:
     """A random model folder, the prompts, and nothing that is timed."""
-    from lockstep.build import load_policy, save_policy
+    import torch
+    from common import random_model
 
-    save_policy(load_policy(None, arch, 0, "auto", "auto"), folder / "model")
+    from lockstep.models import save_model
+    from lockstep.tokenizer import byte_tokenizer, save_tokenizer
+
+    save_model(random_model(arch, "cuda" if torch.cuda.is_available() else "cpu"), folder / "model")
+    save_tokenizer(byte_tokenizer(), folder / "model")
     rows = [json.dumps({"prompt": prompt}) for prompt in prompts()]
     (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
 
@@ -226,7 +231,7 @@ def floor_s(arch: str) -> float:
 
 
 def main() -> int:
-    from common import arguments, finish
+    from common import arguments, finish, save
 
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--arch", default="qwen3-0.6b")
@@ -255,8 +260,10 @@ def main() -> int:
                 "lockstep", folder, args.parity, ["--compile", args.compile, "--steps", str(args.steps)]
             )
             _move_aside(folder, i)
+            save("seed_workload", figures, args.json)
         if args.peer == "trl":
             figures["systems"]["TRL, transformers generation"] = run_system("trl", folder, args.parity, [])
+            save("seed_workload", figures, args.json)
     figures["floor_s"] = floor_s(args.arch)
     rows = [["system", "start-up s", "generate s", "train s", "sync s", "total s", "later step ms"]]
     rows += [row(name, f) for name, f in figures["systems"].items()]

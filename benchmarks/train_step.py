@@ -12,12 +12,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import alternate, arguments, finish, summary
+from common import alternate, arguments, finish, random_model, summary
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import Compiler
 from lockstep.models import Decoder, save_model
-from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 
@@ -93,20 +92,18 @@ def floor(model: Decoder, tokens: int, logit_rows: int):
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU")
     parser.add_argument("--sequences", type=int, help="default: 32 on a CPU, 40 on a GPU")
     parser.add_argument("--length", type=int, help="default: 128 on a CPU, 245 on a GPU")
     parser.add_argument("--prompt", type=int, help="shared by eight; default: 64 on a CPU, 145 on a GPU")
     parser.add_argument("--peer", choices=["transformers", "none"], default="transformers")
     args = parser.parse_args()
     on_cpu = args.device == "cpu"
-    dtype = getattr(torch, args.dtype or ("float32" if on_cpu else "bfloat16"))
     count, length = args.sequences or (32 if on_cpu else 40), args.length or (128 if on_cpu else 245)
     prompt = args.prompt or (64 if on_cpu else 145)
-    config = architecture(args.arch or ("tiny" if on_cpu else "qwen3-0.6b"))
+    arch = args.arch or ("tiny" if on_cpu else "qwen3-0.6b")
 
     def fresh() -> Decoder:
-        return initialize(Decoder(config, dtype, args.device), seed=0)
+        return random_model(arch, args.device)
 
     tokens = torch.randint(0, 256, (count, length), generator=torch.Generator().manual_seed(1))
     tokens[:, :prompt] = tokens[::8, :prompt].repeat_interleave(8, 0)[:count]
@@ -121,7 +118,7 @@ def main() -> None:
     if args.peer == "transformers":
         runs["transformers, eager"] = Transformers(fresh(), tokens)
     times = alternate(runs, args.repeats, args.device)
-    figures = {"arch": args.arch or "default", "dtype": str(dtype), "sequences": count, "length": length}
+    figures = {"arch": arch, "sequences": count, "length": length}
     figures["systems"] = {name: summary(measured) for name, measured in times.items()}
     rows = [["system", "tok/s", "median ms", "min", "max"]]
     for name, s in figures["systems"].items():
