@@ -28,7 +28,8 @@ def train(
     Args:
         config: a recipe's configuration (`lockstep.recipes`), changed with `dataclasses.replace`.
         run_dir: folder for everything the run writes, new or empty; None makes one under `runs/`.
-        resume: go on with the run in `run_dir`, whose configuration must be equal but for `steps`, which may be more.
+        resume: go on with the run in `run_dir`, whose configuration must be equal but for `steps`, which may be more;
+            it needs checkpoints, which only a `checkpoint.interval` above 0 saves.
         rewards: reward functions, defined at the top level of a module or script, in place of `config.task.reward`.
 
     Raises:
@@ -37,7 +38,7 @@ def train(
     """
     if rewards:
         config = replace(config, task=replace(config.task, reward=tuple(map(_spec, rewards))))
-    validate(config)
+    config = validate(config_file.checked(config))
     given = None if run_dir is None else Path(run_dir)
     if resume and given is None:
         raise InputError("run_dir is missing: name the folder of the run to resume")

@@ -74,6 +74,8 @@ class Run:
 
 def resolve_device(device: str) -> torch.device:
     """`auto` is the GPU when there is one."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device is {device!r}; it must be auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device is cuda, and torch sees no GPU; use --device cpu")
     if device == "auto":
@@ -83,6 +85,8 @@ def resolve_device(device: str) -> torch.device:
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on a GPU, where the contract holds for nothing else, and float32 on a CPU."""
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise InputError(f"dtype is {dtype!r}; it must be auto, float32 or bfloat16")
     if dtype == "float32" and device.type == "cuda":
         raise InputError("dtype is float32; on a GPU the compute dtype is bfloat16 (the masters are float32)")
     if dtype == "auto":
@@ -214,7 +218,9 @@ def prompt_limit(config: RunConfig, model: ModelConfig) -> PromptLimit:
         (config.trainer.max_tokens_per_micro_batch + 1, "trainer.max_tokens_per_micro_batch"),
     ]
     if config.generator.kv_cache_tokens:
-        holders.append((config.generator.kv_cache_tokens // page * page, "generator.kv_cache_tokens"))
+        given = config.generator.kv_cache_tokens
+        rounded = f" of {given} (whole pages of {page})" if given % page else ""
+        holders.append((given // page * page, f"generator.kv_cache_tokens{rounded}"))
     size, holder = min(holders)
     if size <= completion:
         raise InputError(

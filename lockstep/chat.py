@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import signal
 import sys
 import threading
@@ -82,6 +83,8 @@ def converse(conversation: Conversation, lines: Iterable[str]) -> Iterator[str]:
 
 def read_lines() -> Iterator[str]:
     """Lines typed after a prompt, with the terminal's editing and history; of a pipe, its lines."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 costs one line, not the conversation
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .errors import LockstepError
+from .json_file import read_json
 
 _FORMAT = 1
 _SHARD_BYTES = 1 << 30
@@ -72,6 +73,8 @@ def save(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: 
 
     Raises `LockstepError` when the disk refuses; earlier checkpoints are then as they were.
     """
+    from safetensors import SafetensorError
+
     target = folder / f"step_{step}"
     temporary = folder / f".tmp-step_{step}-{os.getpid()}"
     try:
@@ -85,7 +88,7 @@ def save(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: 
         _fsync(temporary)
         _publish(temporary, target)
         _prune(folder, step, keep_last)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise LockstepError(f"could not write checkpoint {target}: {error}") from error
     return target
@@ -180,7 +183,7 @@ def _digest(path: Path) -> str:
 
 def _verified(path: Path, step: int) -> LoadedCheckpoint:
     try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(path / _MANIFEST)
         if manifest != _sealed(manifest):
             raise _Damaged(f"{_MANIFEST} does not have its own digest")
         if (manifest["format"], manifest["step"]) != (_FORMAT, step):
@@ -193,10 +196,10 @@ def _verified(path: Path, step: int) -> LoadedCheckpoint:
         for name, found in _describe(path, list(files)).items():
             if found != files[name]:
                 raise _Damaged(f"{name} does not have the SHA-256 it was written with")
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        state = read_json(path / _STATE)
     except FileNotFoundError as error:
         raise _Damaged(f"{Path(error.filename).name} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
     return LoadedCheckpoint(path=path, step=step, state=state, files=tuple(files))
 

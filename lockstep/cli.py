@@ -6,7 +6,6 @@ Nothing here imports torch before the flags are parsed and valid, so `--help` an
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -17,27 +16,35 @@ from . import __version__, config_file, recipes
 from .api import resumed
 from .commands import COMMANDS, recipe
 from .config import RunConfig
-from .display import FailsafeStream
-from .errors import InputError, LockstepError
-from .flags import Chat, Eval, Generate, Init, Parity, Report, Train
+from .display import FailsafeStream, RequiredStream
+from .errors import InputError, LockstepError, Terminated
+from .flags import Chat, Eval, Generate, Init, Parity, Report, Train, spelled_out
 from .metrics import to_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 the run or check failed, 2 bad input, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 the run or check failed, 2 bad input, 130 interrupted.
+
+    A run that a signal ended has 128 and the signal's number.
+    """
     with contextlib.redirect_stderr(FailsafeStream(sys.stderr)):
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is None:
+            return _fail("error: standard output is closed; send it somewhere, such as to /dev/null", 2)
+        with contextlib.redirect_stdout(RequiredStream(sys.stdout)):
+            return _main(list(sys.argv[1:] if argv is None else argv))
 
 
 def _main(arguments: list[str]) -> int:
-    if arguments == ["--version"]:
-        print(f"lockstep {__version__}")
-        return 0
+    output = sys.stdout
     try:
+        if arguments == ["--version"]:
+            output.write(f"lockstep {__version__}\n")
+            output.flush()
+            return 0
         flags = _parse(arguments)
         if isinstance(flags, int):
+            output.flush()
             return flags
-        output = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):  # standard output carries the outcome and nothing else
             outcome = COMMANDS[type(flags)](flags)
             as_json = getattr(flags, "json", False)
@@ -49,10 +56,11 @@ def _main(arguments: list[str]) -> int:
         return _fail(f"error: {error}", 2)
     except LockstepError as error:
         return _fail(f"failed: {error}", 1)
+    except Terminated as stop:
+        return _fail(f"ended by {stop.args[0].name}", 128 + stop.args[0])
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # whoever read standard output has gone; keep Python from flushing into it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read standard output has gone
         return 1
 
 
@@ -91,13 +99,14 @@ _DESCRIPTION = "Reinforcement learning for language models: one model definition
 
 
 def _refuse_repeated(arguments: list[str]) -> None:
-    """The last of two equal flags would win in silence."""
-    seen: set[str] = set()
-    for argument in arguments:
-        flag = argument.split("=", 1)[0].replace("_", "-")
-        if flag.startswith("--") and flag in seen:
-            raise InputError(f"{flag} is given twice; give it once, with all its values")
-        seen.add(flag)
+    """The last of two flags that set the same would win in silence."""
+    seen: dict[str, str] = {}
+    for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")):
+        name = spelled_out(flag)
+        if name in seen:
+            also = "" if seen[name] == flag else f" (as {seen[name]} before)"
+            raise InputError(f"{flag} is given twice{also}; give it once, with all its values")
+        seen[name] = flag
 
 
 def _base(flags: Train) -> RunConfig:

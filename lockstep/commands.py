@@ -45,7 +45,9 @@ def _generate(flags: Generate) -> Outcome:
     if (flags.prompt is None) == (flags.prompts is None):
         raise InputError("give --prompt TEXT or --prompts FILE, one of the two")
     sampling = _sampling(flags, n=flags.n, stop=flags.stop)
-    prompts: list[Any] = [flags.prompt] if flags.prompts is None else _read_prompts(flags.prompts)
+    if flags.prompt_column != TaskConfig.prompt_column and (flags.prompts is None or flags.prompts.endswith(".txt")):
+        raise InputError("--prompt-column has no effect without rows in --prompts; remove it")
+    prompts: list[Any] = [flags.prompt] if flags.prompts is None else _read_prompts(flags.prompts, flags.prompt_column)
     llm = _llm(flags, streaming=not flags.json)
     if not flags.json:
         return Outcome(text=_in_order(llm, prompts, sampling))
@@ -56,9 +58,11 @@ def _generate(flags: Generate) -> Outcome:
     return Outcome({"model": flags.model, "prompts": pairs})
 
 
-def _read_prompts(source: str) -> list[Any]:
+def _read_prompts(source: str, prompt_column: str) -> list[Any]:
     """The prompts of data rows, or the lines of a .txt file."""
     if source.endswith(".txt"):
+        if Path(source).exists() and not Path(source).is_file():
+            raise InputError(f"--prompts {source} is not a regular file")
         try:
             lines = Path(source).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -66,12 +70,15 @@ def _read_prompts(source: str) -> list[Any]:
         return [line for line in lines if line.strip()]
     from .tasks import read_problems
 
-    return [problem.prompt for problem in read_problems(source, TaskConfig())]
+    config = TaskConfig(prompt_column=prompt_column)
+    return [problem.prompt for problem in read_problems(source, config, field="--prompts")]
 
 
 def _chat(flags: Chat) -> Outcome:
     sampling = _sampling(flags)
     variables = template_variables(flags.chat_template_kwargs)
+    if sys.stdin is None:
+        raise InputError("standard input is closed; give chat a terminal, or its lines through a pipe")
     from . import chat
 
     conversation = chat.Conversation(_llm(flags, True, variables), sampling, flags.system, flags.plain)
@@ -133,6 +140,7 @@ def _eval(flags: Eval) -> Outcome:
         easy=flags.easy and flags.task == "sum-digits",
         data=flags.data,
         validation_data=flags.data,
+        prompt_column=flags.prompt_column,
         reward=flags.reward,
         validation_prompts=prompts,
     )
@@ -170,8 +178,6 @@ def _report(flags: Report) -> Outcome:
 
 
 def _parity(flags: Parity) -> Outcome:
-    if flags.tokens < 1:
-        raise InputError(f"--tokens is {flags.tokens}; it must be at least 1")
     from .parity import check_model
 
     report = check_model(flags.model, flags.tokens, flags.seed, flags.device, flags.dtype)

@@ -214,7 +214,7 @@ class CheckpointConfig:
     """Checkpoints for resuming (the final model is always exported)."""
 
     interval: int = 0
-    """Save every this many steps and at the end; 0 is off."""
+    """Save every this many steps and at the end; 0 is off, and the run cannot be resumed."""
     keep_last: int = 2
     """Checkpoints kept."""
 
@@ -267,7 +267,9 @@ class RunConfig:
 def validate(config: RunConfig) -> RunConfig:
     """Return `config` when every field is usable; raise `InputError` naming the first that is not."""
     for path, value, low, high in _ranges(config):
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+        if not isinstance(value, (int, float)):
+            raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be a number")
+        if not math.isfinite(value) or not low <= value <= high:
             bounds = f"at least {low}" if math.isinf(high) else f"between {low} and {high}"
             raise InputError(f"{path} is {value!r}; it must be {bounds}")
     _check_combinations(config)
@@ -333,8 +335,16 @@ _DATA_FIELDS = (
 )
 
 
+# What rendering a prompt sets itself.
+_TEMPLATE_ARGUMENTS = (
+    *("messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+)
+
+
 def template_variables(assignments: tuple[str, ...]) -> dict[str, Any]:
-    """`task.chat_template_kwargs` as a dict; a value that is no JSON is a text. `InputError` for another form."""
+    """`task.chat_template_kwargs` as a dict. `InputError` for another form, or a name that the call itself sets."""
     variables: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
@@ -343,10 +353,15 @@ def template_variables(assignments: tuple[str, ...]) -> dict[str, Any]:
                 f"task.chat_template_kwargs holds {assignment!r}; each must be NAME=VALUE, a name once, such as "
                 "enable_thinking=false"
             )
+        if name in _TEMPLATE_ARGUMENTS:
+            raise InputError(f"task.chat_template_kwargs sets {name}, which is set for every prompt; remove it")
         try:
             variables[name] = json.loads(value)
-        except ValueError:
-            variables[name] = value
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                f"task.chat_template_kwargs: the value of {assignment!r} is not JSON; write true, false, a number, or "
+                "a text in quotes, as in 'name=\"text\"'"
+            ) from error
     return variables
 
 

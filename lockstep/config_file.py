@@ -27,6 +27,8 @@ def load(path: Path) -> RunConfig:
     Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
     Values' ranges are `config.validate`'s business.
     """
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: cannot be read: it is not a regular file")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
@@ -39,6 +41,14 @@ def load(path: Path) -> RunConfig:
         return _dataclass({} if values is None else values, RunConfig, "")
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def checked(config: RunConfig) -> RunConfig:
+    """`config`, made in code, with every value of its field's type; raises `InputError` naming the first that is not.
+
+    A whole number where a number with decimals is due is converted.
+    """
+    return _dataclass(to_dict(config), RunConfig, "")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

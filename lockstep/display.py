@@ -1,4 +1,4 @@
-"""The progress display of a run, on a stream whose failure ends nothing."""
+"""The progress display of a run, on a stream whose failure ends nothing; and standard output, where it does."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
+
+from .errors import LockstepError
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -49,13 +51,50 @@ class FailsafeStream:
             self._try(action, *(text.encode("ascii", "replace").decode() for text in arguments))
         except (OSError, ValueError):  # a broken pipe, a terminal that is gone; ValueError: a closed file
             self._failed = True
-            with contextlib.suppress(OSError, ValueError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, self._stream.fileno())
-                os.close(null)
+            _discard(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class RequiredStream:
+    """Standard output: what cannot be written to it ends the command.
+
+    Raises `BrokenPipeError` when its reader has gone, and `LockstepError` for any other failure. The file descriptor
+    is then pointed at the null device, for the flush at exit.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`."""
+        return self._try(self._stream.write, text)
+
+    def flush(self) -> None:
+        """Flush."""
+        self._try(self._stream.flush)
+
+    def _try(self, action: Any, *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except (OSError, ValueError) as error:  # ValueError: a character that its encoding lacks
+            if isinstance(error, OSError):
+                _discard(self._stream)
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise LockstepError(f"standard output cannot be written: {error}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _discard(stream: Any) -> None:
+    """Point the file descriptor under `stream` at the null device."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 class Display:

@@ -15,3 +15,7 @@ class ParityError(LockstepError):
 
 class NonFiniteError(LockstepError):
     """The loss or the gradient norm is NaN or infinite; no weight was changed by that step."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP reached a run, which ends as Ctrl-C ends it; `args[0]` is the signal."""

@@ -49,6 +49,8 @@ def evaluate(
     Raises `InputError` for settings that cannot work and for a task without validation problems.
     """
     ks = _checked_ks(n, k)
+    if not math.isfinite(pass_threshold):
+        raise InputError(f"--pass-threshold is {pass_threshold}; it must be a finite number")
     task = make_task(validate(config).task, config.trainer.prompts_per_step)
     problems = list(enumerate(task.validation_problems()))
     if not problems:

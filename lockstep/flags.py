@@ -14,6 +14,14 @@ _Json = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _Device = Literal["auto", "cpu", "cuda"]
 _Dtype = Literal["auto", "float32", "bfloat16"]
 _MODEL, _DATA, _REWARD = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
+_SHORT = {"--data": "--task.data", "--reward": "--task.reward"}  # of train
+
+
+def spelled_out(flag: str) -> str:
+    """The one name of what `flag` sets: dashes for underscores, no alias, without the no- of a switch turned off."""
+    *sections, name = flag.replace("_", "-").removeprefix("--").split(".")
+    flag = "--" + ".".join([*sections, name.removeprefix("no-")])
+    return _SHORT.get(flag, flag)
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Generate:
     """Text to continue, as it is (no chat template)."""
     prompts: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Instead of --prompt: rows with a `prompt` (text, or chat messages), or a .txt file with a prompt a line."""
+    prompt_column: str = "prompt"
+    """Column of --prompts that holds the prompt."""
     n: int = 1
     """Completions a prompt."""
     max_completion_length: int = 128
@@ -136,6 +146,8 @@ class Eval:
     """sum-digits: the easy form that a tiny model trains on; --no-easy for the full one."""
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Rows to evaluate on (gsm8k and dataset)."""
+    prompt_column: str = "prompt"
+    """Column of --data that holds the prompt."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_REWARD} ...")] = ()
     """Reward functions; a dataset task needs one."""
     prompts: int | None = None

@@ -100,11 +100,22 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams, step: int = 0
     ) -> tuple[list[list[int]], list[SamplingParams], list[SampleIdentity]]:
         check_sampling(sampling, self.seed)
+        if not isinstance(prompts, (str, Sequence)):
+            raise InputError(f"the prompts are of type {type(prompts).__name__}; give text, chat messages, or a list")
         if not as_list(prompts):
             raise InputError("there is no prompt; give at least one")
-        ids = [self.policy.encode(prompt) for prompt in as_list(prompts)]
+        ids = [self._encode(i, prompt) for i, prompt in enumerate(as_list(prompts))]
         identities = [SampleIdentity(self.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
         return ids, [sampling] * len(ids), identities
+
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+        if not isinstance(prompt, str) and not (messages and prompt):
+            raise InputError(f"prompt {index + 1} is {prompt!r:.40}; it must be text, or a list of chat messages")
+        try:
+            return self.policy.encode(prompt)
+        except InputError as error:
+            raise InputError(f"prompt {index + 1}: {error}") from error
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

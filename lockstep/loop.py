@@ -72,7 +72,7 @@ class Loop:
             result = results[0] if results else trainer.finish_check()
             self._verify(step, result, groups)
             for later in results[1:]:
-                self._require_finite(f"step {step}", later)
+                self._require_finite(f"step {step + 1}", later)
             self._count_idle(step, trained=bool(batches))
         counts["updates"] = sum(r.applied for r in results)
         return counts | self._metrics(groups, result, [*batches, *checks], version), groups
@@ -190,7 +190,7 @@ class Loop:
             self.certificate.add(step, result, tokens)
         if self.config.parity == "strict" and result.tokens_different:
             raise_mismatch(step, result)
-        self._require_finite(f"step {step}", result)
+        self._require_finite(f"step {step + 1}", result)
 
     def _require_finite(self, where: str, result: StepResult) -> None:
         self._latest = (self._latest[0], result)
@@ -213,9 +213,10 @@ class Loop:
         self.idle_steps = 0 if trained else self.idle_steps + 1
         if self.idle_steps >= self.config.trainer.max_idle_steps:
             raise LockstepError(
-                f"step {step}: for {self.idle_steps} steps every group's rewards were all equal, or its completions "
-                "were cut off and masked, so there was nothing to learn from; use easier or harder prompts, more "
-                "samples a prompt, a finer reward, or longer completions (trainer.max_idle_steps sets the patience)"
+                f"step {step + 1}: for {self.idle_steps} steps every group's rewards were all equal, or its "
+                "completions were cut off and masked, so there was nothing to learn from; use easier or harder "
+                "prompts, more samples a prompt, a finer reward, or longer completions (trainer.max_idle_steps sets "
+                "the patience)"
             )
 
     def warmup_step(self, step: int) -> StepResult:
@@ -231,7 +232,7 @@ class Loop:
         for batch in pack(groups, max_tokens=t.max_tokens_per_micro_batch, check_parity=False):
             trainer.forward_backward(batch.to(self.device), loss_type="sft")
         result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps))
-        self._require_finite(f"warm-up step {step}", result)
+        self._require_finite(f"warm-up step {step + 1}", result)
         return result
 
     def validate(self) -> dict[str, float]:

@@ -6,10 +6,11 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError
+from .errors import InputError, LockstepError
 
 if TYPE_CHECKING:
     from .types import RolloutGroup
@@ -29,7 +30,22 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 NAMES: tuple[str, ...] = tuple(name for names in SECTIONS.values() for name in names)
 
+_STEPS_END = 1 << 53  # a step below it is exact as a float too
+
 METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE = "metrics.jsonl", "rollouts.jsonl", "summary.json"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the disk refuses inside (no space left, say) into a `LockstepError` naming `path`."""
+    try:
+        yield
+    except Exception as error:
+        from safetensors import SafetensorError
+
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
+        raise LockstepError(f"could not write {path}: {error}") from error
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -60,12 +76,16 @@ class MetricsWriter:
     def __init__(self, path: Path, start_step: int = 0) -> None:
         if path.exists():
             _keep_before(path, start_step)
-        self._file = path.open("ab")
+        self._path = path
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append `record`; its `step` is what resuming goes by."""
-        self._file.write((to_json({"step": int(record["step"]), **record}) + "\n").encode())
-        self._file.flush()
+        rest = memoryview((to_json({"step": int(record["step"]), **record}) + "\n").encode())
+        with writing(self._path):
+            while rest:  # a full disk takes a part of the line before it refuses
+                rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
         self._file.close()
@@ -83,14 +103,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    if not path.is_file():
+        raise InputError(f"{path} is not a regular file; move it away")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return  # the process died while writing it
             try:
                 record = json.loads(line)
-                int(record["step"])
-            except (ValueError, KeyError, TypeError) as error:
+                if type(record["step"]) is not int or not 0 <= record["step"] < _STEPS_END:
+                    raise ValueError(f"step is {str(record['step'])[:40]}")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise InputError(
                     f"{path}, line {number}: not a JSON object with a whole number `step` ({error}); delete the line"
                 ) from error
@@ -99,11 +122,12 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _keep_before(path: Path, step: int) -> None:
     temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("wb") as file:
-        for line, record in _lines(path):
-            if record["step"] < step:
-                file.write(line)
-    _replace(temporary, path)
+    with writing(path):
+        with temporary.open("wb") as file:
+            for line, record in _lines(path):
+                if record["step"] < step:
+                    file.write(line)
+        _replace(temporary, path)
 
 
 def _replace(temporary: Path, path: Path) -> None:
@@ -115,8 +139,9 @@ def _replace(temporary: Path, path: Path) -> None:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write one JSON object to `path`, whole or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
-    _replace(temporary, path)
+    with writing(path):
+        temporary.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
+        _replace(temporary, path)
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import ParityError
+from .errors import InputError, ParityError
 from .types import SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def raise_mismatch(step: int, result: StepResult) -> None:
     found = f"{result.tokens_different} of {result.tokens_checked} tokens differ between generator and trainer"
     if result.routing is not None and result.routing.tokens_different:
         found += f", of which {result.routing.tokens_different} went to other experts (digests of the choices differ)"
-    raise ParityError(f"step {step}: {found}; the weights were not changed\n  " + "\n  ".join(lines))
+    raise ParityError(f"step {step + 1}: {found}; the weights were not changed\n  " + "\n  ".join(lines))
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,18 @@ _KINDS = (
     SamplingParams(temperature=0.0, n=1, ignore_eos=True),
 )
 _COMPLETION = 64
+_MOST_TOKENS = 10_000_000  # days on a CPU; all completions are held at once
 
 
 def check_model(model: str, tokens: int, seed: int, device: str, dtype: str) -> Report:
     """Generate at least `tokens` tokens from random prompts and score them with the trainer's computation.
 
-    Prompts have many lengths; sampling is plain, truncated and greedy in turn, several samples a prompt.
+    Prompts have many lengths; sampling is plain, truncated and greedy in turn, several samples a prompt. Raises
+    `InputError` for a number out of range and a model that cannot be loaded.
     """
+    for name, value, low, high in (("tokens", tokens, 1, _MOST_TOKENS), ("seed", seed, 0, 2**63 - 1)):
+        if type(value) is not int or not low <= value <= high:
+            raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
     from .build import load_policy
     from .config import GeneratorConfig, LossConfig, OptimizerConfig
     from .generator import Engine, SharedWeights, plan_cache_tokens

@@ -36,7 +36,7 @@ def collect(
     Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group has
     a reward, and whatever scoring refuses.
     """
-    where = f"step {step}" if domain == TRAIN_DOMAIN else "validation"
+    where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
     prompt_ids = [_encode(encode, *item, where, max_prompt_length) for item in problems]
     identities = [SampleIdentity(seed, domain, step, group) for group, _ in problems]
     completions = generate(prompt_ids, [sampling] * len(problems), identities)

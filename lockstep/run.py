@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, ClassVar
 
 from . import __version__, checkpoint, config_file
+from . import resume as resuming
 from .build import build, resolve, save_policy
 from .config import RunConfig
 from .display import Display
 from .environment import describe
-from .errors import InputError, NonFiniteError, ParityError
+from .errors import InputError, LockstepError, NonFiniteError, ParityError
 from .loop import Loop
 from .metrics import (
     METRICS_FILE,
@@ -22,30 +24,40 @@ from .metrics import (
     rollout_records,
     write_json,
     write_summary,
+    writing,
 )
 from .parallel import require_single_process
 from .parity import Certificate
 from .report import write_report
+from .resume import CHECKPOINTS, FINAL_MODEL
+from .signals import ended_by_signals, raise_received
 from .startup import warm_up
 from .trackers import Trackers, require_packages
 
-PARITY_FILE, FAILURE_FILE, CHECKPOINTS, FINAL_MODEL = "parity.json", "failure.json", "checkpoints", "model"
+PARITY_FILE, FAILURE_FILE = "parity.json", "failure.json"
+
+_log = logging.getLogger("lockstep")
 
 
+@ended_by_signals()
 def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
     """Run `config` in `run_dir`, or go on from its last whole checkpoint; returns the summary it writes there.
 
     Raises:
+        InputError: `resume`, and the run cannot go on as it was; nothing in its folder was changed.
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
     require_single_process()
     require_packages(config.metrics.trackers)
-    config = resolve(config)
+    config, run_dir = resolve(config), run_dir.absolute()  # a reward function may change the working directory
     recorder = _Recorder(config, run_dir)
+    loaded = resuming.find(run_dir, resuming.inputs(config)) if resume else None
     loop = Loop(config, build(config))
+    start = recorder.restore(loop, loaded) if loaded else None
     recorder.started(loop)
     with recorder, Display(config.steps, live=config.metrics.progress) as display:
-        start = recorder.resume(loop, display) if resume else None
+        if resume:
+            display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
         if start is None:
             recorder.warmup(loop, display)
         recorder.warm_up_graphs(loop, display)
@@ -55,6 +67,7 @@ def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
             recorder.checkpoint(loop, 0)
         recorder.open(start)
         for step in range(start, config.steps):
+            raise_received()
             try:
                 metrics, groups = loop.step(step)
             finally:
@@ -64,7 +77,8 @@ def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
             recorder.step(step, metrics, groups)
             display.update(step, metrics)
             recorder.checkpoint(loop, step + 1)
-        save_policy(loop.run.policy, run_dir / FINAL_MODEL)
+        with writing(run_dir / FINAL_MODEL):
+            save_policy(loop.run.policy, run_dir / FINAL_MODEL)
     if loop.run.compiler:
         recorder.summary["compile"] = loop.run.compile_report()
         loop.run.compiler.close()
@@ -78,11 +92,15 @@ def _is_due(done: int, interval: int, steps: int) -> bool:
 class _Recorder:
     """The run folder of one training run: metrics, rollouts, checkpoints, summary, report."""
 
+    _imports: ClassVar[float] = time.process_time()  # of the CPU, until here: part of the process's first run
+
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self.config = config
         self.run_dir = run_dir
-        self.began = time.perf_counter()
-        imports = time.process_time()  # of the CPU, until here: interpreter, imports, flags
+        imports, _Recorder._imports = _Recorder._imports, 0.0
+        self.began = time.perf_counter() - imports
+        self._earlier = 0.0  # seconds of the processes that this one goes on from
+        self._inputs: dict[str, Any] | None = None
         self.validations: dict[str, dict[str, float]] = {}
         self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
         self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
@@ -95,12 +113,13 @@ class _Recorder:
 
     def started(self, loop: Loop) -> None:
         """The parts are built: record the configuration, the machine and the start-up time; open the trackers."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        config_file.save(self.config, self.run_dir / "config.yaml")
+        with writing(self.run_dir / "config.yaml"):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            config_file.save(self.config, self.run_dir / "config.yaml")
         self.summary["environment"] = describe(loop.device)
         self._loop = loop
         self._trackers = Trackers(self.config.metrics, self.run_dir, config_file.flat(self.config))
-        self.summary["startup_s"] = time.perf_counter() - self.began
+        self.summary["startup_s"] += time.perf_counter() - self.began
 
     def warm_up_graphs(self, loop: Loop, display: Display) -> None:
         """Make the graphs of all steps; record where start-up went."""
@@ -121,37 +140,33 @@ class _Recorder:
             self._account(record)
         self._rollouts = MetricsWriter(self.run_dir / ROLLOUTS_FILE, start)
 
-    def resume(self, loop: Loop, display: Display) -> int | None:
-        """Restore the newest whole checkpoint; returns the steps it had done (None: there is no checkpoint)."""
-        loaded = checkpoint.latest(self.run_dir / CHECKPOINTS)
-        if loaded is None:
-            display.note("no whole checkpoint to resume from; starting over")
-            return None
+    def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint) -> int:
+        """Put the run where `loaded` left it; returns the steps it had done."""
         try:
-            self._restore(loop, loaded)
+            _require_same_numerics(loaded.state["numerics"], loop)
+            loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
+            loop.certificate = Certificate(**loaded.state["certificate"])
+            loop.idle_steps = loaded.state["idle_steps"]
+            self.validations = loaded.state["validations"]
+            self._earlier = loaded.state["seconds"]["total_s"]
+            self.summary |= loaded.state["seconds"]
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise InputError(
                 f"{loaded.path} does not fit this run ({reason}); was the model folder or lockstep changed since?"
             ) from error
-        display.note(f"resumed from {loaded.path.name}")
-        return loaded.step
-
-    def _restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint) -> None:
-        _require_same_numerics(loaded.state["numerics"], loop)
-        loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
-        loop.certificate = Certificate(**loaded.state["certificate"])
-        loop.idle_steps = loaded.state["idle_steps"]
-        self.validations = loaded.state["validations"]
         if loaded.state["warmup"] is not None:
             self.summary["warmup"] = loaded.state["warmup"]
         self.summary["resumed_from_step"] = loaded.step
+        return loaded.step
 
     def checkpoint(self, loop: Loop, step: int) -> None:
         """Save when `checkpoint.interval` says so, and at the end."""
         c = self.config.checkpoint
         if c.interval == 0 or (step % c.interval and step != self.config.steps):
             return
+        if self._inputs is None:
+            self._inputs = resuming.inputs(self.config)
         tensors, counters = loop.run.trainer.state()
         state = {
             "trainer": counters,
@@ -160,6 +175,9 @@ class _Recorder:
             "validations": self.validations,
             "warmup": self.summary.get("warmup"),
             "numerics": loop.run.trainer.numerics(),
+            "inputs": self._inputs,
+            "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
+            | {"total_s": self._total_seconds()},
         }
         checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, c.keep_last)
 
@@ -212,6 +230,14 @@ class _Recorder:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Whatever ended the run, leave a summary and a report of what there is, and the evidence of a failed check."""
+        try:
+            self._finish(error)
+        except (LockstepError, OSError) as unwritten:
+            if error is None:
+                raise
+            _log.warning("%s", unwritten)  # what ended the run is the news
+
+    def _finish(self, error: BaseException | None) -> None:
         if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
             write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
             error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
@@ -221,11 +247,16 @@ class _Recorder:
         ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
         self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
         self.summary |= {"steps_done": len(self._rewards), "validation": self.validations}
-        self.summary["total_s"] = time.perf_counter() - self.began
+        self.summary["total_s"] = self._total_seconds()
         write_summary(self.run_dir, self.summary)
-        write_report(self.run_dir)
+        with writing(self.run_dir / "report.html"):
+            write_report(self.run_dir)
         if self._trackers is not None:
             self._trackers.close()
+
+    def _total_seconds(self) -> float:
+        """Of the whole run so far: this process, and those whose steps it goes on from."""
+        return self._earlier + time.perf_counter() - self.began
 
 
 def _require_same_numerics(saved: dict[str, Any], loop: Loop) -> None:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import json
+import codecs
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError
+from .errors import InputError, LockstepError
+from .json_file import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +27,8 @@ CHAT_TEMPLATE = (
 
 # Any one of these makes a folder a tokenizer's.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+# Those that hold a JSON object, and a field of it that must be there.
+_OBJECT_FILES = {"tokenizer.json": "model", "tokenizer_config.json": None, "special_tokens_map.json": None}
 
 
 def byte_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerBase:
@@ -62,7 +65,8 @@ def _byte_characters() -> list[str]:
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local Hugging Face folder. Nothing is downloaded and no code of the folder's is run.
 
-    Raises `InputError` naming the folder when it is missing, holds no tokenizer, or cannot be read.
+    Raises `InputError` naming the folder when it is missing or holds no tokenizer, and the file that cannot be read or
+    holds a chat template with a syntax error.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -70,16 +74,60 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise InputError(f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
     try:
-        return _tokenizer_class(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = _tokenizer_class(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the libraries raise many types for a damaged file, a bare Exception among them
-        raise InputError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        _check_object_files(folder)
+        raise InputError(f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {error}") from error
+    _check_template(tokenizer)
+    return tokenizer
+
+
+def _check_object_files(folder: Path) -> None:
+    """Raise `InputError` naming the file, where it is one of these that the libraries could not read."""
+    for name, field in _OBJECT_FILES.items():
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            value = read_json(path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: cannot be read as JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise InputError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+        if field is not None and field not in value:
+            raise InputError(f"{path}: there is no field {field}; it is not a tokenizer of the tokenizers library")
+        if path.read_bytes().startswith(codecs.BOM_UTF8):
+            raise InputError(f"{path}: begins with a byte order mark, which transformers does not read; remove it")
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `InputError` naming the file of a chat template that is not one, whatever the messages."""
+    from jinja2 import TemplateSyntaxError
+
+    if not tokenizer.chat_template:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise InputError(f"{_template_file(tokenizer)}, line {error.lineno}: {error.message}") from error
+    except Exception:  # it may want other messages or variables than these
+        return
+
+
+def _template_file(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Where the chat template stands, for messages."""
+    folder = Path(tokenizer.name_or_path)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        if tokenizer.name_or_path and (folder / name).is_file():
+            return f"the chat template in {folder / name}"
+    return "the tokenizer's chat template"
 
 
 def _tokenizer_class(folder: Path) -> Any:
     """What reads the folder. Where it names the generic class that is `AutoTokenizer`'s choice too, but importing that
     reads a file for every model there is."""
     with suppress(OSError, ValueError):
-        named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        named = read_json(folder / "tokenizer_config.json")
         if isinstance(named, dict) and named.get("tokenizer_class") == "TokenizersBackend":
             from transformers import PreTrainedTokenizerFast
 
@@ -90,8 +138,15 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write the tokenizer and its chat template in Hugging Face's layout into `folder`, made when missing."""
-    tokenizer.save_pretrained(folder)
+    """Write the tokenizer and its chat template in Hugging Face's layout into `folder`, made when missing.
+
+    Raises `LockstepError` when a file cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)  # given a file, the library would log and go on
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # the library's own for the one file that it writes
+        raise LockstepError(f"{folder}: the tokenizer cannot be written ({error})") from error
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, where: str) -> None:
@@ -118,11 +173,7 @@ def encode_prompt(
     Raises `InputError` when messages meet a tokenizer without a template or a template that refuses them.
     """
     if isinstance(prompt, str):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from error
-        return list(tokenizer(prompt)["input_ids"])
+        return _ids(tokenizer, prompt, special=True)
     if not tokenizer.chat_template:
         raise InputError("the prompt is chat messages, but the tokenizer has no chat template; give a text prompt")
     try:
@@ -130,5 +181,13 @@ def encode_prompt(
             prompt, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
         )
     except Exception as error:  # Jinja's errors and whatever the template itself raises
-        raise InputError(f"the tokenizer's chat template refuses the messages: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        raise InputError(f"{_template_file(tokenizer)} refuses the messages: {error}") from error
+    return _ids(tokenizer, text, special=False)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from error
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])

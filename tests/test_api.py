@@ -72,6 +72,33 @@ def test_a_bad_configuration_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": "3"}, "steps is '3'; it must be a whole number"),
+        ({"steps": 2.5}, "steps is 2.5; it must be a whole number"),
+        ({"parity": "sometimes"}, "parity is 'sometimes'; it must be one of strict, warn, off"),
+        ({"task": lockstep.TaskConfig(reward="m:f")}, "task.reward is 'm:f'; it must be a list"),
+        ({"sampling": None}, "sampling holds None"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(tmp_path: Path, change: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        lockstep.train(replace(SMALL, **change), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_model_says_what_it_takes() -> None:
+    for change in ({"tokens": -1}, {"tokens": 10**18}, {"tokens": "5"}, {"seed": -1}):
+        name, value = next(iter(change.items()))
+        with pytest.raises(InputError, match=f"{name} is {value!r}; it must be a whole number between"):
+            lockstep.check_model(**{"model": "m", "tokens": 5, "seed": 0, "device": "cpu", "dtype": "auto"} | change)
+    with pytest.raises(InputError, match="device is 'gpu'; it must be auto, cpu or cuda"):
+        lockstep.check_model("m", 5, 0, "gpu", "auto")
+    with pytest.raises(InputError, match="dtype is 'half'; it must be auto, float32 or bfloat16"):
+        lockstep.check_model("m", 5, 0, "cpu", "half")
+
+
 def test_public_names_are_there_documented_and_complete() -> None:
     for name in lockstep.__all__:
         assert name == "__version__" or inspect.getdoc(getattr(lockstep, name)), name

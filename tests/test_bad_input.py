@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
         ("--model nowhere", "model 'nowhere': there is no such folder"),
         ("--model good.jsonl", "model 'good.jsonl': there is no such folder"),
         ("--generator.page-size 0", "generator.page_size is 0; it must be between 1 and 4096"),
-        ("--generator.kv-cache-tokens 8", "generator.kv_cache_tokens, 0 tokens, must hold it and a prompt"),
+        ("--generator.kv-cache-tokens 8", "generator.kv_cache_tokens of 8 (whole pages of 16), 0 tokens, must"),
         ("--generator.kv-cache-tokens 1000000000000", "1000000000000 tokens take 1,907,349 GiB, and cpu has"),
         ("--trainer.max-tokens-per-micro-batch 7", "trainer.max_tokens_per_micro_batch, 8 tokens, must hold it"),
         ("--trainer.prompts-per-step 1000000000", "trainer.prompts_per_step is 1000000000; it must be between 1 and"),
@@ -123,6 +124,14 @@ def test_a_recompute_pattern_that_matches_nothing(model: Path, place: Path, caps
         ("steps: " + "[" * 5000, "my.yaml: nested too deeply"),
         ("steps: x", "my.yaml: steps is 'x'; it must be a whole number"),
         ("- 1", "my.yaml: the file holds [1]; it must be a mapping of keys to values"),
+        (
+            "task: {name: dataset, data: d, reward: [math], chat_template_kwargs: [a=False]}",
+            "the value of 'a=False' is not JSON",
+        ),
+        (
+            "task: {name: dataset, data: d, reward: [math], chat_template_kwargs: [messages=1]}",
+            "task.chat_template_kwargs sets messages, which is set for every prompt; remove it",
+        ),
         ("stepz: 1", "my.yaml: unknown key stepz; did you mean steps?"),
         ("task: {reward: math}", "my.yaml: task.reward is 'math'; it must be a list, each item a string"),
         ("{task: {name: dataset, data: d, reward: [math], chat_template_kwargs: [a]}}", "holds 'a'; each must be NAME"),
@@ -133,6 +142,13 @@ def test_a_recompute_pattern_that_matches_nothing(model: Path, place: Path, caps
 def test_a_yaml_file(place: Path, capsys: pytest.CaptureFixture[str], content: str | bytes, message: str) -> None:
     (place / "my.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert message in refused(["train", "--config", "my.yaml"], capsys)
+
+
+@pytest.mark.parametrize("arguments", ["train --config pipe", "generate --model tiny --prompts pipe.txt"])
+def test_a_pipe_is_refused_at_once(place: Path, capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+    for name in ("pipe", "pipe.txt"):
+        os.mkfifo(place / name)
+    assert "is not a regular file" in refused(arguments.split(), capsys)
 
 
 # Data and rewards, on the way through a run.
@@ -147,7 +163,7 @@ def test_a_yaml_file(place: Path, capsys: pytest.CaptureFixture[str], content: s
         (
             "d.jsonl",
             '{"prompt": "%s"}\n{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n' % ("x" * 5000),
-            "1 of 2 prompts of task.data d.jsonl have more than 2040 tokens (the model's context of 2048 less "
+            "1 of 2 training prompts of task.data d.jsonl have more than 2040 tokens (the model's context of 2048 less "
             "sampling.max_completion_length of 8): d.jsonl line 1 (5000 tokens)",
         ),
         ("nothing.jsonl", None, "task.data nothing.jsonl cannot be read: No such file or directory"),
@@ -200,7 +216,7 @@ def test_the_current_folder_as_data(
 )
 def test_a_reward(place: Path, capsys: pytest.CaptureFixture[str], reward: str, message: str) -> None:
     message_printed = refused([*DATA, "--reward", f"r.py:{reward}"], capsys)
-    assert message in message_printed and "step 0" not in message_printed  # it is a validation's completions
+    assert message in message_printed and "step 1" not in message_printed  # it is a validation's completions
 
 
 def test_a_reward_that_dies_does_not_end_the_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +279,8 @@ NORM = "model.norm.weight"
         (edited(rope_parameters={"rope_theta": "x"}), "config.json: rope_parameters: rope_theta is 'x'"),
         (edited(rope_parameters=[1]), "config.json: rope_parameters is [1]; it must be an object"),
         (edited(max_position_embeddings=-4), "config.json: max_position_embeddings is -4"),
-        (edited(vocab_size=10**12), "GiB; use a smaller model"),
+        (edited(vocab_size=10**12), "config.json: vocab_size is too large; it must be at most"),
+        (edited(vocab_size=2 * 10**9), "GiB; use a smaller model"),
         (edited(vocab_size=300), "model.embed_tokens.weight has shape [512, 128]; config.json asks for [300, 128]"),
         (written("generation_config.json", b'{"eos_token_id": "x"}'), "generation_config.json: eos_token_id is 'x'"),
         (written("model.safetensors", None), "model.safetensors: missing (a model folder needs it, or an index"),
@@ -297,7 +314,8 @@ def test_a_model_folder(model: Path, tmp_path: Path, damage: Callable[[Path], No
 def test_a_tokenizer_larger_than_the_vocabulary(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "small"
     shutil.copytree(model, folder)
-    edited(vocab_size=200)(folder)
+    edited(vocab_size=200, eos_token_id=199, pad_token_id=199)(folder)
+    written("generation_config.json", None)(folder)
     tensors(lambda t: t | {"model.embed_tokens.weight": t["model.embed_tokens.weight"][:200].clone()})(folder)
     with pytest.raises(InputError, match="small needs a vocabulary of 259, but the model's has 200 entries"):
         load_policy(str(folder), "tiny", 0, "cpu", "float32")
@@ -312,11 +330,14 @@ def test_a_tokenizer_larger_than_the_vocabulary(model: Path, tmp_path: Path) -> 
         (["generate", "--prompt", ""], "the prompt has no tokens"),
         (["generate", "--prompt", "x" * 3000], "prompt of 3000 tokens plus 128 new ones exceeds the model's context"),
         (["generate", "--prompt", "a\udcff"], "the prompt is not valid Unicode: surrogates not allowed at character 1"),
+        (["generate", "--prompts", "none.jsonl"], "--prompts none.jsonl cannot be read: No such file"),
+        (["generate", "--prompts", "good.jsonl", "--prompt-column", "q"], "line 1 has prompt; it needs q"),
+        (["generate", "--prompt", "a", "--prompt-column", "q"], "--prompt-column has no effect without rows"),
         (["generate", "--prompt", "a", "--temperature", "-1"], "sampling.temperature is -1.0"),
         (["generate", "--prompt", "a", "--stop", ""], "sampling.stop holds an empty string"),
         (["eval", "--task", "nope"], "unknown task 'nope'; allowed: sum-digits, word-arithmetic, gsm8k, dataset"),
         (["eval", "--task", "gsm8k"], "task.data is missing: gsm8k needs --data FILE.jsonl"),
-        (["parity", "--tokens", "0"], "--tokens is 0; it must be at least 1"),
+        (["parity", "--tokens", "0"], "tokens is 0; it must be a whole number between 1 and 10000000"),
     ],
 )
 def test_generate_eval_and_parity(
@@ -349,9 +370,9 @@ def test_values_that_are_not_finite_stop_the_run_and_leave_evidence(
 ) -> None:
     weights = ["--optimizer.learning-rate", "1e30", "--optimizer.max-grad-norm", "0", "--task.reward", "r.py:spread"]
     message = refused([*SUM[:4], *SUM[6:], *weights, "--steps", "5", "--run-dir", "run"], capsys, code=1)
-    assert "the weights were not changed; its values and rollouts are in run/failure.json" in message
+    assert f"the weights were not changed; its values and rollouts are in {place / 'run' / 'failure.json'}" in message
     failure = json.loads((place / "run" / "failure.json").read_text())
-    assert failure["error"].startswith("step 1: loss is") and not failure["result"]["applied"]
+    assert failure["error"].startswith("step 2: loss is") and not failure["result"]["applied"]
     assert failure["weights_version"] == 1 and len(failure["groups"]) == 2
     rollout = failure["groups"][0]["rollouts"][0]
     assert rollout["completion"]["identity"]["step"] == 1 and len(rollout["completion"]["token_ids"]) > 0
@@ -359,12 +380,12 @@ def test_values_that_are_not_finite_stop_the_run_and_leave_evidence(
     assert failure["groups"][0]["prompt"] and failure["groups"][0]["columns"]["answer"] > 0
 
 
-def test_weights_that_are_not_numbers_stop_the_run_even_when_nothing_is_trained(
+def test_logits_that_are_not_numbers_stop_the_run_even_when_nothing_is_trained(
     model: Path, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(model, place / "nan")
-    tensors(lambda t: t | {NORM: torch.full_like(t[NORM], torch.nan)})(place / "nan")
-    assert "step 0: loss is 0.0, gradient norm 0.0, entropy nan" in refused([*SUM, "--model", "nan"], capsys, code=1)
+    tensors(lambda t: t | {NORM: torch.full_like(t[NORM], 3e38)})(place / "nan")
+    assert "step 1: loss is 0.0, gradient norm 0.0, entropy nan" in refused([*SUM, "--model", "nan"], capsys, code=1)
 
 
 def test_a_checkpoint_of_another_model_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

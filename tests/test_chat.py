@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.chat import HELP, Conversation, converse, interrupts
+from lockstep.chat import HELP, Conversation, converse, interrupts, read_lines
 from lockstep.cli import main
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError
@@ -108,3 +108,11 @@ def test_a_piped_conversation(model: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert main([*chat, "--top-p", "1"]) == 0
     said = f"{first}\nThe conversation starts anew.\n{second}\n{HELP}"
     assert first and second and capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_not_utf8_costs_that_line_only(llm: LLM, monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+    raw = io.BytesIO(b"h\xff\nhello\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(raw, encoding="utf-8", errors=errors))
+    shown = list(converse(Conversation(llm, SAMPLING), read_lines()))
+    assert shown[0].startswith("(the prompt is not valid Unicode") and "".join(shown[1:]).strip()

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import time
 from pathlib import Path
@@ -251,3 +252,22 @@ def test_kill_9_leaves_a_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
         reached = loaded.step
         assert_whole(loaded, reached)
     assert not caplog.records  # whole, not merely recoverable: nothing was skipped on the way
+
+
+def test_a_manifest_nested_too_deep_is_damage(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").write_text("[" * 100_000)
+    assert_whole(checkpoint.latest(tmp_path), 1)
+
+
+def test_a_full_disk_leaves_the_checkpoints_before(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(LockstepError, match=r"could not write checkpoint .*step_2: .*File too large"):
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    assert_whole(checkpoint.latest(tmp_path), 1)

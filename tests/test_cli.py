@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -229,6 +230,31 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert done.returncode == 1 and b"Traceback" not in done.stderr
 
 
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+@pytest.mark.parametrize("arguments", ["--help", "--version", "report run --json"])
+def test_standard_output_that_is_full(tmp_path: Path, arguments: str) -> None:
+    (tmp_path / "run").mkdir()
+    config_file.save(RunConfig(), tmp_path / "run" / "config.yaml")
+    with FULL.open("w") as full:
+        line = [sys.executable, "-m", "lockstep", *arguments.split()]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert (
+        done.stderr.startswith("lockstep: failed: standard output cannot be written") and done.stderr.count("\n") == 1
+    )
+
+
+@pytest.mark.parametrize(("closed", "stream"), [(">&-", "output"), ("<&-", "input")])
+def test_streams_that_are_closed(closed: str, stream: str) -> None:
+    line = f"exec {shlex.quote(sys.executable)} -m lockstep chat --model m {closed}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"lockstep: error: standard {stream} is closed") and done.stderr.count("\n") == 1
+
+
 def test_a_reader_that_goes_away_does_not_end_a_run(run: Recorder, tmp_path: Path) -> None:
     """`lockstep train 2>&1 >/dev/null | head -1`: what is said after that goes nowhere, and the run ends well."""
     code = f"""
@@ -275,6 +301,10 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("train --steps", ["--steps"]),
         ("train --steps 1 --steps 2", ["--steps is given twice"]),
         ("train --sampling.top-p=1 --sampling.top_p=1", ["--sampling.top-p is given twice"]),
+        ("train --data a --task.data b", ["--task.data is given twice (as --data before)"]),
+        ("train --task.reward y --reward x", ["--reward is given twice (as --task.reward before)"]),
+        ("train --task.shuffle --task.no-shuffle", ["--task.no-shuffle is given twice (as --task.shuffle before)"]),
+        ("eval --model m --task sum-digits --no-easy --easy", ["--easy is given twice (as --no-easy before)"]),
         ("train --parity perhaps", ["--parity", "perhaps", "strict"]),
         ("train --steps -1", ["steps is -1", "at least 0"]),
         ("train --sampling.top-p 2", ["sampling.top_p is 2.0", "between"]),
@@ -306,7 +336,13 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("train --metrics.trackers tensorboard tensorboard", ["metrics.trackers names one twice"]),
         ("train --metrics.trackers mlflow", ["mlflow", "tensorboard"]),
         ("train --metrics.project p", ["metrics.project has no effect without wandb"]),
-        ("parity --model m --tokens 0", ["--tokens is 0"]),
+        ("parity --model m --tokens 0", ["tokens is 0", "between 1 and"]),
+        ("parity --model m --tokens 1000000000000000000", ["tokens is 1000000000000000000"]),
+        (
+            "report done --out done/config.yaml",
+            ["done/config.yaml: a page is written to a file whose name ends in .html"],
+        ),
+        ("report done done --out nosuch/x.html", ["nosuch/x.html: there is no folder nosuch"]),
         ("init tiny", ["--out"]),
         ("", ["train, generate, eval, chat, report, parity, init"]),
     ],

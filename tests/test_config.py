@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -165,3 +166,9 @@ def test_flat_names_are_dotted() -> None:
     flat = config_file.flat(RunConfig(steps=7))
     assert flat["steps"] == 7 and flat["sampling.top_p"] == 1.0 and flat["task.reward"] == []
     assert not any(isinstance(value, dict) for value in flat.values())
+
+
+def test_a_pipe_as_a_configuration_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(InputError, match="pipe.yaml: cannot be read: it is not a regular file"):
+        config_file.load(tmp_path / "pipe.yaml")

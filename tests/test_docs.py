@@ -70,6 +70,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"{a} + {b} = ", "answer": str(a + b)} for a in range(10) for b in range(10)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "sums.py").write_text("def exact(completions, answer, **_):\n    return [1.0 for _ in completions]\n")
+    rows = [{"problem": row["prompt"], "answer": row["answer"]} for row in rows]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copy(folder / "sums.py", folder / "own.py")
     shutil.copy(Path(__file__).parent / "data" / "gsm8k_sample.jsonl", folder / "train.jsonl")
     with contextlib.chdir(folder):
         assert main(small(["train", "--run-dir", "runs/first", "--checkpoint.interval", "1"])) == 0

@@ -100,6 +100,7 @@ def test_the_deciding_reward_and_problems_it_does_not_apply_to(config: RunConfig
     [
         ({"n": 0}, "--n is 0"),
         ({"n": 4, "k": (1, 8)}, "--k is 1, 8; each must be between 1 and --n, which is 4"),
+        ({"pass_threshold": float("nan")}, "--pass-threshold is nan; it must be a finite number"),
         ({"n": 2, "temperature": 0.0}, "gives 2 equal completions"),
         ({"pass_reward": "correct"}, "--pass-reward correct: the task's reward functions are spread, never, sometimes"),
     ],
@@ -112,6 +113,20 @@ def test_settings_that_cannot_work(config: RunConfig, arguments: dict, message: 
 def test_a_task_without_problems(config: RunConfig) -> None:
     with pytest.raises(InputError, match="has no validation problems"):
         evaluate(replace(config, task=replace(config.task, validation_prompts=0)))
+
+
+def test_the_command_reads_an_own_prompt_column(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"problem": "say 1", "answer": "1"}\n')
+    (tmp_path / "own.py").write_text("def zero(completions, **_):\n    return [0.0] * len(completions)\n")
+    data = ["--task", "dataset", "--data", str(rows), "--reward", f"{tmp_path}/own.py:zero"]
+    base = ["eval", "--model", str(model), "--max-completion-length", "4", *data]
+    assert main(base) == 2
+    assert "has problem, answer; it needs prompt" in (error := capsys.readouterr().err) and "--prompt-column" in error
+    assert main([*base, "--prompt-column", "problem", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 1
 
 
 def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ def with_a_flipped_bit(run: Run) -> Run:
 def test_strict_parity_stops_before_weights_change(config: RunConfig) -> None:
     run = with_a_flipped_bit(build(config))
     before = weights(run)
-    with pytest.raises(ParityError, match=r"step 0: \d+ of 192 .*\n  group \d sample \d, completion token \d+, "):
+    with pytest.raises(ParityError, match=r"step 1: \d+ of 192 .*\n  group \d sample \d, completion token \d+, "):
         Loop(config, run).step(0)
     assert all(map(torch.equal, before, weights(run)))
     assert run.trainer.weights_version == 0
@@ -157,7 +157,7 @@ def test_nothing_to_learn_from_goes_on_then_stops(config: RunConfig) -> None:
     assert metrics["frac_reward_zero_std"] == 1
     assert metrics["parity/tokens_checked"] > 0 and metrics["parity/tokens_different"] == 0
     assert all(map(torch.equal, before, weights(run)))
-    with pytest.raises(LockstepError, match="step 1: for 2 steps every group's rewards were all equal"):
+    with pytest.raises(LockstepError, match="step 2: for 2 steps every group's rewards were all equal"):
         loop.step(1)
 
 
@@ -165,7 +165,7 @@ def test_an_overflowing_loss_stops_before_weights_change(config: RunConfig) -> N
     config = rewarded_by(config, "infinite")
     run = build(config)
     before = weights(run)
-    with pytest.raises(NonFiniteError, match="step 0: loss is .* the weights were not changed"):
+    with pytest.raises(NonFiniteError, match="step 1: loss is .* the weights were not changed"):
         Loop(config, run).step(0)
     assert all(map(torch.equal, before, weights(run)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
 from lockstep.metrics import NAMES, MetricsWriter, read_lines, rollout_records, to_json, write_summary
 from lockstep.types import Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 
@@ -105,6 +106,21 @@ def test_an_unreadable_line_is_named(tmp_path: Path, bad: str) -> None:
     with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: "):
         MetricsWriter(path, 1)
     assert path.read_bytes().count(b"\n") == 3  # untouched
+
+
+def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        writer.write({"step": 0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, before[1]))
+        try:
+            with pytest.raises(LockstepError, match=r"could not write .*m\.jsonl: .*File too large"):
+                writer.write({"step": 1, "text": "x" * 40})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(read_lines(tmp_path / "m.jsonl")) == [{"step": 0}]
+    MetricsWriter(tmp_path / "m.jsonl", start_step=1).close()
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 0}\n'
 
 
 def test_summary_is_replaced_whole(tmp_path: Path) -> None:

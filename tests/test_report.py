@@ -8,15 +8,17 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from lockstep import config_file
-from lockstep.config import OptimizerConfig, RunConfig, TaskConfig
+from lockstep.config import RunConfig, TaskConfig
 from lockstep.errors import InputError
 from lockstep.metrics import NAMES, MetricsWriter, write_json, write_summary
+from lockstep.recipes import RECIPES
 from lockstep.report import write_comparison, write_report
 from lockstep.report.curves import SECTIONS
 
@@ -205,9 +207,65 @@ def test_ten_thousand_steps_are_no_larger_than_they_look(tmp_path: Path) -> None
 
 
 def test_configuration_shows_what_is_not_default(tmp_path: Path) -> None:
-    text = read(make_run(tmp_path, config=RunConfig(steps=99, optimizer=OptimizerConfig(learning_rate=3e-5)))).text
-    at = text.index("optimizer.learning_rate")
-    assert text[at : at + 3] == ["optimizer.learning_rate", "3e-05", "1e-06"] and "optimizer.beta1" not in text
+    recipe = RECIPES["dataset"]("m")
+    config = replace(recipe, optimizer=replace(recipe.optimizer, learning_rate=3e-5))
+    text = read(make_run(tmp_path, config=config)).text
+    at = text.index("default of dataset")
+    assert text[at + 1 : at + 7] == ["model", "m", "Qwen/Qwen3-0.6B", "optimizer.learning_rate", "3e-05", "1e-06"]
+    assert "steps" not in text  # the recipe's 100, which is not RunConfig's
+    text = read(make_run(tmp_path, config=RunConfig(recipe="of my own"))).text
+    assert "Everything has its default." in text
+
+
+def test_a_page_is_written_where_a_page_belongs(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    before = (run / "config.yaml").read_bytes()
+    (tmp_path / "folder.html").mkdir()
+    for out in (run / "config.yaml", tmp_path, tmp_path / "folder.html", run / "config.yaml" / "x.html"):
+        for write in (lambda: write_report(run, out), lambda: write_comparison([run, run], out)):  # noqa: B023
+            with pytest.raises(InputError, match=re.escape(str(out))):
+                write()
+    with pytest.raises(InputError, match="nosuch/x.html: there is no folder"):
+        write_report(run, tmp_path / "nosuch" / "x.html")
+    assert (run / "config.yaml").read_bytes() == before and not list(tmp_path.rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize("step", [str(10**400), "1.5", '"3"', "-1", "true", "[" * 100_000])
+def test_a_step_that_is_no_step_is_named(tmp_path: Path, step: str) -> None:
+    path = make_run(tmp_path, steps=1) / "metrics.jsonl"
+    path.write_text(path.read_text() + f'{{"step": {step}}}\n')
+    with pytest.raises(InputError, match="metrics.jsonl, line 2: not a JSON object with a whole number `step`"):
+        write_report(tmp_path)
+    (tmp_path / "rollouts.jsonl").write_text(f'{{"step": {step}, "samples": []}}\n')
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(InputError, match="metrics.jsonl is not a regular file"):
+        write_report(tmp_path)
+    path.rmdir()
+    assert read(tmp_path).tags
+
+
+def test_values_out_of_all_measure(tmp_path: Path) -> None:
+    huge = 10**400
+    make_run(tmp_path)
+    with MetricsWriter(tmp_path / "metrics.jsonl", 5) as metrics:
+        metrics.write(step_metrics(5) | {"entropy": huge})
+    write_json(tmp_path / "rollouts.jsonl", {})
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps({"step": 0, "samples": [{"reward": huge}]}) + "\n")
+    validation = {"validation": {"x": {"a": 1}, "1": {"b": huge, "c": "NaN", "d": 0.5}, "2": 3}}
+    write_json(tmp_path / "summary.json", {"total_s": huge, "startup_s": huge, "n": huge} | validation)
+    assert "Entropy, nats a token" in read(tmp_path).text
+    write_comparison([tmp_path, tmp_path], tmp_path / "runs.html")
+
+
+@pytest.mark.parametrize("depth", [500, 900, 100_000])
+@pytest.mark.parametrize("name", ["summary.json", "parity.json", "failure.json"])
+def test_nested_without_end(tmp_path: Path, name: str, depth: int) -> None:
+    make_run(tmp_path)
+    (tmp_path / name).write_text('{"a":' * depth + "1" + "}" * depth)
+    assert read(tmp_path).tags
+    (tmp_path / name).write_text('{"error": ' + "[" * depth + "]" * depth + "}")
+    assert read(tmp_path).tags
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
@@ -221,7 +279,26 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert text[text.index("parity") :][:3] == ["parity", "identical", "BROKEN"]
     assert "optimizer.beta1" not in text and "my/constant" not in text  # no difference, nothing to see
     overlaid = re.findall(r"<h3>Reward</h3>.*?</svg>", page)[0]
-    assert overlaid.count("<polyline") == 2
+    assert overlaid.count("<polyline") == 2 and 'class="l1 dashed"' in overlaid  # "one" shows under "two"
+    assert "Generation, seconds" in text and "time/generate" in text  # a title, and the metric's own name
+
+
+def test_equal_runs_do_not_hide_each_other(tmp_path: Path) -> None:
+    page = write_comparison([make_run(tmp_path / name) for name in ("one", "two", "three")], tmp_path / "r.html")
+    overlaid = re.findall(r"<h3>Reward</h3>.*?</div></div>", page.read_text())[0]
+    assert [style in overlaid for style in ('"l0"', '"l1 dashed"', '"l2 dashed"')] == [True] * 3
+    assert "two (equal to one)" in overlaid and "three (equal to one)" in overlaid
+
+
+def test_what_never_changes_within_a_run_is_a_row(tmp_path: Path) -> None:
+    for name, updates in (("one", 1), ("two", 2)):
+        make_run(tmp_path / name, steps=0)
+        with MetricsWriter(tmp_path / name / "metrics.jsonl") as metrics:
+            for step in range(3):
+                metrics.write({"step": step, "updates": updates, "loss": 1.5, "entropy": float(step * updates)})
+    text = Outline(write_comparison([tmp_path / "one", tmp_path / "two"], tmp_path / "r.html").read_text()).text
+    assert text[text.index("Updates of the weights") :][:3] == ["Updates of the weights", "1", "2"]
+    assert "Loss" not in text and "Entropy, nats a token" in text
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -90,12 +90,12 @@ def test_a_prompt_at_the_limit_is_taken_and_one_beyond_is_named() -> None:
     problems = [(0, Problem("four")), (5, Problem("fives", origin="rows.jsonl line 9"))]
     groups, _ = run(problems, ["a", "b"], constant(1.0), max_prompt_length=5)
     assert [len(group.prompt_ids) for group in groups] == [4, 5]
-    with pytest.raises(InputError, match=r"step 3 group 5 \(rows.jsonl line 9\): the prompt has 5 tokens; at most 4"):
+    with pytest.raises(InputError, match=r"step 4 group 5 \(rows.jsonl line 9\): the prompt has 5 tokens; at most 4"):
         run(problems, ["a", "b"], constant(1.0), max_prompt_length=4)
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
-    with pytest.raises(InputError, match="step 3 group 0: the prompt has no tokens"):
+    with pytest.raises(InputError, match="step 4 group 0: the prompt has no tokens"):
         run([(0, Problem(""))], ["a", "b"], constant(1.0))
 
 
@@ -104,13 +104,13 @@ def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
         raise InputError("no template")
 
     generate, _ = answering(["a", "b"])
-    with pytest.raises(InputError, match=r"step 3 group 2 \(row 8\): no template"):
+    with pytest.raises(InputError, match=r"step 4 group 2 \(row 8\): no template"):
         problems = [(2, Problem("p", origin="row 8"))]
         collect(problems, refuse, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, constant(0.0))
 
 
 def test_a_failing_reward_names_the_step_the_groups_and_the_row() -> None:
-    message = r"reward constant returned nan; .* completion 0 of the 4 completions of step 3, groups 0 to 1 \(row 8\)"
+    message = r"reward constant returned nan; .* completion 0 of the 4 completions of step 4, groups 0 to 1 \(row 8\)"
     with pytest.raises(InputError, match=message):
         run([(0, Problem("p", origin="row 8")), (1, Problem("q"))], ["a", "b"], constant(float("nan")))
 
@@ -132,7 +132,7 @@ def test_a_group_with_a_completion_without_reward_is_left_out() -> None:
     problems = [(g, Problem("p", {"value": value})) for g, value in enumerate([1.0, None, 2.0])]
     groups, _ = run(problems, ["a", "a"], RewardSet([Reward("sometimes", sometimes)]))
     assert [(group.group, [r.reward for r in group.rollouts]) for group in groups] == [(0, [1.0, 1.0]), (2, [2.0, 2.0])]
-    with pytest.raises(InputError, match="step 3: every group has a completion that no reward applies to: sometimes"):
+    with pytest.raises(InputError, match="step 4: every group has a completion that no reward applies to: sometimes"):
         run(problems, ["a", "b"], RewardSet([Reward("sometimes", sometimes)]))
 
 

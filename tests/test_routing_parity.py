@@ -90,7 +90,7 @@ def test_other_experts_stop_a_strict_run_though_log_probs_are_equal(
     assert result.tokens_different == result.routing.tokens_different == result.tokens_checked > 0
     assert not result.applied and torch.equal(trainer.flat.data, before)
     assert {m.kind for m in result.mismatches} == {"experts"}
-    with pytest.raises(ParityError, match="step 5: .* went to other experts") as error:
+    with pytest.raises(ParityError, match="step 6: .* went to other experts") as error:
         raise_mismatch(5, result)
     assert "\n  group 0 sample 0, completion token 0, experts: generator " in str(error.value)
 
@@ -311,7 +311,7 @@ def test_a_run_records_its_routing_and_stops_at_other_experts(
 
     monkeypatch.setattr(run.engine, "generate", planted)
     before = [p.detach().clone() for p in run.policy.model.parameters()]
-    with pytest.raises(ParityError, match=r"step 1: 1 of 64 tokens .*\n  group 1 sample 2, .* token 5, experts"):
+    with pytest.raises(ParityError, match=r"step 2: 1 of 64 tokens .*\n  group 1 sample 2, .* token 5, experts"):
         loop.step(1)
     assert all(map(torch.equal, run.policy.model.parameters(), before))
     assert loop.certificate.to_dict()["tokens_routed_differently"] == 1

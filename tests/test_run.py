@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -114,6 +115,133 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, capsys: pytest.CaptureF
     assert records(run / "metrics.jsonl") == before
 
 
+QUICK = [
+    *("--steps", "2", "--trainer.prompts-per-step", "1", "--sampling.num-generations", "2", "--device", "cpu"),
+    *("--sampling.max-completion-length", "4", "--task.validation-prompts", "0"),
+]
+SUM = ["sum-digits", *QUICK, "--trainer.warmup-steps", "0"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(run: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What `--resume` of `run` says as it refuses, having touched nothing."""
+    before = contents(run)
+    assert main(["train", "--resume", str(run), *flags]) == 2
+    assert contents(run) == before
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_with_steps_and_no_whole_checkpoint_is_not_begun_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *SUM, "--checkpoint.interval", str(int(saved)), "--run-dir", str(run)]) == 0
+    for state in run.glob("checkpoints/*/state.json"):
+        state.write_text("")
+    assert "the run has 2 steps and no whole checkpoint" in refused(run, capsys)
+    (run / "metrics.jsonl").unlink()
+    assert "no whole checkpoint" in refused(run, capsys)  # it has a model
+    (run / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl is not a regular file" in refused(run, capsys)
+
+
+def test_a_run_without_a_step_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *SUM, "--run-dir", str(tmp_path / "other")]) == 0
+    run.mkdir()
+    (run / "config.yaml").write_text((tmp_path / "other" / "config.yaml").read_text())
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "starting over" in capsys.readouterr().err
+    assert records(run / "metrics.jsonl") == records(tmp_path / "other" / "metrics.jsonl")
+
+
+def test_what_changed_under_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, data = tmp_path / "run", tmp_path / "rows.jsonl"
+    init_folder("tiny", tmp_path / "tiny", seed=0)
+    data.write_text('{"prompt": "hello"}\n' * 4)
+    arguments = [
+        "dataset",
+        *QUICK,
+        "--model",
+        str(tmp_path / "tiny"),
+        "--data",
+        str(data),
+        "--checkpoint.interval",
+        "1",
+    ]
+    assert main(["train", *arguments, "--reward", f"{DATA / 'rewards.py'}:spread", "--run-dir", str(run)]) == 0
+    config = run / "config.yaml"
+    kept = config.read_text()
+    config.write_text(kept.replace("temperature: 1.0", "temperature: 0.5"))
+    assert "sampling.temperature was 1.0 when step_2 was saved and is 0.5 in config.yaml" in refused(run, capsys)
+    config.write_text(kept.replace("steps: 2\n", "steps: 1\n", 1))
+    assert "steps was 2 when step_2 was saved and is 1" in refused(run, capsys)
+    config.write_text(kept)
+    data.write_text('{"prompt": "hello"}\n' * 3)
+    assert f"task.data {data} was 80 bytes" in refused(run, capsys)
+    data.unlink()
+    assert "is no file or folder" in refused(run, capsys)
+    data.write_text('{"prompt": "hello"}\n' * 4)
+    assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
+
+
+def test_seconds_of_a_resumed_run_cover_all_of_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *SUM, "--checkpoint.interval", "1", "--run-dir", str(run)]) == 0
+    checkpoint = json.loads((run / "checkpoints" / "step_2" / "state.json").read_text())["seconds"]
+    assert checkpoint["total_s"] > checkpoint["startup_s"] > 0
+    assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["startup_s"] > checkpoint["startup_s"]
+    assert summary["total_s"] > checkpoint["total_s"] + summary["startup_s"] - checkpoint["startup_s"]
+    assert summary["total_s"] > sum(summary[name] for name in ("startup_s", "generator_s", "trainer_s"))
+
+
+def test_a_reward_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "moves.py").write_text(
+        "import os\ndef root(completions, **_):\n    os.chdir('/')\n    return [0.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SUM, "--reward", "moves.py:root", "--run-dir", "run", "--checkpoint.interval", "1"]) == 0
+    assert (tmp_path / "run" / "report.html").is_file() and (tmp_path / "run" / "model").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_told_to_end_leaves_its_summary(tmp_path: Path, number: signal.Signals) -> None:
+    run = tmp_path / "run"
+    command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
+    command[command.index("2")] = "100000"
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert f"lockstep: ended by {number.name}" in errors and "Traceback" not in errors
+    assert json.loads((run / "summary.json").read_text())["total_s"] > 0 and (run / "report.html").is_file()
+
+
+@pytest.mark.parametrize(("limit", "file"), [(200, "config.yaml"), (4000, "checkpoint"), (4000, "model")])
+def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int, file: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        interval = str(int(file == "checkpoint"))
+        assert main(["train", *SUM, "--checkpoint.interval", interval, "--run-dir", str(tmp_path / "run")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    place = {"checkpoint": "checkpoints/step_0"}.get(file, file)
+    assert f"{tmp_path / 'run' / place}" in errors and "File too large" in errors
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
@@ -192,6 +320,7 @@ def test_parity_prints_its_report(model: Path, capsys: pytest.CaptureFixture[str
         (["dataset", "--model", "MODEL", "--data", "GOOD", "--reward", "REWARDS:raises"], "raises"),
         (["dataset", "--model", "MODEL", "--data", "GOOD", "--reward", "REWARDS:missing"], "missing"),
         (["--generator.kv-cache-tokens", "16"], "generator.kv_cache_tokens"),
+        (["--generator.kv-cache-tokens", "1"], "generator.kv_cache_tokens of 1 (whole pages of 16)"),
         (["--sampling.max-completion-length", "5000"], "sampling.max_completion_length"),
         (["--arch", "giant"], "arch 'giant' is unknown"),
     ],

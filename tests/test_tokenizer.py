@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
 from lockstep.tokenizer import byte_tokenizer, check_vocabulary, encode_prompt, load_tokenizer, save_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -96,8 +96,51 @@ def test_loading_names_the_folder_and_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"{tmp_path} has no tokenizer: none of tokenizer.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match=f"the tokenizer in {tmp_path} cannot be read"):
+    with pytest.raises(InputError, match=r"tokenizer\.json: cannot be read as JSON"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{}", "tokenizer.json: there is no field model"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: must hold a JSON object, holds list"),
+        ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json: cannot be read as JSON .it is nested too"),
+        ("tokenizer.json", b"\xef\xbb\xbf{}", "tokenizer.json: there is no field model"),
+        ("tokenizer_config.json", b"\xef\xbb\xbf{}", "tokenizer_config.json: begins with a byte order mark"),
+        ("chat_template.jinja", b"hello\n{% for x in", "chat_template.jinja, line 2: unexpected"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    save_tokenizer(TOKENIZER, tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_a_template_that_refuses_is_named_with_its_file(tmp_path: Path) -> None:
+    save_tokenizer(TOKENIZER, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only one turn') }}")
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(InputError, match=f"{tmp_path}/chat_template.jinja refuses the messages: only one turn"):
+        encode_prompt(tokenizer, MESSAGES)
+
+
+def test_text_that_is_not_unicode_is_refused_in_either_form() -> None:
+    for prompt in ("h\udcff", [{"role": "user", "content": "h\udcff"}]):
+        with pytest.raises(InputError, match="the prompt is not valid Unicode: surrogates not allowed"):
+            encode_prompt(TOKENIZER, prompt)
+
+
+@pytest.mark.parametrize("blocked", ["tokenizer.json", "."])
+def test_a_tokenizer_that_cannot_be_written(tmp_path: Path, blocked: str) -> None:
+    folder = tmp_path / "out"
+    if blocked == ".":
+        folder.write_text("a file")
+    else:
+        (folder / blocked).mkdir(parents=True)
+    with pytest.raises(LockstepError, match="out: the tokenizer cannot be written"):
+        save_tokenizer(TOKENIZER, folder)
 
 
 def test_a_vocabulary_must_hold_every_token_id() -> None:

@@ -278,7 +278,7 @@ class Engine:
         return sequence.completion(self.detokenize(sequence.token_ids) if self.detokenize else "")
 
     def _check(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> None:
-        where = f"request of group {identity.group}"
+        where = f"prompt {identity.group + 1}"
         if not prompt_ids:
             raise InputError(f"{where}: the prompt has no tokens")
         vocabulary = self.model_config.vocab_size

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import InputError
 from .config import ModelConfig
+from .rope import is_positive
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -21,7 +22,13 @@ _MOE_SIZES = (
     *("n_routed_experts", "n_group", "topk_group"),
 )
 _COUNTS = ("first_k_dense_replace", "n_shared_experts")
-_NUMBERS = ("rms_norm_eps", "rope_theta")
+# More layers or experts are a mistake, and would take minutes to be listed before the memory is found too small.
+_LIMITS = {"num_hidden_layers": 10_000} | dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 100_000
+)
+_LARGEST = 2**31 - 1  # of any size
+_NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
+_FLAGS = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave")
 _MAPPINGS = ("rope_parameters", "rope_scaling")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -39,16 +46,20 @@ def check_fields(values: dict[str, Any], where: str) -> None:
     if not isinstance(there.get("model_type", ""), str):
         refuse("model_type", "a string")
     experts = any(word in there.get("model_type", "") for word in ("moe", "deepseek"))
-    for name in (*_SIZES, *(_MOE_SIZES if experts else ())):
-        if name in there and not (_is_integer(there[name]) and there[name] > 0):
-            refuse(name, "an integer above 0")
-    for name in _COUNTS:
-        if name in there and not (_is_integer(there[name]) and there[name] >= 0):
-            refuse(name, "an integer, 0 or above")
+    sizes = (*_SIZES, "sliding_window", *(_MOE_SIZES if experts else ()))
+    for name in (*sizes, *_COUNTS):
+        least, limit = int(name in sizes), _LIMITS.get(name, _LARGEST)
+        if name in there and not (_is_integer(there[name]) and there[name] >= least):
+            refuse(name, "an integer above 0" if least else "an integer, 0 or above")
+        if name in there and there[name] > limit:
+            raise InputError(f"{where}: {name} is too large; it must be at most {limit:,}")
     for name in _NUMBERS:
-        value = there.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if not is_positive(there.get(name, 1)):
             refuse(name, "a number above 0")
+    for name in _FLAGS:
+        if not isinstance(there.get(name, False), bool):
+            refuse(name, "true or false")
+    _check_layers(there, refuse)
     for name in _MAPPINGS:
         if not isinstance(there.get(name, {}), dict):
             refuse(name, "an object")
@@ -58,6 +69,24 @@ def check_fields(values: dict[str, Any], where: str) -> None:
             refuse(name, "a token id" if name != "eos_token_id" else "a token id, or a list of them")
     if "rope_theta" in there.get("rope_parameters", {}):
         check_fields({"rope_theta": there["rope_parameters"]["rope_theta"]}, f"{where}: rope_parameters")
+
+
+def _check_layers(there: dict[str, Any], refuse: Callable[[str, str], None]) -> None:
+    """Every layer must see the whole context, with weights that are not quantized."""
+    kinds, dense = there.get("layer_types", []), there.get("mlp_only_layers", [])
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        refuse("layer_types", "a list of 'full_attention', the only kind supported")
+    if not isinstance(dense, list) or not all(map(_is_integer, dense)):
+        refuse("mlp_only_layers", "a list of layers' indices")
+    if there.get("quantization_config"):
+        refuse("quantization_config", "left out: quantized weights are not supported, use a bfloat16 model")
+
+
+def check_end_of_sequence(ids: Sequence[int], vocab_size: int, where: str) -> None:
+    """Raise `InputError` for an end-of-sequence token that the model can never draw."""
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        raise InputError(f"{where}: eos_token_id is {outside[0]}, outside the model's vocabulary of {vocab_size}")
 
 
 def _is_integer(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from .checks import check_fields, require_memory
+from ..errors import InputError, LockstepError
+from ..json_file import read_json
+from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
 from .families import from_hf, to_hf
@@ -51,11 +53,13 @@ def read_config(folder: Path) -> ModelConfig:
         raise error if str(path) in str(error) else InputError(f"{path}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # fields of one family only
         raise InputError(f"{path}: a field's value is of the wrong kind ({type(error).__name__}: {error})") from error
+    check_end_of_sequence(config.eos_token_ids, config.vocab_size, str(path))
     if generation.exists():
         values = _read_json(generation)
         check_fields(values, str(generation))
         eos = values.get("eos_token_id")
         more = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        check_end_of_sequence(more, config.vocab_size, str(generation))
         config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
     return config
 
@@ -64,7 +68,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     """The decoder of a Hugging Face folder with its weights, converted to `dtype` on `device`.
 
     Raises:
-        InputError: a file is missing or damaged, a tensor is missing or has the wrong shape.
+        InputError: a file is missing or damaged, a tensor is missing, has the wrong shape, or values that are not
+            finite in `dtype`.
     """
     config = read_config(folder)
     require_memory(config, dtype, device, str(folder))
@@ -72,6 +77,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     tensors = _tensors(model)
     wanted = {s.name: s for s in weight_map(config)}
     fused = fused_experts(config)
+    extremes: dict[tuple[Path, str], Tensor] = {}  # kept on the device, so that nothing waits for a tensor
     with torch.no_grad():
         for name, tensor, file in _read_tensors(folder, wanted.keys() | fused, config):
             if name in fused:
@@ -87,12 +93,22 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
             if not tensor.is_floating_point() or tensor.itemsize < 2:
                 raise InputError(f"{file}: {name} is {tensor.dtype}; quantized weights are not supported, use bfloat16")
             target.copy_(piece.from_hf(tensor) if piece else tensor)
+            extremes[file, name] = torch.stack(torch.aminmax(target))  # a NaN is both
     if wanted:
         raise InputError(
             f"{folder}: {len(wanted)} tensors are missing, first {next(iter(wanted))} "
             f"(config.json asks for {len(weight_map(config))})"
         )
+    _require_finite(extremes, dtype)
     return model
+
+
+def _require_finite(extremes: dict[tuple[Path, str], Tensor], dtype: torch.dtype) -> None:
+    """Raise `InputError` naming the first tensor whose smallest or largest value is NaN or infinite."""
+    finite = torch.stack([pair.float() for pair in extremes.values()]).isfinite().all(1).tolist()
+    for (file, name), good in zip(extremes, finite, strict=True):
+        if not good:
+            raise InputError(f"{file}: {name} has values that are NaN or infinite as {dtype}; the model is damaged")
 
 
 def _tensors(model: Decoder) -> dict[str, Tensor]:
@@ -127,10 +143,15 @@ def _read_tensors(folder: Path, names: set[str], config: ModelConfig) -> Iterato
 
 
 def save_model(model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write `config.json`, `generation_config.json` and the weights; `transformers` loads the folder."""
-    from safetensors.torch import save_file
+    """Write `config.json`, `generation_config.json` and the weights; `transformers` loads the folder.
 
-    folder.mkdir(parents=True, exist_ok=True)
+    Raises:
+        LockstepError: a file cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LockstepError(f"{folder}: the folder cannot be made ({error.strerror})") from error
     dtype = str(model.embed.dtype).removeprefix("torch.")
     _write_json(folder / "config.json", to_hf(model.config, dtype))
     _write_json(folder / "generation_config.json", _generation_config(model.config))
@@ -141,7 +162,7 @@ def save_model(model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BY
     for i, shard in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         file = {piece.name: piece.to_hf(rows).contiguous().cpu() for piece, rows in shard}
-        save_file(file, folder / name, metadata={"format": "pt"})
+        _write_tensors(folder / name, file)
         placed |= dict.fromkeys(file, name)
     if len(shards) > 1:
         total = sum(t.numel() * t.element_size() for _, t in pieces)
@@ -172,7 +193,7 @@ def _generation_config(config: ModelConfig) -> dict:
 
 def _read_json(path: Path) -> dict:
     try:
-        value = json.loads(path.read_text())
+        value = read_json(path)
     except FileNotFoundError:
         raise InputError(f"{path}: missing (is this a Hugging Face model folder?)") from None
     except (OSError, ValueError) as error:
@@ -183,4 +204,19 @@ def _read_json(path: Path) -> dict:
 
 
 def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LockstepError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file with the permissions of the files beside it, which the library keeps to the owner."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        shutil.copymode(path.with_name("config.json"), path)
+    except (OSError, SafetensorError) as error:
+        raise LockstepError(f"{path}: cannot be written ({error})") from error

@@ -132,6 +132,10 @@ def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, v
     config = replace(config, eos_token_ids=(tok.eos_token_id,), pad_token_id=tok.pad_token_id)
     dtype = torch.float32 if arch.startswith("tiny") else torch.bfloat16
     require_memory(config, dtype, "cpu", f"arch {arch}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out}: the folder cannot be made ({error.strerror}); name another") from error
     model = initialize(Decoder(config, dtype), seed)
     save_model(model, out)
     save_tokenizer(tok, out)

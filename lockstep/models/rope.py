@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -102,6 +103,11 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | Yarn
     return torch.where(is_between, between, stretched)
 
 
+def is_positive(value: Any) -> TypeGuard[float]:
+    """Whether it is a number above 0 that a float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
 def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScaling | None:
     """The scaling of a `config.json`: `rope_parameters` (transformers 5) or `rope_scaling` (4).
 
@@ -117,17 +123,20 @@ def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScalin
 
     def number(key: str) -> float:
         value = values.get(key)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        if not is_positive(value):
             raise InputError(f"{where}: {key} of the {kind} rope scaling is {value!r}; it must be a number above 0")
-        return value
+        return float(value)
 
     if kind == "linear":
         return RopeScaling("linear", number("factor"))
     factor, context = number("factor"), int(number("original_max_position_embeddings"))
     if kind == "yarn":
         optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-        given = {key: float(number(key)) for key in optional if values.get(key)}
-        return YarnScaling(factor, context, **given, truncate=bool(values.get("truncate", True)))
+        given = {key: number(key) for key in optional if values.get(key)}
+        truncate = values.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise InputError(f"{where}: truncate of the yarn rope scaling is {truncate!r}; it must be true or false")
+        return YarnScaling(factor, context, **given, truncate=truncate)
     low, high = number("low_freq_factor"), number("high_freq_factor")
     if low >= high:
         raise InputError(f"{where}: low_freq_factor {low} must be below high_freq_factor {high}")

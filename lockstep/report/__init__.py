@@ -24,7 +24,7 @@ from .page import (
     values_list,
     write_page,
 )
-from .record import Record, changed_fields, read_record
+from .record import Record, as_float, changed_fields, read_record
 from .rollouts import rollouts
 
 __all__ = ["write_comparison", "write_report"]
@@ -56,12 +56,14 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     """Write a page that lays the runs in `run_dirs` over each other and return its path."""
     records = [read_record(Path(path)) for path in run_dirs]
     names = list({name: None for r in records for name in ["reward/mean", *r.validations, *r.metric_names]})
-    charts = compared(records, [name for name in names if name != "step" and not name.startswith("parity/")])
+    charts, constant = compared(records, [name for name in names if not name.startswith("parity/")])
+    steady = table(constant, ("", *(r.name for r in records))) if constant else ""
     parts = [
         f"<header><h1>{len(records)} runs</h1></header>",
         section("Final figures", f'<div class="card">{_figures(records)}</div>'),
         section("Configuration differences", f'<div class="card">{_differences(records)}</div>'),
         section("Curves", f'<div class="grid">{charts}</div>' if charts else ""),
+        section("The same at every step of a run", f'<div class="card">{steady}</div>' if steady else ""),
     ]
     return write_page(Path(out), f"{len(records)} runs: {', '.join(r.name for r in records)}", parts)
 
@@ -98,7 +100,7 @@ def _tiles(record: Record) -> str:
             found.append((label, duration(middle) if name == "time/step" else number(middle), ""))
     if memory := record.values("memory/peak_gib"):
         found.append(("peak memory", f"{max(memory):.3g} GiB", ""))
-    if isinstance(total := record.summary.get("total_s"), (int, float)):
+    if (total := as_float(record.summary.get("total_s"))) is not None:
         found.append(("in total", duration(total), ""))
     return tiles(found) if found else ""
 
@@ -119,7 +121,8 @@ def _time(record: Record) -> str:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+    seconds = as_float(value)
+    return seconds is not None and math.isfinite(seconds) and seconds > 0
 
 
 def _certificate(record: Record) -> str:
@@ -156,7 +159,8 @@ def _configuration(record: Record) -> str:
     if record.config is None:
         return f'<div class="card"><p class="dim">Written by another version.</p>{whole}</div>'
     changed = changed_fields(record)
-    rows = table(changed, ("field", "this run", "default")) if changed else "<p>Everything has its default.</p>"
+    default = f"default of {record.config.recipe}"
+    rows = table(changed, ("field", "this run", default)) if changed else "<p>Everything has its default.</p>"
     return f'<div class="card">{rows}{whole}</div>'
 
 
@@ -178,14 +182,15 @@ def _figures(records: Sequence[Record]) -> str:
             number(found[-1][1]) if (found := r.validations.get(name)) else "-" for r in records
         ]
     medians = {"time/step": "seconds a step, median", "perf/tokens_per_s_per_gpu": "tokens a second and device, median"}
-    medians |= {f"time/{phase}": f"{phase}, seconds a step" for phase in PHASES}
+    medians |= {f"time/{phase}": f"{label}, seconds a step" for phase, label in PHASES.items()}
     for name, label in medians.items():
         rows[label] = [number(middle) if (middle := r.median(name)) is not None else "-" for r in records]
-    totals = [r.summary.get("total_s") for r in records]
-    rows["seconds in total"] = [number(float(total)) if total else "-" for total in totals]
+    totals = [as_float(r.summary.get("total_s")) for r in records]
+    rows["seconds in total"] = [number(total) if total else "-" for total in totals]
     rows["peak memory, GiB"] = [number(max(m)) if (m := r.values("memory/peak_gib")) else "-" for r in records]
     rows["parity"] = [r.verdict()[0].removeprefix("bitwise ") for r in records]
-    return table(([name, *values] for name, values in rows.items()), ("", *(r.name for r in records)))
+    known = {name: values for name, values in rows.items() if set(values) != {"-"}}
+    return table(([name, *values] for name, values in known.items()), ("", *(r.name for r in records)))
 
 
 def _differences(records: Sequence[Record]) -> str:

@@ -22,12 +22,14 @@ _MOST_POINTS, _MOST_READINGS, _SMOOTHED_FROM = 240, 48, 30
 
 @dataclass(frozen=True)
 class Series:
-    """A named line. `spread` is half the height of a band around it, one a point; `marks` shows each point."""
+    """A named line. `spread` is half the height of a band around it, one a point; `marks` shows each point; a
+    `dashed` line lets one under it show through."""
 
     name: str
     points: Points
     spread: Sequence[float] | None = None
     marks: bool = False
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,7 @@ def line_chart(series: Sequence[Series], smooth: bool = True) -> str:
         return '<p class="none">no finite value</p>'
     xs = [dot.x for dot in dots]
     plot = _Plot(xs, [value for dot in dots for value in (dot.low, dot.high)])
-    drawn = [
-        _line(plot, line, index, one.marks, smooth) for index, (one, line) in enumerate(zip(series, lines, strict=True))
-    ]
+    drawn = [_line(plot, line, index, one, smooth) for index, (one, line) in enumerate(zip(series, lines, strict=True))]
     return _svg(plot.axes(xs) + "".join(drawn) + _readings(plot, [one.name for one in series], lines))
 
 
@@ -146,16 +146,17 @@ def _drawable(y: float) -> bool:
     return math.isfinite(y) and abs(y) < 1e300  # beyond, the range itself would overflow
 
 
-def _line(plot: _Plot, line: list[_Dot | None], index: int, marks: bool, smooth: bool) -> str:
+def _line(plot: _Plot, line: list[_Dot | None], index: int, series: Series, smooth: bool) -> str:
     parts = []
+    style = f"l{index % COLOURS}{' dashed' if series.dashed else ''}"
     for run in _runs(line):
         parts.append(_band(plot, run, index))
         smoothed = smooth and len(run) >= _SMOOTHED_FROM
-        parts.append(_polyline(plot, [(d.x, d.y) for d in run], f"l{index % COLOURS}{' faint' if smoothed else ''}"))
+        parts.append(_polyline(plot, [(d.x, d.y) for d in run], f"{style}{' faint' if smoothed else ''}"))
         if smoothed:
             averages = moving_average([d.y for d in run], max(5, len(run) // 12))
-            parts.append(_polyline(plot, [(d.x, y) for d, y in zip(run, averages, strict=True)], f"l{index % COLOURS}"))
-        if marks or len(run) == 1:
+            parts.append(_polyline(plot, [(d.x, y) for d, y in zip(run, averages, strict=True)], style))
+        if series.marks or len(run) == 1:
             parts += [_circle(plot, dot, index) for dot in run]
     return "".join(parts)
 

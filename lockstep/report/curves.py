@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from .charts import Series, line_chart, stacked_chart
+from .charts import Points, Series, line_chart, stacked_chart
 from .page import card, legend, number, section
 from .record import Record
 
-PHASES = ("generate", "forward_backward", "optim_step", "sync")
+PHASES = {
+    "generate": "Generation",
+    "forward_backward": "Forward and backward pass",
+    "optim_step": "Optimizer step",
+    "sync": "Weight sync",
+}
 
 # Section, then metric and title. What a run records beyond these is shown under "More".
 SECTIONS: dict[str, dict[str, str]] = {
@@ -22,6 +27,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "lr": "Learning rate",
         "frac_reward_zero_std": "Groups without a difference, share",
         "groups_without_reward": "Groups without a reward",
+        "updates": "Updates of the weights",
         "policy_age": "Policy age, updates",
         "response_length/mean": "Response length, tokens",
         "response_length/clip_ratio": "Responses cut at the limit, share",
@@ -45,6 +51,11 @@ SECTIONS: dict[str, dict[str, str]] = {
 _ELSEWHERE = {"reward/mean", "reward/std", "logprob_diff/max", "parity/tokens_checked", "parity/tokens_different"}
 _ELSEWHERE |= {"parity/tokens_routed_differently"}
 _ELSEWHERE |= {f"time/{phase}" for phase in PHASES}
+_TITLES_ELSEWHERE = {
+    "reward/mean": "Reward",
+    "reward/std": "Spread of the reward within a prompt",
+    "logprob_diff/max": "Largest difference of log-probabilities",
+} | {f"time/{phase}": f"{label}, seconds" for phase, label in PHASES.items()}
 _AS_IT_IS = {"lr", "recompiles", "graph_replays", "memory/peak_gib", "policy_age"}  # lines that need no smoothing
 
 
@@ -109,34 +120,58 @@ def _shown_above(name: str) -> bool:
 
 
 def time_split(record: Record) -> str:
-    """The step's time by phase, stacked; what no phase accounts for is `other`."""
+    """The step's time by phase, stacked; what no phase accounts for is `Other`."""
     steps = {step: seconds for step, seconds in record.metric("time/step") if math.isfinite(seconds)}
     if not steps:
         return ""
     rest = dict(steps)
     series = []
-    for phase in PHASES:
+    for phase, label in PHASES.items():
         found = {step: max(0.0, value) for step, value in record.metric(f"time/{phase}") if math.isfinite(value)}
         if any(found.values()):
-            series.append(Series(phase, [(step, found.get(step, 0.0)) for step in steps]))
+            series.append(Series(label, [(step, found.get(step, 0.0)) for step in steps]))
             rest = {step: left - found.get(step, 0.0) for step, left in rest.items()}
-    series.append(Series("other", [(step, max(0.0, left)) for step, left in rest.items()]))
+    series.append(Series("Other", [(step, max(0.0, left)) for step, left in rest.items()]))
     return card("Where a step's seconds go", stacked_chart(series) + legend(series), "time/...")
 
 
-def compared(records: Iterable[Record], names: Iterable[str]) -> str:
-    """One chart a metric with a line a run; metrics that no run has, or that never differ, are left out."""
-    titles = {name: title for metrics in SECTIONS.values() for name, title in metrics.items()}
-    titles |= {"reward/mean": "Reward"}
-    charts = []
+def compared(records: Sequence[Record], names: Iterable[str]) -> tuple[str, list[list[str]]]:
+    """One chart a metric with a line a run; and rows (title, value a run) of the metrics that never change within a run
+    but differ between runs. Metrics that no run has, or that are one value everywhere, are left out."""
+    charts, constant = [], []
     for name in names:
-        found = {r.name: r.validations.get(name, []) if _validation(name) else r.metric(name) for r in records}
-        values = [y for points in found.values() for _, y in points if math.isfinite(y)]
-        if not values or min(values) == max(values):
+        found = [record.validations.get(name, []) if _validation(name) else record.metric(name) for record in records]
+        values = [{y for _, y in points if math.isfinite(y)} for points in found]
+        if len(set().union(*values)) < 2:
             continue
-        series = [Series(run, points, marks=_validation(name)) for run, points in found.items()]
-        charts.append(card(titles.get(name, name), line_chart(series) + legend(series), name if name in titles else ""))
-    return "".join(charts)
+        title = _title(name)
+        if all(len(of_run) <= 1 for of_run in values) and not _validation(name):
+            constant.append([title, *(number(*of_run) if of_run else "-" for of_run in values)])
+            continue
+        series = _overlaid([record.name for record in records], found, _validation(name))
+        charts.append(card(title, line_chart(series) + legend(series), name if name != title else ""))
+    return "".join(charts), constant
+
+
+def _overlaid(runs: Sequence[str], found: Sequence[Points], marks: bool) -> list[Series]:
+    """A line a run. One that runs over an earlier one is dashed, and one that equals it says so."""
+    series: list[Series] = []
+    for i, (run, points) in enumerate(zip(runs, found, strict=True)):
+        equal = next((runs[j] for j in range(i) if points and found[j] == points), None)
+        covers = any(len(set(points) & set(found[j])) > 1 for j in range(i))
+        label = run if equal is None else f"{run} (equal to {equal})"
+        series.append(Series(label, points, marks=marks, dashed=covers))
+    return series
+
+
+def _title(name: str) -> str:
+    """What a metric is called above a chart."""
+    if _validation(name):
+        return f"Held-out {_short(name)}"
+    if _of_function(name):
+        return f"Reward function {_short(name)}"
+    titles = {name: title for metrics in SECTIONS.values() for name, title in metrics.items()} | _TITLES_ELSEWHERE
+    return titles.get(name, name)
 
 
 def _validation(name: str) -> bool:

@@ -11,15 +11,19 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..errors import InputError
+from ..metrics import writing
 from .charts import COLOURS, Series
 
-_TEXT_SHOWN = 4000
+_TEXT_SHOWN, _LEVELS_SHOWN = 4000, 20
 
 _LIGHT = ("#2563c9", "#d9730d", "#23876a", "#8250c4", "#c2396b", "#0e7f94", "#8a6d1f", "#7a8494")
 _DARK = ("#74a7f7", "#f2a35e", "#57c9a0", "#b99aec", "#f084aa", "#56c2d6", "#d3b45c", "#98a2b0")
 _PALETTES = ["".join(f"--s{i}:{colour};" for i, colour in enumerate(colours)) for colours in (_LIGHT, _DARK)]
 _SERIES = "".join(
-    f".l{i}{{stroke:var(--s{i})}}.f{i}{{fill:var(--s{i})}}.b{i}{{background:var(--s{i})}}" for i in range(COLOURS)
+    f".l{i}{{stroke:var(--s{i})}}.f{i}{{fill:var(--s{i})}}.b{i}{{background:var(--s{i})}}"
+    f".l{i}.dashed{{stroke-dasharray:8 {4 + 3 * i}}}"
+    for i in range(COLOURS)
 )
 
 STYLE = f"""
@@ -87,7 +91,14 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> Path:
-    """Write one self-contained document, whole or not at all."""
+    """Write one self-contained document, whole or not at all.
+
+    Raises `InputError` for a path that is no place for a page, `LockstepError` when the disk refuses it.
+    """
+    if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
+        raise InputError(f"{path}: a page is written to a file whose name ends in .html")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -97,8 +108,9 @@ def write_page(path: Path, title: str, parts: Iterable[str]) -> Path:
         + "\n</main></body></html>\n"
     )
     temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(page, encoding="utf-8", errors="replace")
-    os.replace(temporary, path)
+    with writing(path):
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        os.replace(temporary, path)
     return path
 
 
@@ -167,7 +179,7 @@ def values_list(values: Mapping[str, Any]) -> str:
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for name, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and prefix.count(".") < _LEVELS_SHOWN:
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
@@ -191,12 +203,19 @@ def text(value: Any) -> str:
         return "; ".join(value)
     if value is None or isinstance(value, str):
         return "-" if value is None else value
-    return number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else json.dumps(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return number(value)
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "(nested too deeply)"
 
 
 def number(value: float) -> str:
     """Four digits, or all of a whole number with separators."""
-    if isinstance(value, int) or (math.isfinite(value) and 1000 <= abs(value) < 1e15):
+    if isinstance(value, int):
+        return f"{value:,}"
+    if math.isfinite(value) and 1000 <= abs(value) < 1e15:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 

@@ -15,11 +15,13 @@ from typing import Any
 from ..config import RunConfig
 from ..config_file import flat, load
 from ..errors import InputError
+from ..json_file import read_json
 from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, read_lines
+from ..recipes import RECIPES
 
 ENDS = 10  # steps that "first" and "last" are means of
 
-_STEP = re.compile(rb'\{"step": (\d+),')  # how `MetricsWriter` begins a line
+_STEP = re.compile(rb'\{"step": (\d{1,15}),')  # how `MetricsWriter` begins a line
 
 Metric = list[tuple[float, float]]  # (steps done, value)
 
@@ -50,13 +52,9 @@ class Record:
         """The metric at the steps that have it as a number, "NaN" and "Infinity" included. Steps count from 1."""
         points = []
         for record in self.steps:
-            value = record.get(name)
-            if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-                continue
-            try:
-                points.append((float(record["step"]) + 1, float(value)))
-            except ValueError:
-                continue
+            value = as_float(record.get(name))
+            if value is not None:
+                points.append((float(record["step"]) + 1, value))
         return points
 
     def values(self, name: str) -> list[float]:
@@ -77,12 +75,16 @@ class Record:
     def validations(self) -> dict[str, Metric]:
         """Each validation metric over the steps done. Only the summary knows the validation before the first step; a
         run that was killed has no summary."""
-        found = self.summary.get("validation") or {}
-        if not found:
+        found = self.summary.get("validation")
+        if not isinstance(found, dict) or not found:
             return {name: self.metric(name) for name in self.metric_names if name.startswith("validation/")}
-        rows = [(float(step), found[step]) for step in sorted(found, key=int)]
-        names = {name: None for _, row in rows for name in row}
-        return {name: [(step, float(row[name])) for step, row in rows if name in row] for name in names}
+        points: dict[str, Metric] = {}
+        for step, row in found.items():
+            for name, value in row.items() if isinstance(row, dict) else ():
+                at, y = as_float(step), as_float(value)
+                if at is not None and math.isfinite(at) and y is not None:
+                    points.setdefault(name, []).append((at, y))
+        return {name: sorted(line) for name, line in points.items()}
 
     def verdict(self) -> tuple[str, str, str]:
         """The parity check in a word, in a sentence, and its style."""
@@ -116,7 +118,7 @@ def read_record(path: Path) -> Record:
     """The run in folder `path`. Raises `InputError` for a metrics line that cannot be read."""
     record = Record(path, summary=_object(path / SUMMARY_FILE))
     record.certificate, record.failure = _object(path / "parity.json"), _object(path / "failure.json")
-    if (path / METRICS_FILE).is_file():
+    if (path / METRICS_FILE).exists():
         record.steps = list(read_lines(path / METRICS_FILE))
     config = path / "config.yaml"
     if config.is_file():
@@ -129,17 +131,29 @@ def read_record(path: Path) -> Record:
 
 
 def changed_fields(record: Record) -> list[tuple[str, Any, Any]]:
-    """(field, value, default) where the run's configuration is not the default."""
+    """(field, value, default) where the run's configuration is not its recipe's."""
     if record.config is None:
         return []
-    default = flat(RunConfig())
+    name = record.config.recipe
+    begin = RECIPES.get(name, lambda model: RunConfig(recipe=name, model=None))
+    default = flat(begin(record.config.model)) | {"model": begin(None).model}
     return [(name, value, default[name]) for name, value in flat(record.config).items() if value != default[name]]
+
+
+def as_float(value: Any) -> float | None:
+    """A recorded number, also one of the strings "NaN", "Infinity" and "-Infinity"; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _decoded(line: bytes) -> dict[str, Any]:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
 
 
@@ -147,7 +161,7 @@ def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
         return {"unreadable": f"{path.name}: {error}"}
     return value if isinstance(value, dict) else {path.name: value}

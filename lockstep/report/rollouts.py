@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 from typing import Any
 
 from .page import folded, preformatted, section, text
-from .record import Record
+from .record import Record, as_float
 
 _PROMPT_SHOWN = 280
 
@@ -33,8 +34,8 @@ def _chosen(groups: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], dic
 
 
 def _value(sample: dict[str, Any], name: str) -> float:
-    value = sample.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    value = as_float(sample.get(name))
+    return 0.0 if value is None or math.isnan(value) else value
 
 
 def _card(title: str, group: dict[str, Any], sample: dict[str, Any]) -> str:

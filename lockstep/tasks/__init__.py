@@ -10,6 +10,7 @@ from .gsm8k import check_answer, gsm8k_reward
 from .loading import load_rewards
 from .rewards import Reward, RewardSet
 from .rows import Problems, read_problems
+from .sources import has_splits
 from .sum_digits import REWARDS, SumDigits
 from .word_arithmetic import WordArithmetic
 from .workers import RewardWorkers
@@ -33,7 +34,7 @@ def make_task(config: TaskConfig, prompts_per_step: int) -> Task:
         if config.name == "sum-digits":
             return SumDigits(*seeds, config.easy, rewards)
         return WordArithmetic(*seeds, rewards)
-    return DatasetTask(config, *_read(config), rewards, prompts_per_step)
+    return DatasetTask(config, *_read(config, rewards), rewards, prompts_per_step)
 
 
 def _rewards(config: TaskConfig) -> RewardSet:
@@ -45,11 +46,31 @@ def _rewards(config: TaskConfig) -> RewardSet:
     return RewardSet(list(_OWN_REWARDS[config.name]), config.reward_on_error, workers)
 
 
-def _read(config: TaskConfig) -> tuple[Problems, Problems | None]:
+def _read(config: TaskConfig, rewards: RewardSet) -> tuple[Problems, Problems | None]:
     """Training and validation rows."""
     assert config.data is not None  # config.validate
-    check = check_answer if config.name == "gsm8k" else lambda problem: None
+    sources = [source for source in (config.data, config.validation_data) if source is not None]
+    if config.split != TaskConfig.split and not any(map(has_splits, sources)):
+        raise InputError(f"task.split has no effect on {sources[0]}, which has no splits; remove it")
+    chats = 0
+
+    def check(problem: Problem) -> None:
+        nonlocal chats
+        chats += not isinstance(problem.prompt, str)
+        if config.name == "gsm8k":
+            check_answer(problem)
+        rewards.check_row(problem.columns, problem.origin)
+
     problems = read_problems(config.data, config, check)
+    validation: Problems | None
     if config.validation_prompts == 0 or config.validation_data is None:
-        return hold_out(problems, config.validation_prompts)
-    return problems, read_problems(config.validation_data, config, check)[: config.validation_prompts]
+        problems, validation = hold_out(problems, config.validation_prompts)
+    else:
+        rows = read_problems(config.validation_data, config, check, "task.validation_data")
+        validation = rows[: config.validation_prompts]
+    if config.chat_template_kwargs and not chats:
+        raise InputError(
+            "task.chat_template_kwargs has no effect on text prompts, which go without a template; remove it, or make "
+            "them chats with task.system_prompt"
+        )
+    return problems, validation

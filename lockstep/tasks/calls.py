@@ -7,12 +7,16 @@ a number, or None where it does not apply.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
+import os
+import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,10 @@ Arguments = dict[str, list[Any]]  # by name, one entry a completion
 
 # Larger values are beyond float32, which the loss computes in; their sums must stay within float64.
 MAX_VALUE, MAX_WEIGHT = 1e38, 1e6
+
+_HERE = Path(__file__).parent
+
+MAX_TEXT = 300  # characters of a user's text in a message
 
 # What every reward is offered besides the data's columns, which may not take these names.
 RESERVED_NAMES = ("prompts", "completions", "completion_ids")
@@ -48,11 +56,17 @@ Outcome = Values | Failed
 def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> list[str]:
     """The arguments to pass: of the reserved names and `columns`, those the function takes by name.
 
-    Raises `InputError` when the function called `name` requires one that is not there.
+    Raises `InputError` when the function called `name` requires one that is not there, or takes none by name.
     """
     offered = [*RESERVED_NAMES, *columns]
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if by_position:
+        raise InputError(
+            f"reward {name} takes {by_position[0]} by position only; arguments come by name, as in "
+            "def reward(completions, **columns)"
+        )
     missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
     if missing:
         raise InputError(
@@ -60,7 +74,10 @@ def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> lis
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return offered
-    return [p.name for p in named if p.name in offered]
+    taken = [p.name for p in named if p.name in offered]
+    if not taken:
+        raise InputError(f"reward {name} takes no argument by name; write it as def reward(completions, **columns)")
+    return taken
 
 
 def call_all(calls: Sequence[tuple[RewardFunction, Arguments, int]]) -> list[Outcome]:
@@ -81,16 +98,51 @@ def call_all(calls: Sequence[tuple[RewardFunction, Arguments, int]]) -> list[Out
 def _started(function: RewardFunction, arguments: Arguments) -> Any:
     """The function's result, its coroutine, or its failure."""
     try:
-        return function(**{name: list(values) for name, values in arguments.items()})
-    except (Exception, SystemExit) as error:
+        with ending_forks():
+            return function(**{name: list(values) for name, values in arguments.items()})
+    except BaseException as error:
         return raised(error, function)
 
 
 async def _finished(coroutine: Any, function: RewardFunction) -> Any:
     try:
-        return await coroutine
-    except (Exception, SystemExit) as error:
+        with ending_forks():
+            return await coroutine
+    except BaseException as error:
         return raised(error, function)
+
+
+@contextlib.contextmanager
+def ending_forks() -> Iterator[None]:
+    """Around a function's call: a copy of this process that the function forked ends where it leaves the function.
+
+    Otherwise it would go on with the run, in the same folder. Its exit code is what the copy would have had.
+    """
+    process, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == process:
+            raise
+        code = _exit_code(error)
+    finally:
+        if os.getpid() != process:
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    """The exit code of a process that ends with `error`, which is printed as Python would."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        return (error.code or 0) & 0xFF
+    if isinstance(error, SystemExit):
+        print(error.code, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    return 1
 
 
 def _run(coroutines: list[Any]) -> list[Any]:
@@ -108,15 +160,19 @@ def _run(coroutines: list[Any]) -> list[Any]:
 def raised(error: BaseException, function: RewardFunction) -> Failed:
     """The failure that an exception is, with the line of the function's own file where it arose.
 
-    The text of an `InputError` is the reason as it is.
+    The text of an `InputError` is the reason as it is. `KeyboardInterrupt`, which is Ctrl-C, goes on.
     """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
     if isinstance(error, InputError):
         return Failed(str(error), fatal=True)
     frames = traceback.extract_tb(error.__traceback__)
     source = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
-    own = [frame for frame in frames if frame.filename == source] or frames
+    outside = [f for f in frames if f.filename != contextlib.__file__ and Path(f.filename).parent != _HERE]
+    own = [frame for frame in frames if frame.filename == source] or outside
     place = f" in {Path(own[-1].filename).name} line {own[-1].lineno}" if own else ""
-    return Failed(f"raised {type(error).__name__}: {error}{place}")
+    text = one_line(error)
+    return Failed(f"raised {type(error).__name__}{': ' if text else ''}{text}{place}")
 
 
 def _values(result: Any, count: int) -> Outcome:
@@ -135,16 +191,22 @@ def _value(value: Any) -> float | None | Failed:
         return value
     number = value.tolist() if hasattr(value, "tolist") else value  # an array's or tensor's scalar
     try:
-        real = float(number) if isinstance(number, Real) else math.nan
-    except OverflowError:  # an int beyond float's range
+        real = float(number) if isinstance(number, (Real, Decimal)) else math.nan
+    except (OverflowError, ValueError):  # an int beyond float's range; a signalling NaN
         real = math.inf
     if abs(real) <= MAX_VALUE:  # not for NaN
         return real
-    return Failed(f"returned {_shortened(repr(value))}; it must be a finite number (at most {MAX_VALUE:g}) or None")
+    return Failed(f"returned {one_line(value, repr)}; it must be a finite number (at most {MAX_VALUE:g}) or None")
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:100]}..."
+def one_line(value: Any, form: Callable[[Any], str] = str) -> str:
+    """The text of `value` for a message: cut when it is long, and with escapes for line ends and control characters."""
+    try:
+        text = form(value)
+    except Exception:  # the value's own code
+        return f"(a {type(value).__name__} that has no text)"
+    text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:

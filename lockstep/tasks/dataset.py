@@ -50,7 +50,7 @@ class DatasetTask(Task):
         leave_out = self._config.filter_overlong_prompts
         self._train = self._train.limited(encode, limit, leave_out)
         if self._validation:
-            self._validation = self._validation.limited(encode, limit, leave_out)
+            self._validation = self._validation.limited(encode, limit, leave_out, "validation")
 
 
 def hold_out(problems: Problems, count: int) -> tuple[Problems, Problems | None]:
@@ -62,7 +62,7 @@ def hold_out(problems: Problems, count: int) -> tuple[Problems, Problems | None]
         return problems, None
     if count >= len(problems):
         raise InputError(
-            f"task.data {problems.data} has {len(problems)} rows and task.validation_prompts holds out {count}; "
+            f"{problems.label} has {len(problems)} rows and task.validation_prompts holds out {count}; "
             "give more rows, fewer validation prompts, or task.validation_data"
         )
     cut = len(problems) - count

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..errors import InputError
-from .calls import RewardFunction
+from .calls import RewardFunction, one_line
 from .rewards import OnError, Reward, RewardSet
 from .verl import has_verl_signature, verl_reward
 from .workers import RewardWorkers
@@ -61,8 +61,11 @@ def load_reward(spec: str) -> RewardFunction:
         module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     except FileNotFoundError as error:
         raise InputError(f"reward {spec!r}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise InputError(f"reward {spec!r}: importing {source} raised {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = f"importing {source} raised {type(error).__name__}: {one_line(error)}"
+        raise InputError(f"reward {spec!r}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"reward {spec!r}: {source} has no function {name!r}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import InputError
 from .calls import completion_text
+from .verl import ground_truth as verl_ground_truth
 
 # Columns that may hold the answer, in the order they are looked for.
 ANSWER_COLUMNS = ("solution", "answer", "ground_truth", "reward_model")
@@ -30,11 +31,19 @@ def math_reward(
 
     Raises `InputError` when there is no such column or math-verify is not installed.
     """
-    verl = None if reward_model is None else [model.get("ground_truth") for model in reward_model]
+    verl = None if reward_model is None else [verl_ground_truth(model) for model in reward_model]
     given = next((column for column in (solution, answer, ground_truth, verl) if column is not None), None)
     if given is None:
         raise InputError(f"needs a column with the answer: {', '.join(ANSWER_COLUMNS)}")
     return [_score(completion_text(c), str(a)) for c, a in zip(completions, given, strict=True)]
+
+
+def _check_row(columns: dict[str, Any]) -> None:
+    if "reward_model" in columns and not any(column in columns for column in ANSWER_COLUMNS[:-1]):
+        verl_ground_truth(columns["reward_model"])
+
+
+math_reward.check_row = _check_row  # type: ignore[attr-defined]
 
 
 def _score(completion: str, answer: str) -> float | None:

@@ -94,6 +94,14 @@ class RewardSet:
         for reward in self.rewards:
             accepted(reward.name, reward.function, columns)
 
+    def check_row(self, columns: dict[str, Any], origin: str) -> None:
+        """Raise `InputError` when a function's own `check_row`, if it has one, refuses a data row's columns."""
+        for reward in self.rewards:
+            try:
+                getattr(reward.function, "check_row", lambda columns: None)(columns)
+            except InputError as error:
+                raise InputError(f"{origin}: reward {reward.name} {error}") from error
+
     def score(
         self,
         prompts: Sequence[str | list[dict[str, Any]]],

@@ -15,6 +15,9 @@ from .base import Encode, Problem, Prompt, PromptLimit
 from .calls import RESERVED_NAMES
 from .sources import Row, Source, open_source
 
+# Names that data in other layouts gives its prompts.
+USUAL_PROMPT_COLUMNS = ("messages", "conversation", "question", "problem", "instruction", "query", "input", "text")
+
 GSM8K_INSTRUCTION = "Reason step by step. End with the final number alone after ####, like this: #### 42"
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -44,7 +47,7 @@ class RowFormat:
         else:
             raise InputError(
                 f"{origin} has {', '.join(row) or 'no columns'}; it needs {self.prompt_column}, or question and answer "
-                "(task.prompt_column names another column)"
+                f"({_other_column(row)})"
             )
         return Problem(self._with_system(prompt), columns, origin=origin)
 
@@ -57,11 +60,18 @@ class RowFormat:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
 
+def _other_column(row: Row) -> str:
+    """How to say that the prompt stands in another column, and in which it may."""
+    usual = [name for name in USUAL_PROMPT_COLUMNS if name in row]
+    perhaps = f", perhaps {usual[0]}," if usual else ""
+    return f"name the prompt's column{perhaps} with task.prompt_column or --prompt-column"
+
+
 class Problems(Sequence[Problem]):
     """Problems read from their rows when asked for: some rows of a source, in order."""
 
-    def __init__(self, source: Source, form: RowFormat, columns: tuple[str, ...], rows: Sequence[int], data: str):
-        self.data = data
+    def __init__(self, source: Source, form: RowFormat, columns: tuple[str, ...], rows: Sequence[int], label: str):
+        self.label = label  # "task.data rows.jsonl"
         self.columns = columns
         self._source = source
         self._form = form
@@ -73,13 +83,15 @@ class Problems(Sequence[Problem]):
     def __getitem__(self, index: Any) -> Any:
         """The problem at `index`, or for a slice the problems of those rows. A column that its row lacks is None."""
         if isinstance(index, slice):
-            return Problems(self._source, self._form, self.columns, self._rows[index], self.data)
+            return Problems(self._source, self._form, self.columns, self._rows[index], self.label)
         row = self._rows[index]
         problem = self._form.problem(self._source.row(row), self._source.origin(row))
         return Problem(problem.prompt, {name: problem.columns.get(name) for name in self.columns}, None, problem.origin)
 
-    def limited(self, encode: Encode, limit: PromptLimit, leave_out: bool) -> Problems:
+    def limited(self, encode: Encode, limit: PromptLimit, leave_out: bool, use: str = "training") -> Problems:
         """These problems without those whose prompts are over the limit, which are counted and named in a warning.
+
+        `use` says in messages what they are for.
 
         Raises `InputError` naming them instead unless `leave_out`, and when none is left.
         """
@@ -96,7 +108,7 @@ class Problems(Sequence[Problem]):
         if not over:
             return self
         found = (
-            f"{over} of {len(self)} prompts of task.data {self.data} have more than {limit.tokens} tokens "
+            f"{over} of {len(self)} {use} prompts of {self.label} have more than {limit.tokens} tokens "
             f"({limit.reason}): {', '.join(named)}{', ...' if over > len(named) else ''}"
         )
         if not leave_out:
@@ -104,24 +116,27 @@ class Problems(Sequence[Problem]):
         if not kept:
             raise InputError(f"{found}; none is left")
         _log.warning("left out %s", found)
-        return Problems(self._source, self._form, self.columns, kept, self.data)
+        return Problems(self._source, self._form, self.columns, kept, self.label)
 
 
-def read_problems(data: str, config: TaskConfig, check: Callable[[Problem], None] = lambda problem: None) -> Problems:
+def read_problems(
+    data: str, config: TaskConfig, check: Callable[[Problem], None] = lambda problem: None, field: str = "task.data"
+) -> Problems:
     """Every row of `data` as a problem, in the data's order; each is checked once here, also by `check`.
 
     A row's prompt is text or chat messages and its other columns go to the rewards; a row with `question` and `answer`
-    instead (GSM8K) asks the question. Raises `InputError` naming the file and the line, or the row, and what is wrong.
+    instead (GSM8K) asks the question. Raises `InputError` naming the file and the line, or the row, and what is wrong;
+    `field` is the setting that `data` is of.
     """
     form = RowFormat(config.prompt_column, config.system_prompt)
-    source = open_source(data, config.split)
+    source = open_source(data, config.split, field)
     if not len(source):
-        raise InputError(f"task.data {data} has no rows")
+        raise InputError(f"{field} {data} has no rows")
     names: dict[str, None] = {}
     for problem in _all(source, form):
         check(problem)
         names |= dict.fromkeys(problem.columns)
-    return Problems(source, form, tuple(names), range(len(source)), data)
+    return Problems(source, form, tuple(names), range(len(source)), f"{field} {data}")
 
 
 def _all(source: Source, form: RowFormat) -> Iterator[Problem]:
@@ -161,7 +176,7 @@ def _checked_prompt(prompt: Any, where: str) -> Prompt:
         if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in ("role", "content")):
             raise InputError(f"{where} message {index} must be an object with role and content, both texts")
     if prompt[-1]["role"] == "assistant":
-        raise InputError(f"{where}: the last message is the assistant's; the completion must come there")
+        raise InputError(f"{where}: the last message is the assistant's; the completion comes there, so remove it")
     return prompt
 
 

@@ -38,28 +38,39 @@ class Source(Protocol):
         """Where row `index` stands, for messages: "train.jsonl line 3"."""
 
 
-def open_source(data: str, split: str) -> Source:
+def open_source(data: str, split: str, field: str = "task.data") -> Source:
     """The rows of a JSON lines or parquet file, of a folder (saved by `datasets`, or of data files), or of a hub id,
     which may name its configuration as "id:configuration"; `split` is for the last two.
 
-    Raises `InputError` naming `task.data` when they cannot be read.
+    Raises `InputError` naming `field`, the setting that `data` is of, when they cannot be read.
     """
-    path = Path(data).expanduser()
+    path, label = Path(data).expanduser(), f"{field} {data}"
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{label} is not a regular file")  # a pipe or a device, which may have no end
     if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir():
-        return JsonLines(path)
+        return JsonLines(path, label)
     if path.is_file() and path.suffix != ".parquet":
-        raise InputError(f"task.data {data} must end in {', '.join(JSON_LINES_SUFFIXES)} or .parquet, or be a folder")
+        raise InputError(f"{label} must end in {', '.join(JSON_LINES_SUFFIXES)} or .parquet, or be a folder")
     if not path.exists() and (path.suffix == ".parquet" or not _HUB_ID.fullmatch(data)):
-        raise InputError(f"task.data {data} does not exist")
+        raise InputError(f"{label} does not exist")
     if path.is_dir():
-        _require_data_files(data, path)
-    return ArrowRows(data, path, split)
+        _require_data_files(label, path)
+    return ArrowRows(data, path, split, label)
+
+
+def has_splits(data: str) -> bool:
+    """Whether `data` names what may have splits: a hub id, or a folder other than one saved dataset."""
+    path = Path(data).expanduser()
+    if path.is_dir():
+        return not (path / "state.json").is_file()
+    return not path.exists() and path.suffix not in (*JSON_LINES_SUFFIXES, ".parquet")
 
 
 class JsonLines:
     """A file with one JSON object a line; blank lines are left out. `InputError` names the line that is none."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, label: str) -> None:
+        """`label` names the file in messages, with the setting it is of."""
         self._path = path
         self._offsets = array("Q")
         self._lines = array("Q")
@@ -67,7 +78,7 @@ class JsonLines:
             self._file = path.open("rb")
             self._scan()
         except OSError as error:
-            raise InputError(f"task.data {path} cannot be read: {error.strerror}") from error
+            raise InputError(f"{label} cannot be read: {error.strerror}") from error
 
     def _scan(self) -> None:
         offset = len(_BYTE_ORDER_MARK) if self._file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK else 0
@@ -97,15 +108,15 @@ class JsonLines:
 class ArrowRows:
     """Rows as `datasets` loads them: parquet, a folder, a hub id."""
 
-    def __init__(self, data: str, path: Path, split: str) -> None:
+    def __init__(self, data: str, path: Path, split: str, label: str) -> None:
         self._data = data
         try:
-            self._rows = _load(data, path, split)
+            self._rows = [] if _is_empty_parquet(path) else _load(data, path, split)
         except Exception as error:  # the library raises many types: missing, offline, unknown split, damaged
             taken = "" if path.exists() else "no such path here; as a hub id: "
             cause = error.__cause__ or error
             reason = f"{taken}{type(cause).__name__}: {cause}"
-            raise InputError(f"task.data {data} (split {split}) cannot be loaded: {reason}") from error
+            raise InputError(f"{label} (split {split}) cannot be loaded: {reason}") from error
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -122,6 +133,15 @@ class ArrowRows:
         return f"{self._data} row {index}"
 
 
+def _is_empty_parquet(path: Path) -> bool:
+    """Whether this is a parquet file without rows, which `datasets` cannot read."""
+    if path.suffix != ".parquet":
+        return False
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    return parquet.read_metadata(path).num_rows == 0
+
+
 def _load(data: str, path: Path, split: str) -> Any:
     import datasets
 
@@ -135,22 +155,36 @@ def _load(data: str, path: Path, split: str) -> Any:
     return datasets.load_dataset(name, configuration or None, split=split)
 
 
-def _require_data_files(data: str, folder: Path) -> None:
+def _require_data_files(label: str, folder: Path) -> None:
     """`datasets` would search a whole tree for files; a folder without any near its top is a mistake."""
     for pattern in ("*", "*/*"):
         if any(path.suffix in _DATA_SUFFIXES for path in folder.glob(pattern)):
             return
     raise InputError(
-        f"task.data {data} is a folder without data files; name a .jsonl or .parquet file, a folder of such files, "
+        f"{label} is a folder without data files; name a .jsonl or .parquet file, a folder of such files, "
         "or a folder that datasets saved"
     )
 
 
+class _RepeatedKey(ValueError):
+    """An object has a key twice, of which plain JSON would take the last in silence."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+    return row
+
+
 def _parse(line: bytes, origin: str) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_without_repeats)
     except UnicodeDecodeError as error:
         raise InputError(f"{origin} is not UTF-8: {error.reason}") from error
+    except _RepeatedKey as error:
+        raise InputError(f"{origin} has the key {error.args[0]!r} twice; a key may stand in an object once") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}; each line must be one JSON object") from error
     if not isinstance(row, dict):

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ..errors import InputError
-from .calls import Failed, RewardFunction, completion_text, raised
+from .calls import Failed, RewardFunction, completion_text, ending_forks, one_line, raised
 
 MAX_CONCURRENT_CALLS = 64
 
@@ -31,8 +31,9 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
 
     def started(arguments: dict[str, Any]) -> Any:
         try:
-            return compute_score(**{k: v for k, v in arguments.items() if takes_all or k in names})
-        except (Exception, SystemExit) as error:
+            with ending_forks():
+                return compute_score(**{k: v for k, v in arguments.items() if takes_all or k in names})
+        except BaseException as error:
             return raised(error, compute_score)
 
     def reward(
@@ -47,7 +48,7 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
                 {
                     "data_source": data_source[index] if data_source else None,
                     "solution_str": completion_text(completion),
-                    "ground_truth": _ground_truth(reward_model[index]),
+                    "ground_truth": ground_truth(reward_model[index]),
                     "extra_info": extra_info[index] if extra_info else {},
                 }
             )
@@ -58,12 +59,15 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
         return [_score(result) for result in results]
 
     reward.__name__ = getattr(compute_score, "__name__", "compute_score")
+    reward.check_row = lambda columns: ground_truth(columns.get("reward_model"))  # type: ignore[attr-defined]
     return reward
 
 
-def _ground_truth(value: Any) -> Any:
+def ground_truth(value: Any) -> Any:
+    """What a row's `reward_model` says is right. `InputError` when it is no object with `ground_truth`."""
     if not isinstance(value, dict) or "ground_truth" not in value:
-        raise InputError(f"needs the column reward_model to hold an object with ground_truth; a row's is {value!r}")
+        found = one_line(value, repr)
+        raise InputError(f"needs the column reward_model to hold an object with ground_truth; a row's is {found}")
     return value["ground_truth"]
 
 
@@ -75,8 +79,9 @@ async def _gathered(results: list[Any], compute_score: RewardFunction, concurren
             return _score(result)
         async with gate:
             try:
-                return _score(await result)
-            except (Exception, SystemExit) as error:
+                with ending_forks():
+                    return _score(await result)
+            except BaseException as error:
                 return raised(error, compute_score)
 
     return await asyncio.gather(*map(awaited, results))

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ..errors import InputError
-from .calls import Failed, RewardFunction, call_all
+from .calls import Arguments, Failed, Outcome, RewardFunction, call_all
 from .loading import load_reward
 
 
@@ -24,7 +24,7 @@ def main(descriptor: int) -> None:
     with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
             kind, spec, *call = channel.recv()
-            channel.send(_loaded(spec, functions) if kind == "load" else call_all([(functions[spec], *call)])[0])
+            channel.send(_loaded(spec, functions) if kind == "load" else _called(functions[spec], *call))
 
 
 def _loaded(spec: str, functions: dict[str, RewardFunction]) -> Any:
@@ -33,6 +33,13 @@ def _loaded(spec: str, functions: dict[str, RewardFunction]) -> Any:
     except InputError as error:
         return Failed(f"cannot be loaded in its process: {error}", fatal=True)
     return True
+
+
+def _called(function: RewardFunction, arguments: Arguments, count: int) -> Outcome:
+    try:
+        return call_all([(function, arguments, count)])[0]
+    except KeyboardInterrupt:  # the function's own doing: Ctrl-C does not come here
+        return Failed("raised KeyboardInterrupt")
 
 
 def _end_with(parent: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -10,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
 from lockstep.models import Decoder, PackedAttention, load_model, resolve_folder, save_model
 from lockstep.models.hf import read_config
-from lockstep.models.init import ARCHITECTURES
+from lockstep.models.init import ARCHITECTURES, init_folder
 
 transformers = pytest.importorskip("transformers")
 
@@ -247,12 +250,76 @@ def test_broken_folders_are_named(folder: Path) -> None:
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor of the linear rope scaling is 0"),
         ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor 4.0 must be below"),
+        ({"rope_parameters": YARN_ROPE | {"truncate": "false"}}, "truncate of the yarn rope scaling is 'false'"),
+        ({"rope_parameters": YARN_ROPE | {"factor": 10**400}}, "factor of the yarn rope scaling is 1000"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'sliding"),
+        ({"layer_types": 5}, "layer_types is 5; it must be a list of 'full_attention'"),
+        ({"sliding_window": "x"}, "sliding_window is 'x'; it must be an integer above 0"),
+        ({"quantization_config": {"a": 1}}, "quantization_config is {'a': 1}; it must be left out"),
+        ({"eos_token_id": 99999}, "config.json: eos_token_id is 99999, outside the model's vocabulary of 211"),
+        ({"eos_token_id": [3, -1]}, "eos_token_id is -1, outside"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is too large; it must be at most 10,000"),
+        ({"hidden_size": 10**400}, "hidden_size is too large"),
+        ({"model_type": "qwen3_moe", "num_experts": 10**9}, "num_experts is too large; it must be at most 100,000"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": ["1"]}, "mlp_only_layers is ['1']; it must be a list"),
     ],
 )
 def test_unusable_configurations_are_named(folder: Path, changes: dict, message: str) -> None:
     edit(folder / "config.json", **changes)
-    with pytest.raises(InputError, match=message.replace("[", r"\[")):
+    with pytest.raises(InputError, match=re.escape(message)):
         read_config(folder)
+
+
+def test_fields_that_change_nothing_are_let_pass(folder: Path) -> None:
+    before = read_config(folder)
+    edit(folder / "config.json", layer_types=["full_attention"] * 3, sliding_window=4096, quantization_config=None)
+    path = folder / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_config(folder) == before
+
+
+def test_an_end_of_sequence_outside_the_vocabulary_is_named_with_its_file(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[3, 211])
+    with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is 211, outside"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_weights_that_are_not_finite_are_named(folder: Path, value: float) -> None:
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, weights)
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj\.weight has values that are NaN or infinite as"):
+        load_model(folder, torch.float16)
+
+
+def test_what_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
+    model = load_model(folder, torch.float32)
+    with pytest.raises(LockstepError, match=r"config\.json/x: the folder cannot be made \(Not a directory\)"):
+        save_model(model, folder / "config.json" / "x")
+    (tmp_path / "out" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(LockstepError, match=r"out/model\.safetensors: cannot be written"):
+        save_model(model, tmp_path / "out")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limit[1]))
+    try:
+        with pytest.raises(LockstepError, match=r"full/model\.safetensors: cannot be written .*File too large"):
+            save_model(model, tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with pytest.raises(InputError, match=r"config\.json/x: the folder cannot be made"):
+        init_folder("tiny", folder / "config.json" / "x", seed=0)
+
+
+def test_weights_have_the_permissions_of_the_other_files(folder: Path, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        save_model(load_model(folder, torch.float32), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}
 
 
 def test_missing_folders_and_damaged_json_are_named(folder: Path) -> None:
@@ -260,6 +327,13 @@ def test_missing_folders_and_damaged_json_are_named(folder: Path) -> None:
         resolve_folder("./nowhere")
     (folder / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON"):
+        read_config(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON \(it is nested too deep\)"):
+        read_config(folder)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON \(it is not a regular file\)"):
         read_config(folder)
     shutil.rmtree(folder)
     folder.mkdir()

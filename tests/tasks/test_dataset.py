@@ -7,6 +7,7 @@ import itertools
 import json
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,7 +187,7 @@ def test_overlong_rows_leave_the_order_a_pure_function(tmp_path: Path) -> None:
         return order + [problem.columns["n"] for problem in task.validation_problems()]
 
     with pytest.raises(
-        InputError, match="2 of 5 prompts of task.data .* have more than 18 tokens .a test.: .* line 19"
+        InputError, match="2 of 5 validation prompts of task.data .* have more than 18 tokens .a test.: .* line 19"
     ):
         visited()
     kept = visited(filter_overlong_prompts=True)
@@ -210,6 +211,37 @@ def test_the_chat_template_gets_its_variables_and_the_system_prompt(tmp_path: Pa
     problem = run.task.train_problem(0, 0)
     text = bytes(run.policy.encode(problem.prompt)).decode()
     assert text.startswith(f"Be brief./{problem.columns['question']}") and text.endswith("<no>7")
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "message"),
+    [
+        ({"prompt": "p"}, {"split": "test"}, "task.split has no effect on .*rows.jsonl, which has no splits"),
+        ({"prompt": "p"}, {"chat_template_kwargs": ("a=1",)}, "task.chat_template_kwargs has no effect on text prom"),
+        ({"prompt": "p"}, {"validation_data": "none.jsonl"}, "task.validation_data none.jsonl cannot be read"),
+        (
+            {"prompt": "p", "reward_model": "7"},
+            {},
+            "rows.jsonl line 1: reward math needs the column reward_model to hold an object .*; a row's is '7'",
+        ),
+    ],
+)
+def test_what_cannot_work_is_found_when_the_data_is_read(
+    tmp_path: Path, row: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(row)}\n" * 3)
+    config = TaskConfig(name="dataset", data=str(path), reward=("math",), validation_prompts=1)
+    with pytest.raises(InputError, match=message):
+        make_task(dataclasses.replace(config, **fields), 1)
+
+
+def test_template_variables_act_on_text_prompts_under_a_system_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "p", "answer": "1"}\n')
+    config = TaskConfig(name="dataset", data=str(path), reward=("math",), validation_prompts=0)
+    task = make_task(dataclasses.replace(config, chat_template_kwargs=("a=1",), system_prompt="s"), 1)
+    assert isinstance(task.train_problem(0, 0).prompt, list)
 
 
 def test_data_has_no_worked_examples() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import re
+import subprocess
+import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +120,8 @@ def returning(value: Any):
 
 
 @pytest.mark.parametrize(
-    "values", [[1, 0, True], (1.0, 0.0, 1.0), torch.tensor([1.0, 0.0, 1.0]), [torch.tensor(1.0), 0, 1]]
+    "values",
+    [[1, 0, True], (1.0, 0.0, 1.0), torch.tensor([1.0, 0.0, 1.0]), [torch.tensor(1.0), 0, 1], [Decimal("1.0"), 0, 1]],
 )
 def test_numbers_of_any_kind_become_floats(values: Any) -> None:
     totals = score(returning(values))[1]
@@ -124,7 +129,7 @@ def test_numbers_of_any_kind_become_floats(values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [math.nan, math.inf, -math.inf, 1e39, "1", [1.0], 10**400, 1j, torch.tensor([1.0, 2.0])]
+    "bad", [math.nan, math.inf, -math.inf, 1e39, "1", [1.0], 10**400, 1j, Decimal("sNaN"), torch.tensor([1.0, 2.0])]
 )
 def test_a_value_that_is_no_finite_number_is_named(bad: Any) -> None:
     where = r"completion 1 of the 3 completions of step 3 \(rows line 1\)"
@@ -166,6 +171,75 @@ def test_an_exception_is_named_with_its_line_and_the_rows() -> None:
         score(broken)
     with pytest.raises(InputError, match="reward broken_later raised SystemExit: 3"):
         score(broken_later)
+
+
+class Unusual(BaseException):
+    """As a framework's own, which `except Exception` lets through."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("x"), GeneratorExit("x"), Unusual()])
+def test_an_exception_of_any_kind_is_a_failure(error: BaseException) -> None:
+    def now(completions):
+        raise error
+
+    async def later(completions):
+        await asyncio.sleep(0)
+        raise error
+
+    for function in (now, later):
+        assert score(function, on_error="skip").errors == {function.__name__: 3}
+        with pytest.raises(InputError, match=f"raised {type(error).__name__}.* in test_rewards.py line"):
+            score(function)
+
+
+def test_a_call_that_fails_before_the_functions_first_line_names_none() -> None:
+    def strict(completions):
+        return [0.0] * 3
+
+    strict.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # as a decorator may pretend
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("completions", "answer")]
+    )
+    with pytest.raises(InputError, match=r"raised TypeError: .*unexpected keyword argument 'answer' \(for the 3"):
+        score(strict)
+
+
+def test_an_interrupt_is_not_a_failure() -> None:
+    def interrupted(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupted, on_error="skip")
+
+
+def test_an_exceptions_text_stays_on_one_line() -> None:
+    def loud(completions):
+        raise ValueError("\x1b[31mred\n" + "x" * 1000)
+
+    with pytest.raises(InputError, match="reward loud raised ValueError: ") as info:
+        score(loud)
+    assert str(info.value).isprintable() and r"\x1b[31mred\nxx" in str(info.value) and len(str(info.value)) < 600
+
+
+@pytest.mark.parametrize("leave", ["return [1.0] * 3", "raise ValueError", "sys.exit(3)"])
+def test_a_process_that_a_reward_forks_does_not_go_on_with_the_run(leave: str) -> None:
+    code = f"""
+import os, sys
+from lockstep.tasks import Reward, RewardSet
+def forks(completions):
+    child = os.fork()
+    if child == 0:
+        {leave}
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return [0.5] * 3
+scores = RewardSet([Reward("forks", forks)], "skip").score(["p"] * 3, ["a"] * 3, [[1]] * 3, [{{}}] * 3)
+print(scores.totals)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    expected = {"return [1.0] * 3": 0, "raise ValueError": 1, "sys.exit(3)": 3}[leave]
+    assert done.stdout == f"{expected}\n[0.5, 0.5, 0.5]\n", done.stderr
 
 
 # What on_error makes of failures.
@@ -333,6 +407,23 @@ def test_a_reward_that_cannot_be_loaded_is_named(source: Path, spec: str, messag
     spec = spec.format(folder=source.parent)
     with pytest.raises(InputError, match=f"reward '{spec}'.*{message}"):
         load_reward(spec)
+
+
+def by_position(completions, /):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (by_position, "reward by_position takes completions by position only; arguments come by name"),
+        (len, "reward len takes obj by position only"),
+        (lambda *lists: [0.0], "takes no argument by name"),
+    ],
+)
+def test_a_signature_that_cannot_be_called_is_found_before_the_run(function: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        RewardSet([Reward(function.__name__, function)]).check_columns(["answer"])
 
 
 # verl's signature.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,12 @@ GOOD = '{"prompt": "p"}'
         ('{"prompt": "\\ud800"}', "line 2: prompt is half a surrogate pair"),
         ('{"prompt": ["hi"]}', "line 2: prompt message 0 must be an object with role and content"),
         ('{"prompt": [{"role": "user"}]}', "line 2: prompt message 0 must be an object with role and content"),
-        ('{"prompt": [{"role": "assistant", "content": "a"}]}', "line 2: prompt: the last message is the assistant's"),
+        ('{"prompt": [{"role": "assistant", "content": "a"}]}', "line 2: prompt: the last message .*, so remove it"),
+        ('{"prompt": "p", "a": {"b": 1, "c": 2, "b": 3}}', "line 2 has the key 'b' twice"),
+        (
+            '{"messages": [], "id": 1}',
+            "line 2 has messages, id; it needs prompt, .*perhaps messages, with task.prompt_co",
+        ),
         ('{"prompt": "p", "completions": 1}', "line 2: column 'completions' has the name of a reward argument"),
     ],
 )
@@ -142,6 +148,22 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, content:
         (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message):
         read_problems(f"{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows"])
+def test_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for make in (lambda: os.mkfifo(path), lambda: path.symlink_to("/dev/zero")):
+        make()
+        with pytest.raises(InputError, match=f"task.data {path} is not a regular file"):
+            read_problems(str(path))
+        path.unlink()
+
+
+def test_a_parquet_file_without_rows_is_named(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": []}).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match=r"task.data .*rows.parquet has no rows"):
+        read_problems(str(tmp_path / "rows.parquet"))
 
 
 def test_an_unknown_split_is_named(tmp_path: Path) -> None:
@@ -197,7 +219,7 @@ def long_rows(folder: Path) -> str:
 def test_overlong_prompts_are_refused_by_name(tmp_path: Path) -> None:
     data = long_rows(tmp_path)
     message = (
-        f"3 of 6 prompts of task.data {data} have more than 10 tokens .task.max_prompt_length.: "
+        f"3 of 6 training prompts of task.data {data} have more than 10 tokens .task.max_prompt_length.: "
         f"{data} line 2 .11 tokens., {data} line 4 .400 tokens., {data} line 6 .12 tokens.; shorten them, or leave "
         "them out with task.filter_overlong_prompts"
     )
@@ -212,8 +234,8 @@ def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, caplog: pytes
         (n, f"{data} line {line}") for n, line in ((3, 1), (10, 3), (1, 5))
     ]
     assert [p.columns["n"] for p in kept[1:]] == [10, 1]
-    assert "left out 3 of 6 prompts" in caplog.text
-    with pytest.raises(InputError, match="6 of 6 prompts .*; none is left"):
+    assert "left out 3 of 6 training prompts" in caplog.text
+    with pytest.raises(InputError, match="6 of 6 training prompts .*; none is left"):
         read_problems(data).limited(encode, PromptLimit(0, "a test"), leave_out=True)
 
 

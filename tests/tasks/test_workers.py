@@ -36,6 +36,9 @@ async def later(completions, **_):
 def count(completions, **_):
     return [len(completions)] * len(completions)
 
+def interrupted(completions, **_):
+    raise KeyboardInterrupt
+
 def fragile(completions, **_):
     if "segfault" in completions: ctypes.string_at(0)
     if "exit" in completions: os._exit(7)
@@ -84,8 +87,8 @@ def test_results_come_in_order_from_other_processes(source: Path, workers: Rewar
     [
         ("segfault", "ended its process .signal SIGSEGV."),
         ("exit", "ended its process .exit code 7."),
-        ("sys.exit", "raised SystemExit: 3 in my_rewards.py line 22"),
-        ("raise", "raised ValueError: of course in my_rewards.py line 24"),
+        ("sys.exit", "raised SystemExit: 3 in my_rewards.py line 25"),
+        ("raise", "raised ValueError: of course in my_rewards.py line 27"),
     ],
 )
 def test_a_failing_call_costs_its_own_group_only(source: Path, workers: RewardWorkers, text: str, reason: str) -> None:
@@ -95,6 +98,13 @@ def test_a_failing_call_costs_its_own_group_only(source: Path, workers: RewardWo
     assert scores.totals == [1.0, 1.0, None, None, 1.0, 1.0] and scores.errors == {"fragile": 2}
     with pytest.raises(InputError, match=f"reward fragile {reason} .for the 2 completions of step 3, rows line 1."):
         score(load_rewards([spec], workers=workers), texts)
+
+
+def test_an_interrupt_of_the_functions_own_is_a_failure(source: Path, workers: RewardWorkers) -> None:
+    scores = score(load_rewards([f"{source}:interrupted"], on_error="skip", workers=workers))
+    assert scores.totals == [None] * 6
+    with pytest.raises(InputError, match="reward interrupted raised KeyboardInterrupt"):
+        score(load_rewards([f"{source}:interrupted"], workers=workers))
 
 
 def test_a_call_that_takes_too_long_is_stopped(source: Path) -> None:
