@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ def logprobs(bench: Bench, models: dict[str, ModelConfig]) -> None:
             other, other_bytes = {"cross_entropy": bench.time([torch_s], 1)}, peak_bytes(torch_s)
             flops = 4 * 2 * tokens * model.vocab_size * model.hidden_size  # the logits are computed twice
             for case, arguments_ in {"plain": (1.0, 1.0), "temperature 0.8, top-p 0.95": (0.8, 0.95)}.items():
-                run = lambda a=arguments_: ours(*a)  # noqa: E731
+                run = partial(ours, *arguments_)
                 more: Record = {"peak_bytes": peak_bytes(run), "other_peak_bytes": other_bytes}
                 if case == "plain":
                     more |= logprob_errors(hidden[:512], weight, targets[:512], grad[:512], ours, torch_s)
@@ -251,6 +252,13 @@ def rows(bench: Bench, models: dict[str, ModelConfig]) -> None:
         row_case(bench, f"{name} silu_mul", ops.silu_mul, gated, [normal(tokens, 2 * c.intermediate_size)])
 
 
+def embedding_gradient(
+    lookup: Callable[[Tensor, Tensor], Tensor], table: Tensor, index: Tensor, grad: Tensor
+) -> Tensor:
+    """Forward and backward; the table's gradient."""
+    return torch.autograd.grad(lookup(table, index), table, grad)[0]
+
+
 def embedding(bench: Bench, models: dict[str, ModelConfig]) -> None:
     """Backward of the lookup, rows as frequent as words are; torch's own adds with atomics."""
     for name, c in models.items():
@@ -259,8 +267,8 @@ def embedding(bench: Bench, models: dict[str, ModelConfig]) -> None:
             table = normal(c.vocab_size, c.hidden_size).requires_grad_()
             grad = normal(tokens, c.hidden_size)
             exact = torch.zeros(table.shape, dtype=torch.float64, device=DEVICE).index_add_(0, index, grad.double())
-            ours = lambda i=index, t=table, g=grad: torch.autograd.grad(ops.gather_rows(t, i), t, g)[0]  # noqa: E731
-            other = lambda i=index, t=table, g=grad: torch.autograd.grad(F.embedding(i, t), t, g)[0]  # noqa: E731
+            ours = partial(embedding_gradient, ops.gather_rows, table, index, grad)
+            other = partial(embedding_gradient, lambda t, i: F.embedding(i, t), table, index, grad)
             errors = {"error": error(ours(), exact), "torch_error": error(other(), exact)}
             moved = table.nbytes + 2 * grad.nbytes
             bench.add("embedding", f"{name} {tokens} forward and backward", bench.time([ours]),

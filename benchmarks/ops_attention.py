@@ -67,7 +67,10 @@ def packed_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int
     flops = 2 * 2 * batch * length * (length + 1) / 2 * c.num_heads * c.head_dim
     moved = 2 * (q.nbytes + k.nbytes)
     bench.add("attention", f"{case} forward", bench.time([ours]), others, moved, flops, **errors)
-    run = lambda: torch.autograd.grad(ours(), (q, k, v), grad)  # noqa: E731
+
+    def run() -> object:
+        return torch.autograd.grad(ours(), (q, k, v), grad)
+
     bench.add("attention", f"{case} forward and backward", bench.time([run]), both, 3 * moved, 3.5 * flops)
 
 
@@ -104,7 +107,10 @@ def shared_case(bench: Bench, case: str, c: ModelConfig, groups: int, samples: i
     lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
     members = torch.arange(batch, dtype=torch.int32, device=DEVICE).view(groups, samples)
     shared_len = torch.full((batch,), shared, dtype=torch.int32, device=DEVICE)
-    run = lambda *group: ops.attention_paged(q, *caches, table, steps, lengths, 1, length, *group)  # noqa: E731
+
+    def run(*group: Tensor) -> Tensor:
+        return ops.attention_paged(q, *caches, table, steps, lengths, 1, length, *group)
+
     assert torch.equal(run(), run(members, shared_len))
     others = {"ours, ungrouped": bench.time([run])}
     moved = 2 * 2 * kv * dim * (groups * shared + batch * (length - shared)) + 2 * q.nbytes

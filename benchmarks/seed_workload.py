@@ -18,8 +18,9 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+Parity = Literal["strict", "warn", "off"]
 STEPS, PROMPTS, SAMPLES = 10, 5, 8
 PROMPT_TOKENS, NEW_TOKENS = 145, 100
 SEED = 42
@@ -56,7 +57,7 @@ def prepare(folder: Path, arch: str) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def ours(folder: Path, began: float, parity: str, extra: dict[str, Any], count: int) -> dict[str, Any]:
+def ours(folder: Path, began: float, parity: Parity, extra: dict[str, Any], count: int) -> dict[str, Any]:
     """`lockstep train` on the folder, run folder and report included."""
     from lockstep.config import (
         CompileConfig,
@@ -74,7 +75,7 @@ def ours(folder: Path, began: float, parity: str, extra: dict[str, Any], count: 
         model=str(folder / "model"),
         steps=count,
         seed=SEED,
-        parity=parity,  # type: ignore[arg-type]
+        parity=parity,
         task=TaskConfig(
             name="dataset", data=str(folder / "prompts.jsonl"), reward=(f"{__file__}:coin",), validation_prompts=0
         ),

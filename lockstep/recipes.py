@@ -34,8 +34,8 @@ def sum_digits(model: str | None) -> RunConfig:
 
 
 def word_arithmetic(model: str | None) -> RunConfig:
-    """Short stories of additions and subtractions. Without a model, a random one of 100 million parameters learns them
-    on a GPU in minutes, a supervised warm-up first."""
+    """Short stories of additions and subtractions. Without a model, a random one of 100 million parameters
+    trains on them, a supervised warm-up first: meant for a GPU."""
     warm_up = 600 if model is None else 0
     return RunConfig(
         recipe="word-arithmetic",
