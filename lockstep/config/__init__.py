@@ -1,0 +1,39 @@
+"""Every configuration dataclass and its validation, and nowhere else.
+
+`validate` is called once, on the resolved `RunConfig`, and raises `InputError` naming the field.
+"""
+
+from .compile import CUDAGRAPH_MODES, resolve_compile
+from .fields import (
+    CheckpointConfig,
+    CompileConfig,
+    GeneratorConfig,
+    LossConfig,
+    LossType,
+    MetricsConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from .template import template_variables
+from .validation import validate
+
+__all__ = [
+    "CUDAGRAPH_MODES",
+    "CheckpointConfig",
+    "CompileConfig",
+    "GeneratorConfig",
+    "LossConfig",
+    "LossType",
+    "MetricsConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "TaskConfig",
+    "TrainerConfig",
+    "resolve_compile",
+    "template_variables",
+    "validate",
+]
