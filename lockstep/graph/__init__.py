@@ -1,17 +1,23 @@
 """Captured graphs for both roles: trace once a shape, verify, rewrite, launch; on a GPU as CUDA graphs."""
 
+from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
+from . import compat as _compat
+from .artifact import dumps, loads, register_region
 from .bound import BoundGraph
 from .capture import backward, capture, module_inputs, substituted
 from .compiler import Compiler, GraphFunction
 from .cudagraph import CudaRecorder, FakeRecorder
 from .ir import Captured, Dynamic, GraphError, Inputs, Static
 from .passes import Pass, pipeline, run_passes
+from .rehearsal import NAMESPACE as _NAMESPACE
 from .report import compile_report, replay_metrics
 from .text import diff, digest, dump
 from .timings import Timings
 from .trust import Case, Verdict, trust
 from .verdicts import Verdicts
 from .verify import NOT_GRAPH_SAFE, verify
+
+_compat.spare_dynamo(_NAMESPACE)
 
 __all__ = [
     "NOT_GRAPH_SAFE",
@@ -36,8 +42,11 @@ __all__ = [
     "diff",
     "digest",
     "dump",
+    "dumps",
+    "loads",
     "module_inputs",
     "pipeline",
+    "register_region",
     "replay_metrics",
     "run_passes",
     "substituted",

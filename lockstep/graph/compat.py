@@ -8,17 +8,19 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from .sizes import Sizes, expression
 
 _log = logging.getLogger("lockstep.graph")
 _ADDRESS_WARNING = "Accessing the data pointer of FakeTensor"
@@ -36,42 +38,6 @@ class Argument(NamedTuple):
 
 class Untraceable(Exception):
     """The function did something that a graph cannot hold."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that a trace left open, by name, and what it assumed of them.
-
-    Attributes:
-        names: the symbols that stand for them in traced tensors' shapes.
-        conditions: what must hold of them, each with the line that asked.
-    """
-
-    names: Mapping[Any, str] = field(default_factory=dict)
-    conditions: tuple[tuple[Any, str], ...] = ()
-
-    def name(self, size: int | torch.SymInt) -> int | str:
-        """A size of a traced tensor: its value, or an expression in the names of open ones."""
-        if isinstance(size, int):
-            return size
-        expression = size.node.expr
-        return self.names.get(expression) or str(self._named(expression))
-
-    def shape(self, tensor: Tensor) -> tuple[int | str, ...]:
-        """A traced tensor's shape, by `name`."""
-        return tuple(map(self.name, tensor.shape))
-
-    def broken(self, values: Mapping[str, int]) -> list[str]:
-        """The conditions that do not hold at these values."""
-        at = {symbol: values[name] for symbol, name in self.names.items()}
-        return [
-            f"{self._named(condition)} ({where})" for condition, where in self.conditions if not condition.xreplace(at)
-        ]
-
-    def _named(self, expression: Any) -> Any:
-        import sympy  # type: ignore[import-untyped]
-
-        return expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in self.names.items()})
 
 
 def traced_size(size: int | torch.SymInt) -> int:
@@ -106,7 +72,7 @@ def trace(
         # One thread, so that the backward pass sees the tags that are set around it.
         with mode, tracing(TracingContext(mode)), traceback.preserve_node_meta(), _one_thread(), _no_addresses():
             try:
-                with _no_collection():
+                with no_collection():
                     module = make_fx(fn)(*fakes)
             except GuardOnDataDependentSymNode as error:
                 raise Untraceable(
@@ -147,22 +113,28 @@ def _fakes(
 
 def _open_sizes(env: Any, names: Mapping[Any, str]) -> Sizes:
     """The sizes with what the trace assumed of them; `Untraceable` if one is not open any more."""
-    sizes = Sizes(names, tuple((guard.expr, str(guard.sloc).strip("()")) for guard in env.guards))
     for symbol, value in env.replacements.items():
         if symbol in names:
-            asked = next(
-                (where for condition, where in sizes.conditions if symbol in condition.free_symbols), "unknown"
-            )
+            asked = next((_where(guard) for guard in env.guards if symbol in guard.expr.free_symbols), "unknown")
             raise Untraceable(
-                f"size {names[symbol]} was taken for {sizes._named(value)} ({asked}), so the graph would hold for no "
-                "other; let tensors have the size, or do not declare it dynamic"
+                f"size {names[symbol]} was taken for {Sizes(symbols=names).text(value)} ({asked}), so the graph would "
+                "hold for no other; let tensors have the size, or do not declare it dynamic"
             )
-    return sizes
+    try:
+        conditions = tuple((expression(guard.expr, names), _where(guard)) for guard in env.guards)
+    except KeyError as unknown:
+        raise Untraceable(f"a condition on a size has {unknown}, which cannot be checked at a launch") from unknown
+    return Sizes(tuple(names.values()), conditions, names)
+
+
+def _where(guard: Any) -> str:
+    """The line that asked."""
+    return str(guard.sloc).strip("()")
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """A trace keeps what it makes: looking through it for garbage again and again takes a fifth of the time."""
+def no_collection() -> Iterator[None]:
+    """A graph's thousands of objects stay: looking through them for garbage takes a fifth of the time of a trace."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -222,6 +194,12 @@ def operator_name(op: Any) -> str:
     """`namespace.operator` of an operator overload."""
     namespace, _, name = op.name().partition("::")
     return f"{namespace}.{name.partition('.')[0]}"
+
+
+def operator_named(name: str) -> Any:
+    """The operator overload that `str` gives as `namespace.operator.overload`; `AttributeError` if there is none."""
+    namespace, operator, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
 
 
 @functools.cache
@@ -360,6 +338,20 @@ def _silenced(of: type) -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def spare_dynamo(namespace: str) -> None:
+    """Have operators' kernels called as they are.
+
+    torch wraps each kernel of `torch.library.custom_op` so that `torch._dynamo` leaves it alone, and the first call of
+    one imports that for it: one or two seconds. Nothing here runs under it.
+    """
+    for name, definition in OPDEFS.items():
+        if name.startswith(f"{namespace}::"):
+            for wrapper in getattr(definition, "_backend_fns", {}).values():
+                kernel = getattr(wrapper, "__wrapped__", None)
+                if kernel is not None and not hasattr(kernel, "__dynamo_disable"):
+                    vars(kernel)["__dynamo_disable"] = kernel  # what the wrapper looks for before it imports
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

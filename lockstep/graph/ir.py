@@ -13,6 +13,8 @@ from torch import Tensor, fx
 
 from ..errors import LockstepError
 from . import compat
+from .sizes import Sizes
+from .values import Value, value_of
 
 Role = Literal["param", "grad", "buffer", "optimizer", "kv", "user"]
 Static = bool | int | float | str | None
@@ -21,6 +23,7 @@ Dynamic = Mapping[str, tuple[str | None, ...]]  # input: the names of its open s
 BACKWARD_TAG = "remat_pass_tag"  # what torch's own rematerialization passes read, in every version
 BACKWARD = "is_backward"
 MODULE_TAG = "module"
+STORED = "lockstep_value"  # where a loaded graph's nodes keep what they compute
 
 
 class GraphError(LockstepError):
@@ -150,7 +153,7 @@ class Captured:
     writes: frozenset[Role]
     recorded: bool = False
     split_at: frozenset[str] = frozenset()
-    sizes: compat.Sizes = field(default_factory=compat.Sizes)
+    sizes: Sizes = field(default_factory=Sizes)
     log: tuple[str, ...] = ()
     before: Captured | None = field(default=None, repr=False, compare=False)
 
@@ -164,6 +167,10 @@ class Captured:
         """Name and statics, for messages."""
         statics = ", ".join(f"{k}={v}" for k, v in self.statics.items())
         return f"{self.name}({statics})"
+
+    def value(self, node: fx.Node) -> Value:
+        """What a node computes: as it was stored, or as the trace recorded it."""
+        return node.meta[STORED] if STORED in node.meta else value_of(compat.fake_value(node), self.sizes)
 
     @cached_property
     def written_inputs(self) -> frozenset[int]:

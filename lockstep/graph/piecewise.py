@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from . import compat
 from .cudagraph import Recorder, Recording
 from .ir import Captured, mutates, op_name, viewed
+from .values import Number
 
 ATTENTION = frozenset(
     f"lockstep.{variant}attention_{layout}"
@@ -52,13 +52,13 @@ def split(captured: Captured) -> list[Part]:
             continue
         if op_name(node) in captured.split_at:
             stretches += [[node], []]
-        elif mutates(node) or not (_derived(node) or _element(node)):
+        elif mutates(node) or not (_derived(captured, node) or _element(node)):
             stretches[-1].append(node)
     (output,) = (n for n in captured.graph.nodes if n.op == "output")
     parts = [_part(captured, [], list(output.args[0]), recorded=False)]
     wanted = set(parts[0].reads)
     for nodes in reversed([nodes for nodes in stretches if nodes]):
-        results = [result for node in nodes for result in _results(node) if result in wanted]
+        results = [result for node in nodes for result in _results(captured, node) if result in wanted]
         parts.append(_part(captured, nodes, results, recorded=op_name(nodes[0]) not in captured.split_at))
         wanted.update(parts[-1].reads)
     return parts[::-1]
@@ -69,19 +69,19 @@ def _element(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def _derived(node: fx.Node) -> bool:
+def _derived(captured: Captured, node: fx.Node) -> bool:
     """Whether every part makes this value anew: a view, what a write returns, a size."""
     if _element(node):
-        return _derived(node.args[0])  # type: ignore[arg-type]
-    value = compat.fake_value(node)
-    return bool(viewed(node)) if isinstance(value, (Tensor, list, tuple)) else value is not None
+        return _derived(captured, node.args[0])  # type: ignore[arg-type]
+    value = captured.value(node)
+    return value is not None if isinstance(value, Number) else bool(viewed(node))
 
 
-def _results(node: fx.Node) -> Iterator[fx.Node]:
+def _results(captured: Captured, node: fx.Node) -> Iterator[fx.Node]:
     """The tensors that a call computes, as nodes."""
-    if isinstance(compat.fake_value(node), (list, tuple)):
+    if isinstance(captured.value(node), tuple):
         yield from filter(_element, node.users)
-    elif not _derived(node):
+    elif not _derived(captured, node):
         yield node
 
 
@@ -93,7 +93,7 @@ def _part(captured: Captured, nodes: Sequence[fx.Node], results: Sequence[fx.Nod
 
     def value(node: fx.Node) -> fx.Node:
         if node not in made:
-            if node.op == "call_function" and _derived(node):
+            if node.op == "call_function" and _derived(captured, node):
                 made[node] = value(viewed(node)[0]) if mutates(node) else graph.node_copy(node, value)
             elif _element(node) and node.args[0] in made:
                 made[node] = graph.node_copy(node, value)

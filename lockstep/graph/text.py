@@ -8,11 +8,11 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from . import compat
 from .ir import Captured, is_backward, module_of
+from .values import Value
 
 Namer = Callable[[fx.Node], str]
 
@@ -55,7 +55,7 @@ def _lines(captured: Captured, name: Namer) -> list[str]:
         tags = [module_of(node)] * bool(module_of(node)) + ["backward"] * is_backward(node)
         suffix = f"  # {', '.join(tags)}" if tags else ""
         call = f"input {specs[node]}" if node in specs else _call(node, name)
-        lines.append(f"{name(node)}: {_value(compat.fake_value(node), captured.sizes)} = {call}{suffix}")
+        lines.append(f"{name(node)}: {_value(captured.value(node))} = {call}{suffix}")
     return lines
 
 
@@ -74,11 +74,7 @@ def _argument(value: object, name: Namer) -> str:
     return repr(value)
 
 
-def _value(value: object, sizes: compat.Sizes) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, sizes.shape(value)))}]"
-    if isinstance(value, torch.SymInt):
-        return f"int {sizes.name(value)}"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(_value(v, sizes) for v in value)})"
-    return "()" if value is None else type(value).__name__
+def _value(value: Value) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_value, value))})"
+    return "()" if value is None else str(value)

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from . import compat
 from .ir import Captured, GraphError, is_backward, module_of, op_name, origins, written
+from .values import TensorValue, tensors_in
 
 MAX_PROBLEMS = 8
 
@@ -62,13 +63,12 @@ def _signature(captured: Captured) -> Iterator[str]:
         yield f"the graph has {len(placeholders)} inputs, its signature names {len(captured.inputs)}"
         return
     for node, spec in captured.placeholders():
-        value = compat.fake_value(node)
-        if not isinstance(value, Tensor):
+        value = captured.value(node)
+        if not isinstance(value, TensorValue):
             yield f"node {node.name}: {spec} has no recorded shape"
             continue
-        shape = captured.sizes.shape(value)
-        if (shape, value.dtype, value.device) != (spec.shape, spec.dtype, spec.device):
-            found = f"{value.dtype} {list(shape)} on {value.device}"
+        if (value.shape, value.dtype, value.device) != (spec.shape, spec.dtype, spec.device):
+            found = f"{value.dtype} {list(value.shape)} on {value.device}"
             yield f"node {node.name}: {spec} is {found}, its signature says otherwise"
     for node in captured.graph.nodes:
         if node.op in ("call_module", "call_method"):
@@ -84,7 +84,7 @@ def _outputs(captured: Captured) -> Iterator[str]:
         return
     lies_in = origins(captured.graph)
     for name, value in zip(captured.outputs, values, strict=True):
-        if not isinstance(value, fx.Node) or not isinstance(compat.fake_value(value), Tensor):
+        if not isinstance(value, fx.Node) or not isinstance(captured.value(value), TensorValue):
             yield f"output {name!r} is {value!r}; an output must be a tensor that the graph computes"
         elif any(o.op == "placeholder" for o in lies_in[value]):
             yield f"output {name!r} is node {value.name}, a view of an input; return a copy, or let the caller read it"
@@ -155,19 +155,17 @@ def _recordable(captured: Captured, not_graph_safe: Mapping[str, str]) -> Iterat
     """What a CUDA graph cannot hold: waiting for the device, random state, a second device."""
     home = captured.inputs[0].device if captured.inputs else None
     for node in captured.graph.nodes:
-        value = compat.fake_value(node)
-        tensors = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Tensor)]
-        if away := {str(t.device) for t in tensors if t.device != home}:
+        if away := {str(t.device) for t in tensors_in(captured.value(node)) if t.device != home}:
             yield f"{_where(node)} lies on {', '.join(away)}, the first input on {home}"
         if op_name(node) in captured.split_at:
             continue  # runs between recorded pieces
         if reason := not_graph_safe.get(op_name(node)):
             yield f"{_where(node)} cannot be part of a CUDA graph yet: {reason}"
-        elif reason := _waits(node):
+        elif reason := _waits(captured, node):
             yield f"{_where(node)} cannot be part of a CUDA graph: {reason}"
 
 
-def _waits(node: fx.Node) -> str | None:
+def _waits(captured: Captured, node: fx.Node) -> str | None:
     """Why a call makes the host wait for the device, or cannot be repeated; None when it may be recorded."""
     if not compat.is_operator(node.target):
         return None
@@ -180,8 +178,8 @@ def _waits(node: fx.Node) -> str | None:
         return "the size of its result depends on values, so the host must read it"
     if torch.Tag.nondeterministic_seeded in tags:
         return "it draws from torch's global random state, which a replay would repeat"
-    sources = [compat.fake_value(n) for n in node.all_input_nodes]
-    if _is_index(node) and any(isinstance(v, Tensor) and v.dtype == torch.bool for v in sources[1:]):
+    indices = [t for n in node.all_input_nodes[1:] for t in tensors_in(captured.value(n))]
+    if _is_index(node) and any(t.dtype == torch.bool for t in indices):
         return "a boolean index is counted on the host"
     return None
 

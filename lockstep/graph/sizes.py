@@ -1,0 +1,109 @@
+"""The sizes that a trace leaves open, by name, and what it assumed of them, as plain data.
+
+A condition is an expression in names: a number, a name, or `[operator, argument, ...]`. So what a graph holds for can
+be kept in a file and checked without the algebra that found it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Expression = int | bool | str | list[Any]
+
+_INFIX: dict[str, tuple[str, Callable[..., Any]]] = {  # by the name that sympy or torch gives to it
+    "Add": ("+", lambda *terms: sum(terms)),
+    "Mul": ("*", lambda *factors: math.prod(factors)),
+    "Pow": ("**", operator.pow),
+    "FloorDiv": ("//", operator.floordiv),
+    "CleanDiv": ("//", operator.floordiv),
+    "Mod": ("%", operator.mod),
+    "PythonMod": ("%", operator.mod),
+    "Equality": ("==", operator.eq),
+    "Unequality": ("!=", operator.ne),
+    "StrictLessThan": ("<", operator.lt),
+    "LessThan": ("<=", operator.le),
+    "StrictGreaterThan": (">", operator.gt),
+    "GreaterThan": (">=", operator.ge),
+    "And": ("and", lambda *terms: all(terms)),
+    "Or": ("or", lambda *terms: any(terms)),
+    "Not": ("not", operator.not_),
+    "Max": ("max", max),
+    "Min": ("min", min),
+}
+_OPERATORS = dict(_INFIX.values())
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Open sizes and the conditions on them.
+
+    Attributes:
+        names: of the open sizes; those of a graph that was loaded have no symbols.
+        conditions: what must hold of them, each with the line that asked.
+        symbols: what stands for them in the shapes of traced tensors, with its name.
+    """
+
+    names: tuple[str, ...] = ()
+    conditions: tuple[tuple[Expression, str], ...] = ()
+    symbols: Mapping[Any, str] = field(default_factory=dict, compare=False)
+
+    def name(self, size: int | torch.SymInt) -> int | str:
+        """A size of a traced tensor: its value, or an expression in the names of open ones."""
+        if isinstance(size, int):
+            return size
+        found = size.node.expr
+        return self.symbols.get(found) or self.text(found)
+
+    def shape(self, tensor: Tensor) -> tuple[int | str, ...]:
+        """A traced tensor's shape, by `name`."""
+        return tuple(map(self.name, tensor.shape))
+
+    def text(self, found: Any) -> str:
+        """An expression of symbols as text in the names."""
+        import sympy  # type: ignore[import-untyped]
+
+        return str(found.xreplace({symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}))
+
+    def broken(self, values: Mapping[str, int]) -> list[str]:
+        """The conditions that do not hold at these values."""
+        return [f"{text(c)} ({where})" for c, where in self.conditions if not evaluated(c, values)]
+
+
+def expression(found: Any, symbols: Mapping[Any, str]) -> Expression:
+    """An expression of sympy in the names of its symbols.
+
+    Raises:
+        KeyError: it has a symbol without a name, or an operator that is not known here.
+    """
+    if found in symbols:
+        return symbols[found]
+    if not found.args:
+        if found.is_Boolean or found.is_Integer:
+            return bool(found) if found.is_Boolean else int(found)
+        raise KeyError(str(found))
+    return [_INFIX[type(found).__name__][0], *(expression(argument, symbols) for argument in found.args)]
+
+
+def evaluated(e: Expression, values: Mapping[str, int]) -> Any:
+    """The value of an expression at these values of its names."""
+    if isinstance(e, list):
+        return _OPERATORS[e[0]](*(evaluated(argument, values) for argument in e[1:]))
+    return values[e] if isinstance(e, str) else e
+
+
+def text(e: Expression) -> str:
+    """An expression as one reads it."""
+    if not isinstance(e, list):
+        return str(e)
+    parts = [f"({text(a)})" if isinstance(a, list) else text(a) for a in e[1:]]
+    if e[0] in ("max", "min"):
+        return f"{e[0]}({', '.join(parts)})"
+    return f"{e[0]} {parts[0]}" if len(parts) == 1 else reduce(lambda a, b: f"{a} {e[0]} {b}", parts)

@@ -1,0 +1,53 @@
+"""What a node computes, as plain data: the same of a graph that was just traced and of one that was loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .sizes import Sizes
+
+
+@dataclass(frozen=True)
+class TensorValue:
+    """A tensor; open sizes stand by their names, or as expressions in them."""
+
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a graph computes from sizes; `text` says which, or at least its type."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Value: TypeAlias = TensorValue | Number | tuple["Value", ...] | None
+
+
+def value_of(found: Any, sizes: Sizes) -> Value:
+    """The description of what a trace recorded for a node."""
+    if isinstance(found, Tensor):
+        return TensorValue(found.dtype, sizes.shape(found), found.device)
+    if isinstance(found, torch.SymInt):
+        return Number(f"int {sizes.name(found)}")
+    if isinstance(found, (list, tuple)):
+        return tuple(value_of(item, sizes) for item in found)
+    return None if found is None else Number(type(found).__name__)
+
+
+def tensors_in(value: Value) -> list[TensorValue]:
+    """The tensors among a node's results."""
+    items = value if isinstance(value, tuple) else (value,)
+    return [item for item in items if isinstance(item, TensorValue)]
