@@ -36,7 +36,7 @@ def test_rows_move_on_as_on_a_cpu(rows: int) -> None:
         torch.zeros(rows, 3, 8, dtype=torch.int32),
         torch.zeros(1, dtype=torch.int64),
     ]
-    table = torch.randint(0, 1000, (rows, 5), dtype=torch.int32)
+    table = torch.randint(0, 1000, (rows, 6), dtype=torch.int32)  # rows move on into the last page
     on_gpu = [t.to(DEVICE) for t in state]
     for _ in range(3):
         expected = decode_state.decode_slots(state[5], state[6], table, 16, 1000)
