@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from .config import CompileConfig, RunConfig, SamplingConfig, resolve_compile, template_variables
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
-from .graph import Compiler, Timings, Verdict, compile_report, replay_metrics
+from .graph import Compiler, Verdict, compile_report, replay_metrics
 from .models import Decoder, ModelConfig, load_model, resolve_folder
 from .models.checks import require_memory
 from .models.init import architecture, initialize
 from .tasks import Problem, PromptLimit, Task, make_task
+from .timings import Timings
 from .tokenizer import byte_tokenizer, check_vocabulary, encode_prompt, load_tokenizer
 from .trainer import BatchShape, Trainer, batch_shapes
 from .types import SamplingParams
@@ -118,8 +120,9 @@ def load_policy(model: str | None, arch: str, seed: int, device: str, dtype: str
 
 def build(config: RunConfig) -> Run:
     """All parts of a run, with memory planned and inputs checked before the first step."""
-    task = make_task(config.task, config.trainer.prompts_per_step)
-    timings = Timings()
+    timings = Timings(keep_spans=True, event=_event_of(resolve_device(config.device)))
+    with timings.measured("task"):
+        task = make_task(config.task, config.trainer.prompts_per_step)
     with timings.measured("load"):
         policy = load_policy(config.model, config.arch, config.seed, config.device, config.dtype)
     policy.template_variables = template_variables(config.task.chat_template_kwargs)
@@ -137,10 +140,15 @@ def build(config: RunConfig) -> Run:
     sampling = training_sampling(config.sampling, policy.tokenizer.eos_token_id)
     validation = replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     weights = SharedWeights(policy.model, lambda: trainer.weights_version)
-    engine = Engine(weights, config.generator, _cache_tokens(config, policy, task), policy.decode, compiler)
+    capacity = _cache_tokens(config, policy, task)
+    engine = Engine(weights, config.generator, capacity, policy.decode, compiler, timings=timings)
     longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step)
     shapes = train_shapes(config, longest, prompt_limit(config, policy.model.config).tokens)
     return Run(policy, task, trainer, engine, sampling, validation, shapes, timings, compiler)
+
+
+def _event_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
+    return partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
 
 
 def resolve(config: RunConfig) -> RunConfig:

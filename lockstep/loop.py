@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from statistics import mean, pstdev
 from typing import Any
@@ -21,6 +19,7 @@ from .build import Run, prompt_limit
 from .config import RunConfig
 from .errors import LockstepError, NonFiniteError
 from .parity import Certificate, raise_mismatch
+from .timings import Span, totals
 from .trainer import StepResult, learning_rate, loss_weights, pack, padding_waste
 from .types import (
     TRAIN_DOMAIN,
@@ -32,6 +31,8 @@ from .types import (
     TrainSequence,
 )
 
+_TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step")  # phases whose seconds are metrics
+
 
 class Loop:
     """On-policy reinforcement learning with one model in both roles."""
@@ -42,7 +43,7 @@ class Loop:
         self.device = run.policy.model.embed.device
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
         self.idle_steps = 0
-        self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []  # of the latest step
         self.max_prompt_length = prompt_limit(config, run.policy.model.config).tokens
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 
@@ -54,16 +55,17 @@ class Loop:
             NonFiniteError: the loss or the gradient norm is; the weights are unchanged.
             LockstepError: `max_idle_steps` steps in a row had nothing to train on.
         """
-        self.seconds = {}
-        config, trainer = self.config, self.run.trainer
-        version = trainer.weights_version
-        with self._timed("time/step"):
-            with self._timed("time/generate"):
+        config, trainer, timings = self.config, self.run.trainer, self.run.timings
+        version, began = trainer.weights_version, time.perf_counter()
+        with timings.measured("step", step=step):
+            with timings.measured("generate", on_device=True):
                 groups, counts = self._collect(step)
             self._latest = (groups, None)
-            self._advantages(groups)
-            batches, checks = self._pack(groups)
-            with self._timed("time/forward_backward"):
+            with timings.measured("advantages"):
+                self._advantages(groups)
+            with timings.measured("pack"):
+                batches, checks = self._pack(groups)
+            with timings.measured("forward_backward", on_device=True):
                 for batch in checks:
                     trainer.check(batch)
             updates = config.trainer.num_iterations if batches else 0
@@ -75,6 +77,7 @@ class Loop:
                 self._require_finite(f"step {step + 1}", later)
             self._count_idle(step, trained=bool(batches))
         counts["updates"] = sum(r.applied for r in results)
+        self.spans = [span for span in timings.take() if span.began >= began]
         return counts | self._metrics(groups, result, [*batches, *checks], version), groups
 
     def _collect(self, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
@@ -94,6 +97,7 @@ class Loop:
             step,
             self.run.task.rewards,
             self.max_prompt_length,
+            self.run.timings,
         )
 
     def _advantages(self, groups: list[RolloutGroup]) -> None:
@@ -174,13 +178,13 @@ class Loop:
     def _update(self, batches: list[PackedBatch], lr: float, first: bool, last: bool) -> StepResult:
         """One optimizer update on all micro-batches; only the first on a rollout can match the generator's bits."""
         trainer = self.run.trainer
-        with self._timed("time/forward_backward"):
+        with self.run.timings.measured("forward_backward", on_device=True):
             for batch in batches:
                 if first and self.config.loss.beta > 0:
                     trainer.reference_logprobs(batch)
                 trainer.forward_backward(batch, keep_support=first and not last)
                 batch.check_parity = False
-        with self._timed("time/optim_step"):
+        with self.run.timings.measured("optim_step", on_device=True):
             return trainer.optim_step(lr)
 
     def _verify(self, step: int, result: StepResult, groups: list[RolloutGroup]) -> None:
@@ -250,6 +254,7 @@ class Loop:
     ) -> dict[str, Any]:
         completions = [r.completion for g in groups for r in g.rollouts]
         lengths = [len(c.token_ids) for c in completions]
+        seconds = {name: value for name, value in totals(self.spans).items() if name in _TIMED}
         zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
         return {
             **reward_metrics(groups),
@@ -269,8 +274,8 @@ class Loop:
             **(result.routing.metrics() if result.routing else {}),
             "padding_waste": padding_waste(batches),
             "time/sync": 0.0,  # the generator reads the trainer's weights: nothing moves
-            **self.seconds,
-            "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / self.seconds["time/step"],
+            **{f"time/{name}": value for name, value in seconds.items()},
+            "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / seconds["step"],
             "memory/peak_gib": peak_memory_gib(self.device),
             **self.run.graph_metrics(),
         }
@@ -278,14 +283,6 @@ class Loop:
     @staticmethod
     def _packed_tokens(groups: list[RolloutGroup]) -> int:
         return sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -15,24 +16,81 @@ from .errors import InputError, LockstepError
 if TYPE_CHECKING:
     from .types import RolloutGroup
 
-# Every metric by what it is about. `<fn>` stands for a reward function's name.
-SECTIONS: dict[str, tuple[str, ...]] = {
-    "Reward": ("reward/mean", "reward/std", "rewards/<fn>/mean", "frac_reward_zero_std", "groups_without_reward"),
-    "Policy": ("loss", "grad_norm", "entropy", "kl", "clip_ratio", "lr", "updates", "policy_age"),
-    "Responses": ("response_length/mean", "response_length/clip_ratio"),
-    "Experts": ("moe/load_imbalance", "moe/expert_tokens/min", "moe/expert_tokens/max", "moe/aux_loss"),
-    "Parity": (
-        *("logprob_diff/max", "parity/tokens_checked", "parity/tokens_different"),
-        "parity/tokens_routed_differently",
-    ),
-    "Time": ("time/step", "time/generate", "time/forward_backward", "time/optim_step", "time/sync"),
-    "Performance": ("perf/tokens_per_s_per_gpu", "memory/peak_gib", "padding_waste", "recompiles", "graph_replays"),
+# Every metric of a step by what it is about, with its title. `<fn>` stands for a reward or graph function's name.
+LEARNING, PHASES, PARITY = "Learning", "Where a step's seconds go", "Parity"
+SECTIONS: dict[str, dict[str, str]] = {
+    LEARNING: {
+        "reward/mean": "Reward",
+        "reward/std": "Spread of the reward within a prompt",
+        "rewards/<fn>/mean": "Reward function <fn>",
+    },
+    "Policy and responses": {
+        "entropy": "Entropy, nats a token",
+        "kl": "KL from the reference, nats a token",
+        "clip_ratio": "Tokens clipped, share",
+        "grad_norm": "Gradient norm before clipping",
+        "loss": "Loss",
+        "lr": "Learning rate",
+        "frac_reward_zero_std": "Groups without a difference, share",
+        "groups_without_reward": "Groups without a reward",
+        "reward_errors/<fn>": "Completions that <fn> failed on",
+        "updates": "Updates of the weights",
+        "policy_age": "Policy age, updates",
+        "response_length/mean": "Response length, tokens",
+        "response_length/clip_ratio": "Responses cut at the limit, share",
+    },
+    "Experts": {
+        "moe/load_imbalance": "Busiest expert over the mean",
+        "moe/expert_tokens/min": "Tokens of the least busy expert",
+        "moe/expert_tokens/max": "Tokens of the busiest expert",
+        "moe/aux_loss": "Load-balancing loss",
+    },
+    PHASES: {
+        "time/generate": "Generation",
+        "time/forward_backward": "Forward and backward pass",
+        "time/optim_step": "Optimizer step",
+        "time/sync": "Weight sync",
+    },
+    "Speed and memory": {
+        "time/step": "Step time, seconds",
+        "time/rewards": "Rewards, seconds of the generation",
+        "perf/tokens_per_s_per_gpu": "Tokens a second and device",
+        "memory/peak_gib": "Peak memory, GiB",
+        "padding_waste": "Padding, share of packed tokens",
+        "recompiles": "Captures after warm-up",
+        "graph_replays": "Graph replays",
+        "graph_replays/<fn>": "Graph replays of <fn>",
+    },
+    PARITY: {
+        "logprob_diff/max": "Largest difference of log-probabilities",
+        "parity/tokens_checked": "Tokens checked",
+        "parity/tokens_different": "Tokens that differ",
+        "parity/tokens_routed_differently": "Tokens with other experts",
+    },
 }
-NAMES: tuple[str, ...] = tuple(name for names in SECTIONS.values() for name in names)
+_TITLES: dict[str, str] = {name: title for metrics in SECTIONS.values() for name, title in metrics.items()}
+_OF_FUNCTIONS = [name.split("<fn>") for name in _TITLES if "<fn>" in name]
 
 _STEPS_END = 1 << 53  # a step below it is exact as a float too
 
 METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE = "metrics.jsonl", "rollouts.jsonl", "summary.json"
+
+
+def listed(name: str) -> str | None:
+    """The name in `SECTIONS` for a recorded metric's; None for one that is not there."""
+    for before, after in _OF_FUNCTIONS:
+        if name.startswith(before) and name.endswith(after):
+            return f"{before}<fn>{after}"
+    return name if name in _TITLES else None
+
+
+def title_of(name: str) -> str:
+    """A recorded metric's title; its name if it has none."""
+    known = listed(name)
+    if known is None:
+        return name
+    before, _, after = known.partition("<fn>")
+    return _TITLES[known].replace("<fn>", name.removeprefix(before).removesuffix(after))
 
 
 @contextmanager
@@ -46,6 +104,13 @@ def writing(path: Path) -> Iterator[None]:
         if not isinstance(error, (OSError, SafetensorError)):
             raise
         raise LockstepError(f"could not write {path}: {error}") from error
+
+
+def write_all(file: io.RawIOBase, data: bytes) -> None:
+    """Write all of `data`: a full disk takes a part before it refuses."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -82,10 +147,8 @@ class MetricsWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append `record`; its `step` is what resuming goes by."""
-        rest = memoryview((to_json({"step": int(record["step"]), **record}) + "\n").encode())
         with writing(self._path):
-            while rest:  # a full disk takes a part of the line before it refuses
-                rest = rest[self._file.write(rest) :]
+            write_all(self._file, (to_json({"step": int(record["step"]), **record}) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()

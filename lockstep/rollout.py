@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from .errors import InputError
 from .tasks.base import Encode, Problem
 from .tasks.rewards import RewardSet
+from .timings import Timings
 from .types import TRAIN_DOMAIN, Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 
 Problems = Sequence[tuple[int, Problem]]  # each with its group
@@ -26,18 +27,22 @@ def collect(
     step: int,
     rewards: RewardSet,
     max_prompt_length: int | None = None,
+    timings: Timings | None = None,
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Sample `sampling.n` completions of each (group, problem) and score them.
 
     `seed`, `domain`, `step` and the group key the random numbers (`SampleIdentity`). `max_prompt_length` is in
-    tokens; None is no limit. A group with a completion that no reward applies to is left out; the counts that come
-    with the groups (`groups_without_reward`, `reward_errors/<fn>`) are metrics.
+    tokens; None is no limit. `timings` measures `encode` and `rewards`. A group with a completion that no reward
+    applies to is left out; the counts that come with the groups (`groups_without_reward`, `reward_errors/<fn>`) are
+    metrics.
 
     Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group has
     a reward, and whatever scoring refuses.
     """
     where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
-    prompt_ids = [_encode(encode, *item, where, max_prompt_length) for item in problems]
+    timings = timings or Timings()
+    with timings.measured("encode"):
+        prompt_ids = [_encode(encode, *item, where, max_prompt_length) for item in problems]
     identities = [SampleIdentity(seed, domain, step, group) for group, _ in problems]
     completions = generate(prompt_ids, [sampling] * len(problems), identities)
     assert [len(samples) for samples in completions] == [sampling.n] * len(problems)
@@ -52,7 +57,8 @@ def collect(
         )
         for (group, problem), ids, samples in zip(problems, prompt_ids, completions, strict=True)
     ]
-    return _score(groups, [problem.origin for _, problem in problems], rewards, where)
+    with timings.measured("rewards"):
+        return _score(groups, [problem.origin for _, problem in problems], rewards, where)
 
 
 def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int | None) -> list[int]:

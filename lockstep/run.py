@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar
@@ -32,9 +33,14 @@ from .report import write_report
 from .resume import CHECKPOINTS, FINAL_MODEL
 from .signals import ended_by_signals, raise_received
 from .startup import warm_up
+from .timeline import TIMELINE_FILE, Timeline, recorded
+from .timings import Span
 from .trackers import Trackers, require_packages
 
 PARITY_FILE, FAILURE_FILE = "parity.json", "failure.json"
+
+# Counters of the timeline, and the metrics that they show.
+_COUNTERS = {"reward": "reward/mean", "tokens/s": "perf/tokens_per_s_per_gpu", "memory GiB": "memory/peak_gib"}
 
 _log = logging.getLogger("lockstep")
 
@@ -74,11 +80,13 @@ def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
                 write_json(run_dir / PARITY_FILE, loop.certificate.to_dict())
             if _is_due(step + 1, config.task.validation_interval, config.steps):
                 metrics |= recorder.validate(loop, display, step + 1)
-            recorder.step(step, metrics, groups)
-            display.update(step, metrics)
+            with loop.run.timings.measured("log"):
+                recorder.step(step, metrics, groups)
+                display.update(step, metrics)
             recorder.checkpoint(loop, step + 1)
-        with writing(run_dir / FINAL_MODEL):
-            save_policy(loop.run.policy, run_dir / FINAL_MODEL)
+            if recorded(step + 1):
+                recorder.trace(loop.spans, metrics)
+        recorder.save_model(loop)
     if loop.run.compiler:
         recorder.summary["compile"] = loop.run.compile_report()
         loop.run.compiler.close()
@@ -104,7 +112,8 @@ class _Recorder:
         self.validations: dict[str, dict[str, float]] = {}
         self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
         self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
-        self.summary["startup/import"] = imports
+        self._imports_s = imports
+        self._timeline: Timeline | None = None
         self._metrics: MetricsWriter | None = None
         self._rollouts: MetricsWriter | None = None
         self._trackers: Trackers | None = None
@@ -117,24 +126,45 @@ class _Recorder:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             config_file.save(self.config, self.run_dir / "config.yaml")
         self.summary["environment"] = describe(loop.device)
-        self._loop = loop
-        self._trackers = Trackers(self.config.metrics, self.run_dir, config_file.flat(self.config))
-        self.summary["startup_s"] += time.perf_counter() - self.began
+        self._loop, timings = loop, loop.run.timings
+        with timings.measured("trackers"):
+            self._trackers = Trackers(self.config.metrics, self.run_dir, config_file.flat(self.config))
+        imports = Span("import", self.began, self._imports_s)
+        self._count_startup(self.began, {imports.name: imports.seconds} | timings.seconds)
+        self._timeline = Timeline(self.run_dir / TIMELINE_FILE, f"lockstep {self.run_dir.name}", self.began)
+        self._timeline.write([imports, *timings.take()])
 
     def warm_up_graphs(self, loop: Loop, display: Display) -> None:
         """Make the graphs of all steps; record where start-up went."""
-        began, compiler = time.perf_counter(), loop.run.compiler
+        began, compiler, timings = time.perf_counter(), loop.run.compiler, loop.run.timings
+        before = dict(timings.seconds)
         warm_up(self.config, loop.run)
         if compiler:
             graphs = sum(len(function.graphs) for function in compiler.functions)
             seconds = time.perf_counter() - began
             display.note(f"graphs: {graphs} made from {compiler.captures} traces in {seconds:.1f} s")
             self.summary["compile"] = loop.run.compile_report()
-        self.summary["startup_s"] += time.perf_counter() - began
-        self.summary |= {f"startup/{phase}": spent for phase, spent in loop.run.timings.seconds.items()}
+        self._count_startup(began, {name: s - before.get(name, 0.0) for name, s in timings.seconds.items()})
+        self.trace()
+
+    def _count_startup(self, began: float, phases: dict[str, float]) -> None:
+        """Add what was spent since `began` to start-up, by phase; what no phase accounts for is `other`."""
+        total = time.perf_counter() - began
+        self.summary["startup_s"] += total
+        for phase, seconds in (phases | {"other": total - sum(phases.values())}).items():
+            if seconds > 0:
+                name = f"startup/{phase}"
+                self.summary[name] = self.summary.get(name, 0.0) + seconds
+
+    def trace(self, spans: Sequence[Span] = (), metrics: Mapping[str, Any] | None = None) -> None:
+        """Put `spans`, what was measured since they were taken, and the counters among `metrics` on the timeline."""
+        assert self._timeline is not None and self._loop is not None
+        counters = {name: metrics[metric] for name, metric in _COUNTERS.items()} if metrics else {}
+        self._timeline.write([*spans, *self._loop.run.timings.take()], counters)
 
     def open(self, start: int) -> None:
         """Open the files that get a line a step; lines of step `start` and later are of a history that is redone."""
+        self.trace()
         self._metrics = MetricsWriter(self.run_dir / METRICS_FILE, start)
         for record in read_lines(self.run_dir / METRICS_FILE):
             self._account(record)
@@ -144,7 +174,8 @@ class _Recorder:
         """Put the run where `loaded` left it; returns the steps it had done."""
         try:
             _require_same_numerics(loaded.state["numerics"], loop)
-            loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
+            with loop.run.timings.measured("restore"):
+                loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
             loop.certificate = Certificate(**loaded.state["certificate"])
             loop.idle_steps = loaded.state["idle_steps"]
             self.validations = loaded.state["validations"]
@@ -167,6 +198,10 @@ class _Recorder:
             return
         if self._inputs is None:
             self._inputs = resuming.inputs(self.config)
+        with loop.run.timings.measured("checkpoint"):
+            self._save(loop, step)
+
+    def _save(self, loop: Loop, step: int) -> None:
         tensors, counters = loop.run.trainer.state()
         state = {
             "trainer": counters,
@@ -179,7 +214,14 @@ class _Recorder:
             "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
             | {"total_s": self._total_seconds()},
         }
-        checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, c.keep_last)
+        keep_last = self.config.checkpoint.keep_last
+        checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, keep_last)
+
+    def save_model(self, loop: Loop) -> None:
+        """Export the model."""
+        with loop.run.timings.measured("save_model"), writing(self.run_dir / FINAL_MODEL):
+            save_policy(loop.run.policy, self.run_dir / FINAL_MODEL)
+        self.trace()
 
     def warmup(self, loop: Loop, display: Display) -> None:
         """Supervised steps on worked examples before reinforcement learning."""
@@ -190,10 +232,11 @@ class _Recorder:
         began = time.perf_counter()
         display.note(f"warm-up: at most {steps} supervised steps on worked examples")
         losses: list[float] = []
-        while len(losses) < steps and not (len(losses) >= 10 and mean(losses[-10:]) < t.warmup_loss):
-            losses.append(loop.warmup_step(len(losses)).loss)
-            if len(losses) % 25 == 0:
-                display.note(f"warm-up step {len(losses)}: loss {losses[-1]:.3f}")
+        with loop.run.timings.measured("warmup"):
+            while len(losses) < steps and not (len(losses) >= 10 and mean(losses[-10:]) < t.warmup_loss):
+                losses.append(loop.warmup_step(len(losses)).loss)
+                if len(losses) % 25 == 0:
+                    display.note(f"warm-up step {len(losses)}: loss {losses[-1]:.3f}")
         loop.run.trainer.reset_optimizer()
         seconds = time.perf_counter() - began
         display.note(f"warm-up: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps, {seconds:.1f} s")
@@ -202,7 +245,8 @@ class _Recorder:
 
     def validate(self, loop: Loop, display: Display, step: int) -> dict[str, float]:
         """Greedy completions of held-out problems after `step` steps."""
-        metrics = loop.validate()
+        with loop.run.timings.measured("validation"):
+            metrics = loop.validate()
         if metrics:
             self.validations[str(step)] = metrics
             shown = ", ".join(f"{k.removeprefix('validation/')} {v:.3f}" for k, v in metrics.items())
@@ -241,7 +285,7 @@ class _Recorder:
         if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
             write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
             error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
-        for file in (self._metrics, self._rollouts):
+        for file in (self._metrics, self._rollouts, self._timeline):
             if file is not None:
                 file.close()
         ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}

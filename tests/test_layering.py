@@ -15,7 +15,7 @@ import lockstep
 
 PACKAGE = Path(lockstep.__file__).parent
 
-EVERYWHERE = {"types", "config", "errors", "json_file"}
+EVERYWHERE = {"types", "config", "errors", "json_file", "timings"}
 
 # room: the rooms it may import, besides itself and EVERYWHERE. A dotted room is one module with edges of its own.
 ALLOWED: dict[str, set[str]] = {
@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
     "json_file": set(),
+    "timings": set(),
     "tokenizer": set(),
     "ops": set(),
     "parallel": set(),
@@ -39,8 +40,9 @@ ALLOWED: dict[str, set[str]] = {
     "display": set(),
     "environment": set(),
     "trackers": set(),
+    "timeline": {"metrics"},
     "signals": set(),
-    "report": {"metrics", "config_file", "recipes"},
+    "report": {"metrics", "config_file", "recipes", "timeline"},
     "config_file": set(),
     "build": {"generator", "trainer", "graph", "models", "models.init", "tasks", "tokenizer"},
     "startup": {"build", "graph", "ops"},
@@ -49,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "resume": {"checkpoint", "config_file", "metrics"},
     "run": {
         *("loop", "build", "parallel", "parity", "checkpoint", "metrics", "report", "config_file"),
-        *("display", "environment", "resume", "signals", "startup", "trackers"),
+        *("display", "environment", "resume", "signals", "startup", "timeline", "trackers"),
     },
     "llm": {"build", "generator"},
     "evaluation": {"build", "llm", "rollout", "tasks"},

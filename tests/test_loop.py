@@ -13,6 +13,7 @@ from lockstep.config import LossConfig, OptimizerConfig, RunConfig, SamplingConf
 from lockstep.errors import InputError, LockstepError, NonFiniteError, ParityError
 from lockstep.generator import SnapshotWeights
 from lockstep.loop import Loop
+from lockstep.metrics import listed
 from lockstep.run import train
 
 REWARD = """
@@ -76,6 +77,26 @@ def test_reward_rises_and_every_token_is_checked(config: RunConfig, loss_type: s
         assert m["parity/tokens_different"] == 0
         assert m["parity/tokens_checked"] == 64 * m["response_length/mean"]
     assert loop.certificate.to_dict()["identical"] is True
+
+
+def test_a_step_says_where_its_time_went(config: RunConfig) -> None:
+    loop = Loop(config, build(config))
+    loop.validate()
+    metrics, _ = loop.step(0)
+    assert all(listed(name) for name in metrics)
+    parts = [s for s in loop.spans if s.name in ("generate", "advantages", "pack", "forward_backward", "optim_step")]
+    assert [s.name for s in parts] == ["generate", "advantages", "pack", "forward_backward", "forward_backward"] + [
+        "optim_step"
+    ]
+    step = loop.spans[-1]
+    assert step.name == "step" and step.facts == {"step": 0} and step.seconds == metrics["time/step"]
+    assert 0.5 * step.seconds < sum(s.seconds for s in parts) < step.seconds
+    within = [s for s in loop.spans if s.name in ("encode", "prefill", "decode", "read", "rewards")]
+    assert {s.name for s in within} == {"encode", "prefill", "decode", "read", "rewards"}
+    assert all(parts[0].began < s.began and s.seconds < parts[0].seconds for s in within)
+    assert metrics["time/generate"] == parts[0].seconds > metrics["time/rewards"] > 0
+    assert metrics["time/forward_backward"] == parts[3].seconds + parts[4].seconds
+    assert sum(s.facts["tokens"] for s in within if s.name == "prefill") == len("helloa longer prompt than that")
 
 
 def test_without_advantages_nothing_is_learned(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError, LockstepError
-from lockstep.metrics import NAMES, MetricsWriter, read_lines, rollout_records, to_json, write_summary
+from lockstep.metrics import (
+    SECTIONS,
+    MetricsWriter,
+    listed,
+    read_lines,
+    rollout_records,
+    title_of,
+    to_json,
+    write_summary,
+)
 from lockstep.types import Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 
 
@@ -46,9 +55,12 @@ def test_scalars_of_torch_and_numpy_and_paths() -> None:
     assert json.loads(to_json(value)) == {"t": 0.5, "n": "NaN", "i": 3, "p": "a/b", "l": [1, "-Infinity"]}
 
 
-def test_metric_names_are_those_of_a_run_and_unique() -> None:
-    assert len(set(NAMES)) == len(NAMES)
-    assert {"reward/mean", "parity/tokens_different", "time/forward_backward", "memory/peak_gib"} <= set(NAMES)
+def test_a_metric_is_listed_once_and_found_by_the_name_it_is_recorded_under() -> None:
+    names = [name for metrics in SECTIONS.values() for name in metrics]
+    assert len(set(names)) == len(names)
+    assert listed("rewards/a/b/mean") == "rewards/<fn>/mean" and listed("reward_errors/f") == "reward_errors/<fn>"
+    assert title_of("rewards/a/b/mean") == "Reward function a/b" and title_of("lr") == "Learning rate"
+    assert listed("my/own") is None and title_of("my/own") == "my/own"
 
 
 def write(path: Path, steps: range, start: int, run: str) -> None:

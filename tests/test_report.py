@@ -17,10 +17,13 @@ import pytest
 from lockstep import config_file
 from lockstep.config import RunConfig, TaskConfig
 from lockstep.errors import InputError
-from lockstep.metrics import NAMES, MetricsWriter, write_json, write_summary
+from lockstep.metrics import SECTIONS, MetricsWriter, write_json, write_summary
 from lockstep.recipes import RECIPES
 from lockstep.report import write_comparison, write_report
-from lockstep.report.curves import SECTIONS
+from lockstep.report.curves import CHARTED
+from lockstep.report.timeline import NAMES
+from lockstep.timeline import Timeline
+from lockstep.timings import Span
 
 HOSTILE = "</pre><script>alert(1)</script>&\"'<img src=x onerror=alert(1)>"
 STARTUP = {"startup/import": 1.5, "startup/trace": 4.25, "startup/record": 0.25}
@@ -60,11 +63,13 @@ class Outline(HTMLParser):
 
 
 def step_metrics(step: int, different: int = 0) -> dict[str, object]:
-    values = {name: 0.25 * step for name in NAMES if "<fn>" not in name}
+    values = {name: 0.25 * step for metrics in SECTIONS.values() for name in metrics if "<fn>" not in name}
     return values | {
         "step": step,
         "rewards/exact/mean": 1.0,
         "rewards/format/mean": 0.5,
+        "reward_errors/exact": step,
+        "graph_replays/exact": step,
         "validation/reward/mean": 0.125 * step,
         "my/metric": 0.01 * step,
         "my/constant": 7.0,
@@ -112,7 +117,7 @@ def read(folder: Path) -> Outline:
 def test_a_run_is_shown_in_full(tmp_path: Path) -> None:
     outline = read(make_run(tmp_path))
     text = outline.text
-    charted = [title for metrics in SECTIONS.values() for title in metrics.values()]
+    charted = [title.replace("<fn>", "exact") for section in CHARTED for title in SECTIONS[section].values()]
     titles = ("Held-out problems, greedy", "Each reward function", "my/metric", "Where a step's seconds go")
     for title in (*charted, *titles, "Configuration", "Environment", "Parity", "Compiled graphs"):
         assert title in text, title
@@ -120,9 +125,58 @@ def test_a_run_is_shown_in_full(tmp_path: Path) -> None:
     assert any("my/constant 7" in part for part in text)
     assert "parity: bitwise identical" in text and "500 tokens checked, none different" in text
     assert "0.5 → 0.5" in text and "0 → 0.5" in text  # reward by tens, validation
-    assert {"4.25 s", "70.8%", "12.5 s", "9.9"} <= set(text)  # start-up, total, environment
+    assert {"tracing graphs", "4.25 s", "70.8%", "12.5 s", "9.9"} <= set(text)  # start-up, total, environment
     assert {"4,321", "optim_step", "canonicalize: 698 -> 670 nodes; recompute: 3 layers"} <= set(text)
     assert "None" not in text and "null" not in text
+
+
+def lanes(page: Outline) -> list[tuple[str, str]]:
+    """What the bars of the typical step say and where they are."""
+    return [(str(a["title"]), str(a["style"])) for tag, a in page.tags if tag == "div" and "title" in a]
+
+
+def test_a_typical_step_is_drawn(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    timeline = Timeline(tmp_path / "timeline.json", HOSTILE, 0.0)
+    for i, seconds in enumerate((9.0, 4.0, 1.0)):
+        began = 20.0 * i
+        on_device = [
+            Span("generate", began, seconds / 2, True),
+            Span("decode", began + seconds / 4, seconds / 4, True, {"steps": 8}),
+        ]
+        on_host = [
+            Span("decode", began + 0.1, 0.1),
+            Span("generate", began, seconds / 2),
+            Span(HOSTILE, began + seconds / 2, seconds / 2),
+            Span("step", began, seconds, facts={"step": i}),
+            Span("log", began + seconds + 1, 1.0),
+        ]
+        timeline.write([*on_host, *on_device])
+    timeline.close()
+    outline = read(tmp_path)
+    assert "Step 2, of median length among 3 recorded: 4 s" in outline.text
+    assert lanes(outline) == [
+        ("generation: 2 s", "left:0.000%;width:50.000%"),
+        (f"{HOSTILE}: 2 s", "left:50.000%;width:50.000%"),
+        ("decode: 0.1 s", "left:2.500%;width:2.500%"),
+        ("decode, 8 steps: 1 s", "left:25.000%;width:25.000%"),
+    ]
+    assert {"generation 2 s", "decode 1 s", "0 s", "4 s", "timeline.json"} <= set(outline.text)
+    with (tmp_path / "timeline.json").open("ab") as file:
+        file.write(b'{"ph": "X", "name": "step", "dur": "NaN"}\n\xff\n[]\n{"ph": "X", "ts": 1e999, "dur": 1')
+    assert lanes(read(tmp_path)) == lanes(outline)
+    (tmp_path / "timeline.json").unlink()
+    assert "A typical step" not in read(tmp_path).text
+
+
+def test_start_up_is_split(tmp_path: Path) -> None:
+    seconds = {"import": 2.0, "trace": 5.0, "gate": 0.001, "other": 1.0, "of another version": 1.999}
+    make_run(tmp_path)
+    write_summary(tmp_path, {f"startup/{phase}": value for phase, value in seconds.items()})
+    text = read(tmp_path).text
+    at = text.index("tracing graphs")
+    assert text[at : at + 12 : 3] == ["tracing graphs", "imports", "of another version", "the rest"]
+    assert text[at + 1 : at + 12 : 3] == ["5 s", "2 s", "2 s", "1 s"]
 
 
 def test_rollouts_are_the_best_the_worst_and_the_longest(tmp_path: Path) -> None:
@@ -317,6 +371,8 @@ function next() {
       overflow: d.documentElement.scrollWidth - width,
       spills: all(".card").filter((e) => e.scrollWidth > e.clientWidth + 1).length,
       charts: all("svg").filter((e) => box(e).height > 80 && box(e).width > 200).length,
+      lanes: all(".lane > div").map((e) => [box(e).height, box(e).width]),
+      outside: all(".lane > div > *").filter((e) => box(e).right > box(e.parentElement).right + 1).length,
       text: Math.min(...all("svg > text").map((e) => box(e).height)),
       columns: new Set(all(".grid .card").map((e) => Math.round(box(e).left))).size,
       ran: d.defaultView.hostile === 1,
@@ -331,7 +387,14 @@ next();
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome to open the page with")
 def test_a_browser_shows_the_page_on_a_desktop_and_a_phone(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path / ("a-run-with-a-long-name-" * 4), steps=40)).read_text()
+    run = make_run(tmp_path / ("a-run-with-a-long-name-" * 4), steps=40)
+    timeline = Timeline(run / "timeline.json", "run", 0.0)
+    names = [*NAMES, "a_phase_with_a_long_name"]
+    parts = [Span(name, 0.01 * i, 0.01) for i, name in enumerate(names)]
+    timeline.write(
+        [*parts, Span("step", 0.0, 0.13), *(Span(name, 0.001 * i, 0.001, True) for i, name in enumerate(names))]
+    )
+    page = write_report(run).read_text()
     planted = page.replace("</main>", "<script>window.hostile = 1</script></main>")
     quoted = json.dumps(planted).replace("</script", "<\\/script").replace("<!--", "<\\!--")
     (tmp_path / "measure.html").write_text(MEASURE.replace("PAGE", quoted))
@@ -344,4 +407,6 @@ def test_a_browser_shows_the_page_on_a_desktop_and_a_phone(tmp_path: Path) -> No
         assert measured["overflow"] <= 0 and measured["spills"] == 0, measured
         assert measured["charts"] == page.count("<svg") and measured["text"] >= 9, measured
         assert measured["columns"] == columns, measured
+        assert len(measured["lanes"]) == 3 and measured["outside"] == 0, measured  # host, device and the axis
+        assert all(tall >= 20 and wide > 300 for tall, wide in measured["lanes"]), measured
         assert measured["ran"] is False  # a script that got into the page would not run

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from lockstep.cli import main
 from lockstep.models.init import init_folder
+from lockstep.timeline import read_timeline
 
 DATA = Path(__file__).parent / "data"
 SMALL = [
@@ -85,6 +86,10 @@ def test_a_run_killed_three_times_ends_in_the_bits_of_one_that_was_not(tmp_path:
     parity = json.loads((killed / "parity.json").read_text())
     assert parity == json.loads((whole / "parity.json").read_text())
     assert parity["identical"] and parity["steps_checked"] == 8
+    events = json.loads((killed / "timeline.json").read_text())
+    last = max(event["pid"] for event in events)
+    done = [e["args"]["step"] for e in events if e["pid"] == last and e["name"] == "step"]
+    assert last > 1 and done == list(range(8 - len(done), 8)) and events[-1]["name"] == "end"
 
 
 def test_a_finished_run_can_go_on_for_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,6 +204,15 @@ def test_seconds_of_a_resumed_run_cover_all_of_it(tmp_path: Path) -> None:
     assert summary["startup_s"] > checkpoint["startup_s"]
     assert summary["total_s"] > checkpoint["total_s"] + summary["startup_s"] - checkpoint["startup_s"]
     assert summary["total_s"] > sum(summary[name] for name in ("startup_s", "generator_s", "trainer_s"))
+    phases = {name: seconds for name, seconds in summary.items() if name.startswith("startup/")}
+    assert {"startup/load", "startup/restore", "startup/gate", "startup/other"} <= phases.keys()
+    assert sum(phases.values()) == pytest.approx(summary["startup_s"] - checkpoint["startup_s"])
+    timeline = list(read_timeline(run / "timeline.json"))
+    assert [s.facts["step"] for _, s in timeline if s.name == "step"] == [0, 1, 2]
+    assert {"load", "gate", "validation", "step", "log", "checkpoint", "save_model"} <= {s.name for _, s in timeline}
+    assert [process for process, s in timeline if s.name == "restore"] == [2]
+    ends = [s.began + s.seconds for process, s in timeline if process == 1]
+    assert max(ends) < min(s.began for process, s in timeline if process == 2)
 
 
 def test_a_reward_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

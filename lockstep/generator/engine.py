@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from ..config import GeneratorConfig
 from ..errors import InputError
 from ..graph import Compiler
+from ..timings import Timings
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
 from .graphs import row_buckets
 from .kv_cache import KVCache
@@ -39,6 +40,7 @@ class Engine:
         compiler: run steps as captured graphs; None calls the model.
         ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
             where nothing would be won, 0 on a CPU.
+        timings: where launches (`prefill`, `decode`) and the reading of their results (`read`) are measured.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Engine:
         detokenize: Callable[[list[int]], str] | None = None,
         compiler: Compiler | None = None,
         ahead: int | None = None,
+        timings: Timings | None = None,
     ) -> None:
         model = weights.model
         self.weights = weights
@@ -63,6 +66,7 @@ class Engine:
         rows = Rows(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
         self.scheduler = Scheduler(config, self.cache, rows)
         self.compiler = compiler
+        self.timings = timings or Timings()
         self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, compiler)
         self.ahead = (AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
         self._flight: deque[Block] = deque()  # launched, and not read yet
@@ -192,7 +196,9 @@ class Engine:
         for chunk in ending:
             chunk.started, more = self.scheduler.fork(chunk.prefill)
             copies += more
-        block = self.runner.mixed(chunks)
+        tokens = sum(chunk.count for chunk in chunks)
+        with self.timings.measured("prefill", on_device=True, tokens=tokens, sequences=len(self.scheduler.running)):
+            block = self.runner.mixed(chunks)
         for chunk in ending:
             self.scheduler.filled(chunk.prefill)
         if copies:
@@ -205,7 +211,11 @@ class Engine:
         if self.scheduler.waiting:  # for slots or pages: look earlier for some that are free
             steps = min(steps, max(1, self.config.steps_per_sync // 2))
         steps = self._reserve(steps) if steps > 0 else 0
-        return self.runner.decode(self.scheduler.running, steps) if steps > 0 else None
+        if steps < 1:
+            return None
+        running = self.scheduler.running
+        with self.timings.measured("decode", on_device=True, steps=steps, sequences=len(running)):
+            return self.runner.decode(running, steps)
 
     def _reserve(self, steps: int) -> int:
         """Pages for so many steps, or for as many as there are pages; preempts when there are not enough for one."""
@@ -225,6 +235,10 @@ class Engine:
             self._read(self._flight.popleft())
 
     def _read(self, block: Block) -> None:
+        with self.timings.measured("read"):
+            self._take_in(block)
+
+    def _take_in(self, block: Block) -> None:
         for sequence, tokens, logprobs, model_logprobs, routes in block.drawn():
             if sequence.finish_reason is not None:  # before this block was launched, or by the host since
                 continue

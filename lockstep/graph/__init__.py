@@ -12,7 +12,6 @@ from .passes import Pass, pipeline, run_passes
 from .rehearsal import NAMESPACE as _NAMESPACE
 from .report import compile_report, replay_metrics
 from .text import diff, digest, dump
-from .timings import Timings
 from .trust import Case, Verdict, trust
 from .verdicts import Verdicts
 from .verify import NOT_GRAPH_SAFE, verify
@@ -33,7 +32,6 @@ __all__ = [
     "Inputs",
     "Pass",
     "Static",
-    "Timings",
     "Verdict",
     "Verdicts",
     "backward",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import CompileConfig, resolve_compile
+from ..timings import Timings
 from . import compat
 from .bound import BoundGraph
 from .capture import GraphBody, capture
@@ -21,7 +22,6 @@ from .ir import Captured, Dynamic, Inputs, Role, Static
 from .passes import pipeline, run_passes
 from .piecewise import ATTENTION
 from .text import write_stages
-from .timings import Timings
 from .verify import NOT_GRAPH_SAFE, verify
 
 Level = Literal["full", "piecewise", "captured", "eager"]  # how a function runs, from the fastest down

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config_file import flat
-from .curves import PHASES, compared, details, learning
+from ..metrics import PHASES, SECTIONS
+from ..timeline import TIMELINE_FILE
+from .curves import compared, details, learning
 from .page import (
     bar,
     card,
@@ -26,6 +28,24 @@ from .page import (
 )
 from .record import Record, as_float, changed_fields, read_record
 from .rollouts import rollouts
+from .timeline import typical_step
+
+# Phases of start-up, and what they are called.
+STARTUP = {
+    "import": "imports",
+    "task": "task and data",
+    "load": "model and tokenizer",
+    "restore": "checkpoint",
+    "trackers": "trackers",
+    "import_tracer": "import of the tracer",
+    "trace": "tracing graphs",
+    "passes": "passes over graphs",
+    "compile": "compiling kernels",
+    "record": "recording graphs",
+    "verify": "graphs against eager",
+    "gate": "check of the machine",
+    "other": "the rest",
+}
 
 __all__ = ["write_comparison", "write_report"]
 
@@ -106,18 +126,31 @@ def _tiles(record: Record) -> str:
 
 
 def _time(record: Record) -> str:
-    """The whole run and its start-up, each as a bar."""
+    """The whole run and its start-up, each as a bar, and a step."""
     summary = record.summary
     names = {"startup_s": "start-up", "warmup_s": "supervised warm-up", "generator_s": "generation"}
     names |= {"trainer_s": "training", "sync_s": "weight sync"}
     whole = [(label, float(summary[key])) for key, label in names.items() if _positive(summary.get(key))]
     if whole and _positive(summary.get("total_s")):
         rest = float(summary["total_s"]) - sum(seconds for _, seconds in whole)
-        whole += [("validation, checkpoints, rewards and the rest", rest)] if rest > 0 else []
-    phases = {name.removeprefix("startup/"): s for name, s in summary.items() if name.startswith("startup/")}
-    split = [(name.replace("_", " "), float(seconds)) for name, seconds in phases.items() if _positive(seconds)]
-    cards = [card(title, bar(parts)) for title, parts in (("The run", whole), ("Start-up", split)) if parts]
+        whole += [("validation, checkpoints and the rest", rest)] if rest > 0 else []
+    cards = [card(title, bar(parts)) for title, parts in (("The run", whole), ("Start-up", _startup(summary))) if parts]
+    cards.append(typical_step(record.path / TIMELINE_FILE))
     return f'<div class="wide">{"".join(cards)}</div>' if cards else ""
+
+
+def _startup(summary: dict[str, Any]) -> list[tuple[str, float]]:
+    """Seconds by phase, longest first; what is under a hundredth goes to the rest."""
+    phases = {name.removeprefix("startup/"): float(s) for name, s in summary.items() if _startup_phase(name, s)}
+    total, rest = sum(phases.values()), phases.pop("other", 0.0)
+    shown = {name: seconds for name, seconds in phases.items() if seconds >= total / 100}
+    rest += sum(phases.values()) - sum(shown.values())
+    split = [(STARTUP.get(name, name), seconds) for name, seconds in sorted(shown.items(), key=lambda part: -part[1])]
+    return [*split, (STARTUP["other"], rest)] if rest > 0 else split
+
+
+def _startup_phase(name: str, seconds: Any) -> bool:
+    return name.startswith("startup/") and _positive(seconds)
 
 
 def _positive(value: Any) -> bool:
@@ -182,7 +215,7 @@ def _figures(records: Sequence[Record]) -> str:
             number(found[-1][1]) if (found := r.validations.get(name)) else "-" for r in records
         ]
     medians = {"time/step": "seconds a step, median", "perf/tokens_per_s_per_gpu": "tokens a second and device, median"}
-    medians |= {f"time/{phase}": f"{label}, seconds a step" for phase, label in PHASES.items()}
+    medians |= {name: f"{label}, seconds a step" for name, label in SECTIONS[PHASES].items()}
     for name, label in medians.items():
         rows[label] = [number(middle) if (middle := r.median(name)) is not None else "-" for r in records]
     totals = [as_float(r.summary.get("total_s")) for r in records]

@@ -47,7 +47,7 @@ class _Plot:
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self.x_low, self.x_high = _widened(min(xs), max(xs))
-        self.ticks = _ticks(*_widened(min(ys), max(ys)))
+        self.ticks = ticks(*_widened(min(ys), max(ys)))
         self.y_low, self.y_high = self.ticks[0], self.ticks[-1]
 
     def x(self, value: float) -> float:
@@ -234,7 +234,7 @@ def _widened(low: float, high: float) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Three to six round numbers from at most `low` to at least `high`."""
     raw = (high - low) / 4
     magnitude = 10.0 ** math.floor(math.log10(raw))

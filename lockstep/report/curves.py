@@ -1,61 +1,17 @@
-"""Which metrics a report shows, under which titles, and the sections of charts they make."""
+"""The sections of charts that a run's metrics make."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
+from ..metrics import LEARNING, PARITY, PHASES, SECTIONS, listed, title_of
 from .charts import Points, Series, line_chart, stacked_chart
 from .page import card, legend, number, section
 from .record import Record
 
-PHASES = {
-    "generate": "Generation",
-    "forward_backward": "Forward and backward pass",
-    "optim_step": "Optimizer step",
-    "sync": "Weight sync",
-}
-
-# Section, then metric and title. What a run records beyond these is shown under "More".
-SECTIONS: dict[str, dict[str, str]] = {
-    "Policy and responses": {
-        "entropy": "Entropy, nats a token",
-        "kl": "KL from the reference, nats a token",
-        "clip_ratio": "Tokens clipped, share",
-        "grad_norm": "Gradient norm before clipping",
-        "loss": "Loss",
-        "lr": "Learning rate",
-        "frac_reward_zero_std": "Groups without a difference, share",
-        "groups_without_reward": "Groups without a reward",
-        "updates": "Updates of the weights",
-        "policy_age": "Policy age, updates",
-        "response_length/mean": "Response length, tokens",
-        "response_length/clip_ratio": "Responses cut at the limit, share",
-    },
-    "Experts": {
-        "moe/load_imbalance": "Busiest expert over the mean",
-        "moe/expert_tokens/min": "Tokens of the least busy expert",
-        "moe/expert_tokens/max": "Tokens of the busiest expert",
-        "moe/aux_loss": "Load-balancing loss",
-    },
-    "Speed and memory": {
-        "time/step": "Step time, seconds",
-        "perf/tokens_per_s_per_gpu": "Tokens a second and device",
-        "memory/peak_gib": "Peak memory, GiB",
-        "padding_waste": "Padding, share of packed tokens",
-        "recompiles": "Captures after warm-up",
-        "graph_replays": "Graph replays",
-    },
-}
-# Shown by the learning section, the time split and the certificate.
-_ELSEWHERE = {"reward/mean", "reward/std", "logprob_diff/max", "parity/tokens_checked", "parity/tokens_different"}
-_ELSEWHERE |= {"parity/tokens_routed_differently"}
-_ELSEWHERE |= {f"time/{phase}" for phase in PHASES}
-_TITLES_ELSEWHERE = {
-    "reward/mean": "Reward",
-    "reward/std": "Spread of the reward within a prompt",
-    "logprob_diff/max": "Largest difference of log-probabilities",
-} | {f"time/{phase}": f"{label}, seconds" for phase, label in PHASES.items()}
+# Sections of a chart a metric; the others are shown by the learning section, the time split and the certificate.
+CHARTED = [section for section in SECTIONS if section not in (LEARNING, PHASES, PARITY)]
 _AS_IT_IS = {"lr", "recompiles", "graph_replays", "memory/peak_gib", "policy_age"}  # lines that need no smoothing
 
 
@@ -74,11 +30,11 @@ def learning(record: Record) -> str:
     if len(functions) > 1 and (series := _finite(functions)):
         charts.append(card("Each reward function", line_chart(series) + legend(series), "rewards/..."))
     style = "wide" if len(charts) < 3 else "grid"
-    return section("Learning", f'<div class="{style}">{"".join(charts)}</div>' if charts else "")
+    return section(LEARNING, f'<div class="{style}">{"".join(charts)}</div>' if charts else "")
 
 
 def _of_function(name: str) -> bool:
-    return name.startswith("rewards/") and name.endswith("/mean")
+    return listed(name) == "rewards/<fn>/mean"
 
 
 def _finite(metrics: dict[str, list[tuple[float, float]]]) -> list[Series]:
@@ -96,17 +52,15 @@ def details(record: Record) -> list[str]:
     """A section of charts for each group of metrics; those that never change are listed with their value."""
     constant: dict[str, float] = {}
     parts = []
-    known = {name for metrics in SECTIONS.values() for name in metrics}
-    more = {name: name for name in record.metric_names if name not in known | _ELSEWHERE and not _shown_above(name)}
-    for title, metrics in {**SECTIONS, "More": more}.items():
+    for title, names in _sections(record).items():
         charts = [time_split(record)] if title == "Speed and memory" else []
-        for name, label in metrics.items():
+        for name in names:
             values = record.values(name)
             if len(values) > 1 and min(values) == max(values):
                 constant[name] = values[0]
             elif points := record.metric(name):
                 chart = line_chart([Series(name, points)], smooth=name not in _AS_IT_IS)
-                charts.append(card(label, chart, name if name != label else ""))
+                charts.append(card(title_of(name), chart, name if name != title_of(name) else ""))
         shown = "".join(charts)
         parts.append(section(title, f'<div class="grid">{shown}</div>' if shown else ""))
     if constant:
@@ -115,8 +69,11 @@ def details(record: Record) -> list[str]:
     return parts
 
 
-def _shown_above(name: str) -> bool:
-    return name.startswith("validation/") or _of_function(name)
+def _sections(record: Record) -> dict[str, list[str]]:
+    """Recorded metrics by the section that charts them; last, what no list has."""
+    of = {name: listed(name) for name in record.metric_names}
+    found = {section: [n for known in SECTIONS[section] for n in of if of[n] == known] for section in CHARTED}
+    return found | {"More": [name for name, known in of.items() if known is None and not _validation(name)]}
 
 
 def time_split(record: Record) -> str:
@@ -126,13 +83,13 @@ def time_split(record: Record) -> str:
         return ""
     rest = dict(steps)
     series = []
-    for phase, label in PHASES.items():
-        found = {step: max(0.0, value) for step, value in record.metric(f"time/{phase}") if math.isfinite(value)}
+    for name, label in SECTIONS[PHASES].items():
+        found = {step: max(0.0, value) for step, value in record.metric(name) if math.isfinite(value)}
         if any(found.values()):
             series.append(Series(label, [(step, found.get(step, 0.0)) for step in steps]))
             rest = {step: left - found.get(step, 0.0) for step, left in rest.items()}
     series.append(Series("Other", [(step, max(0.0, left)) for step, left in rest.items()]))
-    return card("Where a step's seconds go", stacked_chart(series) + legend(series), "time/...")
+    return card(PHASES, stacked_chart(series) + legend(series), "time/...")
 
 
 def compared(records: Sequence[Record], names: Iterable[str]) -> tuple[str, list[list[str]]]:
@@ -168,10 +125,8 @@ def _title(name: str) -> str:
     """What a metric is called above a chart."""
     if _validation(name):
         return f"Held-out {_short(name)}"
-    if _of_function(name):
-        return f"Reward function {_short(name)}"
-    titles = {name: title for metrics in SECTIONS.values() for name, title in metrics.items()} | _TITLES_ELSEWHERE
-    return titles.get(name, name)
+    of_a_phase = listed(name) in SECTIONS[PHASES]
+    return f"{title_of(name)}, seconds" if of_a_phase else title_of(name)
 
 
 def _validation(name: str) -> bool:

@@ -64,7 +64,13 @@ svg .at text{{fill:var(--ink)}}
 .key{{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12.5px;color:var(--dim);margin-top:6px}}
 .key i,.parts i{{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:6px}}
 .bar{{display:flex;height:20px;border-radius:5px;overflow:hidden;margin:8px 0;background:var(--soft);gap:1px}}
-.bar div{{min-width:1px}} .parts td:first-child{{white-space:normal}}
+.bar div{{min-width:1px}} .parts td:first-child{{white-space:normal}} .whole{{grid-column:1/-1}}
+.lane>span{{font-size:12.5px;color:var(--dim)}} .lane>div{{position:relative;height:22px;background:var(--soft);
+border-radius:4px;overflow:hidden}} .lane div div{{position:absolute;top:0;bottom:0;min-width:1px;overflow:hidden;
+text-overflow:ellipsis;white-space:nowrap;font-size:12px;line-height:22px;color:var(--card);text-indent:5px;
+border-right:1px solid var(--card)}}
+.axis-of-time>div{{background:none;font-size:12px}} .axis-of-time div span{{position:absolute;color:var(--dim);
+transform:translateX(-50%)}} .axis-of-time div span:first-child{{transform:none}}
 .values{{display:grid;gap:0 28px;grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr))}}
 .values div{{display:flex;justify-content:space-between;gap:14px;padding:4px 0;
 border-bottom:1px solid var(--line);font-size:14px}}
@@ -119,10 +125,10 @@ def section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
-def card(title: str, body: str, name: str = "") -> str:
+def card(title: str, body: str, name: str = "", style: str = "") -> str:
     """A box. `name` is the metric's own, for whoever looks it up in the file."""
     shown = f'<span class="name">{escape(name)}</span>' if name else ""
-    return f'<div class="card"><div class="head"><h3>{escape(title)}</h3>{shown}</div>{body}</div>'
+    return f'<div class="card {style}"><div class="head"><h3>{escape(title)}</h3>{shown}</div>{body}</div>'
 
 
 def legend(series: Sequence[Series]) -> str:
@@ -227,6 +233,8 @@ def change(first: float, last: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as a person reads them."""
+    if 0 < abs(seconds) < 0.1:
+        return f"{1e3 * seconds:.3g} ms"
     if not math.isfinite(seconds) or seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
