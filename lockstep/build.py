@@ -15,7 +15,7 @@ import torch
 from .config import CompileConfig, RunConfig, SamplingConfig, resolve_compile, template_variables
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
-from .graph import Compiler, Verdict, compile_report, replay_metrics
+from .graph import Compiler, Store, Verdict, compile_report, replay_metrics
 from .models import Decoder, ModelConfig, load_model, resolve_folder
 from .models.checks import require_memory
 from .models.init import architecture, initialize
@@ -182,7 +182,7 @@ def make_compiler(config: CompileConfig, device: torch.device, timings: Timings 
     config = resolve_compile(config, device.type == "cuda")
     if config.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {config.cudagraph_mode}; CUDA graphs need a GPU, use none")
-    return Compiler(config, device, timings=timings) if config.capture != "none" else None
+    return Compiler(config, device, timings=timings, store=Store()) if config.capture != "none" else None
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:

@@ -142,8 +142,11 @@ class _Recorder:
         if compiler:
             graphs = sum(len(function.graphs) for function in compiler.functions)
             seconds = time.perf_counter() - began
-            display.note(f"graphs: {graphs} made from {compiler.captures} traces in {seconds:.1f} s")
-            self.summary["compile"] = loop.run.compile_report()
+            sources = f"{compiler.captures} traces and {compiler.loaded} stored graphs"
+            display.note(f"graphs: {graphs} made from {sources} in {seconds:.1f} s")
+            self.summary["compile"] = report = loop.run.compile_report()
+            for reason in report["refused"]:
+                display.note(f"graphs: stored ones were not used: {reason}")
         self._count_startup(began, {name: s - before.get(name, 0.0) for name, s in timings.seconds.items()})
         self.trace()
 

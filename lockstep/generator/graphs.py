@@ -176,10 +176,20 @@ class _Step(ABC):
         own = graph.module_inputs(model)
         inputs = graph.Inputs(own.param, buffer={**own.buffer, **tensors}, kv={"k": cache.k, "v": cache.v})
         if like is None:
-            like = compiler.function(self.name, self._body, inputs, {"kv", "buffer"}, self.dynamic)
+            like = compiler.function(self.name, self._body, inputs, {"kv", "buffer"}, self.dynamic, self._constants())
             self.function = like
         else:
             self.function = like.bound_to(inputs)
+
+    def _constants(self) -> graph.Constants:
+        """What the body takes from elsewhere than its inputs, and a graph holds."""
+        cache = self._cache
+        return {
+            "model": self._model.config,
+            "page_size": cache.page_size,
+            "null_page": cache.null_page,
+            "max_context": self._max_context,
+        }
 
     @property
     def vocabulary(self) -> int:

@@ -5,12 +5,15 @@ from . import compat as _compat
 from .artifact import dumps, loads, register_region
 from .bound import BoundGraph
 from .capture import backward, capture, module_inputs, substituted
-from .compiler import Compiler, GraphFunction
+from .compiler import Compiler
+from .constants import Constants
 from .cudagraph import CudaRecorder, FakeRecorder
+from .function import GraphFunction
 from .ir import Captured, Dynamic, GraphError, Inputs, Static
 from .passes import Pass, pipeline, run_passes
 from .rehearsal import NAMESPACE as _NAMESPACE
-from .report import compile_report, replay_metrics
+from .report import compile_report, refusals, replay_metrics
+from .store import Store
 from .text import diff, digest, dump
 from .trust import Case, Verdict, trust
 from .verdicts import Verdicts
@@ -24,6 +27,7 @@ __all__ = [
     "Captured",
     "Case",
     "Compiler",
+    "Constants",
     "CudaRecorder",
     "Dynamic",
     "FakeRecorder",
@@ -32,6 +36,7 @@ __all__ = [
     "Inputs",
     "Pass",
     "Static",
+    "Store",
     "Verdict",
     "Verdicts",
     "backward",
@@ -44,6 +49,7 @@ __all__ = [
     "loads",
     "module_inputs",
     "pipeline",
+    "refusals",
     "register_region",
     "replay_metrics",
     "run_passes",

@@ -11,7 +11,6 @@ lies on is not part of it: `loads` takes one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import operator
@@ -22,12 +21,12 @@ import torch
 from torch import fx
 
 from . import compat
+from .container import Damaged, pack, unpack
 from .ir import STORED, Captured, GraphError, InputSpec
 from .sizes import Sizes
 from .text import digest
 from .values import Number, TensorValue, Value
 
-FORMAT = 1
 _HOME = "home"  # stands for the device that a graph lies on
 _DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _CONSTANTS = {str(c): c for c in (torch.strided, torch.contiguous_format, torch.preserve_format)}
@@ -54,10 +53,6 @@ _ARGUMENTS: dict[str, Callable[[str], Any]] = {  # by kind, from text
 
 class Unstorable(GraphError):
     """The graph holds something that has no stored form."""
-
-
-class Damaged(GraphError):
-    """These bytes are not what `dumps` made, or name operators that this process does not have."""
 
 
 @runtime_checkable
@@ -93,13 +88,7 @@ def dumps(captured: Captured) -> bytes:
     Raises:
         Unstorable: naming the node, and what about it has no stored form.
     """
-    return _container(_Writer(captured).sections())
-
-
-def _container(sections: Mapping[str, bytes]) -> bytes:
-    index = [[name, len(data)] for name, data in sections.items()]
-    body = json.dumps({"format": FORMAT, "sections": index}).encode() + b"\n" + b"".join(sections.values())
-    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+    return pack(_Writer(captured).sections())
 
 
 def loads(data: bytes, device: torch.device | None = None) -> Captured:
@@ -111,7 +100,7 @@ def loads(data: bytes, device: torch.device | None = None) -> Captured:
     Raises:
         Damaged: the bytes were cut or changed, are of another format, or name what this process does not have.
     """
-    sections = _sections(data)
+    sections = unpack(data)
     try:
         with compat.no_collection():
             return _Reader(sections, device).captured()
@@ -119,22 +108,6 @@ def loads(data: bytes, device: torch.device | None = None) -> Captured:
         raise
     except Exception as error:
         raise Damaged(f"a stored graph cannot be read ({type(error).__name__}: {error})") from error
-
-
-def _sections(data: bytes) -> dict[str, bytes]:
-    """The parts of a container by name, whole."""
-    stated, _, body = data.partition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != stated:
-        raise Damaged("a stored graph is cut off or changed: it does not have the hash that it was stored with")
-    header, _, rest = body.partition(b"\n")
-    index = json.loads(header)
-    if index["format"] != FORMAT:
-        raise Damaged(f"a stored graph is of format {index['format']}, not {FORMAT}")
-    found, begin = {}, 0
-    for name, size in index["sections"]:
-        found[name] = rest[begin : begin + size]
-        begin += size
-    return found
 
 
 class _Writer:

@@ -33,7 +33,7 @@ class Fault:
     """The first step whose result has other bits than the one before.
 
     Attributes:
-        step: `capture`, the name of a pass, or `replay`.
+        step: `capture`, the name of a pass, `replay`, or `storage` of a graph that was loaded.
         node: where it shows first: a node of the graph after that step, or None where no node alone shows it.
         what: the outputs or inputs written whose bits differ.
     """
@@ -43,7 +43,7 @@ class Fault:
     what: str
 
     def __str__(self) -> str:
-        against = "eager" if self.step == "capture" else "the step before"
+        against = "eager" if self.step in ("capture", "storage") else "the step before"
         where = f"first at {self.node}" if self.node else "at no node when run one by one"
         return f"{self.step} differs from {against} in {self.what}, {where}"
 

@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 from ..config import CompileConfig, resolve_compile
 from ..timings import Timings
 from . import compat
-from .bound import BoundGraph
 from .capture import GraphBody, capture
+from .constants import Constants, flattened
 from .cudagraph import CudaRecorder, Recorder
-from .ir import Captured, Dynamic, Inputs, Role, Static
+from .function import GraphFunction
+from .ir import Captured, Dynamic, Inputs, Level, Role, Static
 from .passes import pipeline, run_passes
 from .piecewise import ATTENTION
-from .text import write_stages
+from .store import Key, Store
 from .verify import NOT_GRAPH_SAFE, verify
-
-Level = Literal["full", "piecewise", "captured", "eager"]  # how a function runs, from the fastest down
 
 
 class Compiler:
@@ -34,14 +31,17 @@ class Compiler:
         recorder: what makes CUDA graphs; by default the device's own.
         not_graph_safe: see `verify`.
         timings: where the time spent is added up.
+        store: where graphs are kept between processes; None: nowhere.
+        mesh: the sizes of the device mesh's dimensions, which graphs depend on.
 
     Attributes:
+        loaded: graphs that were not traced, as they were stored.
         captures: traces made so far. One serves every value of a function's open sizes.
         recompiles: graphs that were made after `end_warm_up`, each for a choice of statics and sizes.
         functions: what was made by `function`.
         rehearsing: see `rehearsal`.
-        timings: host seconds in `import_tracer`, `trace`, `passes`, `compile` (`rehearsal`), `record` (each graph's
-            first launch) and `verify` (the comparison with eager, `trust`).
+        timings: host seconds in `load_graphs`, `import_tracer`, `trace`, `passes`, `store_graphs`, `compile`
+            (`rehearsal`), `record` (each graph's first launch) and `verify` (the comparison with eager, `trust`).
         nodes: for each trace its title with what each pass did to the number of nodes.
     """
 
@@ -53,6 +53,8 @@ class Compiler:
         recorder: Recorder | None = None,
         not_graph_safe: Mapping[str, str] = NOT_GRAPH_SAFE,
         timings: Timings | None = None,
+        store: Store | None = None,
+        mesh: Mapping[str, int] | None = None,
     ) -> None:
         config = resolve_compile(config, device.type == "cuda")
         assert config.cudagraph_mode is not None
@@ -61,7 +63,9 @@ class Compiler:
         self.passes = pipeline(config.canonicalize, config.recompute, saved_gib=config.activation_memory_gib)
         self.mode = config.cudagraph_mode
         self.dump = Path(config.dump) if config.dump else None
-        self.captures = self.recompiles = 0
+        self.captures = self.recompiles = self.loaded = 0
+        self.store = None if self.dump else store  # a dump shows every pass
+        self._settings = {"backend": config.backend, "mesh": dict(mesh or {})}
         self._not_graph_safe = not_graph_safe
         self.rehearsing = self._warm = False
         self._lowered: dict[str, Level] = {}
@@ -76,9 +80,15 @@ class Compiler:
         inputs: Inputs,
         writes: Collection[Role] = (),
         dynamic: Dynamic | None = None,
+        constants: Constants | None = None,
     ) -> GraphFunction:
-        """`body` as graphs bound to the static tensors of `inputs`; see `capture.capture` and `GraphFunction`."""
-        return self.add(GraphFunction(self, name, body, inputs, writes, dynamic or {}))
+        """`body` as graphs bound to the static tensors of `inputs`; see `capture.capture` and `GraphFunction`.
+
+        Args:
+            constants: every Python value that the body takes from elsewhere than its arguments and that a trace bakes
+                in, by name. None: unknown, and the graphs are not kept for other processes.
+        """
+        return self.add(GraphFunction(self, name, body, inputs, writes, dynamic or {}, constants))
 
     def add(self, function: GraphFunction) -> GraphFunction:
         """Keep count of a function's graphs, and close them in the end."""
@@ -114,6 +124,27 @@ class Compiler:
         self.nodes[captured.title] = captured.log
         return captured
 
+    def load(self, key: Key, title: str, device: torch.device) -> Captured | None:
+        """A stored graph that is fit to be used, or None."""
+        assert self.store is not None
+        with self.timings.measured("load_graphs"):
+            found = self.store.load(key, title, device)
+            if found is not None:
+                self._verify(found)
+                self.loaded += 1
+                self.nodes[found.title] = found.log
+        return found
+
+    def keep(self, key: Key, captured: Captured) -> None:
+        """Store a graph for other processes."""
+        assert self.store is not None
+        with self.timings.measured("store_graphs"):
+            self.store.save(key, captured)
+
+    def settings(self, constants: Constants) -> dict[str, Any]:
+        """What a graph depends on besides its function and the machine."""
+        return {**self._settings, **flattened({"constants": constants})}
+
     def lower(self, name: str) -> Level:
         """From now on every function of this name runs one level further down; returns that."""
         levels = get_args(Level)
@@ -122,6 +153,15 @@ class Compiler:
             if function.name == name:
                 function.close()
         return self._lowered[name]
+
+    def retrace(self, name: str) -> bool:
+        """Let go of the stored graphs of every function of this name, and capture anew from here on; whether there were
+        any."""
+        functions = [function for function in self.functions if function.name == name]
+        had = any([function.retrace() for function in functions])
+        for function in functions if had else ():
+            function.close()
+        return had
 
     def recorded(self, captured: Captured, level: Level) -> Captured:
         """What `capture` returned, made ready to run at `level`."""
@@ -179,109 +219,3 @@ class Compiler:
             function.close()
         if self.recorder is not None:
             self.recorder.close()
-
-
-class GraphFunction:
-    """A function of named tensors that runs as graphs: one for each combination of statics and user shapes.
-
-    A graph for other values of open sizes is bound to the trace that there is.
-
-    Args:
-        traces: what was traced before, shared with the function that this one is `bound_to` other tensors.
-
-    Attributes:
-        graphs: those made so far, by key.
-        body, inputs: the function, and the static tensors that it is bound to.
-        one_shape: no second shape is expected, so the first is traced with fixed sizes, in half the time.
-    """
-
-    def __init__(
-        self,
-        compiler: Compiler,
-        name: str,
-        body: GraphBody,
-        inputs: Inputs,
-        writes: Collection[Role],
-        dynamic: Dynamic,
-        traces: dict[tuple, Captured] | None = None,
-    ) -> None:
-        assert not inputs.user, "user inputs come with each call"
-        self.name = name
-        self.graphs: dict[tuple, BoundGraph] = {}
-        self.body, self.inputs = body, inputs
-        self._compiler, self._writes, self._dynamic = compiler, writes, dynamic
-        self._traces = {} if traces is None else traces
-        self.one_shape = False
-
-    def __call__(
-        self, user: Mapping[str, Tensor] | None = None, *, times: int = 1, **statics: Static
-    ) -> dict[str, Tensor]:
-        """Launch `times` times, capturing first if the key is new. About the outputs' lifetime see `BoundGraph`."""
-        user = user or {}
-        if self._compiler.level(self.name) == "eager":
-            return self._eager(user, times, statics)
-        graph = self.graph(user, statics)
-        if self._compiler.rehearsing:
-            return graph.rehearse(user)
-        if graph.launches:
-            return graph(user, times)
-        with self._compiler.timings.measured("record"):
-            return graph(user, times)
-
-    def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> BoundGraph:
-        """The graph for such inputs, made if the key is new."""
-        key = (*statics.items(), *((name, tensor.shape) for name, tensor in user.items()))
-        if key not in self.graphs:
-            self._compiler.graph_made()
-            inputs = replace(self.inputs, user=user)
-            self.graphs[key] = BoundGraph(self._captured(inputs, statics), inputs, self._compiler.recorder)
-        return self.graphs[key]
-
-    def _eager(self, user: Mapping[str, Tensor], times: int, statics: Mapping[str, Static]) -> dict[str, Tensor]:
-        assert not self._compiler.rehearsing, f"{self.name} has no graph to rehearse"
-        with torch.inference_mode(False), torch.no_grad():
-            for _ in range(times):
-                outputs = self.body(replace(self.inputs, user=user), **statics)
-        return dict(outputs)
-
-    def bound_to(self, inputs: Inputs) -> GraphFunction:
-        """The same function of other static tensors. Traces serve both, where only open sizes differ."""
-        arguments = self._compiler, self.name, self.body, inputs, self._writes, self._dynamic, self._traces
-        return self._compiler.add(GraphFunction(*arguments))
-
-    def _captured(self, inputs: Inputs, statics: Mapping[str, Static]) -> Captured:
-        """A trace that holds for these inputs, made if there is none; with fixed sizes if an open one's does not."""
-        given = tuple(statics.items())
-        known = any(key[: len(given)] == given for key in self._traces)
-        fixed = (*given, inputs.described({})) in self._traces or (self.one_shape and not known)
-        dynamic: Dynamic = {} if fixed else self._dynamic
-        while True:
-            specs = inputs.described(dynamic)
-            key = (*given, specs)
-            if key not in self._traces:
-                arguments = self.name, self.body, inputs, statics, self._writes, dynamic
-                self._traces[key] = self._compiler.capture(*arguments)
-            if not self._traces[key].sizes.broken(inputs.open_sizes(specs)):
-                return self._at_level(key)
-            dynamic = {}
-
-    def _at_level(self, key: tuple) -> Captured:
-        level = self._compiler.level(self.name)
-        if (key, level) not in self._traces:
-            self._traces[key, level] = made = self._compiler.recorded(self._traces[key], level)
-            if self._compiler.dump is not None:
-                write_stages(made, self._compiler.dump)
-        return self._traces[key, level]
-
-    def forget_stages(self) -> None:
-        """Drop the graphs from before the passes: many small objects, which slow every garbage collection."""
-        for key, captured in self._traces.items():
-            self._traces[key] = replace(captured, before=None)
-        for graph in self.graphs.values():
-            graph.captured = replace(graph.captured, before=None)
-
-    def close(self) -> None:
-        """Close the graphs; a later call records anew."""
-        for graph in self.graphs.values():
-            graph.close()
-        self.graphs.clear()

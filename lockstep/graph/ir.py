@@ -17,6 +17,7 @@ from .sizes import Sizes
 from .values import Value, value_of
 
 Role = Literal["param", "grad", "buffer", "optimizer", "kv", "user"]
+Level = Literal["full", "piecewise", "captured", "eager"]  # how a function runs, from the fastest down
 Static = bool | int | float | str | None
 Dynamic = Mapping[str, tuple[str | None, ...]]  # input: the names of its open sizes, None for a fixed one
 
@@ -165,8 +166,7 @@ class Captured:
     @property
     def title(self) -> str:
         """Name and statics, for messages."""
-        statics = ", ".join(f"{k}={v}" for k, v in self.statics.items())
-        return f"{self.name}({statics})"
+        return title_of(self.name, self.statics)
 
     def value(self, node: fx.Node) -> Value:
         """What a node computes: as it was stored, or as the trace recorded it."""
@@ -180,17 +180,25 @@ class Captured:
         return frozenset(number[o] for n in self.graph.nodes for a in written(n) for o in lies_in[a] if o in number)
 
     def stages(self) -> list[tuple[str, Captured]]:
-        """The graph as captured and after each pass, oldest first, as far as they were kept."""
+        """The graph as captured and after each pass, oldest first, as far as they were kept; of one that was loaded, as
+        it was stored."""
         found = [self]
         while found[-1].before is not None:
             found.append(found[-1].before)
-        names = ["capture", *(line.partition(":")[0] for line in self.log)]
-        return list(zip(names[-len(found) :], reversed(found), strict=True))
+        names = ["capture", *(line.partition(":")[0] for line in self.log)][-len(found) :]
+        if len(found) <= len(self.log):
+            names[0] = "storage"
+        return list(zip(names, reversed(found), strict=True))
 
     def placeholders(self) -> list[tuple[fx.Node, InputSpec]]:
         """The graph's inputs with their descriptions."""
         nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
         return list(zip(nodes, self.inputs, strict=True))
+
+
+def title_of(name: str, statics: Mapping[str, Static]) -> str:
+    """What messages call a graph."""
+    return f"{name}({', '.join(f'{k}={v}' for k, v in statics.items())})"
 
 
 def op_name(node: fx.Node) -> str:

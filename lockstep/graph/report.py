@@ -18,6 +18,12 @@ def replay_metrics(compiler: Compiler | None) -> dict[str, int]:
     return {"recompiles": compiler.recompiles, "graph_replays": replays.total(), **by_function}
 
 
+def refusals(compiler: Compiler) -> list[str]:
+    """Why stored graphs were refused, each reason once."""
+    lookups = compiler.store.lookups if compiler.store else []
+    return list(dict.fromkeys(reason for lookup in lookups for reason in lookup.reasons))
+
+
 def compile_report(compiler: Compiler, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
     """Totals, each function's level, graphs and launches, what the check of it found, and each trace's passes."""
     launches, replays = compiler.launches, compiler.replays
@@ -32,6 +38,8 @@ def compile_report(compiler: Compiler, verdicts: Sequence[Verdict] = ()) -> dict
         functions.setdefault(verdict.function, {}).update(found)
     return {
         "traces": compiler.captures,
+        "loaded": compiler.loaded,
+        "refused": refusals(compiler),
         "graphs": sum(len(function.graphs) for function in compiler.functions),
         "recompiles": compiler.recompiles,
         "pool_gib": compiler.recorder.reserved_bytes() / 2**30 if compiler.recorder else 0.0,

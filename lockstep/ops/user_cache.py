@@ -1,7 +1,6 @@
-"""Small JSON files that are kept between runs, in a folder of the user's own, which nobody else can have written.
+"""Files that are kept between runs, in a folder of the user's own, which nobody else can have written.
 
-Nothing in it is executed. What others could have written, or what does not parse, counts as absent; failing to write is
-no error.
+What others could have written counts as absent, and so does JSON that does not parse; failing to write is no error.
 """
 
 from __future__ import annotations
@@ -24,30 +23,48 @@ def cache_folder() -> Path:
 
 
 def read(path: Path) -> Any:
-    """What `write` put there, or None."""
-    with contextlib.suppress(OSError, ValueError):
-        if _private(path.parent) and _private(path):
-            return json.loads(path.read_text(encoding="utf-8"))
+    """The JSON that `write` put there, or None."""
+    with contextlib.suppress(ValueError):
+        data = read_bytes(path)
+        return None if data is None else json.loads(data)
     return None
 
 
-def write(path: Path, value: Any) -> None:
-    """Replace the file in one step; its folder is made when missing."""
+def write(path: Path, value: Any) -> bool:
+    """Replace the file by JSON; see `write_bytes`."""
+    return write_bytes(path, json.dumps(value, indent=1, sort_keys=True).encode())
+
+
+def read_bytes(path: Path) -> bytes | None:
+    """What `write_bytes` put there, or None."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if not foreign(path.parent.stat()) and not foreign(os.fstat(file.fileno())):
+            return file.read()
+    return None
+
+
+def write_bytes(path: Path, data: bytes) -> bool:
+    """Replace the file in one step, whoever else does so, too; its folder is made when missing. Whether it worked."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _private(path.parent):
-            return
+        if foreign(path.parent.stat()):
+            return False
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(value, file, indent=1, sort_keys=True)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
             raise
+        return True
+    return False
 
 
-def _private(path: Path) -> bool:
-    """Whether it is this user's, and nobody else can write to it."""
-    status = path.stat()
-    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def foreign(status: os.stat_result) -> str | None:
+    """Why a file or folder may hold what somebody else wrote, or None."""
+    if status.st_uid != os.getuid():
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):o})"
+    return None

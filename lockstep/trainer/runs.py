@@ -37,6 +37,24 @@ class EagerRuns:
     enforce_parity: bool
     router_biases: dict[str, Tensor] = field(default_factory=dict)
 
+    def constants(self) -> dict[str, graph.Constants]:
+        """For each function the numbers that a graph of it holds: of the model, the loss, and the optimizer but for
+        its rate."""
+        model, loss, optimizer = self.model.config, self.loss, self.optimizer.config
+        used = {name: getattr(loss, name) for name in ("epsilon", "epsilon_high", "beta", "router_aux_loss_coef")}
+        adamw = ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm", "router_bias_rate")
+        return {
+            "forward_backward": {"model": model, "loss": used, "reference": self.reference is not None},
+            "check": {"model": model},
+            "optim_step": {
+                "optimizer": {name: getattr(optimizer, name) for name in adamw},
+                "matrix_elements": self.flat.num_matrix_elements,
+                "enforce_parity": self.enforce_parity,
+                "router_biases": tuple(self.router_biases),
+            },
+            "reference_logprobs": {"model": self.reference.config if self.reference else None},
+        }
+
     def with_kl(self, loss_type: LossType) -> bool:
         """Whether the loss has the KL term."""
         return self.reference is not None and loss_type != "sft"
@@ -100,17 +118,23 @@ class GraphRuns:
             buffer={**state, "lr": eager.lr, **eager.router_biases},
             optimizer=t,
         )
-        self._train = compiler.function("forward_backward", self._train_body, training, {"grad", "buffer"}, OPEN_SIZES)
-        self._check = compiler.function("check", self._check_body, scoring, {"buffer"}, OPEN_SIZES)
+        baked = eager.constants()
+        self._train = compiler.function(
+            "forward_backward", self._train_body, training, {"grad", "buffer"}, OPEN_SIZES, baked["forward_backward"]
+        )
+        self._check = compiler.function("check", self._check_body, scoring, {"buffer"}, OPEN_SIZES, baked["check"])
         self._optim = compiler.function(
             "optim_step",
             self._optim_body,
             updating,
             {"param", "grad", "optimizer", "buffer"} if eager.router_biases else {"param", "grad", "optimizer"},
+            constants=baked["optim_step"],
         )
         if eager.reference is not None:
             frozen = graph.module_inputs(eager.reference)
-            self._reference = compiler.function("reference_logprobs", self._reference_body, frozen, (), OPEN_SIZES)
+            self._reference = compiler.function(
+                "reference_logprobs", self._reference_body, frozen, (), OPEN_SIZES, baked["reference_logprobs"]
+            )
 
     @property
     def functions(self) -> dict[str, graph.GraphFunction]:

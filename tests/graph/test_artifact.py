@@ -16,8 +16,9 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Captured, Compiler, Inputs, artifact, capture, digest, dump, verify
-from lockstep.graph.artifact import Damaged, Unstorable, dumps, loads
+from lockstep.graph import Captured, Compiler, Inputs, artifact, capture, container, digest, dump, verify
+from lockstep.graph.artifact import Unstorable, dumps, loads
+from lockstep.graph.container import Damaged, unpack
 from lockstep.graph.ir import is_backward, module_of
 from lockstep.trainer import Trainer, pack
 
@@ -118,9 +119,9 @@ def test_damage_is_named_and_never_loaded(small: Captured) -> None:
 
 def _changed(data: bytes, old: bytes, new: bytes) -> bytes:
     """The container with other contents and a hash to match: what a fault in writing would leave."""
-    graph = artifact._sections(data)["graph"]
+    graph = unpack(data)["graph"]
     assert old in graph
-    return artifact._container({"graph": graph.replace(old, new, 1)})
+    return container.pack({"graph": graph.replace(old, new, 1)})
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from ..ir import Captured
 from ..verify import verify
@@ -18,12 +20,14 @@ class Pass:
 
     Attributes:
         preserves_numerics: no bit of any output or write changes.
+        options: what it was made with, by name: two passes of one name and options do the same to a graph.
         apply: leaves its argument as it is; returns the new graph and, in a few words, what it did.
     """
 
     name: str
     preserves_numerics: bool
     apply: Callable[[Captured], tuple[Captured, str]]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pipeline(
@@ -39,13 +43,18 @@ def pipeline(
         recomputed, saved_gib: see `recompute` and `fit`; nothing and 0 for neither.
         recorded, split_at: see `cudagraph`.
     """
+    budget = int(saved_gib * 2**30)
     passes = [
-        (canonical, Pass("canonicalize", True, canonicalize)),
-        (bool(recomputed), Pass("recompute", True, lambda captured: recompute(captured, tuple(recomputed)))),
-        (saved_gib > 0, Pass("fit", True, lambda captured: fit(captured, int(saved_gib * 2**30)))),
-        (recorded, Pass("cudagraph", True, lambda captured: cudagraph(captured, split_at))),
+        (canonical, _bound("canonicalize", canonicalize)),
+        (bool(recomputed), _bound("recompute", recompute, patterns=tuple(recomputed))),
+        (saved_gib > 0, _bound("fit", fit, budget=budget)),
+        (recorded, _bound("cudagraph", cudagraph, split_at=tuple(sorted(split_at)))),
     ]
     return [p for wanted, p in passes if wanted]
+
+
+def _bound(name: str, rewrite: Callable[..., tuple[Captured, str]], **options: Any) -> Pass:
+    return Pass(name, True, partial(rewrite, **options), options)
 
 
 def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Captured], Captured] = verify) -> Captured:

@@ -1,0 +1,38 @@
+"""What a graph's body takes from its owner and leaves in the graph: numbers, by name, for the key of a stored graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+Constants = Mapping[str, Any]  # values: numbers, text, None, sequences and mappings of such, dataclasses
+
+
+def flattened(constants: Constants) -> dict[str, Any]:
+    """Every number under a name of its own, `section.field`.
+
+    Raises:
+        TypeError: a value is none of those.
+    """
+    found: dict[str, Any] = {}
+    for name, value in constants.items():
+        found.update(_flat(name, value))
+    return found
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {"": type(value).__name__} | {f".{f.name}": getattr(value, f.name) for f in fields(value)}
+        return {k: v for part, item in parts.items() for k, v in _flat(name + part, item).items()}
+    if isinstance(value, Mapping):
+        return {k: v for part, item in value.items() for k, v in _flat(f"{name}.{part}", item).items()}
+    if isinstance(value, (list, tuple)):
+        return {name: [_plain(name, item) for item in value]}
+    return {name: _plain(name, value)}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value) if isinstance(value, float) else value  # infinities are no JSON
+    raise TypeError(f"constant {name} is {value!r}; it must be a number, text, None, or a dataclass of such")

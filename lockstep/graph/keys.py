@@ -1,0 +1,57 @@
+"""What a stored graph is found by, and what it must have been made with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from .ir import Inputs, InputSpec, Role, Static
+from .origin import origin
+from .passes import Pass
+from .store import Key
+
+_PACKAGE = __package__.partition(".")[0]
+
+
+def key_of(
+    name: str,
+    body: Callable[..., Any],
+    inputs: Inputs,
+    specs: Sequence[InputSpec],
+    statics: Mapping[str, Static],
+    writes: Collection[Role],
+    level: str,
+    made_with: Mapping[str, Any],
+    passes: Sequence[Pass],
+) -> Key | None:
+    """The key of one graph, or None when it depends on code outside this package, which no hash covers.
+
+    Args:
+        specs: the inputs, with open sizes by name.
+        made_with: settings of the compiler and constants of the body, by name.
+    """
+    if isinstance(body, functools.partial) or not all(map(_hashed, (body, *(p.apply for p in passes)))):
+        return None
+    home = specs[0].device if specs else None
+    graph = {
+        "body": f"{body.__module__}.{body.__qualname__}",
+        "statics": [[k, repr(v)] for k, v in statics.items()],
+        "inputs": [
+            [s.role, s.name, s.shape, s.stride, str(s.dtype), s.device == home or str(s.device), t.requires_grad]
+            for s, (_, _, t) in zip(specs, inputs.flat(), strict=True)
+        ],
+        "on": home.type if home else "",
+        "writes": sorted(writes),
+        "level": level,
+    }
+    described = [[p.name, repr(dict(p.options))] for p in passes]
+    return Key(name, graph, {**origin(), "passes": described, **made_with})
+
+
+def _hashed(function: Callable[..., Any]) -> bool:
+    """Whether `origin` covers a function: it stands in this package, by name."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "<locals>")
+    return module.partition(".")[0] == _PACKAGE and "<locals>" not in name
