@@ -92,18 +92,25 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def finish(name: str, figures: dict[str, Any], rows: list[list[str]], path: Path | None) -> None:
-    """Print the table (first row: heads) and write the JSON file."""
+    """Write the JSON file and print the table (first row: heads)."""
+    save(name, figures, path)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    save(name, figures, path)
 
 
 def save(name: str, figures: dict[str, Any], path: Path | None) -> None:
     """Write the JSON file; after every part, so that what ends a long benchmark early costs only the rest."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"benchmark": name, **_provenance(), **figures}, indent=2) + "\n")
+        write_json({"benchmark": name, **_provenance(), **figures}, path)
+
+
+def write_json(content: Any, path: Path) -> None:
+    """In one piece: whoever ends this process leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)
 
 
 def _provenance() -> dict[str, Any]:

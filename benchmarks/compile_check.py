@@ -1,0 +1,214 @@
+"""Every Triton kernel of both roles compiled for an H200, which this machine need not have: shared memory, registers.
+
+The model's own code runs on tensors without memory, so tiles, types and strides are those of a real run; what would
+launch a kernel compiles it. Products that the library does are left out. The exit code is 1 when a kernel does not
+compile or needs more shared memory than a block can have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from common import finish
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.generator.kv_cache import KVCache
+from lockstep.generator.mixed_batch import MixedBatch, MixedSizes
+from lockstep.generator.rows import Rows
+from lockstep.generator.steps import decode_step, mixed_step
+from lockstep.models import Decoder, ModelConfig
+from lockstep.models.init import architecture
+from lockstep.ops import backend
+from lockstep.ops.kernels import linear, pdl
+from lockstep.trainer import BatchShape, Trainer
+from lockstep.trainer.packing import blank_batch
+from lockstep.types import SamplingParams
+
+ARCHITECTURES = (
+    *("qwen3-0.6b", "qwen3-100m", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "llama3.2-1b"),
+    *("qwen3-30b-a3b", "deepseek-v3-3-layers-32-experts"),
+)
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_KIB = 227  # that a block can have
+PAGE_SIZE, PAGES, RESULTS = 16, 1024, 16
+ROWS = (1, 16, 32, 40, 128, 256)  # decoded at once: one for each bound of `linear_table`
+LENGTHS = (256, 8192)  # of the longest sequence: one split of its keys, and several
+TOP_P = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+class Hopper:
+    """All that compiling asks of a driver."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+
+class Implementations(TorchDispatchMode):
+    """Operators of ours run their implementation for a GPU."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace != "lockstep":
+            return op(*args, **(kwargs or {}))
+        with self:
+            return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **(kwargs or {}))
+
+
+class Kernels:
+    """What was compiled, in the order in which it was first needed: the kernel's name and figures, or its failure."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, Any]] = {}
+        self.arch = ""
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Within, tensors have no memory, and a launch only compiles."""
+        run = JITFunction.run
+
+        def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            try:
+                self._add(run(kernel, *args, grid=grid, warmup=True, **options))
+            except Exception as error:
+                cause = f"{type(error).__name__}: {error}"
+                self.found.setdefault(cause, {"kernel": kernel.__name__, "arch": self.arch, "failed": cause[:200]})
+
+        def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+        driver.set_active(Hopper())
+        with (
+            warnings.catch_warnings(action="ignore"),
+            mock.patch.object(JITFunction, "run", compile_only),
+            mock.patch.object(FakeTensor, "is_cuda", True),
+            mock.patch.object(FakeTensor, "data_ptr", lambda x: int(x.storage_offset()) * x.element_size()),
+            mock.patch.object(pdl, "_supported", lambda _: pdl.gdc_wait is not None),
+            mock.patch.object(backend, "cublaslt_linear", product),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            Implementations(),
+        ):
+            yield
+
+    def _add(self, kernel: Any) -> None:
+        if kernel.hash not in self.found:
+            figures = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+            name = {"kernel": kernel.name, "arch": self.arch}
+            self.found[kernel.hash] = {**name, **figures, **usage(kernel.asm["cubin"])}
+
+
+def usage(binary: bytes) -> dict[str, int]:
+    """Registers, and bytes of stack (spilled registers, mostly), of a thread."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {key: max(map(int, re.findall(rf"{name}:(\d+)", text))) for key, name in _USAGE.items()}
+
+
+_USAGE = {"registers": "REG", "stack": "STACK"}
+
+
+def shortened(config: ModelConfig) -> ModelConfig:
+    """A layer of each kind that the model has."""
+    if config.moe is None:
+        return replace(config, num_layers=1)
+    dense = config.moe.dense_layers[:1]
+    return replace(config, num_layers=1 + len(dense), moe=replace(config.moe, dense_layers=dense))
+
+
+def train(model: Decoder) -> None:
+    """Forward, backward, checks and the update, with and without filters, of short and of long sequences."""
+    trainer = Trainer(model, OptimizerConfig(), LossConfig())
+    routed = bool(model.config.moe_layers)
+    for length in LENGTHS:
+        for sampling in (TOP_P, SamplingParams()):
+            batch = blank_batch(BatchShape(4736, 4096, 48, length), sampling, True, routed)
+            trainer.forward_backward(batch, keep_support=sampling.truncated)
+            if sampling.truncated:
+                batch.check_parity = False
+                trainer.forward_backward(batch)
+            with torch.no_grad():
+                trainer.score(batch)
+    trainer._runs.optim_step()
+
+
+@torch.no_grad()
+def generate(model: Decoder) -> None:
+    """Decode and mixed steps of every kind."""
+    config = model.config
+    cache = KVCache(config, PAGES, PAGE_SIZE, model.embed.dtype, model.embed.device)
+    for count in ROWS:
+        for length in LENGTHS:
+            pages = length // PAGE_SIZE
+            rows = Rows(count, pages, RESULTS, cache.null_page, model.embed.device, bool(config.moe_layers))
+            b, caches = rows.tensors(count), (cache.k, cache.v)
+            for truncated, greedy, grouped in ((False, False, False), (True, False, count > 1), (False, True, False)):
+                decode_step(model, b, cache, *caches, length, truncated, greedy, grouped and not config.mla)
+        sizes = MixedSizes.holding(count, 1024)
+        prompt = MixedBatch.view(torch.zeros(MixedBatch.length(sizes), dtype=torch.int64), sizes)._asdict()
+        mixed_step(model, b, prompt, rows.table, cache, *caches, length, True, True)
+    chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
+    linear.linear_bf16(chain, chain)
+    linear.linear_fp32(chain, chain)
+
+
+def table(found: list[dict[str, Any]]) -> list[list[str]]:
+    rows = [["kernel", "first in", "shared KiB", "warps", "registers", "stack"]]
+    for f in sorted(found, key=lambda f: (-f.get("shared", 1 << 30), -f.get("stack", 0))):
+        if "failed" in f:
+            rows.append([f["kernel"], f["arch"], "FAILED", f["failed"], "", ""])
+        else:
+            numbers = (f"{f['shared'] / 1024:.1f}", f["warps"], f["registers"], f["stack"])
+            rows.append([f["kernel"], f["arch"], *map(str, numbers)])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="*", default=list(ARCHITECTURES), help=f"default: {' '.join(ARCHITECTURES)}")
+    parser.add_argument("--role", choices=["generate", "train"], help="default: both")
+    parser.add_argument("--limit", type=float, default=SHARED_KIB, metavar="KIB", help=f"default: {SHARED_KIB}")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
+    args = parser.parse_args()
+    kernels = Kernels()
+    with kernels.collected():
+        for kernels.arch in args.arch:
+            model = Decoder(shortened(architecture(kernels.arch)), torch.bfloat16, torch.device("cpu"))
+            for role in (generate, train):
+                if args.role in (None, role.__name__):
+                    role(model)
+            print(f"{kernels.arch}: {len(kernels.found)} kernels so far", file=sys.stderr, flush=True)
+    found = list(kernels.found.values())
+    too_large = [f for f in found if "failed" in f or f["shared"] > 1024 * args.limit]
+    figures = {"triton": triton.__version__, "target": str(TARGET), "kernels": found, "refused": too_large}
+    finish("compile_check", figures, table(found), args.json)
+    print(f"{len(found)} kernels, {len(too_large)} refused, Triton {triton.__version__}")
+    return int(bool(too_large))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
