@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.metadata
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -16,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lockstep.models import Decoder
+from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import INITIALIZER_RANGE, architecture
 
 
@@ -30,14 +33,19 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def random_model(arch: str, device: str) -> Decoder:
-    """The architecture with random weights drawn on the device, which is many times faster than `initialize`; no token
-    ends a completion."""
-    config = replace(architecture(arch), eos_token_ids=())
+    """The architecture with random weights; no token ends a completion."""
+    return random_weights(replace(architecture(arch), eos_token_ids=()), device)
+
+
+def random_weights(config: ModelConfig, device: str) -> Decoder:
+    """Drawn on the device, which is many times faster than `initialize`."""
     model = Decoder(config, torch.float32 if device == "cpu" else torch.bfloat16, device)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0, INITIALIZER_RANGE)
+        for buffer in model.buffers():  # biases of routers
+            buffer.normal_(0, INITIALIZER_RANGE)
     return model
 
 
@@ -53,7 +61,10 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 def graph_us(run: Callable[[], object], replays: int = 10, samples: int = 7) -> float:
-    """Microseconds of a CUDA graph of what one call launches: the median of `samples` means over `replays`."""
+    """Microseconds of a CUDA graph of what one call launches: the median of `samples` means over `replays`. On a CPU,
+    whose times mean nothing here, of one call."""
+    if not torch.cuda.is_available():
+        return 1e6 * seconds(run, "cpu")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -113,15 +124,24 @@ def write_json(content: Any, path: Path) -> None:
     beside.replace(path)
 
 
+@functools.cache
 def _provenance() -> dict[str, Any]:
     git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "describe", "--always", "--dirty=+"], capture_output=True, text=True)
+    commit = subprocess.run([*git, "describe", "--always", "--dirty=+"], capture_output=True, text=True).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or os.environ.get("LOCKSTEP_COMMIT", "unknown"),  # a copy of the tree has no repository
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "python": platform.python_version(),
         "device": device,
         "cpu_threads": torch.get_num_threads(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -6,12 +6,13 @@ The library side is cuBLAS (free to split K), torch's RMSNorm, SiLU, products an
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from common import arguments, finish, graph_us
+from common import arguments, finish, graph_us, save
 from torch import Tensor
 
 from lockstep import ops
@@ -20,16 +21,16 @@ from lockstep.ops import backend
 
 EPS, PAGE_SIZE = 1e-6, 16
 BANDWIDTH = 4.4e6  # bytes a microsecond, measured on an H200
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 
 class Stack:
     """Random weights of `count` layers (default: all), a cache, and the operands of a step."""
 
-    def __init__(self, arch: str, rows: int, count: int | None = None, device: str = "cuda") -> None:
+    def __init__(self, arch: str, rows: int, count: int | None = None, device: str = DEVICE) -> None:
         c = self.config = architecture(arch)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02
+        self.device = device
+        random = self._random
 
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.layers = [
@@ -42,9 +43,22 @@ class Stack:
             for _ in range(count or c.num_layers)
         ]
         self.norm, self.head_norm = random(c.hidden_size), random(c.head_dim)
-        self.x, self.rope = random(rows, c.hidden_size), torch.randn(rows, c.head_dim, device=device)
-        self.cache = [random(rows + 1, PAGE_SIZE, c.num_kv_heads, c.head_dim) for _ in range(2)]
-        self.slots = torch.arange(rows, device=device) * PAGE_SIZE
+        self._set_rows(rows)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=DTYPE) * 0.02
+
+    def _set_rows(self, rows: int) -> None:
+        c = self.config
+        self.x, self.rope = self._random(rows, c.hidden_size), torch.randn(rows, c.head_dim, device=self.device)
+        self.cache = [self._random(rows + 1, PAGE_SIZE, c.num_kv_heads, c.head_dim) for _ in range(2)]
+        self.slots = torch.arange(rows, device=self.device) * PAGE_SIZE
+
+    def with_rows(self, rows: int) -> Stack:
+        """The same weights at another number of rows."""
+        other = copy.copy(self)
+        other._set_rows(rows)
+        return other
 
     def heads(self) -> tuple:
         c = self.config
@@ -110,8 +124,16 @@ class Stack:
         return {**floors, "rope": 0.0, "layer": sum(floors.values())}
 
 
+def contract() -> None:
+    """cuBLAS as the contract needs it."""
+    if DEVICE == "cuda":
+        backend.configure_cuda.__wrapped__()
+
+
 def stock() -> None:
     """torch's defaults for cuBLAS."""
+    if DEVICE == "cpu":
+        return
     torch.backends.cuda.preferred_blas_library("cublas")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
 
@@ -119,17 +141,15 @@ def stock() -> None:
 @torch.inference_mode()
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--arch", default="qwen3-0.6b")
+    parser.add_argument("--arch", default="qwen3-0.6b" if DEVICE == "cuda" else "tiny")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 40, 256])
     args = parser.parse_args()
-    if args.device != "cuda":
-        parser.error("needs a CUDA device")
     table = [["sequences", "part", "fused us", "library us", "fused/library", "floor us"]]
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for rows in args.rows:
         stack = Stack(args.arch, rows)
         layers, floors = stack.config.num_layers, stack.floor_us()
-        backend.configure_cuda.__wrapped__()
+        contract()
         fused = {name: graph_us(run) / layers for name, run in stack.parts(True).items()}
         stock()
         library = {name: graph_us(run) / layers for name, run in stack.parts(False).items()}
@@ -138,7 +158,8 @@ def main() -> int:
             figures[str(rows)][name] = {"fused_us": us, "library_us": library[name], "floor_us": floors[name]}
             ratio = f"{us / library[name]:.2f}"
             table.append([str(rows), name, f"{us:.2f}", f"{library[name]:.2f}", ratio, f"{floors[name]:.2f}"])
-    backend.configure_cuda.__wrapped__()
+        save("decode_layer", {"arch": args.arch, "rows": figures}, args.json)
+    contract()
     finish("decode_layer", {"arch": args.arch, "rows": figures}, table, args.json)
     return 0
 

@@ -1,97 +1,206 @@
-"""Where the GPU time goes: the kernels of a decode and of a train step, largest first, replayed as CUDA graphs."""
+"""Where the GPU time goes: the kernels of a decode and of a train step, largest first, replayed as CUDA graphs.
+
+Kernels are put together by what they do, beside the least time that the bytes or FLOPs of it take. Launched
+dependently, a kernel's time includes its wait for the one before, so they may add up to more than a step.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from capture import train_batch
-from common import arguments, finish, random_model
+from capture import make_compiler, train_batch
+from common import arguments, finish, random_model, save
 from generate import Case, make_engine, random_prompts
+from ops_common import BYTES_PER_S, FLOPS_PER_S
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Compiler
-from lockstep.models import Decoder
+from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.generator import Engine
+from lockstep.models import Decoder, ModelConfig
 from lockstep.trainer import Trainer
-from lockstep.types import SampleIdentity
+from lockstep.types import PackedBatch, SampleIdentity
 
 DECODE = {
     "decode 40": Case(5, 8, 145, 100, 0.8, 0.95),
     "decode 40, T=1": Case(5, 8, 145, 100),
     "decode 256": Case(32, 8, 256, 512),
 }
-TRAIN_STEPS = 5
+SMALL = {"decode 8": Case(2, 4, 20, 24, 0.8, 0.95)}
+DECODE_STEPS, TRAIN_STEPS = 48, 5
+GROUPS = {  # by what they do: patterns of kernels' names
+    "attention, backward": r"_query_kernel|_key_kernel",
+    "attention": r"_attention_kernel|_decode_kernel|_group_kernel|_merge_kernel",
+    "drawing": r"_draw_kernel",
+    "gradient of the logits": r"_grad_logits",
+    "sums of exponentials": r"_block_sums|_fold_sums|_kept_sums|_fold_kept|_scores",
+    "top-p": r"_bracket|_tally|_threshold",
+    "norms, rotation, cache write": r"_rms_norm|_qk_norm_rope|_write_kv",
+    "SiLU": r"_silu",
+    "AdamW": r"_adamw",
+    "gradient norm": r"_square_sums",
+    "embedding, backward": r"_gather_",
+    "products, LM head among them": r"_linear_kernel|gemm|nvjet|cutlass|xmma|cublas|addmm|aten::mm|aten::linear",
+}
+OTHER = "everything else"
+Kernel = tuple[str, float, float]  # name, microseconds a step, launches a step
 
 
-def kernels(run: Callable[[], object], steps: int) -> list[tuple[str, float, float]]:
-    """Name, microseconds a step and launches a step of every kernel within `run`, largest first."""
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        run()
-        torch.cuda.synchronize()
+def kernels(run: Callable[[], int], device: str) -> list[Kernel]:
+    """Of every kernel within `run`, which returns how many steps it made; largest first. On a CPU: of operators."""
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as recorded:
+        steps = run()
+        if device == "cuda":
+            torch.cuda.synchronize()
     spent: dict[str, float] = defaultdict(float)
     launches: dict[str, int] = defaultdict(int)
     for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spent[event.name] += event.device_time
+        if device == "cpu" or event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[event.name] += event.device_time if device == "cuda" else event.self_cpu_time_total
             launches[event.name] += 1
     order = sorted(spent, key=lambda name: -spent[name])
     return [(name, spent[name] / steps, launches[name] / steps) for name in order]
 
 
-def decode(model: Decoder, case: Case) -> list[tuple[str, float, float]]:
-    """Of a decode step; the prompts run before."""
+def decode(model: Decoder, case: Case) -> tuple[list[Kernel], dict[str, float]]:
+    """Of decode steps in the middle of a round, the second after the warm-up; and the floors there."""
     engine = make_engine(model, case.sequences, case.prompt + case.new, case.sampling)
+    steps = min(DECODE_STEPS, case.new // 2)
     for call in range(2):
         for group, prompt in enumerate(random_prompts(case.prompts, lambda: case.prompt)):
             engine.add_request(prompt, case.sampling, SampleIdentity(0, 0, call, group))
         while engine.scheduler.waiting or len(engine.scheduler.running) < case.sequences:
             engine.step()
-        engine.drain()
-        steps = engine.scheduler.running[0].remaining
+        advance(engine, (case.new - steps) // 2)
         if call == 1:
-            return kernels(lambda: drain(engine), steps)
-        drain(engine)
+            generated = case.new - engine.scheduler.running[0].remaining + steps / 2
+            found = kernels(lambda: advance(engine, steps), model.embed.device.type)
+            advance(engine, case.new)
+            return found, decode_floors(model.config, case, generated)
+        advance(engine, case.new)
     raise AssertionError
 
 
-def drain(engine: Any) -> None:
-    while engine.scheduler.busy:
+def advance(engine: Engine, steps: int) -> int:
+    """Run at least so many decode steps, or all that there are; how many it were."""
+    engine.drain()
+    before = engine.scheduler.running[0].remaining if engine.scheduler.running else 0
+    left = before
+    while engine.scheduler.busy and before - left < steps:
         engine.step()
+        if before - left + engine.config.steps_per_sync * (engine.ahead + 1) >= steps:
+            engine.drain()
+        left = engine.scheduler.running[0].remaining if engine.scheduler.running else 0
+    return before - left
 
 
-def train(model: Decoder) -> list[tuple[str, float, float]]:
+def decode_floors(c: ModelConfig, case: Case, generated: float) -> dict[str, float]:
+    """Microseconds a step that weights, keys and values, and logits take to be read once for each purpose."""
+    rows, logits = case.sequences, 4 * case.sequences * c.vocab_size
+    weights = 2 * (c.num_parameters - (0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size))
+    cached = 2 * 2 * c.num_kv_heads * c.head_dim * c.num_layers * (case.prompts * case.prompt + rows * generated)
+    projected = c.num_heads * c.head_dim + 2 * c.num_kv_heads * c.head_dim
+    bytes_ = {
+        "products, LM head among them": weights,
+        "attention": cached,
+        "drawing": logits,
+        "sums of exponentials": logits,
+        "top-p": logits if case.top_p < 1 else 0,
+        "norms, rotation, cache write": 2 * rows * c.num_layers * (4 * c.hidden_size + 2 * projected),
+        "SiLU": 2 * rows * c.num_layers * 3 * c.intermediate_size,
+    }
+    return {name: 1e6 * size / BYTES_PER_S for name, size in bytes_.items()}
+
+
+def train(model: Decoder) -> tuple[list[Kernel], dict[str, float]]:
     """Of the seed workload's step: forward, backward, clip and AdamW."""
-    compiler = Compiler(CompileConfig("step", cudagraph_mode="full"), model.embed.device)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
-    batch = train_batch(model, 5, 145, 100)
+    device = model.embed.device
+    trainer = Trainer(
+        model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=make_compiler("CUDA graph", device)
+    )
+    batch = train_batch(model, *((5, 145, 100) if device.type == "cuda" else (1, 20, 8)))
 
-    def step() -> None:
-        trainer.forward_backward(batch)
-        trainer.optim_step(1e-6)
+    def steps(count: int) -> int:
+        for _ in range(count):
+            trainer.forward_backward(batch)
+            trainer.optim_step(1e-6)
+        return count
 
-    step()
-    step()
-    return kernels(lambda: [step() for _ in range(TRAIN_STEPS)], TRAIN_STEPS)
+    steps(2)
+    return kernels(lambda: steps(TRAIN_STEPS), device.type), train_floors(model.config, batch)
+
+
+def train_floors(c: ModelConfig, batch: PackedBatch) -> dict[str, float]:
+    """Microseconds a step: three products a weight, one pass over each other tensor for each purpose."""
+    tokens, scored = batch.tokens_T.numel(), batch.targets_C.numel()
+    layers = c.num_parameters - c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+    lengths = batch.cu_seqlens.diff().double().cpu()
+    pairs = float((lengths * (lengths + 1) / 2 + lengths * batch.prefix_len_S.double().cpu()[: len(lengths)]).sum())
+    attention = 4 * pairs * c.num_heads * c.head_dim * c.num_layers
+    projected = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    flops = {
+        "products, LM head among them": 6 * (layers * tokens + c.vocab_size * c.hidden_size * scored),
+        "attention": attention,
+        "attention, backward": 2.5 * attention,
+        "gradient of the logits": 2 * c.vocab_size * c.hidden_size * scored,
+    }
+    bytes_ = {
+        "AdamW": 34 * c.num_parameters,
+        "gradient norm": 4 * c.num_parameters,
+        "sums of exponentials": 4 * scored * c.vocab_size,
+        "top-p": 4 * scored * c.vocab_size,
+        "norms, rotation, cache write": 2 * tokens * c.num_layers * (5 * 2 * c.hidden_size + 5 * projected),
+        "SiLU": 2 * tokens * c.num_layers * 8 * c.intermediate_size,
+        "embedding, backward": 2 * c.vocab_size * c.hidden_size,
+    }
+    floors = {name: 1e6 * work / FLOPS_PER_S for name, work in flops.items()}
+    return floors | {name: 1e6 * size / BYTES_PER_S for name, size in bytes_.items()}
+
+
+def group_of(kernel: str) -> str:
+    return next((group for group, pattern in GROUPS.items() if re.search(pattern, kernel)), OTHER)
+
+
+def grouped(found: list[Kernel], floors: dict[str, float]) -> list[dict[str, Any]]:
+    """Largest first."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, us, launches in found:
+        g = groups.setdefault(group_of(name), {"us": 0.0, "launches": 0.0})
+        g["us"] += us
+        g["launches"] += launches
+    order = sorted(groups, key=lambda name: -groups[name]["us"])
+    return [{"what": name, **groups[name], "floor_us": floors.get(name)} for name in order]
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--arch", default="qwen3-0.6b")
+    parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--top", type=int, default=10, help="kernels shown of each (default: 10)")
     args = parser.parse_args()
-    model = random_model(args.arch, "cuda")
-    parts = {name: (lambda case=case: decode(model, case)) for name, case in DECODE.items()}
+    on_cpu = args.device == "cpu"
+    arch = args.arch or ("tiny" if on_cpu else "qwen3-0.6b")
+    model = random_model(arch, args.device)
+    parts = {n: (lambda case=case: decode(model, case)) for n, case in (SMALL if on_cpu else DECODE).items()}
     parts["train step"] = lambda: train(model)
-    figures: dict[str, Any] = {"arch": args.arch}
-    rows = [["part", "kernel", "us a step", "launches", "us each"]]
+    figures: dict[str, Any] = {"arch": arch}
+    rows = [["part", "kernel", "us a step", "launches", "floor us"]]
     for part, run in parts.items():
-        found = run()
-        figures[part] = [{"kernel": name, "us": us, "launches": count} for name, us, count in found]
+        found, floors = run()
+        groups = grouped(found, floors)
+        figures[part] = {
+            "groups": groups,
+            "kernels": [{"kernel": n, "us": us, "launches": count, "what": group_of(n)} for n, us, count in found[:40]],
+        }
         rows.append([part, "ALL", f"{sum(us for _, us, _ in found):.0f}", f"{sum(n for *_, n in found):.0f}", ""])
-        rows += [[part, n[:70], f"{us:.0f}", f"{c:.0f}", f"{us / c:.1f}"] for n, us, c in found[: args.top]]
+        for g in groups:
+            floor = "" if g["floor_us"] is None else f"{g['floor_us']:.0f}"
+            rows.append([part, g["what"].upper(), f"{g['us']:.0f}", f"{g['launches']:.0f}", floor])
+        rows += [[part, n[:70], f"{us:.0f}", f"{count:.0f}", ""] for n, us, count in found[: args.top]]
+        save("kernels", figures, args.json)
     finish("kernels", figures, rows, args.json)
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import arguments, finish
+from common import arguments, finish, save
 from ops_attention import attention
-from ops_common import BYTES_PER_S, DEVICE, FLOPS_PER_S, Bench, Record, Run, error, normal
+from ops_common import BYTES_PER_S, DEVICE, FLOPS_PER_S, ON_GPU, Bench, Record, Run, error, normal
 from torch import Tensor
 
 from lockstep import ops
@@ -25,14 +25,19 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.init import architecture
 from lockstep.ops import backend, philox
 
-COLD_BYTES = 200 << 20  # more than the L2 cache holds
-ROWS = (2, 8, 16, 40, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+COLD_BYTES = 200 << 20 if ON_GPU else 1  # more than the L2 cache holds
+ROWS = (2, 8, 16, 40, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if ON_GPU else (2, 40)
+TOKENS, PACKED_TOKENS = ((4000, 9800), 4685) if ON_GPU else ((40, 98), 47)
+SAMPLED_ROWS = (1, 8, 40, 256) if ON_GPU else (1, 3)
 EPS = 1e-6
 
 
 @contextmanager
 def stock_cublas() -> Iterator[None]:
     """The library as torch sets it up."""
+    if not ON_GPU:
+        yield
+        return
     torch.backends.cuda.preferred_blas_library("cublas")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     try:
@@ -67,7 +72,9 @@ def linear_case(bench: Bench, case: str, x: Tensor, weights: list[Tensor]) -> No
     def each(function: Callable[[Tensor, Tensor], Tensor]) -> dict[str, float]:
         return bench.time([lambda w=w: function(x, w) for w in weights])
 
-    ours, others = each(ops.linear), {"cuBLASLt, K whole": each(backend.cublaslt_linear)}
+    ours, others = each(ops.linear), {}
+    if ON_GPU:
+        others["cuBLASLt, K whole"] = each(backend.cublaslt_linear)
     with stock_cublas():
         others["cuBLAS"] = each(F.linear)
         torch_s = F.linear(x, weights[0])[:64]
@@ -87,8 +94,10 @@ def sampling_columns(rows: int, temperature: float, top_p: float) -> tuple[Tenso
 
 
 def peak_bytes(run: Run) -> int:
-    """What a call allocates at its peak, beyond what is there."""
+    """What a call allocates at its peak, beyond what is there; 0 on a CPU."""
     run()
+    if not ON_GPU:
+        return 0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -101,7 +110,7 @@ def logprobs(bench: Bench, models: dict[str, ModelConfig]) -> None:
     """Forward and backward of the tokens' log-probabilities against `F.cross_entropy` of bfloat16 logits."""
     for name, model in models.items():
         weight = head(model).requires_grad_()
-        for tokens in (4000, 9800):
+        for tokens in TOKENS:
             hidden, targets = (
                 normal(tokens, model.hidden_size),
                 torch.randint(model.vocab_size, (tokens,), device=DEVICE),
@@ -171,7 +180,7 @@ def sampling(bench: Bench, models: dict[str, ModelConfig]) -> None:
         return run
 
     for vocabulary in {model.vocab_size for model in models.values()}:
-        for rows in (1, 8, 40, 256):
+        for rows in SAMPLED_ROWS:
             logits = torch.randn(rows, vocabulary, device=DEVICE)
             noise = torch.empty_like(logits)
             for temperature, top_p in ((1.0, 1.0), (0.8, 1.0), (0.8, 0.95)):
@@ -222,7 +231,7 @@ def _less(both: dict[str, float], forward: dict[str, float]) -> dict[str, float]
 def rows(bench: Bench, models: dict[str, ModelConfig]) -> None:
     """RMSNorm, q/k-norm with RoPE and the gated product at the 4,685 tokens of one packed step; torch's own run in
     bfloat16, which rounds in between."""
-    tokens = 4685
+    tokens = PACKED_TOKENS
     for name, c in models.items():
         heads, kv, dim = c.num_heads, c.num_kv_heads, c.head_dim
         table = ops.rope_table(
@@ -262,7 +271,7 @@ def embedding_gradient(
 def embedding(bench: Bench, models: dict[str, ModelConfig]) -> None:
     """Backward of the lookup, rows as frequent as words are; torch's own adds with atomics."""
     for name, c in models.items():
-        for tokens in (4685, 9800):
+        for tokens in (PACKED_TOKENS, TOKENS[-1]):
             index = (torch.rand(tokens, device=DEVICE) ** 8 * c.vocab_size).long()
             table = normal(c.vocab_size, c.hidden_size).requires_grad_()
             grad = normal(tokens, c.hidden_size)
@@ -288,20 +297,22 @@ SECTIONS: dict[str, Callable[[Bench, dict[str, ModelConfig]], None]] = {
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--only", choices=list(SECTIONS), nargs="*", default=list(SECTIONS))
-    parser.add_argument("--models", nargs="*", default=["qwen3-0.6b"], help="architectures (default: qwen3-0.6b)")
+    default = "qwen3-0.6b" if ON_GPU else "tiny"
+    parser.add_argument("--models", nargs="*", default=[default], help=f"architectures (default: {default})")
     args = parser.parse_args()
-    if args.device != "cuda":
-        parser.error("--device is cpu; this measures GPU kernels, and torch sees no GPU or was told not to use it")
-    backend.configure_cuda()
+    if ON_GPU:
+        backend.configure_cuda()
     torch.manual_seed(0)
     bench = Bench(args.repeats)
     models = {name: architecture(name) for name in args.models}
+    figures = {"models": args.models, "bytes_per_s": BYTES_PER_S, "flops_per_s": FLOPS_PER_S, "records": bench.records}
     for name in args.only:
         SECTIONS[name](bench, models)
-        torch.cuda.empty_cache()
+        save("ops", figures, args.json)
+        if ON_GPU:
+            torch.cuda.empty_cache()
     rows_ = bench.table()
-    ceilings = {"bytes_per_s": BYTES_PER_S, "flops_per_s": FLOPS_PER_S}
-    finish("ops", {"models": args.models, **ceilings, "records": bench.records}, rows_, args.json)
+    finish("ops", figures, rows_, args.json)
     for r in bench.records:
         if "peak_bytes" in r:
             ours, other = (r[k] / 2**30 for k in ("peak_bytes", "other_peak_bytes"))

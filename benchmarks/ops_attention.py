@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from ops_common import DEVICE, Bench, error, normal
+from ops_common import DEVICE, ON_GPU, Bench, error, normal
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep import ops
 from lockstep.models.config import ModelConfig
 
-LIBRARIES = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+LIBRARIES = (
+    {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    if ON_GPU
+    else {"torch": SDPBackend.MATH}
+)
+REFERENCE = next(iter(LIBRARIES.values()))  # whose error stands beside ours
+PACKED = ((40, 245), (16, 2048), (2, 16384)) if ON_GPU else ((3, 40),)  # sequences, length
+DECODED = ((1, 8192), (40, 245), (256, 1024)) if ON_GPU else ((3, 40),)
+SHARED = (32, 8, 1024, 1088) if ON_GPU else (2, 2, 32, 48)  # groups, samples, shared and all keys
 
 
 def attention(bench: Bench, models: dict[str, ModelConfig]) -> None:
     """Packed attention, forward and with its backward, and decoding over pages, against FlashAttention-2 and cuDNN."""
     for name, c in models.items():
-        for batch, length in ((40, 245), (16, 2048), (2, 16384)):
+        for batch, length in PACKED:
             packed_case(bench, f"{name} packed {batch}x{length}", c, batch, length)
-        for batch, length in ((1, 8192), (40, 245), (256, 1024)):
+        for batch, length in DECODED:
             decode_case(bench, f"{name} decode {batch}x{length}", c, batch, length)
-        shared_case(bench, f"{name} decode 32 groups of 8, 1024 shared", c, 32, 8, 1024, 1088)
+        groups, samples, shared, _ = SHARED
+        shared_case(bench, f"{name} decode {groups} groups of {samples}, {shared} shared", c, *SHARED)
 
 
 def sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -54,15 +63,17 @@ def packed_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int
 
     batched_grad = grad.view(batch, length, *grad.shape[1:]).transpose(1, 2).contiguous()
     exact = sdpa(SDPBackend.MATH, *(x[:1, :, :512].detach().double() for x in batched), True).transpose(1, 2)[0]
-    others = {"FlashAttention-2 varlen": bench.time([varlen])}
-    both = {"FlashAttention-2 varlen": bench.time([varlen_both])}
+    others, both = {}, {}
+    if ON_GPU:
+        others["FlashAttention-2 varlen"] = bench.time([varlen])
+        both["FlashAttention-2 varlen"] = bench.time([varlen_both])
     for library, kernel in LIBRARIES.items():
         others[library] = bench.time([lambda kernel=kernel: sdpa(kernel, *batched, True)])
         both[library] = bench.time(
             [lambda kernel=kernel: torch.autograd.grad(sdpa(kernel, *batched, True), batched, batched_grad)]
         )
     with torch.no_grad():
-        torch_s = sdpa(SDPBackend.FLASH_ATTENTION, *batched, True).transpose(1, 2)[0]
+        torch_s = sdpa(REFERENCE, *batched, True).transpose(1, 2)[0]
         errors = {"error": error(ours()[: len(exact)], exact), "torch_error": error(torch_s[: len(exact)], exact)}
     flops = 2 * 2 * batch * length * (length + 1) / 2 * c.num_heads * c.head_dim
     moved = 2 * (q.nbytes + k.nbytes)
@@ -90,7 +101,7 @@ def decode_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int
     queries = q.unsqueeze(2)
     others = {n: bench.time([lambda b=b: sdpa(b, queries, *kv_rows, False)]) for n, b in LIBRARIES.items()}
     exact = sdpa(SDPBackend.MATH, *(x[:1].double() for x in (queries, *kv_rows)), False)[:, :, 0]
-    torch_s = sdpa(SDPBackend.FLASH_ATTENTION, queries, *kv_rows, False)[:1, :, 0]
+    torch_s = sdpa(REFERENCE, queries, *kv_rows, False)[:1, :, 0]
     errors = {"error": error(ours()[:1], exact), "torch_error": error(torch_s, exact)}
     bench.add("attention", case, bench.time([ours]), others, 2 * batch * length * kv * dim * 2 + 2 * q.nbytes, **errors)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-DEVICE = "cuda"
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+if not ON_GPU:  # the times mean nothing; that every section runs does
+    os.environ["TRITON_INTERPRET"] = "1"
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # an H200's memory and bfloat16 matrix products, measured
 Run = Callable[[], Any]
 Record = dict[str, Any]
@@ -26,6 +31,8 @@ class Bench:
 
     def time(self, runs: list[Run], least: int = 4) -> dict[str, float]:
         """Seconds of one call: median, minimum and maximum of graphs that call each of `runs` in turn."""
+        if not ON_GPU:
+            return self._summary([_wall(runs[0]) for _ in range(2)])
         runs = runs * math.ceil(least / len(runs))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -36,7 +43,10 @@ class Bench:
         with torch.cuda.graph(graph):
             for run in runs:
                 run()
-        times = [self._replay(graph) / len(runs) for _ in range(self.repeats + 1)][1:]
+        return self._summary([self._replay(graph) / len(runs) for _ in range(self.repeats + 1)][1:])
+
+    @staticmethod
+    def _summary(times: list[float]) -> dict[str, float]:
         return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
 
     @staticmethod
@@ -82,8 +92,14 @@ class Bench:
         return rows
 
 
+def _wall(run: Run) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
-    return (scale * torch.randn(*shape, device=DEVICE)).bfloat16()
+    return (scale * torch.randn(*shape, device=DEVICE)).to(DTYPE)
 
 
 def error(x: Tensor, exact: Tensor) -> float:

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capture import train_batch
-from common import arguments, finish, random_model, seconds, summary
+from capture import make_compiler, train_batch
+from common import arguments, finish, random_model, save, seconds, summary
 from generate import CASES, Ours, random_prompts
 from seed_workload import ours as rl_steps
 from seed_workload import prepare
 
-from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Compiler
+from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.ops import backend, linear_table
 from lockstep.trainer import Trainer
 
@@ -40,23 +39,26 @@ def use_the_library() -> None:
     linear_table.choose = lambda *_: None  # type: ignore[assignment]
 
 
-def measure(mode: str, arch: str, folder: Path, repeats: int) -> dict[str, list[float]]:
+def measure(mode: str, arch: str, folder: Path, repeats: int, device: str) -> dict[str, list[float]]:
     """Seconds of each part."""
     if mode == "library products":
         use_the_library()
     checked = mode == "parity"
-    times = parts(arch, checked, repeats)
-    torch.cuda.empty_cache()
-    steps = rl_steps(folder, 0.0, "strict" if checked else "off", {"verify": "off"}, RL_STEPS)["step_s"]
+    times = parts(arch, checked, repeats, device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    count = RL_STEPS if device == "cuda" else 2
+    extra = {"verify": "off"} if device == "cuda" else {}
+    steps = rl_steps(folder, 0.0, "strict" if checked else "off", extra, count)["step_s"]
     return times | {PARTS[-1]: steps[1:]}
 
 
-def parts(arch: str, checked: bool, repeats: int) -> dict[str, list[float]]:
+def parts(arch: str, checked: bool, repeats: int, device: str) -> dict[str, list[float]]:
     """A round of generation, and a train step on the same work."""
-    model = random_model(arch, "cuda")
-    case = CASES["seed, top-p"]
+    model = random_model(arch, device)
+    case = CASES["seed, top-p" if device == "cuda" else "cpu"]
     generate = Ours(model, case, random_prompts(case.prompts, lambda: case.prompt))
-    compiler = Compiler(CompileConfig("step", cudagraph_mode="full"), model.embed.device)
+    compiler = make_compiler("CUDA graph", model.embed.device)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
     batch = train_batch(model, case.prompts, case.prompt, case.new)
     batch.check_parity = checked
@@ -69,30 +71,38 @@ def parts(arch: str, checked: bool, repeats: int) -> dict[str, list[float]]:
     for name, run in zip(PARTS, (generate, train), strict=False):
         run()
         run()
-        times[name] = [seconds(run, "cuda") for _ in range(repeats)]
-    compiler.close()
+        times[name] = [seconds(run, device) for _ in range(repeats)]
+    if compiler:
+        compiler.close()
     return times
+
+
+def in_a_process(mode: str, arch: str, folder: Path, repeats: int, device: str) -> dict[str, dict[str, float]]:
+    """Median, minimum and maximum of each part."""
+    command = [sys.executable, __file__, "--mode", mode, "--arch", arch, "--folder", str(folder)]
+    command += ["--repeats", str(repeats), "--device", device]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    (folder / "run").rename(folder / f"run {mode}")
+    return {part: summary(times) for part, times in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--arch", default="qwen3-0.6b")
+    parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    arch = args.arch or ("tiny" if args.device == "cpu" else "qwen3-0.6b")
     if args.mode:
-        found = measure(args.mode, args.arch, args.folder, args.repeats)
+        found = measure(args.mode, arch, args.folder, args.repeats, args.device)
         print(json.dumps(found))
         return 0
-    figures: dict[str, Any] = {"arch": args.arch, "modes": {}}
-    for mode in MODES:
-        with tempfile.TemporaryDirectory() as scratch:
-            prepare(Path(scratch), args.arch)
-            command = [sys.executable, __file__, "--mode", mode, "--arch", args.arch, "--folder", scratch]
-            command += ["--repeats", str(args.repeats)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        figures["modes"][mode] = {part: summary(times) for part, times in found.items()}
+    figures: dict[str, Any] = {"arch": arch, "modes": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        prepare(Path(scratch), arch)
+        for mode in MODES:
+            figures["modes"][mode] = in_a_process(mode, arch, Path(scratch), args.repeats, args.device)
+            save("parity_cost", figures, args.json)
     rows = [["part", *(f"{mode}, ms" for mode in MODES), "cost"]]
     figures["cost"] = {}
     for part in PARTS:

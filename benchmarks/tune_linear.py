@@ -4,22 +4,28 @@ Everything runs in CUDA graphs over the weights of enough layers that none is le
 decoder layer are tuned one after the other inside the whole layer (but for its attention), where kernels overlap. Plain
 products are tuned alone; beside ours stands the faster of cuBLAS and cuBLASLt as torch calls them, free to split K,
 which the contract forbids.
+
+An entry of the table serves a range of rows, and is measured at each number of them that graphs are made for. The
+library's choice of kernels can be far off at single numbers (for 1,024 x 3,072 at exactly 48, 64 and 96), so it is
+taken only where no multiple of eight in the range takes much longer than the others.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import multiprocessing
 import os
+import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 from common import arguments, finish, graph_us
-from decode_layer import BANDWIDTH, EPS, Stack, stock
+from decode_layer import BANDWIDTH, DEVICE, DTYPE, EPS, Stack, contract, stock
 from torch import Tensor
 
 from lockstep import ops
@@ -35,7 +41,15 @@ LAYER: dict[str, Kind] = {
     "gate_up": "norm_gate_up",
     "down": "linear_add",
 }
-PROBES = {8: 1, 16: 16, 32: 32, 64: 40, 128: 128, 256: 256}  # bound on the rows: rows measured
+PROBES = {  # bound on the rows: rows measured
+    8: (1, 8),
+    16: (16,),
+    32: (24, 32),
+    64: (40, 48, 64),
+    128: (96, 128),
+    256: (192, 256),
+}
+UNEVEN = 1.5  # the library's slowest over its median within a range, from which on it is not taken
 LARGE = (512, 1024, 2048, 4096, 8192)  # left to the library; measured for the report
 BLOCK_M = {8: (16,), 16: (16,), 32: (32, 16), 64: (64, 32, 16), 128: (64, 128), 256: (64, 128)}
 PIPELINE_KIB = (110, 200)  # a program's stages: two programs a multiprocessor, or one
@@ -54,7 +68,7 @@ def candidates(kind: Kind, bucket: int, columns: int, depth: int) -> list[Choice
     found: dict[Choice, None] = {}
     weights = 2 if kind == "norm_gate_up" else 1
     for block_m, block_n, block_k in itertools.product(BLOCK_M[bucket], (16, 32, 64, 128, 256), (64, 128, 256)):
-        programs = -(-PROBES[bucket] // block_m) * (columns // weights // block_n)
+        programs = -(-PROBES[bucket][0] // block_m) * (columns // weights // block_n)
         stage, tile = 2 * block_k * (block_m + weights * block_n), block_m * block_n * weights
         few, many = programs < 48, programs > 400 and block_n < 64
         if few or many or (bucket >= 256 and block_n < 64) or tile > 128 * 256 or depth % block_k:
@@ -71,6 +85,8 @@ def product(kind: Kind, choice: Choice | None, x: Tensor, weight: Tensor, norm: 
     """The product by one kernel of ours after the norm, or by the library and the row operators."""
     gated, added = kind == "norm_gate_up", kind == "linear_add"
     dtype = torch.float32 if kind == "linear_fp32" else torch.bfloat16
+    if DEVICE == "cpu":  # to try the search
+        return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // (2 if gated else 1)]
     if kind in ("norm_linear", "norm_gate_up"):
         x = rows.rms_norm(x, norm, EPS)
     if choice:
@@ -84,12 +100,18 @@ class LayerProblem:
 
     def __init__(self, arch: str, bucket: int) -> None:
         size = sum(2 * w.numel() for w in Stack(arch, 1, 1, "meta").layers[0])
-        self.stack = Stack(arch, PROBES[bucket], max(MIN_LAYERS, min(MAX_LAYERS, COLD_BYTES // size)))
+        self.stack = Stack(arch, 1, max(MIN_LAYERS, min(MAX_LAYERS, COLD_BYTES // size)))
+        self.probes = [self.stack.with_rows(rows) for rows in PROBES[bucket]]
         self.shapes = {name: tuple(w.shape) for name, w in zip(LAYER, self.stack.layers[0], strict=True)}
         self.bucket = bucket
 
-    def run(self, chosen: Configuration) -> None:
-        s = self.stack
+    @functools.cache  # noqa: B019 (as many problems as there are ranges)
+    def library_is_even(self, name: str) -> bool:
+        """Whether the library may be taken for this product."""
+        weight = self.stack.layers[0][list(LAYER).index(name)]
+        return is_even(LAYER[name], weight.unsqueeze(0), self.bucket)
+
+    def run(self, s: Stack, chosen: Configuration) -> None:
         x = s.x
         for layer in s.layers:
             weight = dict(zip(LAYER, layer, strict=True))
@@ -102,12 +124,16 @@ class LayerProblem:
             x = call("down", call("gate_up", x, x), x)
 
     def us(self, chosen: Configuration) -> float:
-        return graph_us(lambda: self.run(chosen), 3, 5) / len(self.stack.layers)
+        """Of a layer, the mean over the rows measured."""
+        times = [graph_us(lambda s=s: self.run(s, chosen), 3, 5) for s in self.probes]
+        return sum(times) / len(times) / len(self.stack.layers)
 
     def tune(self) -> tuple[Configuration, float]:
         """The best configuration that descents from the present table and from the rule find; microseconds a layer."""
-        m = PROBES[self.bucket]
+        m = PROBES[self.bucket][-1]
         present = {name: linear_table.choose(LAYER[name], m, *shape) for name, shape in self.shapes.items()}
+        rule = self._rule(min(m, linear_table.MAX_ROWS))
+        present = {n: rule[n] if c is None and not self.library_is_even(n) else c for n, c in present.items()}
         starts = [present, *(self._rule(rows) for rows in {FEW_ROWS, min(max(m, FEW_ROWS), linear_table.MAX_ROWS)})]
         return min((self._descend(start) for start in starts), key=lambda found: found[1])
 
@@ -133,12 +159,34 @@ class LayerProblem:
         """Other tiles with the flags of `choice`, and the library."""
         early, prefetch = (choice.early, choice.prefetch) if choice else (True, False)
         tiles = candidates(LAYER[name], self.bucket, *self.shapes[name])
-        return [None, *(tile._replace(early=early, prefetch=prefetch) for tile in tiles)]
+        library = [None] if self.library_is_even(name) else []
+        return [*library, *(tile._replace(early=early, prefetch=prefetch) for tile in tiles)]
 
     def _flags(self, name: str, choice: Choice | None) -> list[Choice]:
         """The tile of `choice` with other flags."""
         flags = itertools.product((False, True), repeat=2) if choice else ()
         return [choice._replace(early=early, prefetch=prefetch) for early, prefetch in flags]
+
+
+def range_of(bucket: int) -> range:
+    """The multiples of eight that an entry with this bound is for."""
+    smaller = max((bound for bound in PROBES if bound < bucket), default=0)
+    return range(smaller + 8, bucket + 1, 8)
+
+
+def is_even(kind: Kind, weights: Tensor, bucket: int) -> bool:
+    """Whether the library takes about as long for any number of rows in the range."""
+
+    def us(m: int) -> float:
+        x = torch.randn(m, weights.shape[2], device=DEVICE).to(DTYPE)
+        return graph_us(lambda: [product(kind, None, x, w, x[0], _residual(kind, x, w)) for w in weights], 3, 5)
+
+    times = [us(m) for m in range_of(bucket)]
+    return max(times) < UNEVEN * statistics.median(times)
+
+
+def _residual(kind: Kind, x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_zeros(x.shape[0], weight.shape[0]) if kind == "linear_add" else x
 
 
 class PlainProblem:
@@ -151,33 +199,38 @@ class PlainProblem:
         size = columns * depth
         layers = max(2, min(24, COLD_BYTES // (2 * size)))
         if PlainProblem.pool is None or PlainProblem.pool.numel() < layers * size:
-            PlainProblem.pool = torch.randn(layers * size, device="cuda", dtype=torch.bfloat16)
+            PlainProblem.pool = torch.randn(layers * size, device=DEVICE, dtype=DTYPE)
         self.weights = PlainProblem.pool[: layers * size].view(layers, columns, depth)
 
     def us(self, m: int, choice: Choice | None) -> float:
-        x = torch.randn(m, self.depth, device="cuda").bfloat16()
+        x = torch.randn(m, self.depth, device=DEVICE).to(DTYPE)
         return self._us(lambda w: product(self.kind, choice, x, w, x, x))
 
     def library_us(self, m: int) -> float:
         """The faster of cuBLAS and cuBLASLt, both free to split K."""
-        x, times = torch.randn(m, self.depth, device="cuda").bfloat16(), []
+        x, times = torch.randn(m, self.depth, device=DEVICE).to(DTYPE), []
         dtype = torch.float32 if self.kind == "linear_fp32" else torch.bfloat16
+        if DEVICE == "cpu":
+            return self._us(lambda w: torch.mm(x, w.t()))
         try:
             stock()
             for library in ("cublas", "cublaslt"):
                 torch.backends.cuda.preferred_blas_library(library)
                 times.append(self._us(lambda w: torch.mm(x, w.t(), out_dtype=dtype)))
         finally:
-            backend.configure_cuda.__wrapped__()
+            contract()
         return min(times)
 
     def _us(self, call) -> float:
         return graph_us(lambda: [call(w) for w in self.weights], 3, 5) / len(self.weights)
 
     def tune(self, bucket: int) -> tuple[Choice | None, float]:
-        choices: list[Choice | None] = [None]
-        choices += [c._replace(early=True) for c in candidates(self.kind, bucket, self.columns, self.depth)]
-        times = {choice: self.us(PROBES[bucket], choice) for choice in choices}
+        tiles = candidates(self.kind, bucket, self.columns, self.depth)
+        choices: list[Choice | None] = [tile._replace(early=True) for tile in tiles]
+        if not choices or is_even(self.kind, self.weights, bucket):
+            choices.append(None)
+        probes = PROBES[bucket]
+        times = {choice: sum(self.us(m, choice) for m in probes) / len(probes) for choice in choices}
         best = min(choices, key=times.__getitem__)
         return best, times[best]
 
@@ -187,11 +240,12 @@ def compile_one(job: tuple[Kind, Choice]) -> None:
     kind, choice = job
     depth, columns = choice.block_k, choice.block_n * (2 if kind == "norm_gate_up" else 1)
     weight, x, residual = (
-        torch.zeros(n, k, device="cuda", dtype=torch.bfloat16)
+        torch.zeros(n, k, device=DEVICE, dtype=DTYPE)
         for n, k in ((columns, depth), (16, depth), (16, columns))
     )
     product(kind, choice, x, weight, weight[0], residual)
-    torch.cuda.synchronize()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def compile_all(shapes: list[tuple[Kind, int, int]]) -> int:
@@ -244,7 +298,7 @@ def tune_layers(arch: str, table: Table) -> None:
         chosen, us = problem.tune()
         floor = sum(2 * w.numel() for w in problem.stack.layers[0]) / BANDWIDTH
         table.line(
-            "layer", arch, PROBES[bucket], us, "", floor, {n: c and tuple(map(int, c)) for n, c in chosen.items()}
+            "layer", arch, bucket, us, "", floor, {n: c and tuple(map(int, c)) for n, c in chosen.items()}
         )
         for name, shape in problem.shapes.items():
             table.add(LAYER[name], shape, bucket, chosen[name])
@@ -253,24 +307,25 @@ def tune_layers(arch: str, table: Table) -> None:
 def tune_plain(kind: Kind, columns: int, depth: int, table: Table) -> list[float]:
     """Our times over the library's."""
     problem, ratios, floor = PlainProblem(kind, columns, depth), [], 2 * columns * depth / BANDWIDTH
-    for bucket, m in PROBES.items():
+    for bucket, probes in PROBES.items():
         choice, us = problem.tune(bucket)
-        library = problem.library_us(max(m, 2))
+        library = sum(problem.library_us(max(m, 2)) for m in probes) / len(probes)
         ratios.append(us / library)
         table.add(kind, (columns, depth), bucket, choice)
-        table.line(kind, f"{columns}x{depth}", m, us, library, floor, choice and tuple(map(int, choice)))
-    if kind == "linear":
+        table.line(kind, f"{columns}x{depth}", bucket, us, library, floor, choice and tuple(map(int, choice)))
+    if kind == "linear" and DEVICE == "cuda":
         ratios += [problem.us(m, None) / problem.library_us(m) for m in LARGE]
     return ratios
 
 
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--arch", nargs="*", default=list(ARCHITECTURES), help=f"default: {' '.join(ARCHITECTURES)}")
+    names = ARCHITECTURES if DEVICE == "cuda" else ("tiny",)
+    parser.add_argument("--arch", nargs="*", default=list(names), help=f"default: {' '.join(names)}")
     parser.add_argument("--out", type=Path, default=linear_table.PATH, help="default: the table in the package")
     args = parser.parse_args()
-    if args.device != "cuda":
-        parser.error("needs a CUDA device")
+    if DEVICE == "cpu" and args.out == linear_table.PATH:
+        parser.error("torch sees no GPU: give an --out, the table in the package is not measured on a CPU")
     configs = [architecture(name) for name in args.arch]
     layers = {
         (LAYER[n], *w.shape) for a in args.arch for n, w in zip(LAYER, Stack(a, 1, 1, "meta").layers[0], strict=True)
@@ -278,7 +333,7 @@ def main() -> int:
     plain: list[tuple[Kind, int, int]] = sorted({("linear", *shape[1:]) for shape in layers})
     plain += sorted({("linear_fp32", c.vocab_size, c.hidden_size) for c in configs})
     print(f"{compile_all([*sorted(layers), *plain])} kernels compiled", file=sys.stderr, flush=True)
-    backend.configure_cuda()
+    contract()
     table, ratios = Table(), []
     with torch.inference_mode():
         for arch in args.arch:

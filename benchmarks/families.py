@@ -1,0 +1,199 @@
+"""Ten RL steps of a dense Llama, a Qwen3 mixture of experts and a DeepSeek-V3, in recorded graphs: bits compared.
+
+Layers have their real widths, weights are random, and the depth is what one GPU trains (float32 masters, gradients and
+moments beside bfloat16 weights: 18 bytes a parameter). Each step: 5 prompts of 145 tokens, 8 samples of 100
+(temperature 0.8, top-p 0.95), alternating advantages, one update. Tokens and choices of experts are compared at each.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from capture import make_compiler
+from common import arguments, finish, random_weights, save, seconds
+from generate import Case, random_prompts
+
+from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
+from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
+from lockstep.graph import Compiler, trust
+from lockstep.models import ModelConfig
+from lockstep.models.init import architecture
+from lockstep.trainer import BatchShape, StepResult, Trainer, pack
+from lockstep.types import SampleIdentity, TrainGroup, TrainSequence
+
+GIB = 2**30
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture at a depth and vocabulary that one GPU trains.
+
+    Attributes:
+        trusted: the functions whose graphs are held to eager's bits before the first step; of a large model not the
+            update, whose state does not fit twice.
+    """
+
+    arch: str
+    layers: int
+    vocabulary: int
+    trusted: tuple[str, ...] = ("forward_backward", "check", "optim_step", "decode", "mixed")
+
+    @property
+    def config(self) -> ModelConfig:
+        """No token ends a completion."""
+        found = architecture(self.arch)
+        return replace(found, num_layers=self.layers, vocab_size=self.vocabulary, eos_token_ids=())
+
+
+BUT_THE_UPDATE = ("forward_backward", "check", "decode", "mixed")
+FAMILIES = {
+    "Llama 3.2 1B": Family("llama3.2-1b", 16, 128256),
+    "Qwen3-30B-A3B, 4 layers": Family("qwen3-30b-a3b", 4, 151936, BUT_THE_UPDATE),
+    "DeepSeek-V3, 3 layers, 32 experts": Family("deepseek-v3-3-layers-32-experts", 3, 32768, BUT_THE_UPDATE),
+}
+TINY = {name: Family(name, 2, 512) for name in ("tiny-llama", "tiny-qwen3-moe", "tiny-deepseek-v3")}
+CASE, TINY_CASE = Case(5, 8, 145, 100, 0.8, 0.95), Case(2, 4, 20, 12, 0.8, 0.95)
+
+
+class Policy:
+    """Trainer and engine on one model, in graphs of one compiler."""
+
+    def __init__(self, config: ModelConfig, case: Case, device: str) -> None:
+        self.case = case
+        self.model = random_weights(config, device)
+        embed = self.model.embed
+        compiler = make_compiler("CUDA graph", embed.device)
+        assert compiler is not None
+        self.compiler: Compiler = compiler
+        self.trainer = Trainer(self.model, OptimizerConfig(), LossConfig(), compiler=compiler)
+        options = GeneratorConfig(max_num_seqs=case.sequences)
+        tokens = plan_cache_tokens(
+            options, config, embed.dtype, embed.device, case.sequences, case.prompt + case.new
+        )
+        weights = SharedWeights(self.model, lambda: self.trainer.weights_version)
+        self.engine = Engine(weights, options, tokens, compiler=compiler)
+        length = case.prompt + case.new
+        packed = case.prompts * case.prompt + case.sequences * (case.new - 1)
+        self.shapes = [BatchShape(-(-packed // 16) * 16, case.sequences * case.new, case.sequences + 6, length)]
+
+    def start(self, trusted: tuple[str, ...]) -> list[str]:
+        """Make all graphs, kernels compiled side by side, and check them; what was checked."""
+        if self.model.embed.is_cuda:
+            with self.compiler.rehearsal():
+                self._warm_up()
+        self._warm_up()
+        sampling = self.case.sampling
+        work = [*self.trainer.trust_cases(self.shapes, sampling, check_parity=True), *self.engine.trust_cases()]
+        verdicts = trust(self.compiler, [w for w in work if w[0].name in trusted], "strict")
+        self.compiler.end_warm_up()
+        return [f"{v.function}: {v.cases} cases, {v.level}" for v in verdicts]
+
+    def _warm_up(self) -> None:
+        self.trainer.warm_up(self.shapes, self.case.sampling, check_parity=True, with_checks=False)
+        self.engine.warm_up(self.case.sequences, self.case.prompt + self.case.new, self.case.sampling)
+
+    def generate(self, step: int) -> list[TrainGroup]:
+        case = self.case
+        prompts = random_prompts(case.prompts, lambda: case.prompt)
+        identities = [SampleIdentity(0, 0, step, g) for g in range(case.prompts)]
+        groups = self.engine.generate(prompts, [case.sampling] * case.prompts, identities)
+        weight = 1 / (case.sequences * case.new)
+        return [
+            TrainGroup(
+                prompt,
+                [
+                    TrainSequence(
+                        c.token_ids, (-1.0) ** i, weight, c.logprobs, c.model_logprobs, f"{i}", c.route_digests
+                    )
+                    for i, c in enumerate(group)
+                ],
+                case.sampling,
+            )
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+
+    def train(self, groups: list[TrainGroup]) -> StepResult:
+        for batch in pack(groups, max_tokens=1 << 17, check_parity=True, shapes=self.shapes):
+            self.trainer.forward_backward(batch.to(self.model.embed.device))
+        return self.trainer.optim_step(LEARNING_RATE)
+
+
+def measure(family: Family, case: Case, steps: int, device: str) -> dict[str, Any]:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    policy = Policy(family.config, case, device)
+    checked = policy.start(family.trusted)
+    figures: dict[str, Any] = {
+        "arch": family.arch, "layers": family.layers, "vocabulary": family.vocabulary, "case": vars(case),
+        "parameters": family.config.num_parameters, "startup_s": time.perf_counter() - began,
+        "graphs_checked": checked, "generate_s": [], "train_s": [], "tokens_checked": 0, "tokens_different": 0,
+        "choices_checked": 0, "tokens_routed_differently": 0, "texts": 0,
+    }  # fmt: skip
+    seen = set()
+    for step in range(steps):
+        found: list[Any] = []
+        figures["generate_s"].append(seconds(lambda step=step, f=found: f.append(policy.generate(step)), device))
+        seen.add(tuple(found[0][0].sequences[0].token_ids))
+        figures["train_s"].append(seconds(lambda f=found: f.append(policy.train(f[0])), device))
+        result: StepResult = found[1]
+        figures["tokens_checked"] += result.tokens_checked
+        figures["tokens_different"] += result.tokens_different
+        if result.routing:
+            figures["choices_checked"] += result.routing.choices_checked
+            figures["tokens_routed_differently"] += result.routing.tokens_different
+        assert result.applied, f"step {step} was not applied: {result}"
+    figures |= {"steps": steps, "texts": len(seen), "recompiles": policy.compiler.recompiles}
+    figures["replays"] = dict(policy.compiler.replays)
+    figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None
+    policy.compiler.close()
+    return figures
+
+
+def row(name: str, f: dict[str, Any]) -> list[str]:
+    if "failed" in f:
+        return [name, "FAILED", f["failed"][:80], *[""] * 6]
+    times = [f"{1e3 * statistics.median(f[key][1:] or f[key]):.0f}" for key in ("generate_s", "train_s")]
+    peak = "-" if f["peak_gib"] is None else f"{f['peak_gib']:.0f}"
+    different = f"{f['tokens_different']} of {f['tokens_checked']:,}"
+    experts = f"{f['tokens_routed_differently']} of {f['choices_checked']:,}" if f["choices_checked"] else "-"
+    billions = f"{f['parameters'] / 1e9:.2f}"
+    return [name, billions, f"{f['startup_s']:.1f}", *times, different, experts, str(f["recompiles"]), peak]
+
+
+def main() -> int:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="families, by name; default: all")
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args()
+    families, case = (TINY, TINY_CASE) if args.device == "cpu" else (FAMILIES, CASE)
+    figures: dict[str, Any] = {"families": {}}
+    rows = [["model", "1e9 parameters", "start-up s", "generate ms", "train ms", "tokens different",
+             "choices of experts different", "recompiles", "peak GiB"]]  # fmt: skip
+    for name, family in families.items():
+        if args.only and name not in args.only:
+            continue
+        print(name, file=sys.stderr, flush=True)
+        try:
+            figures["families"][name] = measure(family, case, args.steps, args.device)
+        except Exception as error:
+            figures["families"][name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+        rows.append(row(name, figures["families"][name]))
+        save("families", figures, args.json)
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    finish("families", figures, rows, args.json)
+    found = figures["families"].values()
+    return int(any("failed" in f or f["tokens_different"] or f["recompiles"] for f in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
