@@ -125,7 +125,9 @@ def run_part(part: Part, limit: float, results: Results, scratch: Path) -> None:
     finally:
         code = running.process.poll()
         running.stop()
-        status = f"killed after {running.seconds:.0f} s" if code is None else "done" if code == 0 else f"exit code {code}"
+        status = (
+            f"killed after {running.seconds:.0f} s" if code is None else "done" if code == 0 else f"exit code {code}"
+        )
         results.put(part.name, running.record(status))
 
 

@@ -23,6 +23,7 @@ from common import arguments, finish, random_model, save, seconds
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Compiler, FakeRecorder
+from lockstep.graph.bits import fingerprint
 from lockstep.models import Decoder
 from lockstep.trainer import Trainer, pack
 from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
@@ -109,7 +110,7 @@ def timed(run: Callable[[], object], repeats: int, device: torch.device) -> dict
 
 
 def train_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tuple[list[Any], dict[str, Any]]:
-    """What `UPDATES` updates leave behind, and the times of each part."""
+    """Hashes of all gradients, weights and moments that `UPDATES` updates leave behind, and the times of each part."""
     device = source.embed.device
     compiler = make_compiler(way, device)
     with Memory(device) as memory:
@@ -121,10 +122,10 @@ def train_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tu
         began = time.perf_counter()
         for _ in range(UPDATES):
             trainer.forward_backward(batch)
-            evidence.append(trainer.flat.grad.cpu())
+            evidence.append(int(fingerprint(trainer.flat.grad)))
             evidence.append(trainer.optim_step(LEARNING_RATE))
         first_steps = time.perf_counter() - began
-        evidence += [trainer.flat.data.cpu(), *(t.cpu() for t in trainer.state()[0].values())]
+        evidence += [int(fingerprint(t)) for t in (trainer.flat.data, *trainer.state()[0].values())]
         scores = trainer.score(batch)  # from here on no difference is found, and with a rate of 0 none arises
         on_policy = replace(batch, old_logprob_C=scores.logprob_C, old_model_logprob_C=scores.model_logprob_C)
         figures: dict[str, Any] = {
@@ -142,7 +143,8 @@ def train_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tu
 
 
 def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, length: int, repeats: int):
-    """Completions of `repeats` rounds, and milliseconds a decode step once all prompts are in."""
+    """Completions of `repeats` rounds, and milliseconds a decode step once all prompts are in: in all, and those in
+    which the host launches it."""
     device = model.embed.device
     compiler = make_compiler(way, device)
     groups = max(1, sequences // GROUP)
@@ -155,7 +157,7 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     tokens = (prompt_length + length + config.page_size) * sequences
     with Memory(device) as memory:
         engine = Engine(SharedWeights(model), config, tokens, compiler=compiler)
-        rounds, times = [], []
+        rounds, times, host = [], [], Launches(engine)
         for _ in range(repeats + 1):
             for g, prompt in enumerate(prompts):
                 engine.add_request(prompt, sampling, SampleIdentity(0, 0, 0, g))
@@ -164,9 +166,11 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
             engine.drain()
             steps = engine.scheduler.running[0].remaining
             done: dict[int, Any] = {}
+            host.begin()
             times.append(seconds(lambda done=done: drain(engine, done, groups), device.type) / steps)
             rounds.append([(c.token_ids, c.logprobs, c.model_logprobs) for i in sorted(done) for c in done[i]])
     figures = {"ms_a_step": statistics.median(times[1:]) * 1e3, "first_round_ms_a_step": times[0] * 1e3}
+    figures |= {"host_ms_a_step": statistics.median(host.ms_a_step[1:])}
     figures |= {"tokens_per_s": sequences / statistics.median(times[1:]), **memory.figures}
     if compiler:
         figures["replays"] = compiler.replays.total()
@@ -174,13 +178,35 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     return rounds, figures
 
 
+class Launches:
+    """Host time of an engine's decode launches, round by round."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rounds: list[tuple[float, int]] = []
+        launch = engine.runner.decode
+
+        def timed(running: list[Any], steps: int) -> Any:
+            began = time.perf_counter()
+            block = launch(running, steps)
+            spent, count = self.rounds[-1]
+            self.rounds[-1] = spent + time.perf_counter() - began, count + steps
+            return block
+
+        engine.runner.decode = timed  # type: ignore[method-assign]
+
+    def begin(self) -> None:
+        """A round begins."""
+        self.rounds.append((0.0, 0))
+
+    @property
+    def ms_a_step(self) -> list[float]:
+        """Of each round."""
+        return [1e3 * spent / max(1, count) for spent, count in self.rounds]
+
+
 def drain(engine: Engine, done: dict[int, Any], count: int) -> None:
     while len(done) < count:
         done |= dict(engine.step())
-
-
-def identical(a: list[Any], b: list[Any]) -> bool:
-    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
 
 
 def section(name: str, ways: dict[str, Callable[[], tuple[list[Any], dict[str, Any]]]]) -> dict[str, Any]:
@@ -192,7 +218,7 @@ def section(name: str, ways: dict[str, Callable[[], tuple[list[Any], dict[str, A
         try:
             evidence, figures[way] = run()
             expected = evidence if way == "eager" else expected
-            figures[way]["identical"] = expected is not None and identical(evidence, expected)
+            figures[way]["identical"] = expected is not None and evidence == expected
         except Exception as error:
             traceback.print_exc()
             figures[way] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
@@ -221,7 +247,8 @@ def decode_rows(name: str, figures: dict[str, Any]) -> list[list[str]]:
             rows.append([name, way, "FAILED", f["failed"][:60], "", ""])
         else:
             peak = f"{f.get('peak_gib', 0):.1f}/{f.get('reserved_gib', 0):.1f}"
-            rows.append([name, way, str(f["identical"]), f"{f['ms_a_step']:.3f}", "", peak])
+            times = f"{f['ms_a_step']:.3f}", f"{f['host_ms_a_step']:.3f}"
+            rows.append([name, way, str(f["identical"]), *times, peak])
     return rows
 
 
@@ -231,18 +258,20 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=5, help="groups of 8 in the train step (default: 5)")
     parser.add_argument("--prompt-length", type=int, help="default: 145 on a GPU, 30 on a CPU")
     parser.add_argument("--length", type=int, help="new tokens; default: 100 on a GPU, 20 on a CPU")
+    parser.add_argument("--decode-length", type=int, help="new tokens decoded; default: 40 on a GPU, 20 on a CPU")
     parser.add_argument("--sequences", type=int, nargs="*", help="decoded at once; default: 1 40 256 on a GPU, 1 16")
     parser.add_argument("--skip", choices=["train", "decode"], nargs="*", default=[])
     args = parser.parse_args()
     on_cpu = args.device == "cpu"
     prompt_length, length = args.prompt_length or (30 if on_cpu else 145), args.length or (20 if on_cpu else 100)
-    arch = args.arch or ("tiny" if on_cpu else "qwen3-0.6b")
+    arch, decoded = args.arch or ("tiny" if on_cpu else "qwen3-0.6b"), args.decode_length or (20 if on_cpu else 40)
     model = random_model(arch, args.device)
     figures: dict[str, Any] = {
         "arch": arch,
         "dtype": str(model.embed.dtype),
         "prompt_length": prompt_length,
         "length": length,
+        "decoded": decoded,
     }
     rows = [["part", "way", "identical", "ms", "host ms", "GiB peak/reserved"]]
     if "train" not in args.skip:
@@ -254,7 +283,7 @@ def main() -> int:
         save("capture", figures, args.json)
     for sequences in [] if "decode" in args.skip else (args.sequences or ([1, 16] if on_cpu else [1, 40, 256])):
         ways = {
-            way: (lambda way=way, n=sequences: decode_way(way, model, n, prompt_length, length, args.repeats))
+            way: (lambda way=way, n=sequences: decode_way(way, model, n, prompt_length, decoded, args.repeats))
             for way in ("eager", "captured", "CUDA graph, piecewise", "CUDA graph")
         }
         name = f"decode {sequences}"

@@ -74,9 +74,7 @@ class Policy:
         self.compiler: Compiler = compiler
         self.trainer = Trainer(self.model, OptimizerConfig(), LossConfig(), compiler=compiler)
         options = GeneratorConfig(max_num_seqs=case.sequences)
-        tokens = plan_cache_tokens(
-            options, config, embed.dtype, embed.device, case.sequences, case.prompt + case.new
-        )
+        tokens = plan_cache_tokens(options, config, embed.dtype, embed.device, case.sequences, case.prompt + case.new)
         weights = SharedWeights(self.model, lambda: self.trainer.weights_version)
         self.engine = Engine(weights, options, tokens, compiler=compiler)
         length = case.prompt + case.new

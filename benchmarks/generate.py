@@ -65,8 +65,20 @@ CASES = {
     "one": Case(1, 1, 64, 256),
 }
 MIXED = "mixed"
-MIXED_GROUPS, MIXED_SAMPLES, MIXED_PROMPT, MIXED_NEW = 64, 8, (32, 1024), (16, 1024)
-MIXED_RUNNING = 256  # sequences at once
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Groups of requests whose lengths are drawn from `prompt` and `new`, and sequences that run at once."""
+
+    groups: int
+    samples: int
+    prompt: tuple[int, int]
+    new: tuple[int, int]
+    running: int
+
+
+MIXED_CASE, SMALL_MIXED_CASE = Mixed(64, 8, (32, 1024), (16, 1024), 256), Mixed(12, 2, (4, 32), (4, 32), 8)
 
 
 def make_engine(model: Decoder, sequences: int, length: int, sampling: SamplingParams) -> Engine:
@@ -102,19 +114,19 @@ def random_prompts(count: int, lengths: Callable[[], int]) -> list[list[int]]:
     return [[draw.randrange(256) for _ in range(lengths())] for _ in range(count)]
 
 
-def mixed(model: Decoder) -> dict[str, float]:
+def mixed(model: Decoder, case: Mixed) -> dict[str, float]:
     """Groups of mixed lengths that arrive twice as fast as they can be served, and as many of the mean lengths at once.
 
-    Rates are of the time in which every slot is taken: from the first moment that `MIXED_RUNNING` sequences run until
-    nothing waits any more.
+    Rates are of the time in which every slot is taken: from the first moment that so many sequences run until nothing
+    waits any more.
     """
     draw = random.Random(2)
-    shapes = [(draw.randint(*MIXED_PROMPT), draw.randint(*MIXED_NEW)) for _ in range(MIXED_GROUPS)]
+    shapes = [(draw.randint(*case.prompt), draw.randint(*case.new)) for _ in range(case.groups)]
     prompt, new = (round(statistics.mean(column)) for column in zip(*shapes, strict=True))
-    base = SamplingParams(n=MIXED_SAMPLES, ignore_eos=True)
-    engine = make_engine(model, MIXED_RUNNING, MIXED_PROMPT[1] + MIXED_NEW[1], base)
-    fixed = saturated_rate(engine, [(prompt, new)] * MIXED_GROUPS, base, 0.0, 1)
-    arrival = MIXED_SAMPLES * new / fixed / 2
+    base = SamplingParams(n=case.samples, ignore_eos=True)
+    engine = make_engine(model, case.running, case.prompt[1] + case.new[1], base)
+    fixed = saturated_rate(engine, [(prompt, new)] * case.groups, base, 0.0, 1)
+    arrival = case.samples * new / fixed / 2
     rate = saturated_rate(engine, shapes, base, arrival, 2)
     recompiles = engine.compiler.recompiles if engine.compiler else 0
     return {"mixed_tokens_per_s": rate, "fixed_tokens_per_s": fixed, "ratio": rate / fixed, "recompiles": recompiles}
@@ -136,7 +148,7 @@ def saturated_rate(
             engine.add_request(prompt, replace(base, max_completion_length=new), SampleIdentity(0, 0, call, i))
         finished += sum(len(c.token_ids) for _, done in engine.step() for c in done)
         running = engine.scheduler.running
-        if len(running) == MIXED_RUNNING or (marks and (waiting or engine.scheduler.waiting)):
+        if len(running) == engine.config.max_num_seqs or (marks and (waiting or engine.scheduler.waiting)):
             partial = sum(len(s.token_ids) for s in running)
             marks.append((time.perf_counter(), finished + partial))
     (first, start), (last, end) = marks[0], marks[-1]
@@ -228,7 +240,7 @@ def main() -> None:
         print(name, file=sys.stderr, flush=True)
         save("generate", figures, args.json)
         if name == MIXED:
-            found = figures["cases"][name] = mixed(model)
+            found = figures["cases"][name] = mixed(model, SMALL_MIXED_CASE if on_cpu else MIXED_CASE)
             rows.append([name, "lockstep", f"{found['mixed_tokens_per_s']:,.0f}", "", "", "", ""])
             rows.append([name, "fixed length", f"{found['fixed_tokens_per_s']:,.0f}", "", "", "", ""])
             continue

@@ -240,8 +240,7 @@ def compile_one(job: tuple[Kind, Choice]) -> None:
     kind, choice = job
     depth, columns = choice.block_k, choice.block_n * (2 if kind == "norm_gate_up" else 1)
     weight, x, residual = (
-        torch.zeros(n, k, device=DEVICE, dtype=DTYPE)
-        for n, k in ((columns, depth), (16, depth), (16, columns))
+        torch.zeros(n, k, device=DEVICE, dtype=DTYPE) for n, k in ((columns, depth), (16, depth), (16, columns))
     )
     product(kind, choice, x, weight, weight[0], residual)
     if DEVICE == "cuda":
@@ -297,9 +296,7 @@ def tune_layers(arch: str, table: Table) -> None:
         problem = LayerProblem(arch, bucket)
         chosen, us = problem.tune()
         floor = sum(2 * w.numel() for w in problem.stack.layers[0]) / BANDWIDTH
-        table.line(
-            "layer", arch, bucket, us, "", floor, {n: c and tuple(map(int, c)) for n, c in chosen.items()}
-        )
+        table.line("layer", arch, bucket, us, "", floor, {n: c and tuple(map(int, c)) for n, c in chosen.items()})
         for name, shape in problem.shapes.items():
             table.add(LAYER[name], shape, bucket, chosen[name])
 
