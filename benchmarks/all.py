@@ -54,7 +54,8 @@ class Results:
                         self.parts[name] = record
 
     def done(self, name: str) -> bool:
-        return self.parts.get(name, {}).get("status") == "done"
+        """Whether it came to its end, even if that was to say that a target was missed."""
+        return str(self.parts.get(name, {}).get("status")).startswith("done")
 
     def put(self, name: str, record: dict[str, Any]) -> None:
         self.parts[name] = record
@@ -91,6 +92,13 @@ class Running:
         command = " ".join(self.part.command)
         return {"status": status, "seconds": round(self.seconds, 1), "command": command, "tail": tail, "json": figures}
 
+    def status(self, code: int | None) -> str:
+        """Of a process that ended with this code, or None: that was stopped."""
+        if code is None:
+            return f"killed after {self.seconds:.0f} s"
+        complete = code == 0 or (self.record("")["json"] or {}).get("complete")
+        return "done" if code == 0 else f"done, exit code {code}" if complete else f"failed, exit code {code}"
+
     def stop(self) -> None:
         """End the process and those that it started."""
         with suppress(ProcessLookupError):
@@ -125,10 +133,7 @@ def run_part(part: Part, limit: float, results: Results, scratch: Path) -> None:
     finally:
         code = running.process.poll()
         running.stop()
-        status = (
-            f"killed after {running.seconds:.0f} s" if code is None else "done" if code == 0 else f"exit code {code}"
-        )
-        results.put(part.name, running.record(status))
+        results.put(part.name, running.record(running.status(code)))
 
 
 def chosen(names: Sequence[str], device: str) -> list[Part]:
@@ -152,7 +157,7 @@ def run_all(parts: Sequence[Part], results: Results, budget: float, skip_done: b
             run_part(part, min(left, part.cap_s), results, Path(scratch))
             record = results.parts[part.name]
             results.log(f"{part.name}: {record['status']}, {record['seconds']} s")
-            if record["status"] != "done":
+            if record["status"] != "done" and record["tail"]:
                 results.log("\n".join(f"  | {line}" for line in record["tail"]))
 
 
@@ -162,7 +167,7 @@ def summary(parts: Sequence[Part], results: Results) -> str:
     for part in parts:
         record = results.parts.get(part.name, {"status": "-", "seconds": 0})
         lines.append(f"{part.name:22s} {record['seconds']:6.1f} s  {record['status']}")
-        lines += [f"    {figure}" for figure in key_figures(part.name, record.get("json"))]
+        lines += [f"    {figure}" for figure in key_figures(record.get("json"))]
     return "\n".join(lines)
 
 
@@ -173,7 +178,8 @@ def unpack(path: Path, folder: Path) -> list[Path]:
         if figures := record.get("json"):
             device = str(figures.get("device", "")).lower()
             device = next((known for known in ("h200", "h100", "a100") if known in device), "cpu")
-            content = figures if record["status"] == "done" else {"note": f"incomplete: {record['status']}", **figures}
+            complete = record["status"].startswith("done")
+            content = figures if complete else {"note": f"incomplete: {record['status']}", **figures}
             written.append(folder / f"{name.replace('-', '_')}-{device}.json")
             write_json(content, written[-1])
     return written

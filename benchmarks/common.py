@@ -103,8 +103,8 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def finish(name: str, figures: dict[str, Any], rows: list[list[str]], path: Path | None) -> None:
-    """Write the JSON file and print the table (first row: heads)."""
-    save(name, figures, path)
+    """Write the JSON file, marked as complete, and print the table (first row: heads)."""
+    save(name, {**figures, "complete": True}, path)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

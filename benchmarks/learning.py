@@ -92,7 +92,7 @@ def main() -> int:
             process.terminate()  # the run then writes its summary
             process.wait()
         figures = {"flags": args.flags, "limit_s": args.limit, "seconds": time.monotonic() - began}
-        figures |= gathered(run, output)
+        figures |= {**gathered(run, output), "complete": True}
         save("learning", figures, args.json)
         print("\n".join(figures.get("output", [])))
         rewards = [r for r in figures["curve"]["reward/mean"] if r is not None]

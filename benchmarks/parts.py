@@ -1,0 +1,87 @@
+"""What `all.py` runs, what matters most first: commands, seconds that each needs, and those after which it is ended."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Part(NamedTuple):
+    """A process that writes its figures to `{json}`, again and again while it runs.
+
+    Attributes:
+        need_s: an estimate, of a machine that has none of its kernels compiled where the part is the first.
+        cap_s: when it is ended.
+        device: what it is for; on a CPU the figures mean nothing.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    need_s: float
+    cap_s: float
+    device: Literal["cuda", "cpu"] = "cuda"
+
+
+def _script(name: str, *flags: str) -> tuple[str, ...]:
+    return (f"benchmarks/{name}.py", *flags, "--json", "{json}")
+
+
+def _tests(*files: str) -> tuple[str, ...]:
+    return ("benchmarks/gpu_tests.py", *files, "--json", "{json}")
+
+
+def _learning(limit: int, *flags: str) -> tuple[str, ...]:
+    return ("benchmarks/learning.py", "--json", "{json}", "--limit", str(limit), "--", *flags)
+
+
+LINEAR_MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
+WORDS = ("word-arithmetic", "--trainer.warmup-loss", "0.03", "--steps", "200")
+DIGITS = (
+    *("sum-digits", "--arch", "qwen3-100m", "--task.no-easy", "--sampling.max-completion-length", "64"),
+    *("--trainer.warmup-learning-rate", "1e-3", "--trainer.warmup-loss", "0.03", "--optimizer.learning-rate", "2e-5"),
+    *("--task.validation-interval", "25", "--steps", "150"),
+)
+
+PARTS = (
+    # The first run finds no kernel compiled: a cold start. The second, and all that follows, finds most of them.
+    Part("seed_workload", _script("seed_workload", "--steps", "20", "--runs", "2", "--peer", "trl"), 150, 260),
+    Part("tests-roles", _tests("precompile", "families", "routing", "moe", "trust"), 80, 200),
+    Part("capture", _script("capture"), 90, 180),
+    Part("learning-words", _learning(240, *WORDS), 120, 260),
+    Part("families", _script("families"), 110, 240),
+    Part("generate", _script("generate", "--peer", "none", "--case", "seed", "--case", "seed, top-p", "--case", "one",
+                             "--case", "mid", "--case", "mixed"), 120, 220),
+    Part("kernels", _script("kernels"), 60, 150),
+    Part("endurance", _script("endurance", "--steps", "200"), 75, 160),
+    Part("parity_cost", _script("parity_cost"), 130, 240),
+    Part("train_step", _script("train_step"), 60, 130),
+    Part("tests-latent", _tests("latent"), 60, 180),
+    Part("tests-ops", _tests("fused", "sampling", "adamw", "ops"), 90, 240),
+    Part("tests-attention", _tests("attention", "attention_backward", "backward", "generator"), 90, 240),
+    Part("ops", _script("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),
+    Part("ops-linear", _script("ops", "--only", "linear", "--models", *LINEAR_MODELS), 100, 240),
+    Part("moe", _script("moe"), 60, 150),
+    Part("decode_layer", _script("decode_layer"), 20, 60),
+    Part("learning-digits", _learning(300, *DIGITS), 200, 320),
+    Part("growth", _script("growth"), 170, 300),
+    Part("generate-big", _script("generate", "--peer", "none", "--case", "big", "--repeats", "3"), 75, 130),
+    Part("generate-peer", _script("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
+    # Every script at its smallest, to see here what would fail there.
+    Part("cpu-decode_layer", _script("decode_layer", "--rows", "2"), 2, 60, "cpu"),
+    Part("cpu-moe", _script("moe", "--repeats", "1"), 3, 60, "cpu"),
+    Part("cpu-ops", _script("ops"), 5, 60, "cpu"),
+    Part("cpu-generate", _script("generate", "--repeats", "1", "--case", "mixed", "--case", "cpu"), 5, 60, "cpu"),
+    Part("cpu-train_step", _script("train_step", "--repeats", "1", "--sequences", "8", "--length", "32", "--prompt",
+                                   "8"), 5, 60, "cpu"),
+    Part("cpu-capture", _script("capture", "--repeats", "1", "--sequences", "8", "--length", "6"), 12, 90, "cpu"),
+    Part("cpu-kernels", _script("kernels"), 10, 90, "cpu"),
+    Part("cpu-families", _script("families", "--steps", "2"), 8, 90, "cpu"),
+    Part("cpu-endurance", _script("endurance", "--steps", "4"), 8, 90, "cpu"),
+    Part("cpu-growth", _script("growth", "--tiny", "--repeats", "1"), 10, 90, "cpu"),
+    Part("cpu-seed_workload", _script("seed_workload", "--arch", "tiny", "--steps", "2"), 12, 120, "cpu"),
+    Part("cpu-parity_cost", _script("parity_cost", "--repeats", "1"), 30, 120, "cpu"),
+    Part("cpu-tune_linear", _script("tune_linear", "--out", "{scratch}/table.json"), 15, 120, "cpu"),
+    Part("cpu-learning", _learning(60, "word-arithmetic", "--arch", "tiny", "--steps", "2", "--trainer.warmup-steps",
+                                   "2", "--trainer.warmup-batch-size", "4", "--trainer.prompts-per-step", "2",
+                                   "--task.validation-prompts", "4"), 8, 60, "cpu"),
+    Part("cpu-tests", _tests("precompile", "families"), 5, 60, "cpu"),
+)  # fmt: skip

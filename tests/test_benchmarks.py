@@ -1,0 +1,138 @@
+"""Every benchmark script can be started, some run to their end at a small size, and the driver loses nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+NO_SCRIPTS = {"common", "ops_common", "ops_attention", "parts", "targets"}
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NO_SCRIPTS)
+
+HELP = """
+import importlib, io, sys
+from contextlib import redirect_stdout
+sys.path.insert(0, sys.argv[1])
+for name in sys.argv[2:]:
+    sys.argv = [name, "--help"]
+    text = io.StringIO()
+    try:
+        with redirect_stdout(text):
+            importlib.import_module(name).main()
+    except SystemExit as end:
+        assert end.code == 0, (name, end.code)
+    assert "--json" in text.getvalue() or name == "all", name
+"""
+
+
+def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join((str(FOLDER.parent), *filter(None, sys.path)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_every_script_explains_itself() -> None:
+    pytest.importorskip("triton")
+    done = run("-c", HELP, str(FOLDER), *SCRIPTS)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_scripts_run_and_the_driver_keeps_their_figures(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    names = ("cpu-tests", "cpu-decode_layer")
+    folders = str(tmp_path / "one"), str(tmp_path / "two")
+    done = run(str(FOLDER / "all.py"), "--device", "cpu", "--budget", "100", "--only", *names, "--out", *folders)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "one" / "results.json").read_text())
+    assert sorted(results) == sorted(names) and results == json.loads((tmp_path / "two" / "results.json").read_text())
+    assert all(r["status"] == "done" and r["json"]["complete"] for r in results.values())
+    assert {"commit", "torch", "date", "device"} <= results["cpu-tests"]["json"].keys()
+    assert "3 skipped" in done.stdout and "2 sequences, over library calls: " in done.stdout
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    spec = importlib.util.spec_from_file_location("benchmarks_all", FOLDER / "all.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+SAVE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'benchmark': 'none', 'device': 'NVIDIA H200', "
+
+
+def test_a_part_that_hangs_and_one_that_fails_cost_only_themselves(
+    driver: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = "import subprocess, time; subprocess.Popen(['sleep', '31.7']); time.sleep(60)"
+    parts = [
+        driver.Part("hangs", ("-c", f"{SAVE}'rows': 3}})); {child}", "{json}"), 1, 1.5),
+        driver.Part("fails", ("-c", "print('a line'); raise RuntimeError('no memory')"), 1, 30),
+        driver.Part("misses", ("-c", f"{SAVE}'complete': True}})); sys.exit(1)", "{json}"), 1, 30),
+        driver.Part("works", ("-c", f"{SAVE}'complete': True}}))", "{json}"), 1, 30),
+        driver.Part("long", ("-c", "raise SystemExit"), 500, 600),
+    ]
+    results = driver.Results([tmp_path])
+    began = time.monotonic()
+    driver.run_all(parts, results, 60, skip_done=False)
+    assert time.monotonic() - began < 25
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert [kept[name]["status"] for name in ("fails", "misses", "works")] == [
+        "failed, exit code 1", "done, exit code 1", "done",
+    ]  # fmt: skip
+    assert kept["hangs"]["status"].startswith("killed after") and kept["hangs"]["json"]["rows"] == 3
+    assert "RuntimeError: no memory" in kept["fails"]["tail"][-1] and "long" not in kept
+    assert not any("31.7" in line for line in _running_commands()), "its child is ended with it"
+    log = (tmp_path / "log.txt").read_text()
+    assert "long: not begun, needs 500 s" in log and "  | RuntimeError: no memory" in log
+    assert log.strip() == capsys.readouterr().out.strip()
+
+    again = driver.Results([tmp_path])
+    done_again = [driver.Part(p.name, ("-c", "raise SystemExit(3)"), 1, 30) for p in parts[:4]]
+    driver.run_all(done_again, again, 60, skip_done=True)
+    assert again.parts["works"]["status"] == "done" and again.parts["misses"]["status"] == "done, exit code 1"
+    assert again.parts["fails"]["status"] == again.parts["hangs"]["status"] == "failed, exit code 3"
+
+
+def test_results_are_unpacked_by_part_and_device(driver: ModuleType, tmp_path: Path) -> None:
+    records = {
+        "ops-linear": {"status": "done", "json": {"device": "NVIDIA H200", "rows": 1}},
+        "growth": {"status": "killed after 9 s", "json": {"device": "NVIDIA H200"}},
+        "tests-latent": {"status": "failed, exit code 1", "json": None},
+    }
+    (tmp_path / "results.json").write_text(json.dumps(records))
+    written = driver.unpack(tmp_path / "results.json", tmp_path)
+    assert [path.name for path in written] == ["ops_linear-h200.json", "growth-h200.json"]
+    assert json.loads(written[0].read_text()) == {"device": "NVIDIA H200", "rows": 1}
+    assert json.loads(written[1].read_text())["note"] == "incomplete: killed after 9 s"
+
+
+def test_figures_stand_beside_their_targets(driver: ModuleType) -> None:
+    cost = {"benchmark": "parity_cost", "cost": {"decode": 1.01, "RL step": 1.2}}
+    assert driver.key_figures(cost) == ["decode: 1.01, at most 1.05", "RL step: 1.2, at most 1.05  MISSED"]
+    assert driver.key_figures({"benchmark": "parity_cost"}) == ["incomplete (KeyError: 'cost')"]
+    assert driver.key_figures(None) == []
+
+
+def test_every_part_names_a_script_and_an_unknown_part_is_refused(driver: ModuleType) -> None:
+    assert len({part.name for part in driver.PARTS}) == len(driver.PARTS)
+    for part in driver.PARTS:
+        assert (FOLDER.parent / part.command[0]).is_file() and part.need_s <= part.cap_s <= 600
+        assert "{json}" in part.command
+    with pytest.raises(SystemExit, match="no part is called nothing; there are seed_workload"):
+        driver.chosen(["nothing"], "cpu")
+
+
+def _running_commands() -> list[str]:
+    return [path.read_text(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
