@@ -22,12 +22,17 @@ class Conversation:
     """The turns so far. With a chat template they are messages; without one, text that simply goes on."""
 
     def __init__(self, llm: LLM, sampling: SamplingParams, system: str | None = None, plain: bool = False) -> None:
-        """`plain` leaves an existing chat template out. Raises `InputError` for a system prompt without a template."""
+        """`plain` leaves an existing chat template out. Raises `InputError` for a system prompt, or variables of the
+        template, without one."""
         self._llm = llm
         self._sampling = sampling
         self._templated = bool(llm.policy.tokenizer.chat_template) and not plain
-        if system is not None and not self._templated:
-            raise InputError("--system needs a chat template, which is not there or turned off by --plain; remove it")
+        given = {"--system-prompt": system, "--chat-template-kwargs": llm.policy.template_variables}
+        for flag, value in given.items():
+            if value and not self._templated:
+                raise InputError(
+                    f"{flag} needs a chat template, which is not there or turned off by --plain; remove it"
+                )
         self._first: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._turns = 0
         self.reset()

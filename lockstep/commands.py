@@ -47,19 +47,31 @@ def _generate(flags: Generate) -> Outcome:
     sampling = _sampling(flags, n=flags.n, stop=flags.stop)
     if flags.prompt_column != TaskConfig.prompt_column and (flags.prompts is None or flags.prompts.endswith(".txt")):
         raise InputError("--prompt-column has no effect without rows in --prompts; remove it")
-    prompts: list[Any] = [flags.prompt] if flags.prompts is None else _read_prompts(flags.prompts, flags.prompt_column)
-    llm = _llm(flags, streaming=not flags.json)
+    variables = _variables(flags)
+    prompts = _prompts(flags)
+    if variables and all(isinstance(prompt, str) for prompt in prompts):
+        raise InputError(
+            "--chat-template-kwargs has no effect on text prompts, which go without a template; remove it, or make "
+            "them chats with --system-prompt"
+        )
+    llm = _llm(flags, not flags.json, variables)
     if not flags.json:
         return Outcome(text=_in_order(llm, prompts, sampling))
     results = [[asdict(one) for one in completions] for completions in llm.generate(prompts, sampling)]
     if flags.prompts is None:
-        return Outcome({"model": flags.model, "prompt": flags.prompt, "completions": results[0]})
+        return Outcome({"model": flags.model, "prompt": prompts[0], "completions": results[0]})
     pairs = [{"prompt": prompt, "completions": result} for prompt, result in zip(prompts, results, strict=True)]
     return Outcome({"model": flags.model, "prompts": pairs})
 
 
-def _read_prompts(source: str, prompt_column: str) -> list[Any]:
-    """The prompts of data rows, or the lines of a .txt file."""
+def _prompts(flags: Generate) -> list[Any]:
+    """The prompt, the prompts of data rows, or the lines of a .txt file; under the system prompt, if there is one."""
+    from .tasks import RowFormat, read_problems
+
+    form = RowFormat(flags.prompt_column, flags.system_prompt)
+    source = flags.prompts
+    if source is None:
+        return [form.with_system(flags.prompt or "")]
     if source.endswith(".txt"):
         if Path(source).exists() and not Path(source).is_file():
             raise InputError(f"--prompts {source} is not a regular file")
@@ -67,22 +79,27 @@ def _read_prompts(source: str, prompt_column: str) -> list[Any]:
             lines = Path(source).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--prompts {source} cannot be read: {error}") from error
-        return [line for line in lines if line.strip()]
-    from .tasks import read_problems
-
-    config = TaskConfig(prompt_column=prompt_column)
+        return [form.with_system(line) for line in lines if line.strip()]
+    config = TaskConfig(prompt_column=flags.prompt_column, system_prompt=flags.system_prompt)
     return [problem.prompt for problem in read_problems(source, config, field="--prompts")]
 
 
 def _chat(flags: Chat) -> Outcome:
     sampling = _sampling(flags)
-    variables = template_variables(flags.chat_template_kwargs)
+    variables = _variables(flags)
     if sys.stdin is None:
         raise InputError("standard input is closed; give chat a terminal, or its lines through a pipe")
     from . import chat
 
-    conversation = chat.Conversation(_llm(flags, True, variables), sampling, flags.system, flags.plain)
+    conversation = chat.Conversation(_llm(flags, True, variables), sampling, flags.system_prompt, flags.plain)
     return Outcome(text=chat.converse(conversation, chat.read_lines()))
+
+
+def _variables(flags: Generate | Chat) -> dict[str, Any]:
+    """The chat template's variables; what the flags say of the template is valid."""
+    if flags.system_prompt == "":
+        raise InputError("--system-prompt is empty; give a text, or leave it out")
+    return template_variables(flags.chat_template_kwargs, "--chat-template-kwargs")
 
 
 def _sampling(flags: Generate | Chat, **more: Any) -> SamplingParams:
@@ -96,7 +113,7 @@ def _sampling(flags: Generate | Chat, **more: Any) -> SamplingParams:
     return sampling
 
 
-def _llm(flags: Generate | Chat, streaming: bool, variables: dict[str, Any] | None = None) -> LLM:
+def _llm(flags: Generate | Chat, streaming: bool, variables: dict[str, Any]) -> LLM:
     from .llm import LLM
 
     # Text that someone reads comes a token at a time; otherwise the host looks in every few steps.
@@ -141,6 +158,8 @@ def _eval(flags: Eval) -> Outcome:
         data=flags.data,
         validation_data=flags.data,
         prompt_column=flags.prompt_column,
+        system_prompt=flags.system_prompt,
+        chat_template_kwargs=flags.chat_template_kwargs,
         reward=flags.reward,
         validation_prompts=prompts,
     )

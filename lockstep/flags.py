@@ -75,11 +75,15 @@ class Generate:
     model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
     """Hugging Face folder or hub id."""
     prompt: str | None = None
-    """Text to continue, as it is (no chat template)."""
+    """Text to continue, as it is (no chat template); with --system-prompt a user's message."""
     prompts: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Instead of --prompt: rows with a `prompt` (text, or chat messages), or a .txt file with a prompt a line."""
     prompt_column: str = "prompt"
     """Column of --prompts that holds the prompt."""
+    system_prompt: str | None = None
+    """System message for prompts without one; a text prompt becomes a chat of one user message."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
     n: int = 1
     """Completions a prompt."""
     max_completion_length: int = 128
@@ -110,8 +114,8 @@ class Chat:
 
     model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
     """Hugging Face folder or hub id."""
-    system: str | None = None
-    """System prompt."""
+    system_prompt: str | None = None
+    """System message before the conversation."""
     plain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Leave out the model's chat template: the text goes on from what was typed."""
     chat_template_kwargs: tuple[str, ...] = ()
@@ -148,6 +152,10 @@ class Eval:
     """Rows to evaluate on (gsm8k and dataset)."""
     prompt_column: str = "prompt"
     """Column of --data that holds the prompt."""
+    system_prompt: str | None = None
+    """System message for prompts without one; a text prompt becomes a chat of one user message."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_REWARD} ...")] = ()
     """Reward functions; a dataset task needs one."""
     prompts: int | None = None

@@ -68,8 +68,11 @@ def test_plain_text_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: str)
     answer = "".join(conversation.ask("12 34="))
     "".join(conversation.ask("more"))
     assert prompts[0] == "12 34=" and prompts[-1] == f"12 34={answer}\nmore"
-    with pytest.raises(InputError, match="--system needs a chat template"):
+    with pytest.raises(InputError, match="--system-prompt needs a chat template"):
         Conversation(llm, SAMPLING, system="s", plain=True)
+    llm.policy.template_variables = {"enable_thinking": False}
+    with pytest.raises(InputError, match="--chat-template-kwargs needs a chat template"):
+        Conversation(llm, SAMPLING, plain=True)
 
 
 def test_a_stopped_answer_stays_as_far_as_it_came(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

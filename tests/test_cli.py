@@ -147,6 +147,10 @@ def test_eval(run: Recorder) -> None:
     assert (
         command("eval --model m --task sum-digits --n 8 --k 1 8 --temperature 0.5 --pass-reward tagged --seed 3") == 0
     )
+    template = "--system-prompt brief --chat-template-kwargs enable_thinking=false"
+    assert command(f"eval --model m --task dataset --data d --reward math {template}") == 0
+    task = run.calls[3][0].task
+    assert (task.system_prompt, task.chat_template_kwargs) == ("brief", ("enable_thinking=false",))
     config, arguments = run.calls[2]
     assert config.seed == 3
     chosen = {"n": 8, "k": (1, 8), "temperature": 0.5, "pass_reward": "tagged"}
@@ -330,7 +334,13 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("generate --model m --prompts f.txt", ["--prompts f.txt cannot be read"]),
         ("generate --model m --prompt x --top-p 2", ["sampling.top_p is 2.0"]),
         ("chat --model m --temperature -1", ["sampling.temperature is -1"]),
-        ("chat --model m --chat-template-kwargs thinking", ["'thinking'", "NAME=VALUE"]),
+        ("chat --model m --chat-template-kwargs thinking", ["--chat-template-kwargs holds 'thinking'", "NAME=VALUE"]),
+        ("chat --model m --system-prompt=", ["--system-prompt is empty"]),
+        ("generate --model m --prompt x --system-prompt=", ["--system-prompt is empty"]),
+        ("generate --model m --prompt x --chat-template-kwargs a=1", ["no effect on text", "with --system-prompt"]),
+        ("generate --model m --prompt x --system-prompt s --chat-template-kwargs a=b", ["--chat-template-kwargs: the"]),
+        ("eval --model m --task sum-digits --system-prompt s", ["task.system_prompt has no effect on sum-digits"]),
+        ("eval --model m --task sum-digits --chat-template-kwargs a=1", ["task.chat_template_kwargs has no effect on"]),
         ("report", ["RUN_DIR"]),
         ("report nowhere", ["nowhere is not a run folder"]),
         ("train --metrics.trackers tensorboard tensorboard", ["metrics.trackers names one twice"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -139,3 +140,22 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "sum-digits: 3 problems, 2 completions each, temperature 0.8"
     low, high = printed["pass@2/ci95"]
     assert f"  {'pass@2':<24} {printed['pass@2']:.4f}   95 % interval {low:.4f} to {high:.4f}" in lines
+
+
+def test_the_system_prompt_and_the_variables_reach_the_template(
+    model: Path, config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "templated")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}")
+    rows = [{"prompt": f"be brief!say {i}!", "answer": str(i)} for i in range(6)]
+    (tmp_path / "written-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ["eval", "--model", str(folder), "--task", "dataset", "--n", "4", "--max-completion-length", "6", "--json"]
+    line += ["--device", "cpu", "--reward", config.task.reward[0]]
+    chat = ["--system-prompt", "be brief", "--chat-template-kwargs", 'end="!"']
+    results = []
+    for more in (["--data", str(config.task.data), *chat], ["--data", str(tmp_path / "written-out.jsonl")]):
+        assert main([*line, *more]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] == results[1] and 0.5 < results[0]["reward/mean"] < 1
+    assert main([*line, "--data", str(config.task.data), *chat[2:]]) == 2
+    assert "task.chat_template_kwargs has no effect on text prompts" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,36 @@ def test_generate_from_files(model: Path, tmp_path: Path, capsys: pytest.Capture
         assert generate(model, "--prompts", str(tmp_path / name)) == 0
         texts = [row["completions"][0]["text"] for row in printed["prompts"]]
         assert capsys.readouterr().out == "".join(f"--- {i + 1} of 2\n{text}\n" for i, text in enumerate(texts))
+
+
+@pytest.fixture
+def templated(model: Path, tmp_path: Path) -> Path:
+    """The model with a chat template that shows all that it is given."""
+    folder = shutil.copytree(model, tmp_path / "templated")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}")
+    return folder
+
+
+def test_the_system_prompt_and_the_variables_reach_the_template(
+    templated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "ab"}, {"prompt": [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "p.txt").write_text("ab\ncd\n")
+
+    def texts(*arguments: str) -> tuple[list, list[str]]:
+        assert generate(templated, "--json", *arguments) == 0
+        printed = json.loads(capsys.readouterr().out)
+        pairs = printed.get("prompts", [printed])
+        return [pair["prompt"] for pair in pairs], [pair["completions"][0]["text"] for pair in pairs]
+
+    chat = ["--system-prompt", "be brief", "--chat-template-kwargs", 'end="!"']
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"}]
+    expected = texts("--prompt", "be brief!ab!")[1]
+    assert texts("--prompt", "ab", *chat) == ([messages], expected)
+    prompts, found = texts("--prompts", str(tmp_path / "p.jsonl"), *chat)
+    assert prompts == [messages, rows[1]["prompt"]] and found[:1] == expected
+    prompts, again = texts("--prompts", str(tmp_path / "p.txt"), *chat)
+    assert prompts[0] == messages and again[:1] == expected
+    variables = ["--prompts", str(tmp_path / "p.jsonl"), "--chat-template-kwargs", 'end="!"']
+    assert texts(*variables) == (["ab", rows[1]["prompt"]], [*texts("--prompt", "ab")[1], found[1]])

@@ -15,23 +15,22 @@ _TEMPLATE_ARGUMENTS = (
 )
 
 
-def template_variables(assignments: tuple[str, ...]) -> dict[str, Any]:
-    """`task.chat_template_kwargs` as a dict. `InputError` for another form, or a name that the call itself sets."""
+def template_variables(assignments: tuple[str, ...], field: str = "task.chat_template_kwargs") -> dict[str, Any]:
+    """What `field` holds as a dict. `InputError` for another form, or a name that the call itself sets."""
     variables: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or not name.isidentifier() or name in variables:
             raise InputError(
-                f"task.chat_template_kwargs holds {assignment!r}; each must be NAME=VALUE, a name once, such as "
-                "enable_thinking=false"
+                f"{field} holds {assignment!r}; each must be NAME=VALUE, a name once, such as enable_thinking=false"
             )
         if name in _TEMPLATE_ARGUMENTS:
-            raise InputError(f"task.chat_template_kwargs sets {name}, which is set for every prompt; remove it")
+            raise InputError(f"{field} sets {name}, which is set for every prompt; remove it")
         try:
             variables[name] = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise InputError(
-                f"task.chat_template_kwargs: the value of {assignment!r} is not JSON; write true, false, a number, or "
+                f"{field}: the value of {assignment!r} is not JSON; write true, false, a number, or "
                 "a text in quotes, as in 'name=\"text\"'"
             ) from error
     return variables

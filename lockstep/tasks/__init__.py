@@ -9,13 +9,13 @@ from .dataset import DatasetTask, hold_out
 from .gsm8k import check_answer, gsm8k_reward
 from .loading import load_rewards
 from .rewards import Reward, RewardSet
-from .rows import Problems, read_problems
+from .rows import Problems, RowFormat, read_problems
 from .sources import has_splits
 from .sum_digits import REWARDS, SumDigits
 from .word_arithmetic import WordArithmetic
 from .workers import RewardWorkers
 
-__all__ = ["Problem", "PromptLimit", "Reward", "RewardSet", "Task", "make_task", "read_problems"]
+__all__ = ["Problem", "PromptLimit", "Reward", "RewardSet", "RowFormat", "Task", "make_task", "read_problems"]
 
 _GSM8K_REWARD = Reward("correct", gsm8k_reward, spec="gsm8k")
 _OWN_REWARDS = {"sum-digits": REWARDS, "word-arithmetic": REWARDS, "gsm8k": (_GSM8K_REWARD,)}

@@ -49,9 +49,10 @@ class RowFormat:
                 f"{origin} has {', '.join(row) or 'no columns'}; it needs {self.prompt_column}, or question and answer "
                 f"({_other_column(row)})"
             )
-        return Problem(self._with_system(prompt), columns, origin=origin)
+        return Problem(self.with_system(prompt), columns, origin=origin)
 
-    def _with_system(self, prompt: Prompt) -> Prompt:
+    def with_system(self, prompt: Prompt) -> Prompt:
+        """`prompt` under the system prompt, unless it has one; a text then is a chat of one user message."""
         if self.system_prompt is None:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
