@@ -237,6 +237,7 @@ class _Recorder:
         losses: list[float] = []
         with loop.run.timings.measured("warmup"):
             while len(losses) < steps and not (len(losses) >= 10 and mean(losses[-10:]) < t.warmup_loss):
+                raise_received()
                 losses.append(loop.warmup_step(len(losses)).loss)
                 if len(losses) % 25 == 0:
                     display.note(f"warm-up step {len(losses)}: loss {losses[-1]:.3f}")

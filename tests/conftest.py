@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
@@ -15,6 +15,9 @@ from lockstep.models import Decoder
 # Tests run beside each other and beside other work; threads that spin for each other would be many times slower.
 torch.set_num_threads(1)
 
+# How long an example takes says how busy the machine is.
+settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("lockstep")
 settings.register_profile("thorough", max_examples=5000)  # pytest --hypothesis-profile thorough
 
 

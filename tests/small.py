@@ -14,13 +14,13 @@ from lockstep.types import Completion, SampleIdentity, SamplingParams, TrainGrou
 CONFIG = ModelConfig(260, 48, 80, 2, 6, 2, 16, max_position_embeddings=512, rope_theta=10000.0, eos_token_ids=(258,))
 
 
-def make_model(dtype: torch.dtype, seed: int = 0, config: ModelConfig = CONFIG) -> Decoder:
+def make_model(dtype: torch.dtype, seed: int = 0, config: ModelConfig = CONFIG, scale: float = 6.0) -> Decoder:
     """A random model with weights large enough that its distributions are far from flat."""
     model = initialize(Decoder(config, dtype), seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(6)
+                parameter.mul_(scale)
         for buffer in model.buffers():  # router biases
             buffer.copy_(torch.linspace(-0.1, 0.1, len(buffer)))
     return model

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import finished
 
 import lockstep
 import lockstep.config
@@ -110,4 +110,4 @@ def test_public_names_are_there_documented_and_complete() -> None:
 
 def test_importing_the_package_is_cheap() -> None:
     code = "import sys, lockstep; lockstep.RunConfig(); sys.exit('torch' in sys.modules or 'tyro' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert finished([sys.executable, "-c", code]).returncode == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import wait_for
 from torch import Tensor
 
 from lockstep import checkpoint
@@ -233,6 +234,10 @@ def _save_forever(folder: Path) -> None:
         save(folder, step)
 
 
+def newest(folder: Path) -> int:
+    return max((int(path.name.removeprefix("step_")) for path in folder.glob("step_*")), default=0)
+
+
 def test_kill_9_leaves_a_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "safetensors.torch", "lockstep.checkpoint"])
@@ -241,9 +246,7 @@ def test_kill_9_leaves_a_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
     for _ in range(5):
         process = context.Process(target=_save_forever, args=(tmp_path,), daemon=True)
         process.start()
-        deadline = time.monotonic() + 60
-        while not (tmp_path / f"step_{reached + 1}").exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_for(lambda: newest(tmp_path) > reached)  # noqa: B023 (called at once)
         time.sleep(delays.random() * 0.02)
         process.kill()
         process.join()

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import finished, unread_pipe
 
 import lockstep
 from lockstep import config_file
@@ -223,15 +222,13 @@ def test_help_shows_the_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str
 
 def test_help_does_not_wait_for_torch() -> None:
     code = "import sys; from lockstep.cli import main; main(['train', '--help']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+    assert finished([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    done = subprocess.run([sys.executable, "-m", "lockstep", "--help"], stdout=write_end, stderr=subprocess.PIPE)
-    os.close(write_end)
-    assert done.returncode == 1 and b"Traceback" not in done.stderr
+    with unread_pipe() as pipe:
+        done = finished([sys.executable, "-m", "lockstep", "--help"], stdout=pipe)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
 
 
 FULL = Path("/dev/full")
@@ -244,7 +241,7 @@ def test_standard_output_that_is_full(tmp_path: Path, arguments: str) -> None:
     config_file.save(RunConfig(), tmp_path / "run" / "config.yaml")
     with FULL.open("w") as full:
         line = [sys.executable, "-m", "lockstep", *arguments.split()]
-        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        done = finished(line, stdout=full, cwd=tmp_path)
     assert done.returncode == 1
     assert (
         done.stderr.startswith("lockstep: failed: standard output cannot be written") and done.stderr.count("\n") == 1
@@ -254,7 +251,7 @@ def test_standard_output_that_is_full(tmp_path: Path, arguments: str) -> None:
 @pytest.mark.parametrize(("closed", "stream"), [(">&-", "output"), ("<&-", "input")])
 def test_streams_that_are_closed(closed: str, stream: str) -> None:
     line = f"exec {shlex.quote(sys.executable)} -m lockstep chat --model m {closed}"
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    done = finished(["sh", "-c", line])
     assert done.returncode == 2
     assert done.stderr.startswith(f"lockstep: error: standard {stream} is closed") and done.stderr.count("\n") == 1
 
@@ -272,10 +269,8 @@ def train(config, run_dir, resume):
 sys.modules["lockstep.run"] = types.SimpleNamespace(train=train)
 sys.exit(main(["train", "--run-dir", {str(tmp_path / "run")!r}, "--json"]))
 """
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write_end)
-    os.close(write_end)
+    with unread_pipe() as pipe:
+        done = finished([sys.executable, "-c", code], stderr=pipe)
     assert done.returncode == 0 and json.loads(done.stdout)["run_dir"] and (tmp_path / "run" / "done").exists()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import finished
 
 from lockstep import config_file
 from lockstep.config import (
@@ -35,7 +35,7 @@ def test_defaults_are_valid() -> None:
 
 def test_importing_configuration_does_not_import_torch() -> None:
     code = "import sys, lockstep.config, lockstep.config_file, lockstep.recipes; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert finished([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import subprocess
 import sys
 
 import pytest
+from processes import finished, unread_pipe
 
 from lockstep.display import Display, FailsafeStream, sparkline
 
@@ -123,11 +122,9 @@ with contextlib.redirect_stderr(FailsafeStream(sys.stderr)), Display(200) as dis
         print("a library's word", file=sys.stderr)
 print("done")
 """
-    read_end, write_end = os.pipe()
-    os.close(read_end)
     command = [sys.executable, "-c", code]
     if closed == "at the start":
         command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=write_end, text=True)
-    os.close(write_end)
+    with unread_pipe() as pipe:
+        done = finished(command, stderr=pipe)
     assert (done.returncode, done.stdout) == (0, "done\n")

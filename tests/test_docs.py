@@ -14,7 +14,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import finished
 
 import lockstep
 from lockstep import config_file, flags, recipes
@@ -124,7 +124,7 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a line of shell: `lockstep ...`, `python FILE`, or a `printf` into a `lockstep`."""
     before, _, command = line.rpartition(" | ")
     if before:
-        typed = subprocess.run(["sh", "-c", before], capture_output=True, text=True, check=True).stdout
+        typed = finished(["sh", "-c", before], check=True).stdout
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     words = shlex.split(command, comments=True)
     if words[0] == "python":
@@ -236,7 +236,7 @@ def test_the_reference_follows_the_source(reference: SimpleNamespace) -> None:
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = finished(command, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--sampling.top-p" in (tmp_path / "site" / "reference" / "index.html").read_text()
 

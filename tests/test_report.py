@@ -7,12 +7,12 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from processes import finished
 
 from lockstep import config_file
 from lockstep.config import RunConfig, TaskConfig
@@ -400,7 +400,7 @@ def test_a_browser_shows_the_page_on_a_desktop_and_a_phone(tmp_path: Path) -> No
     (tmp_path / "measure.html").write_text(MEASURE.replace("PAGE", quoted))
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
     command = [BROWSER, *flags, f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/measure.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = finished(command)
     found = json.loads(html.unescape(re.findall(r"<body>(.*)</body>", done.stdout, re.DOTALL)[0]))
     for width, columns in (("1280", 3), ("390", 1)):
         measured = found[width]

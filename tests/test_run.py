@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from processes import DEADLINE, running, wait_for
 from safetensors.torch import load_file
 
 from lockstep.cli import main
@@ -37,44 +36,23 @@ def records(path: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
 
 
-def launch(*arguments: str) -> subprocess.Popen:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*COMMAND, *arguments] if "--resume" not in arguments else [*COMMAND[:4], *arguments],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait(process: subprocess.Popen) -> None:
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-
-
-def kill_at(process: subprocess.Popen, run: Path, steps: int, delay: float) -> None:
-    """`kill -9` once `steps` steps have been written, and a little later than that."""
-    metrics = run / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        if metrics.exists() and metrics.read_bytes().count(b"\n") >= steps:
-            time.sleep(delay)
-            break
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+def launch(*arguments: str, kill_after: tuple[int, float] = (0, 0.0)) -> None:
+    """Run to the end or, so many seconds after so many calls of the reward function, until it is killed."""
+    command = [*COMMAND, *arguments] if "--resume" not in arguments else [*COMMAND[:4], *arguments]
+    calls, seconds = kill_after
+    with running(command, KILL_AFTER=f"{calls} {seconds}") as process:
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == (-signal.SIGKILL if calls else 0), errors
 
 
 def test_a_run_killed_three_times_ends_in_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    wait(launch("--run-dir", str(whole)))
+    launch("--run-dir", str(whole))
     chance = random.Random(0)
-    kill_at(launch("--run-dir", str(killed)), killed, chance.choice([0, 1]), chance.uniform(0, 0.3))
-    for steps in (chance.choice([2, 3]), chance.choice([5, 6])):
-        kill_at(launch("--resume", str(killed)), killed, steps, chance.uniform(0, 0.2))
-    wait(launch("--resume", str(killed)))
+    launch("--run-dir", str(killed), kill_after=(chance.choice([1, 2]), chance.uniform(0, 0.1)))
+    for calls in (chance.choice([2, 3]), chance.choice([2, 3])):
+        launch("--resume", str(killed), kill_after=(calls, chance.uniform(0, 0.05)))
+    launch("--resume", str(killed))
 
     assert len(records(whole / "metrics.jsonl")) == 8
     assert all(record["grad_norm"] > 0 for record in records(whole / "metrics.jsonl"))
@@ -229,13 +207,11 @@ def test_a_run_that_is_told_to_end_leaves_its_summary(tmp_path: Path, number: si
     run = tmp_path / "run"
     command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
     command[command.index("2")] = "100000"
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.2)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    with running(command) as process:
+        wait_for((run / "metrics.jsonl").exists, process)
+        time.sleep(0.2)  # at any point of a step
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 128 + number
     assert f"lockstep: ended by {number.name}" in errors and "Traceback" not in errors
     assert json.loads((run / "summary.json").read_text())["total_s"] > 0 and (run / "report.html").is_file()

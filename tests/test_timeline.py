@@ -64,7 +64,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path, ended: str) -> N
     written(path, "third", began=time.perf_counter() + 5, close=False)
     spans = list(read_timeline(path))
     assert [(p, s.name) for p, s in spans] == [(1, "first")] + [(1, "second")] * (ended != "torn") + [(2, "third")]
-    assert spans[0][1].began == 0 and spans[-1][1].began == pytest.approx(5, abs=0.5)
+    assert spans[0][1].began == 0 and 5 < spans[-1][1].began < 60
     assert [e["args"]["name"] for e in opened(path) if e["name"] == "process_name"] == ["run", "run, process 2"]
 
 

@@ -1,6 +1,18 @@
 """A reward whose values spread over any sample, for tests that need every step to train."""
 
+import os
+import signal
+import threading
+
+_calls = 0
+
 
 def spread(completion_ids: list[list[int]], **_: object) -> list[float]:
-    """The mean token id, in hundreds."""
+    """The mean token id, in hundreds. KILL_AFTER="CALLS SECONDS" ends the process with SIGKILL that long after its
+    so-manieth call."""
+    global _calls
+    _calls += 1
+    calls, seconds = os.environ.get("KILL_AFTER", "0 0").split()
+    if _calls == int(calls):
+        threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
     return [sum(ids) / len(ids) / 100 for ids in completion_ids]

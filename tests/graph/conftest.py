@@ -6,25 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small import make_model
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Compiler, FakeRecorder
 from lockstep.models import Decoder, ModelConfig
-from lockstep.models.init import initialize
 from lockstep.types import SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
 CPU = torch.device("cpu")
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads gain nothing at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -44,12 +35,7 @@ def decoder() -> Callable[..., Decoder]:
 
     def make(dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
         config = ModelConfig(97, 48, 64, 2, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256)
-        model = initialize(Decoder(config, dtype), seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 2:
-                    parameter.mul_(6)
-        return model
+        return make_model(dtype, seed, config)
 
     return make
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import finished
 from torch import Tensor
 
 from lockstep import ops
@@ -103,7 +103,7 @@ def test_loading_traces_nothing_and_needs_no_tracer(small: Captured, tmp_path: P
         "print(len(graph.module.forward(torch.eye(4), torch.ones(9, 4))[0]))\n"
         "print([m for m in ('sympy', 'torch._dynamo', 'torch._inductor') if m in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = finished([sys.executable, "-c", program])
     assert done.stdout == "9\n[]\n", done.stderr
 
 

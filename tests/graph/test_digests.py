@@ -23,6 +23,7 @@ from lockstep.trainer import Trainer, pack
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 
 PINS = Path(__file__).with_name("digests.json")
+COMMAND = "python tests/graph/test_digests.py"
 VERSION = ".".join(torch.__version__.split(".")[:2])
 
 
@@ -53,10 +54,10 @@ def found() -> dict[str, dict[str, Any]]:
 def test_no_graph_changed_unseen(found: dict[str, dict[str, Any]]) -> None:
     pins = json.loads(PINS.read_text())
     if VERSION not in pins:
-        pytest.skip(f"no digests are pinned for torch {VERSION}")
+        pytest.skip(f"no digests are pinned for torch {VERSION}; `{COMMAND}` pins them")
     for name, pinned in pins[VERSION].items():
-        assert found[name]["calls"] == pinned["calls"], f"{name}: other operators; if that is meant, run {__file__}"
-        assert found[name]["digest"] == pinned["digest"], f"{name}: another graph; if that is meant, run {__file__}"
+        for what in ("calls", "digest"):
+            assert found[name][what] == pinned[what], f"{name}: other {what}; if that is meant, run `{COMMAND}`"
     assert found.keys() == pins[VERSION].keys()
 
 

@@ -5,14 +5,11 @@ As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its 
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from processes import run_interpreted
 
 from lockstep import ops
 
@@ -23,14 +20,8 @@ SIZE, MATRICES = 5000, 3100  # neither a multiple of a block
 SETTINGS = MATRICES, 0.9, 0.95, 1e-8, 0.1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernel_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
-    command += ["-p", "no:cacheprovider", f"{Path(__file__)}::Interpreted"]
-    result = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_interpreted(__file__)
 
 
 def state(dtype: torch.dtype) -> list[torch.Tensor | None]:

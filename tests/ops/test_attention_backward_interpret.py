@@ -5,14 +5,11 @@ As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its 
 leaves unwritten is NaN there, and so are the padding rows of every input.
 """
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from processes import run_interpreted
 from torch import Tensor
 
 from lockstep import ops
@@ -41,14 +38,8 @@ LAYOUTS: dict[str, tuple[int, list[Segment]]] = {  # padding rows, segments
 }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
-    command += ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", f"{Path(__file__)}::Interpreted"]
-    result = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_interpreted(__file__)
 
 
 def layout_tensors(segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,15 +4,12 @@ As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its 
 there, so that short sequences have several.
 """
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import run_interpreted
 from torch import Tensor
 
 from lockstep.ops import attention_reference
@@ -35,14 +32,8 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 ROWS = [0, 63, 64, 127, 128, 129, 200, 255, 256, 257, 299]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
-    command += ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", f"{Path(__file__)}::Interpreted"]
-    result = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_interpreted(__file__)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

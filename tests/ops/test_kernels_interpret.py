@@ -5,15 +5,13 @@ multiplies matrices with NumPy, in float32 alone (it takes bfloat16 words for in
 the business of `tests/gpu`.
 """
 
-import importlib.util
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import finished, run_interpreted
 
 from lockstep.ops import attention_reference, logprobs_reference, reference
 from lockstep.ops.philox import philox, sample_key
@@ -45,19 +43,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(words), b.contiguous().view(words))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
-    command += ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", f"{Path(__file__)}::Interpreted"]
-    result = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_interpreted(__file__)
 
 
 def test_operators_leave_triton_unimported():
     code = "import sys, lockstep.ops; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert finished([sys.executable, "-c", code]).returncode == 0
 
 
 # Packed segments (start, own length, prefix start, prefix length): a prompt, two completions that share all and part of

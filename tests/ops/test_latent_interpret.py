@@ -4,16 +4,13 @@ against each other, values and gradients against float64.
 As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its own. Splits are 128 keys there.
 """
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from latent_cases import Case, exact, exact_gradients, same_bits
+from processes import run_interpreted
 from torch import Tensor
 
 from lockstep import ops
@@ -24,14 +21,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 SPLIT = 128
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
-    command += ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", f"{Path(__file__)}::Interpreted"]
-    result = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_interpreted(__file__)
 
 
 def packed(case: Case) -> Tensor:

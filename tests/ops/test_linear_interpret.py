@@ -3,16 +3,13 @@
 As in `test_kernels_interpret.py`, one test runs `Interpreted` in a process of its own, and products are float32.
 """
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from processes import run_interpreted
 
 from lockstep.ops import linear_table
 from lockstep.ops.linear_table import Choice
@@ -23,14 +20,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 TILES = (Choice(16, 16, 32, 4, 2), Choice(32, 64, 16, 4, 2), Choice(16, 32, 64, 4, 3))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
-    command += ["-p", "no:cacheprovider", f"{Path(__file__)}::Interpreted"]
-    result = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_interpreted(__file__)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

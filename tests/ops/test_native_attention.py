@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from native_cases import same, sampling, wide
+from processes import finished
 from torch import Tensor
 
 from lockstep import ops
@@ -213,7 +213,7 @@ def build(folder: Path, *replacements: tuple[str, str, str]) -> Any:
         assert text in source, f"{name} has no {text!r}"
         path.write_text(source.replace(text, new))
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    finished(command, cwd=folder, check=True)
     found = next(filter(None, (library.load(target / f"_kernels{suffix}") for suffix in EXTENSION_SUFFIXES)), None)
     assert found is not None
     return found

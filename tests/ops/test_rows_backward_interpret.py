@@ -4,14 +4,11 @@ As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its 
 leaves unwritten is NaN there.
 """
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from processes import run_interpreted
 from torch import Tensor
 
 from lockstep.ops import reference, rows_backward
@@ -22,14 +19,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 ROWS = (1, 16, 35)  # one, a whole program, programs and a part of one
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
-    command += ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", f"{Path(__file__)}::Interpreted"]
-    result = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_interpreted(__file__)
 
 
 def exact_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -3,14 +3,11 @@
 As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its own.
 """
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from processes import run_interpreted
 from torch import Tensor
 
 from lockstep.ops import logprobs_reference
@@ -21,14 +18,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 VOCABULARY = 17_003  # more than the sample, so that the bracket is a guess
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
-    command += ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", f"{Path(__file__)}::Interpreted"]
-    result = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_interpreted(__file__)
 
 
 def logits(kind: str) -> Tensor:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import math
 import re
-import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import finished
 
 from lockstep.errors import InputError
 from lockstep.tasks.gsm8k import gsm8k_reward
@@ -237,7 +237,7 @@ def forks(completions):
 scores = RewardSet([Reward("forks", forks)], "skip").score(["p"] * 3, ["a"] * 3, [[1]] * 3, [{{}}] * 3)
 print(scores.totals)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = finished([sys.executable, "-c", code])
     expected = {"return [1.0] * 3": 0, "raise ValueError": 1, "sys.exit(3)": 3}[leave]
     assert done.stdout == f"{expected}\n[0.5, 0.5, 0.5]\n", done.stderr
 

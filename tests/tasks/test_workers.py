@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import finished, wait_for
 
 from lockstep.errors import InputError
 from lockstep.tasks.calls import Failed
@@ -58,7 +58,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def workers() -> Iterator[RewardWorkers]:
-    pool = RewardWorkers(2, timeout=20)
+    pool = RewardWorkers(2, timeout=60)
     yield pool
     pool.close()
 
@@ -108,12 +108,11 @@ def test_an_interrupt_of_the_functions_own_is_a_failure(source: Path, workers: R
 
 
 def test_a_call_that_takes_too_long_is_stopped(source: Path) -> None:
-    pool = RewardWorkers(1, timeout=0.3)
+    pool = RewardWorkers(1, timeout=1.5)  # a call that is answered at once has to be so within it on a busy machine too
     try:
-        began = time.monotonic()
         scores = score(load_rewards([f"{source}:fragile"], on_error="zero", workers=pool), ["a", "loop"], (0, 1))
-        assert scores.totals == [1.0, 0.0] and time.monotonic() - began < 30
-        with pytest.raises(InputError, match="gave no answer within 0.3 s and was stopped"):
+        assert scores.totals == [1.0, 0.0]
+        with pytest.raises(InputError, match="gave no answer within 1.5 s and was stopped"):
             score(load_rewards([f"{source}:fragile"], workers=pool), ["loop"], (0,))
     finally:
         pool.close()
@@ -144,9 +143,14 @@ pool = RewardWorkers(1)
 print(int(pool.call_all([({str(source) + ":process"!r}, {{"completions": ["a"]}}, 1)])[0][0]), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    done = finished([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{int(done.stdout)}").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{int(done.stdout)}").exists()
+    wait_for(lambda: not runs(int(done.stdout)))
+
+
+def runs(process: int) -> bool:
+    """Whether there is such a process, other than one that has ended and that nobody has asked about."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -6,24 +6,15 @@ import random
 from collections.abc import Callable
 
 import pytest
+import small
 import torch
 
 from lockstep import ops
 from lockstep.models import Decoder, ModelConfig, PackedAttention
-from lockstep.models.init import initialize
 from lockstep.trainer import pack
 from lockstep.types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
 
 VOCABULARY = 97
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads gain nothing at these sizes and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -32,12 +23,7 @@ def make_model() -> Callable[..., Decoder]:
 
     def make(dtype: torch.dtype = torch.float32, seed: int = 0, tie: bool = True) -> Decoder:
         config = ModelConfig(VOCABULARY, 64, 96, 2, 4, 2, 16, rope_theta=1e4, tie_word_embeddings=tie)
-        model = initialize(Decoder(config, dtype), seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 2:
-                    parameter.mul_(8)
-        return model
+        return small.make_model(dtype, seed, config, scale=8)
 
     return make
 

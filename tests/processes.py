@@ -1,0 +1,70 @@
+"""Processes that tests start: each has a deadline, and none outlives its test."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+DEADLINE = 240.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
+
+
+def finished(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """`command`, run to its end, with its output as text."""
+    given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.run(command, timeout=DEADLINE, **given)  # type: ignore[call-overload]
+
+
+@contextmanager
+def running(command: Sequence[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """`command` while it runs on one thread, its standard error in a pipe; killed at the end, however that comes."""
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # not ours, which whoever reads it would find held open
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until `condition` holds; fails when `process` ends first, or it takes too long."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert process is None or process.poll() is None, f"ended with {process.returncode}: {process.stderr.read()}"
+        assert time.monotonic() < deadline, "nothing came of it"
+        time.sleep(0.005)
+
+
+@contextmanager
+def unread_pipe() -> Iterator[int]:
+    """A file descriptor to write to, whose reader has gone."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        yield write_end
+    finally:
+        os.close(write_end)
+
+
+def run_interpreted(file: str) -> None:
+    """Run the class `Interpreted` of a test file in a process of its own, under Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
+    command += ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", f"{file}::Interpreted"]
+    done = finished(command, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
