@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.models import Decoder
+from lockstep.models.init import init_folder
 
 # Tests run beside each other and beside other work; threads that spin for each other would be many times slower.
 torch.set_num_threads(1)
@@ -35,3 +37,11 @@ def engine_of() -> Callable[..., Engine]:
         return Engine(SharedWeights(model), GeneratorConfig(**fields), cache_tokens)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with random weights, to be left as it is."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    init_folder("tiny", folder, seed=0)
+    return folder

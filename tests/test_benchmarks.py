@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from processes import finished
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NO_SCRIPTS = {"common", "ops_common", "ops_attention", "parts", "targets"}
@@ -36,7 +37,7 @@ for name in sys.argv[2:]:
 def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join((str(FOLDER.parent), *filter(None, sys.path)))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+    return finished([sys.executable, *command], env=environment)
 
 
 def test_every_script_explains_itself() -> None:
@@ -77,7 +78,7 @@ def test_a_part_that_hangs_and_one_that_fails_cost_only_themselves(
 ) -> None:
     child = "import subprocess, time; subprocess.Popen(['sleep', '31.7']); time.sleep(60)"
     parts = [
-        driver.Part("hangs", ("-c", f"{SAVE}'rows': 3}})); {child}", "{json}"), 1, 1.5),
+        driver.Part("hangs", ("-c", f"{SAVE}'rows': 3}})); {child}", "{json}"), 1, 4),
         driver.Part("fails", ("-c", "print('a line'); raise RuntimeError('no memory')"), 1, 30),
         driver.Part("misses", ("-c", f"{SAVE}'complete': True}})); sys.exit(1)", "{json}"), 1, 30),
         driver.Part("works", ("-c", f"{SAVE}'complete': True}}))", "{json}"), 1, 30),
@@ -86,7 +87,7 @@ def test_a_part_that_hangs_and_one_that_fails_cost_only_themselves(
     results = driver.Results([tmp_path])
     began = time.monotonic()
     driver.run_all(parts, results, 60, skip_done=False)
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 55  # what hangs would take 60
     kept = json.loads((tmp_path / "results.json").read_text())
     assert [kept[name]["status"] for name in ("fails", "misses", "works")] == [
         "failed, exit code 1", "done, exit code 1", "done",

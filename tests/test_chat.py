@@ -14,17 +14,9 @@ from lockstep.cli import main
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError
 from lockstep.llm import LLM
-from lockstep.models.init import init_folder
 from lockstep.types import SamplingParams
 
 SAMPLING = SamplingParams(max_completion_length=20, temperature=0.7)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    init_folder("tiny", folder, seed=0)
-    return folder
 
 
 @pytest.fixture

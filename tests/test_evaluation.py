@@ -16,7 +16,6 @@ from lockstep.cli import main
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError
 from lockstep.evaluation import evaluate, normal_interval, pass_at_k, wilson_interval
-from lockstep.models.init import init_folder
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -53,13 +52,6 @@ def test_intervals_cover() -> None:
         low, high = normal_interval([c / 4 for c in counts])
         covered["normal"] += low <= 0.5 <= high
     assert covered["wilson"] >= 950 and 925 <= covered["normal"] <= 975
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    init_folder("tiny", folder, seed=0)
-    return folder
 
 
 @pytest.fixture

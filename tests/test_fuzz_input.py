@@ -20,7 +20,6 @@ from lockstep.cli import main
 from lockstep.config import RunConfig, TaskConfig, validate
 from lockstep.errors import InputError
 from lockstep.models.hf import read_config
-from lockstep.models.init import init_folder
 from lockstep.tasks.gsm8k import check_answer
 from lockstep.tasks.rewards import Reward, RewardSet
 from lockstep.tasks.rows import read_problems
@@ -139,13 +138,6 @@ def test_model_configurations(model: Path, tmp_path: Path, data: st.DataObject) 
         read_config(tmp_path)
     except InputError as error:
         assert str(tmp_path) in str(error)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    init_folder("tiny", folder, seed=0)
-    return folder
 
 
 @relaxed

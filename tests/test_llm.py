@@ -14,17 +14,9 @@ from lockstep.cli import main
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError
 from lockstep.llm import LLM, _TextStream
-from lockstep.models.init import init_folder
 from lockstep.types import SamplingParams
 
 SHORT = SamplingParams(max_completion_length=12, n=2)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    init_folder("tiny", folder, seed=0)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 import shutil
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from processes import finished
+from report_cases import HOSTILE, Outline, make_run, read
 
-from lockstep import config_file
-from lockstep.config import RunConfig, TaskConfig
-from lockstep.errors import InputError
+from lockstep.config import RunConfig
 from lockstep.metrics import SECTIONS, MetricsWriter, write_json, write_summary
 from lockstep.recipes import RECIPES
 from lockstep.report import write_comparison, write_report
@@ -24,94 +21,6 @@ from lockstep.report.curves import CHARTED
 from lockstep.report.timeline import NAMES
 from lockstep.timeline import Timeline
 from lockstep.timings import Span
-
-HOSTILE = "</pre><script>alert(1)</script>&\"'<img src=x onerror=alert(1)>"
-STARTUP = {"startup/import": 1.5, "startup/trace": 4.25, "startup/record": 0.25}
-COMPILE = {
-    "graphs": 4321,
-    "functions": {"decode": {"graphs": 7, "faults": []}, "optim_step": {"graphs": 1, "faults": [HOSTILE]}},
-    "passes": {"decode(greedy=True)": ["canonicalize: 698 -> 670 nodes", "recompute: 3 layers"]},
-}
-
-
-class Outline(HTMLParser):
-    """Collects tags, attributes and text, and checks that tags close in order."""
-
-    VOID = {"meta", "br"}
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self._open: list[str] = []
-        self.feed(page)
-        assert not self._open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def step_metrics(step: int, different: int = 0) -> dict[str, object]:
-    values = {name: 0.25 * step for metrics in SECTIONS.values() for name in metrics if "<fn>" not in name}
-    return values | {
-        "step": step,
-        "rewards/exact/mean": 1.0,
-        "rewards/format/mean": 0.5,
-        "reward_errors/exact": step,
-        "graph_replays/exact": step,
-        "validation/reward/mean": 0.125 * step,
-        "my/metric": 0.01 * step,
-        "my/constant": 7.0,
-        "time/step": 4.0 + step % 3,
-        "parity/tokens_checked": 100,
-        "parity/tokens_different": different,
-        "loss": math.nan if step == 2 else 0.5 + step,
-    }
-
-
-def make_run(folder: Path, steps: int = 5, different: int = 0, config: RunConfig | None = None) -> Path:
-    folder.mkdir(exist_ok=True)
-    config_file.save(config or RunConfig(task=TaskConfig(reward=(HOSTILE,))), folder / "config.yaml")
-    with MetricsWriter(folder / "metrics.jsonl") as metrics, MetricsWriter(folder / "rollouts.jsonl") as rollouts:
-        for step in range(steps):
-            metrics.write(step_metrics(step, different))
-            if steps < 100 or step in (0, steps - 1):
-                rollouts.write({"step": step, "group": 0, "prompt": messages(), "samples": samples(step)})
-    summary = {
-        "startup_s": 2.0,
-        "generator_s": 6.0,
-        "trainer_s": 4.0,
-        "total_s": 12.5,
-        HOSTILE: HOSTILE,
-        "warmup": None,
-    }
-    write_summary(folder, summary | STARTUP | {"environment": {"torch": "9.9"}, "compile": COMPILE})
-    write_json(folder / "parity.json", {"identical": different == 0, "device": HOSTILE})
-    return folder
-
-
-def messages() -> list[dict[str, str]]:
-    return [{"role": "user", "content": HOSTILE}]
-
-
-def samples(step: int) -> list[dict[str, object]]:
-    rows = [("good", 1.0, 3), ("bad", 0.0, 4), ("middling", 0.5, 5), ("long", 0.5, 50)]
-    return [{"text": f"{t} {step} {HOSTILE}", "reward": r, "tokens": n, "finish_reason": "stop"} for t, r, n in rows]
-
-
-def read(folder: Path) -> Outline:
-    return Outline(write_report(folder).read_text(encoding="utf-8"))
 
 
 def test_a_run_is_shown_in_full(tmp_path: Path) -> None:
@@ -230,29 +139,6 @@ def test_a_certificate_that_says_no_outweighs_silent_metrics(tmp_path: Path) -> 
     assert "parity: BROKEN" in read(tmp_path).text
 
 
-@pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl", "rollouts.jsonl", "summary.json", "parity.json"])
-def test_a_missing_file_leaves_its_part_out(tmp_path: Path, missing: str) -> None:
-    make_run(tmp_path)
-    (tmp_path / missing).unlink()
-    assert read(tmp_path).tags
-
-
-def test_an_empty_folder_and_one_step(tmp_path: Path) -> None:
-    assert "parity: not checked" in read(tmp_path).text
-    assert any("1 steps recorded" in part for part in read(make_run(tmp_path, steps=1)).text)
-
-
-def test_damaged_files(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    (tmp_path / "summary.json").write_text("{torn")
-    assert any("summary.json: " in text for text in read(tmp_path).text)
-    (tmp_path / "config.yaml").write_text("a_field_of_another_version: 1\n")
-    assert {"Written by another version.", "a_field_of_another_version: 1\n"} <= set(read(tmp_path).text)
-    (tmp_path / "metrics.jsonl").write_text("nonsense\n")
-    with pytest.raises(InputError, match="metrics.jsonl, line 1"):
-        write_report(tmp_path)
-
-
 def test_ten_thousand_steps_are_no_larger_than_they_look(tmp_path: Path) -> None:
     page = write_report(make_run(tmp_path, steps=10_000)).read_text()
     assert len(page) < 1_000_000
@@ -269,57 +155,6 @@ def test_configuration_shows_what_is_not_default(tmp_path: Path) -> None:
     assert "steps" not in text  # the recipe's 100, which is not RunConfig's
     text = read(make_run(tmp_path, config=RunConfig(recipe="of my own"))).text
     assert "Everything has its default." in text
-
-
-def test_a_page_is_written_where_a_page_belongs(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    before = (run / "config.yaml").read_bytes()
-    (tmp_path / "folder.html").mkdir()
-    for out in (run / "config.yaml", tmp_path, tmp_path / "folder.html", run / "config.yaml" / "x.html"):
-        for write in (lambda: write_report(run, out), lambda: write_comparison([run, run], out)):  # noqa: B023
-            with pytest.raises(InputError, match=re.escape(str(out))):
-                write()
-    with pytest.raises(InputError, match="nosuch/x.html: there is no folder"):
-        write_report(run, tmp_path / "nosuch" / "x.html")
-    assert (run / "config.yaml").read_bytes() == before and not list(tmp_path.rglob(".tmp-*"))
-
-
-@pytest.mark.parametrize("step", [str(10**400), "1.5", '"3"', "-1", "true", "[" * 100_000])
-def test_a_step_that_is_no_step_is_named(tmp_path: Path, step: str) -> None:
-    path = make_run(tmp_path, steps=1) / "metrics.jsonl"
-    path.write_text(path.read_text() + f'{{"step": {step}}}\n')
-    with pytest.raises(InputError, match="metrics.jsonl, line 2: not a JSON object with a whole number `step`"):
-        write_report(tmp_path)
-    (tmp_path / "rollouts.jsonl").write_text(f'{{"step": {step}, "samples": []}}\n')
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(InputError, match="metrics.jsonl is not a regular file"):
-        write_report(tmp_path)
-    path.rmdir()
-    assert read(tmp_path).tags
-
-
-def test_values_out_of_all_measure(tmp_path: Path) -> None:
-    huge = 10**400
-    make_run(tmp_path)
-    with MetricsWriter(tmp_path / "metrics.jsonl", 5) as metrics:
-        metrics.write(step_metrics(5) | {"entropy": huge})
-    write_json(tmp_path / "rollouts.jsonl", {})
-    (tmp_path / "rollouts.jsonl").write_text(json.dumps({"step": 0, "samples": [{"reward": huge}]}) + "\n")
-    validation = {"validation": {"x": {"a": 1}, "1": {"b": huge, "c": "NaN", "d": 0.5}, "2": 3}}
-    write_json(tmp_path / "summary.json", {"total_s": huge, "startup_s": huge, "n": huge} | validation)
-    assert "Entropy, nats a token" in read(tmp_path).text
-    write_comparison([tmp_path, tmp_path], tmp_path / "runs.html")
-
-
-@pytest.mark.parametrize("depth", [500, 900, 100_000])
-@pytest.mark.parametrize("name", ["summary.json", "parity.json", "failure.json"])
-def test_nested_without_end(tmp_path: Path, name: str, depth: int) -> None:
-    make_run(tmp_path)
-    (tmp_path / name).write_text('{"a":' * depth + "1" + "}" * depth)
-    assert read(tmp_path).tags
-    (tmp_path / name).write_text('{"error": ' + "[" * depth + "]" * depth + "}")
-    assert read(tmp_path).tags
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:

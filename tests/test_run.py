@@ -232,13 +232,6 @@ def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"{tmp_path / 'run' / place}" in errors and "File too large" in errors
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    init_folder("tiny", folder, seed=0)
-    return folder
-
-
 def test_gsm8k_trains_on_the_real_rows(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     arguments = ["gsm8k", "--data", str(DATA / "gsm8k_sample.jsonl"), "--model", str(model), "--steps", "3"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import finished
 
 triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -21,7 +21,7 @@ def check(tmp_path: Path, *flags: str) -> tuple[int, dict]:
     """In a process of its own: it stands in for a GPU's driver."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(SCRIPT), "--json", str(tmp_path / "check.json"), *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = finished(command, env=environment)
     assert (tmp_path / "check.json").exists(), done.stderr
     return done.returncode, json.loads((tmp_path / "check.json").read_text())
 

@@ -1,0 +1,40 @@
+"""Updates of a trainer, and the bits that they leave."""
+
+import torch
+
+from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.trainer import Trainer, pack
+from lockstep.types import SamplingParams
+
+MAX_TOKENS = 1 << 12
+LR = 1e-2
+WARM = SamplingParams(temperature=0.7)
+FILTERED = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.02)
+
+
+def make_trainer(model, *, reference=None, enforce_parity=True, **loss):
+    optimizer = OptimizerConfig(weight_decay=0.1)
+    return Trainer(model, optimizer, LossConfig(**loss), reference=reference, enforce_parity=enforce_parity)
+
+
+def one_batch(groups, **options):
+    (batch,) = pack(groups, **{"max_tokens": MAX_TOKENS, "check_parity": True, **options})
+    return batch
+
+
+def gradients(trainer, batches):
+    """The accumulated gradients; the trainer is left as it was."""
+    for batch in batches:
+        trainer.forward_backward(batch)
+    grad = trainer.flat.grad.clone()
+    assert not trainer.finish_check().applied and not trainer.flat.grad.any()
+    return grad
+
+
+def bits(trainer):
+    tensors = {**trainer.state()[0], "weights": trainer.flat.data}
+    return [t.clone().view(torch.int32 if t.dtype == torch.float32 else torch.int16) for t in tensors.values()]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
