@@ -18,7 +18,7 @@ from .commands import COMMANDS, recipe
 from .config import RunConfig
 from .display import FailsafeStream, RequiredStream
 from .errors import InputError, LockstepError, Terminated
-from .flags import Chat, Eval, Generate, Init, Parity, Report, Train, spelled_out
+from .flags import Begin, Chat, Eval, Generate, Init, Parity, Precompile, Report, Train, spelled_out
 from .metrics import to_json
 
 
@@ -72,12 +72,15 @@ def _fail(message: str, code: int) -> int:
 def _parse(arguments: list[str]) -> Any:
     """The command's flags, or an exit code when tyro has printed help or a usage error.
 
-    `train` is parsed twice: once to learn what the run begins from, then with that as the defaults that flags override.
+    `train` and `precompile` are parsed twice: once to learn what the run begins from, then with that as the defaults
+    that flags override.
     """
     _refuse_repeated(arguments)
     named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
+    begin = recipes.RECIPES[named](None)
     commands: Any = (
-        Annotated[Train, tyro.conf.subcommand("train", default=Train.of(recipes.RECIPES[named](None), recipe=""))]
+        Annotated[Train, tyro.conf.subcommand("train", default=Train.of(begin, recipe=""))]
+        | Annotated[Precompile, tyro.conf.subcommand("precompile", default=Precompile.of(begin, recipe=""))]
         | Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Eval, tyro.conf.subcommand("eval")]
         | Annotated[Chat, tyro.conf.subcommand("chat")]
@@ -87,9 +90,9 @@ def _parse(arguments: list[str]) -> Any:
     )
     try:
         flags = tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
-        if isinstance(flags, Train):
-            begin = Train.of(_base(flags))
-            flags = tyro.cli(Train, args=arguments[1:], prog="lockstep train", default=begin)
+        if isinstance(flags, Begin):
+            kind: Any = type(flags)
+            flags = tyro.cli(kind, args=arguments[1:], prog=f"lockstep {arguments[0]}", default=kind.of(_base(flags)))
         return flags
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -109,16 +112,17 @@ def _refuse_repeated(arguments: list[str]) -> None:
         seen[name] = flag
 
 
-def _base(flags: Train) -> RunConfig:
+def _base(flags: Begin) -> RunConfig:
     """What the run begins from: a recipe, --config or --resume."""
-    given = {"a recipe": flags.recipe, "--config": flags.config, "--resume": flags.resume}
+    resume = flags.resume if isinstance(flags, Train) else None
+    given = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}
     used = [name for name, value in given.items() if value]
     if len(used) > 1:
         raise InputError(f"{' and '.join(used)} both say what to begin from; give one")
-    if flags.resume is not None:
+    if isinstance(flags, Train) and resume is not None:
         if flags.run_dir is not None:
             raise InputError("--run-dir has no effect with --resume, which continues in the folder it names; remove it")
-        return resumed(flags.resume)
+        return resumed(resume)
     if flags.config is not None:
         return config_file.load(flags.config)
     return recipe(flags.recipe or recipes.DEFAULT, "recipe", flags.model)

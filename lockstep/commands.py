@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import api, recipes
+from . import api, config_file, recipes
 from .config import GeneratorConfig, RunConfig, TaskConfig, template_variables, validate
 from .config_file import suggest
 from .errors import InputError
-from .flags import Chat, Eval, Generate, Init, Parity, Report, Train
+from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Train
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -39,6 +39,14 @@ def _train(flags: Train) -> Outcome:
     summary = api.train(flags.resolved(), flags.resume or flags.run_dir, resume=flags.resume is not None)
     run_dir = Path(summary["run_dir"])
     return Outcome(summary, [_table({"run_dir": run_dir, "report": run_dir / "report.html"} | summary)])
+
+
+def _precompile(flags: Precompile) -> Outcome:
+    config = validate(config_file.checked(flags.resolved()))
+    from .precompile import precompile, render
+
+    result = precompile(config)
+    return Outcome(result, [render(result) + "\n"])
 
 
 def _generate(flags: Generate) -> Outcome:
@@ -222,6 +230,7 @@ def _table(values: dict[str, Any]) -> str:
 
 COMMANDS: dict[type, Callable[[Any], Outcome]] = {
     Train: _train,
+    Precompile: _precompile,
     Generate: _generate,
     Eval: _eval,
     Chat: _chat,

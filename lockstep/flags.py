@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import tyro
 
@@ -35,8 +35,8 @@ class _Task(TaskConfig):
 
 
 @dataclass(frozen=True)
-class Train(RunConfig):
-    """Train a model by reinforcement learning: a recipe, or a replayed configuration, with flags on top."""
+class Begin(RunConfig):
+    """What a run is: a recipe, or a replayed configuration, with flags on top."""
 
     recipe: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE", help_behavior_hint="(default: sum-digits)")
@@ -46,26 +46,37 @@ class Train(RunConfig):
     """Hugging Face folder or hub id; without it a tiny random model is made."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
     """Begin from this configuration (a run folder's config.yaml) instead of a recipe."""
+    task: _Task = field(default_factory=_Task)
+    json: _Json = False
+    """Print one JSON object on standard output."""
+
+    @classmethod
+    def of(cls, config: RunConfig, **changes: Any) -> Self:
+        """Flags whose defaults are `config`'s values."""
+        values = {item.name: getattr(config, item.name) for item in fields(RunConfig)}
+        return cls(**(values | {"task": _Task(**vars(config.task))} | changes))
+
+    def resolved(self) -> RunConfig:
+        """The configuration that the flags spell out."""
+        values = {item.name: getattr(self, item.name) for item in fields(RunConfig)}
+        return RunConfig(**(values | {"task": TaskConfig(**vars(self.task))}))
+
+
+@dataclass(frozen=True)
+class Train(Begin):
+    """Train a model by reinforcement learning: a recipe, or a replayed configuration, with flags on top."""
+
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR")] = None
     """Continue the run in this folder from its last checkpoint; only --steps may be raised."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/RECIPE-TIME)")] = (
         None
     )
     """Folder for everything the run writes; new or empty."""
-    task: _Task = field(default_factory=_Task)
-    json: _Json = False
-    """Print the summary as one JSON object on standard output."""
 
-    @staticmethod
-    def of(config: RunConfig, **changes: Any) -> Train:
-        """Flags whose defaults are `config`'s values."""
-        values = {item.name: getattr(config, item.name) for item in fields(RunConfig)}
-        return Train(**(values | {"task": _Task(**vars(config.task))} | changes))
 
-    def resolved(self) -> RunConfig:
-        """The configuration that the flags spell out."""
-        values = {item.name: getattr(self, item.name) for item in fields(RunConfig)}
-        return RunConfig(**(values | {"task": TaskConfig(**vars(self.task))}))
+@dataclass(frozen=True)
+class Precompile(Begin):
+    """Make the graphs and kernels of a run ahead of it: the flags of train. Later runs start without making them."""
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,12 @@ class Lookup:
 
     Attributes:
         title: the graph's.
+        file: the name of the file that it is kept in, whether it was found or not.
         reasons: why what was found was refused; none where nothing was found.
     """
 
     title: str
+    file: str
     outcome: Outcome
     reasons: tuple[str, ...] = ()
 
@@ -70,13 +72,11 @@ class Store:
 
     Attributes:
         lookups: every search so far.
-        written: bytes of the graphs that were stored.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or user_cache.cache_folder()) / "graphs"
         self.lookups: list[Lookup] = []
-        self.written: dict[str, int] = {}
 
     def load(self, key: Key, title: str, device: torch.device) -> Captured | None:
         """The graph that was stored under `key`, on this device, or None."""
@@ -84,7 +84,8 @@ class Store:
         found, reasons = self._read(path, key, device)
         if found is None and not reasons:
             reasons = self._nearest(key)
-        self.lookups.append(Lookup(title, "loaded" if found else "refused" if reasons else "absent", reasons))
+        outcome: Outcome = "loaded" if found else "refused" if reasons else "absent"
+        self.lookups.append(Lookup(title, key.file, outcome, reasons))
         if found is not None:
             with contextlib.suppress(OSError):
                 os.utime(path)  # the last to go
@@ -96,12 +97,11 @@ class Store:
             made_with = json.dumps(key.made_with).encode()
             data = pack({"made_with": made_with, "graph": dumps(captured)})
             if user_cache.write_bytes(self.folder / key.file, data):
-                self.written[captured.title] = len(data)
                 self._evict(key)
 
-    def size(self) -> int:
-        """Bytes that the folder holds."""
-        return sum(status.st_size for _, status in self._files("*"))
+    def size(self, pattern: str = "*") -> int:
+        """Bytes of the files whose names match."""
+        return sum(status.st_size for _, status in self._files(pattern))
 
     def _read(self, path: Path, key: Key, device: torch.device) -> tuple[Captured | None, tuple[str, ...]]:
         data = user_cache.read_bytes(path)
