@@ -31,6 +31,7 @@ def page() -> str:
     for field in dataclasses.fields(flags.Train):
         if dataclasses.is_dataclass(kind := field.default_factory):
             parts += [f"### {field.name}\n", f"{inspect.getdoc(kind)}\n", _table(kind, f"{field.name}.")]
+    parts += ["## lockstep precompile\n", f"{inspect.getdoc(flags.Precompile)}\n"]
     for command in COMMANDS:
         parts += [f"## lockstep {command.__name__.lower()}\n", f"{inspect.getdoc(command)}\n", _table(command, "")]
     return "\n".join(parts)

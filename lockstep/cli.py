@@ -18,7 +18,7 @@ from .commands import COMMANDS, recipe
 from .config import RunConfig
 from .display import FailsafeStream, RequiredStream
 from .errors import InputError, LockstepError, Terminated
-from .flags import Begin, Chat, Eval, Generate, Init, Parity, Precompile, Report, Train, spelled_out
+from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Train, spelled_out
 from .metrics import to_json
 
 
@@ -90,7 +90,7 @@ def _parse(arguments: list[str]) -> Any:
     )
     try:
         flags = tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
-        if isinstance(flags, Begin):
+        if isinstance(flags, (Train, Precompile)):
             kind: Any = type(flags)
             flags = tyro.cli(kind, args=arguments[1:], prog=f"lockstep {arguments[0]}", default=kind.of(_base(flags)))
         return flags
@@ -112,7 +112,7 @@ def _refuse_repeated(arguments: list[str]) -> None:
         seen[name] = flag
 
 
-def _base(flags: Begin) -> RunConfig:
+def _base(flags: Train | Precompile) -> RunConfig:
     """What the run begins from: a recipe, --config or --resume."""
     resume = flags.resume if isinstance(flags, Train) else None
     given = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}

@@ -35,7 +35,7 @@ class _Task(TaskConfig):
 
 
 @dataclass(frozen=True)
-class Begin(RunConfig):
+class _Begin(RunConfig):
     """What a run is: a recipe, or a replayed configuration, with flags on top."""
 
     recipe: Annotated[
@@ -45,7 +45,7 @@ class Begin(RunConfig):
     model: Annotated[str | None, tyro.conf.arg(metavar=_MODEL)] = None
     """Hugging Face folder or hub id; without it a tiny random model is made."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """Begin from this configuration (a run folder's config.yaml) instead of a recipe."""
+    """_Begin from this configuration (a run folder's config.yaml) instead of a recipe."""
     task: _Task = field(default_factory=_Task)
     json: _Json = False
     """Print one JSON object on standard output."""
@@ -63,7 +63,7 @@ class Begin(RunConfig):
 
 
 @dataclass(frozen=True)
-class Train(Begin):
+class Train(_Begin):
     """Train a model by reinforcement learning: a recipe, or a replayed configuration, with flags on top."""
 
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR")] = None
@@ -75,7 +75,7 @@ class Train(Begin):
 
 
 @dataclass(frozen=True)
-class Precompile(Begin):
+class Precompile(_Begin):
     """Make the graphs and kernels of a run ahead of it: the flags of train. Later runs start without making them."""
 
 

@@ -102,6 +102,8 @@ def small(arguments: list[str]) -> list[str]:
     measured = {"eval": ("--prompts", "3"), "parity": ("--tokens", "300")}
     if arguments[0] in measured and measured[arguments[0]][0] not in arguments:
         arguments += measured[arguments[0]]
+    if arguments[0] == "precompile":
+        return [*arguments, *(text for flag in {**SMALL, "--arch": "tiny-llama"}.items() for text in flag)]
     if arguments[0] != "train" or "--help" in arguments:
         return arguments
     steps = "3" if "--resume" in arguments else "2"
@@ -172,6 +174,7 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
     done = SimpleNamespace(identical=True, render=str, to_dict=dict)
     fakes = {
         "run": SimpleNamespace(train=lambda *_: {}),
+        "precompile": SimpleNamespace(precompile=lambda *_: {}, render=str),
         "parity": SimpleNamespace(check_model=lambda *_: done),
         "models.init": SimpleNamespace(init_folder=lambda *_: {}),
         "evaluation": SimpleNamespace(evaluate=lambda *_, **__: {}, render=str),
@@ -189,7 +192,7 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_readme_shows_every_command() -> None:
     shown = set(re.findall(r"(?:^|\| )lockstep (\w+)", PAGES[0].read_text(), re.MULTILINE))
-    assert shown >= {"train", "generate", "chat", "eval", "parity", "report", "init"}
+    assert shown >= {"train", "precompile", "generate", "chat", "eval", "parity", "report", "init"}
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +233,11 @@ def test_the_reference_follows_the_source(reference: SimpleNamespace) -> None:
     commands = {
         kind for kind in vars(flags).values() if dataclasses.is_dataclass(kind) and kind.__module__ == flags.__name__
     }
-    assert {c for c in commands if not c.__name__.startswith("_")} == {*reference.COMMANDS, flags.Train}
+    assert {c for c in commands if not c.__name__.startswith("_")} == {
+        *reference.COMMANDS,
+        flags.Train,
+        flags.Precompile,
+    }
 
 
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
