@@ -45,7 +45,7 @@ class _Begin(RunConfig):
     model: Annotated[str | None, tyro.conf.arg(metavar=_MODEL)] = None
     """Hugging Face folder or hub id; without it a tiny random model is made."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """_Begin from this configuration (a run folder's config.yaml) instead of a recipe."""
+    """Begin from this configuration (a run folder's config.yaml) instead of a recipe."""
     task: _Task = field(default_factory=_Task)
     json: _Json = False
     """Print one JSON object on standard output."""
