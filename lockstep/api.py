@@ -6,14 +6,17 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import config_file
+from . import config_file, environment
 from .config import RunConfig, validate
 from .errors import InputError
+
+if TYPE_CHECKING:
+    from .parallel import World
 
 
 def train(
@@ -35,6 +38,8 @@ def train(
     Raises:
         InputError: something given cannot be used.
         LockstepError: the run failed (`ParityError`, `NonFiniteError`); what it wrote until then stays.
+
+    Under `torchrun` every process calls it, with the same arguments, and returns the summary.
     """
     if rewards:
         config = replace(config, task=replace(config.task, reward=tuple(map(_spec, rewards))))
@@ -42,21 +47,46 @@ def train(
     given = None if run_dir is None else Path(run_dir)
     if resume and given is None:
         raise InputError("run_dir is missing: name the folder of the run to resume")
-    if resume and given is not None:
-        from .build import resolve
+    with _world(config) as world:
+        if resume and given is not None:
+            _require_unchanged(given, config, world)
+            folder = given
+        else:
+            folder = world.from_first(lambda: _claim(given, config.recipe))
+        from .run import train as run
 
-        _refuse_changes(given, resolve(resumed(given)), resolve(config))
-        folder = given
-    else:
-        folder = _claim(given, config.recipe)
-    from .run import train as run
+        try:
+            return {"run_dir": str(folder)} | run(config, folder, resume, world)
+        except BaseException:
+            if world.first:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # only a folder that is still empty goes
+            raise
 
+
+@contextlib.contextmanager
+def _world(config: RunConfig) -> Iterator[World]:
+    """The processes of the run, for as long as it takes; in the end they leave together."""
+    environment.own_gpu()
+    from .build import resolve_device
+    from .parallel import join
+
+    world = join(config.parallel, resolve_device(config.device).type)
     try:
-        return {"run_dir": str(folder)} | run(config, folder, resume)
+        with world.peers():
+            world.same("the processes of this run", config_file.flat(config))
+            yield world
     except BaseException:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # only a folder that is still empty goes
+        world.close(failed=True)
         raise
+    world.close()
+
+
+def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
+    from .build import resolve
+
+    before, now = resolve(resumed(run_dir), world.size), resolve(config, world.size)
+    _refuse_changes(run_dir, before, now)
 
 
 def _spec(function: Callable[..., Any]) -> str:

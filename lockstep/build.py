@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from .config import CompileConfig, RunConfig, SamplingConfig, resolve_compile, template_variables
+from .config import CompileConfig, RunConfig, SamplingConfig, resolve_compile, resolve_parallel, template_variables
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
 from .graph import Compiler, Store, Verdict, compile_report, replay_metrics
 from .models import Decoder, ModelConfig, load_model, resolve_folder
 from .models.checks import require_memory
 from .models.init import architecture, initialize
+from .parallel import FSDP, ONE, World
 from .tasks import Problem, PromptLimit, Task, make_task
 from .timings import Timings
 from .tokenizer import byte_tokenizer, check_vocabulary, encode_prompt, load_tokenizer
@@ -62,6 +63,7 @@ class Run:
     validation_sampling: SamplingParams
     shapes: list[BatchShape]  # what the trainer's batches are padded to, largest first
     timings: Timings
+    world: World = ONE
     compiler: Compiler | None = None
     verdicts: list[Verdict] = field(default_factory=list)  # of the check of captured graphs
 
@@ -118,8 +120,8 @@ def load_policy(model: str | None, arch: str, seed: int, device: str, dtype: str
     return Policy(decoder, tokenizer)
 
 
-def build(config: RunConfig) -> Run:
-    """All parts of a run, with memory planned and inputs checked before the first step."""
+def build(config: RunConfig, world: World = ONE) -> Run:
+    """All parts of a run, with memory planned and inputs checked before the first step; of each rank of `world`."""
     timings = Timings(keep_spans=True, event=_event_of(resolve_device(config.device)))
     with timings.measured("task"):
         task = make_task(config.task, config.trainer.prompts_per_step)
@@ -128,7 +130,7 @@ def build(config: RunConfig) -> Run:
     policy.template_variables = template_variables(config.task.chat_template_kwargs)
     task.check_lengths(policy.encode, prompt_limit(config, policy.model.config))
     reference = copy.deepcopy(policy.model) if config.loss.beta > 0 else None
-    compiler = make_compiler(config.compile, policy.model.embed.device, timings)
+    compiler = make_compiler(config.compile, policy.model.embed.device, timings, world)
     trainer = Trainer(
         policy.model,
         config.optimizer,
@@ -136,37 +138,37 @@ def build(config: RunConfig) -> Run:
         reference=reference,
         enforce_parity=config.parity == "strict",
         compiler=compiler,
+        world=world,
     )
     sampling = training_sampling(config.sampling, policy.tokenizer.eos_token_id)
     validation = replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     weights = SharedWeights(policy.model, lambda: trainer.weights_version)
-    capacity = _cache_tokens(config, policy, task)
+    capacity = min(world.share(lambda: _cache_tokens(config, policy, task, world.size)))
     engine = Engine(weights, config.generator, capacity, policy.decode, compiler, timings=timings)
     longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step)
     shapes = train_shapes(config, longest, prompt_limit(config, policy.model.config).tokens)
-    return Run(policy, task, trainer, engine, sampling, validation, shapes, timings, compiler)
+    return Run(policy, task, trainer, engine, sampling, validation, shapes, timings, world, compiler)
 
 
 def _event_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
     return partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
 
 
-def resolve(config: RunConfig) -> RunConfig:
-    """`config` with what depends on the device filled in."""
+def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
+    """`config` with what depends on the device and the number of ranks filled in."""
     on_gpu = resolve_device(config.device).type == "cuda"
-    return replace(config, compile=resolve_compile(config.compile, on_gpu))
+    return resolve_parallel(replace(config, compile=resolve_compile(config.compile, on_gpu)), ranks)
 
 
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
     """What the trainer's batches are padded to, from the longest of the prompts that were looked at and the limit."""
     t, s = config.trainer, config.sampling
-    sequences = t.prompts_per_step * s.num_generations
+    groups = t.prompts_per_step // max(1, config.parallel.batch_shards)
+    sequences = groups * s.num_generations
     fixed_length = s.ignore_eos and not s.stop and not t.skip_zero_variance and t.mode == "packed"
-    one_batch = (
-        t.prompts_per_step * longest_prompt + sequences * s.max_completion_length <= t.max_tokens_per_micro_batch
-    )
+    one_batch = groups * longest_prompt + sequences * s.max_completion_length <= t.max_tokens_per_micro_batch
     return batch_shapes(
-        t.prompts_per_step,
+        groups,
         s.num_generations,
         longest_prompt,
         s.max_completion_length,
@@ -177,12 +179,17 @@ def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> l
     )
 
 
-def make_compiler(config: CompileConfig, device: torch.device, timings: Timings | None = None) -> Compiler | None:
+def make_compiler(
+    config: CompileConfig, device: torch.device, timings: Timings | None = None, world: World = ONE
+) -> Compiler | None:
     """What both roles compile with; None when nothing is captured."""
     config = resolve_compile(config, device.type == "cuda")
     if config.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {config.cudagraph_mode}; CUDA graphs need a GPU, use none")
-    return Compiler(config, device, timings=timings, store=Store()) if config.capture != "none" else None
+    if config.capture == "none":
+        return None
+    peers, mesh = (world, {FSDP: world.size}) if world.size > 1 else (None, {})
+    return Compiler(config, device, timings=timings, store=Store(), mesh=mesh, peers=peers)
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:
@@ -201,11 +208,11 @@ def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> Sampl
     )
 
 
-def _cache_tokens(config: RunConfig, policy: Policy, task: Task) -> int:
+def _cache_tokens(config: RunConfig, policy: Policy, task: Task, ranks: int) -> int:
     groups, samples = config.trainer.prompts_per_step, config.sampling.num_generations
     room = prompt_limit(config, policy.model.config).tokens
     prompt = config.task.max_prompt_length or longest_prompt(policy.encode, task, groups) * PROMPT_MARGIN
-    sequences = max(groups * samples, config.task.validation_prompts)
+    sequences = max(groups * samples // ranks, -(-config.task.validation_prompts // ranks))
     model = policy.model
     return plan_cache_tokens(
         config.generator,

@@ -6,6 +6,7 @@ Nothing here imports torch before the flags are parsed and valid, so `--help` an
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from .api import resumed
 from .commands import COMMANDS, recipe
 from .config import RunConfig
 from .display import FailsafeStream, RequiredStream
+from .environment import several_processes
 from .errors import InputError, LockstepError, Terminated
 from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Train, spelled_out
 from .metrics import to_json
@@ -28,10 +30,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     A run that a signal ended has 128 and the signal's number.
     """
     with contextlib.redirect_stderr(FailsafeStream(sys.stderr)):
-        if sys.stdout is None:
-            return _fail("error: standard output is closed; send it somewhere, such as to /dev/null", 2)
-        with contextlib.redirect_stdout(RequiredStream(sys.stdout)):
-            return _main(list(sys.argv[1:] if argv is None else argv))
+        code = _with_output(list(sys.argv[1:] if argv is None else argv))
+        if several_processes():
+            _leave(code)
+    return code
+
+
+def _with_output(arguments: list[str]) -> int:
+    if sys.stdout is None:
+        return _fail("error: standard output is closed; send it somewhere, such as to /dev/null", 2)
+    with contextlib.redirect_stdout(RequiredStream(sys.stdout)):
+        return _main(arguments)
+
+
+def _leave(code: int) -> None:
+    """End the process here: what is left of a process group after a failure can hold up an orderly exit."""
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _main(arguments: list[str]) -> int:
@@ -48,14 +63,13 @@ def _main(arguments: list[str]) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # standard output carries the outcome and nothing else
             outcome = COMMANDS[type(flags)](flags)
             as_json = getattr(flags, "json", False)
-            for piece in [to_json(outcome.payload) + "\n"] if as_json else outcome.text:
+            for piece in [to_json(outcome.payload) + "\n"] * bool(outcome.payload) if as_json else outcome.text:
                 output.write(piece)
                 output.flush()
         return outcome.code
-    except InputError as error:
-        return _fail(f"error: {error}", 2)
     except LockstepError as error:
-        return _fail(f"failed: {error}", 1)
+        bad_input = isinstance(error, InputError)
+        return _fail(f"{'error' if bad_input else 'failed'}: {error}", 2 if bad_input else 1, _is_reported(error))
     except Terminated as stop:
         return _fail(f"ended by {stop.args[0].name}", 128 + stop.args[0])
     except KeyboardInterrupt:
@@ -64,9 +78,15 @@ def _main(arguments: list[str]) -> int:
         return 1
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"lockstep: {message}", file=sys.stderr)
+def _fail(message: str, code: int, reported: bool = False) -> int:
+    if not reported:
+        print(f"lockstep: {message}", file=sys.stderr)
     return code
+
+
+def _is_reported(error: LockstepError) -> bool:
+    """Whether another process of the run has the same error, and reports it."""
+    return getattr(error, "reported", False)
 
 
 def _parse(arguments: list[str]) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import api, config_file, recipes
 from .config import GeneratorConfig, RunConfig, TaskConfig, template_variables, validate
 from .config_file import suggest
+from .environment import launched
 from .errors import InputError
 from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Train
 
@@ -37,6 +38,8 @@ def recipe(name: str, kind: str, model: str | None) -> RunConfig:
 
 def _train(flags: Train) -> Outcome:
     summary = api.train(flags.resolved(), flags.resume or flags.run_dir, resume=flags.resume is not None)
+    if launched().rank > 0:
+        return Outcome()  # the first process tells of the run
     run_dir = Path(summary["run_dir"])
     return Outcome(summary, [_table({"run_dir": run_dir, "report": run_dir / "report.html"} | summary)])
 

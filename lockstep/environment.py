@@ -1,14 +1,18 @@
-"""What a run ran on: versions and hardware, for its summary and report."""
+"""What a run runs on: versions and hardware, and what `torchrun`, CUDA and NCCL are told through the environment."""
 
 from __future__ import annotations
 
 import os
 import platform
+from dataclasses import dataclass
 from importlib import metadata
-
-import torch
+from typing import TYPE_CHECKING
 
 from . import __version__
+from .errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets")
 
@@ -23,13 +27,87 @@ def describe(device: torch.device) -> dict[str, str]:
             continue
     found["device"] = _device(device)
     if device.type == "cuda":
+        import torch
+
         found["cuda"] = str(torch.version.cuda)
     return found | {"platform": platform.platform(terse=True), "host": platform.machine()}
 
 
 def _device(device: torch.device) -> str:
+    import torch
+
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     threads = torch.get_num_threads()
     return f"CPU with {os.cpu_count()} cores, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that `torchrun` started: its rank, its number on this machine, how many there are."""
+
+    rank: int = 0
+    local_rank: int = 0
+    processes: int = 1
+
+
+def several_processes() -> bool:
+    """Whether `torchrun` started this process with others."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def launched() -> Launch:
+    """What `torchrun` says; rank 0 of 1 without it.
+
+    Raises:
+        InputError: a part is missing or no number.
+    """
+    if not several_processes():
+        return Launch()
+    values = []
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        text = os.environ.get(name, "")
+        if not text.isdecimal():
+            raise InputError(f"WORLD_SIZE is set and {name} is {text!r}; start several processes with torchrun")
+        values.append(int(text))
+    return Launch(*values)
+
+
+def own_gpu() -> None:
+    """Let a process of several see its GPU alone, so that it is `cuda:0` in every process and every graph.
+
+    Comes before anything asks CUDA how many there are.
+    """
+    launch = launched()
+    if launch.processes == 1:
+        return
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(i) for i in range(launch.local_rank + 1)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[launch.local_rank] if launch.local_rank < len(visible) else ""
+
+
+def prepare_nccl() -> None:
+    """Set what NCCL needs where CUDA graphs hold collectives; comes before a process group is made.
+
+    NVLink multicast is off unless it was set, and buffers are not registered while graphs are recorded: under
+    expandable segments that faults.
+
+    Raises:
+        InputError: both are asked for.
+    """
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    allocator = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if _expandable(name)]
+    if not allocator:
+        return
+    for name in ("NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"):
+        if os.environ.get(name, "0").lower() not in ("0", "false", "n", "no"):
+            raise InputError(
+                f"{name} is {os.environ[name]} and {allocator[0]} has expandable_segments: buffers registered with "
+                "NCCL while a CUDA graph is recorded must not lie in expandable segments; unset one of the two"
+            )
+        os.environ[name] = "0"
+
+
+def _expandable(name: str) -> bool:
+    return "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "")

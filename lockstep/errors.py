@@ -17,5 +17,9 @@ class NonFiniteError(LockstepError):
     """The loss or the gradient norm is NaN or infinite; no weight was changed by that step."""
 
 
+class PeerLost(LockstepError):
+    """Another process of the run is gone, or did not come to where the others wait for it."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP reached a run, which ends as Ctrl-C ends it; `args[0]` is the signal."""

@@ -1,12 +1,14 @@
 """The algorithm: sample, score, advantage, pack, forward_backward, optim_step. The generator sees new weights at once.
 
-`Loop.step` is the page to read; the rest of the file serves it.
+`Loop.step` is the page to read; the rest of the file serves it. On several ranks each generates, scores and trains its
+share of a step; in between every rank has all groups, so what is decided on them is decided alike everywhere.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import mean, pstdev
 from typing import Any
@@ -20,7 +22,7 @@ from .config import RunConfig
 from .errors import LockstepError, NonFiniteError
 from .parity import Certificate, raise_mismatch
 from .timings import Span, totals
-from .trainer import StepResult, learning_rate, loss_weights, pack, padding_waste
+from .trainer import StepResult, learning_rate, loss_weights, pack_shards, packed_slots
 from .types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
@@ -31,7 +33,7 @@ from .types import (
     TrainSequence,
 )
 
-_TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step")  # phases whose seconds are metrics
+_TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync")  # phases whose seconds are metrics
 
 
 class Loop:
@@ -40,6 +42,10 @@ class Loop:
     def __init__(self, config: RunConfig, run: Run) -> None:
         self.config = config
         self.run = run
+        self.world = run.world
+        shards = config.parallel.batch_shards or run.world.size
+        self.own_shards = range(run.world.rank, shards, run.world.size)
+        self.shards = range(shards)
         self.device = run.policy.model.embed.device
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
         self.idle_steps = 0
@@ -48,7 +54,7 @@ class Loop:
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 
     def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
-        """One step: returns its metrics and its rollouts.
+        """One step: returns its metrics and its rollouts, the same on every rank.
 
         Raises:
             ParityError: strict parity, and a log-probability or a choice of experts differs; the weights are unchanged.
@@ -65,13 +71,16 @@ class Loop:
                 self._advantages(groups)
             with timings.measured("pack"):
                 batches, checks = self._pack(groups)
-            with timings.measured("forward_backward", on_device=True):
-                for batch in checks:
-                    trainer.check(batch)
-            updates = config.trainer.num_iterations if batches else 0
-            lr = learning_rate(config.optimizer, step, config.steps)
-            results = [self._update(batches, lr, first=i == 0, last=i == updates - 1) for i in range(updates)]
-            result = results[0] if results else trainer.finish_check()
+            with self.world.deadline(f"training in step {step + 1}"):
+                with timings.measured("forward_backward", on_device=True):
+                    for batch in checks:
+                        trainer.check(batch)
+                updates = config.trainer.num_iterations if batches else 0
+                lr = learning_rate(config.optimizer, step, config.steps)
+                results = [self._update(batches, lr, first=i == 0, last=i == updates - 1) for i in range(updates)]
+                result = results[0] if results else trainer.finish_check()
+                with timings.measured("sync", on_device=True):
+                    trainer.gather_weights()
             self._verify(step, result, groups)
             for later in results[1:]:
                 self._require_finite(f"step {step + 1}", later)
@@ -98,6 +107,7 @@ class Loop:
             self.run.task.rewards,
             self.max_prompt_length,
             self.run.timings,
+            self.world,
         )
 
     def _advantages(self, groups: list[RolloutGroup]) -> None:
@@ -164,14 +174,19 @@ class Loop:
             )
             for g in groups
         ]
-        t = self.config.trainer
-        check = self.config.parity != "off"
-        packed = pack(
-            train_groups,
-            max_tokens=t.max_tokens_per_micro_batch,
-            mode=t.mode,
-            check_parity=check,
-            shapes=self.run.shapes,
+        mode, check = self.config.trainer.mode, self.config.parity != "off"
+        dealt = self._dealt([g.group for g in groups], train_groups)
+        return self._packed(dealt, mode=mode, check_parity=check, shapes=self.run.shapes)
+
+    def _dealt(self, numbers: Sequence[int], groups: Sequence[TrainGroup]) -> list[list[TrainGroup]]:
+        """The groups of each of the step's shards, by their numbers."""
+        count = len(self.shards)
+        return [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
+
+    def _packed(self, shards: list[list[TrainGroup]], **options: Any) -> list[PackedBatch]:
+        """This rank's micro-batches, as many as every other's."""
+        packed = pack_shards(
+            shards, self.own_shards, max_tokens=self.config.trainer.max_tokens_per_micro_batch, **options
         )
         return [batch.to(self.device) for batch in packed]
 
@@ -233,9 +248,11 @@ class Loop:
             TrainGroup(policy.encode(p.prompt), [TrainSequence(ids, 0.0, w, request=f"example {i}")], SamplingParams())
             for i, (p, ids, w) in enumerate(zip(problems, targets, weights, strict=True))
         ]
-        for batch in pack(groups, max_tokens=t.max_tokens_per_micro_batch, check_parity=False):
-            trainer.forward_backward(batch.to(self.device), loss_type="sft")
-        result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps))
+        with self.world.deadline(f"warm-up step {step + 1}"):
+            for batch in self._packed(self._dealt(range(len(groups)), groups), check_parity=False):
+                trainer.forward_backward(batch, loss_type="sft")
+            result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps))
+            trainer.gather_weights()
         self._require_finite(f"warm-up step {step + 1}", result)
         return result
 
@@ -272,12 +289,22 @@ class Loop:
             "parity/tokens_checked": result.tokens_checked,
             "parity/tokens_different": result.tokens_different,
             **(result.routing.metrics() if result.routing else {}),
-            "padding_waste": padding_waste(batches),
-            "time/sync": 0.0,  # the generator reads the trainer's weights: nothing moves
-            **{f"time/{name}": value for name, value in seconds.items()},
-            "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / seconds["step"],
-            "memory/peak_gib": peak_memory_gib(self.device),
-            **self.run.graph_metrics(),
+            **self._of_all_ranks(groups, batches, {f"time/{name}": value for name, value in seconds.items()}),
+        }
+
+    def _of_all_ranks(
+        self, groups: list[RolloutGroup], batches: list[PackedBatch], seconds: dict[str, float]
+    ) -> dict[str, Any]:
+        """What ranks measure each by itself: padding, of all batches, and the largest of their times and memory."""
+        own = {**seconds, "memory/peak_gib": peak_memory_gib(self.device), **self.run.graph_metrics()}
+        slots, used = packed_slots(batches)
+        ranks = self.world.gather((slots, used, own))
+        largest = {name: max(measured[name] for *_, measured in ranks) for name in own}
+        slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
+        return {
+            "padding_waste": 1.0 - used / slots if slots else 0.0,
+            **largest,
+            "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / self.world.size / largest["time/step"],
         }
 
     @staticmethod

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from .errors import InputError
+from .parallel import ONE, World
 from .tasks.base import Encode, Problem
 from .tasks.rewards import RewardSet
 from .timings import Timings
@@ -28,8 +30,10 @@ def collect(
     rewards: RewardSet,
     max_prompt_length: int | None = None,
     timings: Timings | None = None,
+    world: World = ONE,
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """Sample `sampling.n` completions of each (group, problem) and score them.
+    """Sample `sampling.n` completions of each (group, problem) and score them, on all ranks of `world` together: each
+    takes its share of the problems, and every rank has all groups in the end.
 
     `seed`, `domain`, `step` and the group key the random numbers (`SampleIdentity`). `max_prompt_length` is in
     tokens; None is no limit. `timings` measures `encode` and `rewards`. A group with a completion that no reward
@@ -40,7 +44,38 @@ def collect(
     a reward, and whatever scoring refuses.
     """
     where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
-    timings = timings or Timings()
+    arguments = encode, generate, sampling, seed, domain, step, rewards, max_prompt_length, timings or Timings()
+    own = problems[world.rank :: world.size]
+    found = world.share(lambda: _sample_and_score(own, where, *arguments))
+    groups = sorted((group for of_rank, _ in found for group in of_rank), key=lambda group: group.group)
+    counts: Counter[str] = Counter()
+    for _, of_rank in found:
+        counts.update(of_rank)
+    if problems and not groups:
+        names = ", ".join(reward.name for reward in rewards.rewards)
+        raise InputError(
+            f"{where}: every group has a completion that no reward applies to: {names} returned None or failed; "
+            "at least one must return a number"
+        )
+    return groups, dict(counts)
+
+
+def _sample_and_score(
+    problems: Problems,
+    where: str,
+    encode: Encode,
+    generate: Generate,
+    sampling: SamplingParams,
+    seed: int,
+    domain: int,
+    step: int,
+    rewards: RewardSet,
+    max_prompt_length: int | None,
+    timings: Timings,
+) -> tuple[list[RolloutGroup], dict[str, float]]:
+    """Groups that have a reward, and counts, of these problems."""
+    if not problems:
+        return [], {}
     with timings.measured("encode"):
         prompt_ids = [_encode(encode, *item, where, max_prompt_length) for item in problems]
     identities = [SampleIdentity(seed, domain, step, group) for group, _ in problems]
@@ -78,8 +113,6 @@ def _score(
     groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Fill in every rollout's `rewards` and `reward`; returns the groups that have them, and counts."""
-    if not groups:
-        return [], {}
     rows = [
         (group, rollout, origin) for group, origin in zip(groups, origins, strict=True) for rollout in group.rollouts
     ]
@@ -100,12 +133,6 @@ def _score(
         else:
             rollout.reward = total
     scored = [group for group in groups if group.group not in without]
-    if not scored:
-        names = ", ".join(scores.values[0])
-        raise InputError(
-            f"{where}: every group has a completion that no reward applies to: {names} returned None or failed; "
-            "at least one must return a number"
-        )
     counts: dict[str, float] = {f"reward_errors/{name}": count for name, count in scores.errors.items()}
     counts["groups_without_reward"] = len(without)
     return scored, counts

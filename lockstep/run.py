@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from .metrics import (
     write_summary,
     writing,
 )
-from .parallel import require_single_process
+from .parallel import ONE, World
 from .parity import Certificate
 from .report import write_report
 from .resume import CHECKPOINTS, FINAL_MODEL
@@ -46,22 +47,22 @@ _log = logging.getLogger("lockstep")
 
 
 @ended_by_signals()
-def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
-    """Run `config` in `run_dir`, or go on from its last whole checkpoint; returns the summary it writes there.
+def train(config: RunConfig, run_dir: Path, resume: bool, world: World = ONE) -> dict[str, Any]:
+    """Run `config` in `run_dir`, or go on from its last whole checkpoint; returns the summary it writes there. Every
+    rank of `world` calls it, and the first writes.
 
     Raises:
         InputError: `resume`, and the run cannot go on as it was; nothing in its folder was changed.
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
-    require_single_process()
     require_packages(config.metrics.trackers)
-    config, run_dir = resolve(config), run_dir.absolute()  # a reward function may change the working directory
-    recorder = _Recorder(config, run_dir)
-    loaded = resuming.find(run_dir, resuming.inputs(config)) if resume else None
-    loop = Loop(config, build(config))
+    config, run_dir = resolve(config, world.size), run_dir.absolute()  # rewards may change the working directory
+    recorder = _Recorder(config, run_dir, world)
+    loaded = world.from_first(lambda: resuming.find(run_dir, resuming.inputs(config))) if resume else None
+    loop = Loop(config, build(config, world))
     start = recorder.restore(loop, loaded) if loaded else None
     recorder.started(loop)
-    with recorder, Display(config.steps, live=config.metrics.progress) as display:
+    with recorder, _display(config, world) as display:
         if resume:
             display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
         if start is None:
@@ -77,7 +78,7 @@ def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
             try:
                 metrics, groups = loop.step(step)
             finally:
-                write_json(run_dir / PARITY_FILE, loop.certificate.to_dict())
+                recorder.certify(loop)
             if _is_due(step + 1, config.task.validation_interval, config.steps):
                 metrics |= recorder.validate(loop, display, step + 1)
             with loop.run.timings.measured("log"):
@@ -93,17 +94,25 @@ def train(config: RunConfig, run_dir: Path, resume: bool) -> dict[str, Any]:
     return recorder.summary
 
 
+def _display(config: RunConfig, world: World) -> Display:
+    """The run's progress; of the first rank alone."""
+    if world.first:
+        return Display(config.steps, live=config.metrics.progress)
+    return Display(config.steps, live=False, stream=io.StringIO())
+
+
 def _is_due(done: int, interval: int, steps: int) -> bool:
     return done == steps or (interval > 0 and done % interval == 0)
 
 
 class _Recorder:
-    """The run folder of one training run: metrics, rollouts, checkpoints, summary, report."""
+    """The run folder of one training run: metrics, rollouts, checkpoints, summary, report. Only the first rank writes
+    it; the others keep the summary alone."""
 
     _imports: ClassVar[float] = time.process_time()  # of the CPU, until here: part of the process's first run
 
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, run_dir: Path, world: World = ONE) -> None:
+        self.config, self.world = config, world
         self.run_dir = run_dir
         imports, _Recorder._imports = _Recorder._imports, 0.0
         self.began = time.perf_counter() - imports
@@ -122,17 +131,19 @@ class _Recorder:
 
     def started(self, loop: Loop) -> None:
         """The parts are built: record the configuration, the machine and the start-up time; open the trackers."""
-        with writing(self.run_dir / "config.yaml"):
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            config_file.save(self.config, self.run_dir / "config.yaml")
         self.summary["environment"] = describe(loop.device)
         self._loop, timings = loop, loop.run.timings
-        with timings.measured("trackers"):
-            self._trackers = Trackers(self.config.metrics, self.run_dir, config_file.flat(self.config))
+        if self.world.first:
+            with writing(self.run_dir / "config.yaml"):
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                config_file.save(self.config, self.run_dir / "config.yaml")
+            with timings.measured("trackers"):
+                self._trackers = Trackers(self.config.metrics, self.run_dir, config_file.flat(self.config))
         imports = Span("import", self.began, self._imports_s)
         self._count_startup(self.began, {imports.name: imports.seconds} | timings.seconds)
-        self._timeline = Timeline(self.run_dir / TIMELINE_FILE, f"lockstep {self.run_dir.name}", self.began)
-        self._timeline.write([imports, *timings.take()])
+        if self.world.first:
+            self._timeline = Timeline(self.run_dir / TIMELINE_FILE, f"lockstep {self.run_dir.name}", self.began)
+        self.trace([imports])
 
     def warm_up_graphs(self, loop: Loop, display: Display) -> None:
         """Make the graphs of all steps; record where start-up went."""
@@ -161,13 +172,17 @@ class _Recorder:
 
     def trace(self, spans: Sequence[Span] = (), metrics: Mapping[str, Any] | None = None) -> None:
         """Put `spans`, what was measured since they were taken, and the counters among `metrics` on the timeline."""
-        assert self._timeline is not None and self._loop is not None
+        assert self._loop is not None
+        taken = [*spans, *self._loop.run.timings.take()]
         counters = {name: metrics[metric] for name, metric in _COUNTERS.items()} if metrics else {}
-        self._timeline.write([*spans, *self._loop.run.timings.take()], counters)
+        if self._timeline is not None:
+            self._timeline.write(taken, counters)
 
     def open(self, start: int) -> None:
         """Open the files that get a line a step; lines of step `start` and later are of a history that is redone."""
         self.trace()
+        if not self.world.first:
+            return
         self._metrics = MetricsWriter(self.run_dir / METRICS_FILE, start)
         for record in read_lines(self.run_dir / METRICS_FILE):
             self._account(record)
@@ -217,13 +232,20 @@ class _Recorder:
             "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
             | {"total_s": self._total_seconds()},
         }
-        keep_last = self.config.checkpoint.keep_last
-        checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, keep_last)
+        if self.world.first:
+            keep_last = self.config.checkpoint.keep_last
+            checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, keep_last)
+
+    def certify(self, loop: Loop) -> None:
+        """Write what the parity check has covered so far."""
+        if self.world.first:
+            write_json(self.run_dir / PARITY_FILE, loop.certificate.to_dict())
 
     def save_model(self, loop: Loop) -> None:
         """Export the model."""
-        with loop.run.timings.measured("save_model"), writing(self.run_dir / FINAL_MODEL):
-            save_policy(loop.run.policy, self.run_dir / FINAL_MODEL)
+        if self.world.first:
+            with loop.run.timings.measured("save_model"), writing(self.run_dir / FINAL_MODEL):
+                save_policy(loop.run.policy, self.run_dir / FINAL_MODEL)
         self.trace()
 
     def warmup(self, loop: Loop, display: Display) -> None:
@@ -259,18 +281,21 @@ class _Recorder:
 
     def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
         """Write one step's lines."""
+        self._account(metrics)
+        if not self.world.first:
+            return
         assert self._metrics is not None and self._rollouts is not None and self._trackers is not None
         self._metrics.write({"step": step, **metrics})
         self._trackers.log(step, metrics)
         if self.config.metrics.rollouts:
             for record in rollout_records(step, groups):
                 self._rollouts.write(record)
-        self._account(metrics)
 
     def _account(self, metrics: dict[str, Any]) -> None:
         """Add a step to the summary; a resumed run's earlier steps come from its metrics."""
         self.summary["generator_s"] += metrics["time/generate"]
         self.summary["trainer_s"] += metrics["time/forward_backward"] + metrics.get("time/optim_step", 0.0)
+        self.summary["sync_s"] += metrics["time/sync"]
         self._rewards.append(metrics["reward/mean"])
 
     def __enter__(self) -> _Recorder:
@@ -286,6 +311,8 @@ class _Recorder:
             _log.warning("%s", unwritten)  # what ended the run is the news
 
     def _finish(self, error: BaseException | None) -> None:
+        if not self.world.first:
+            return
         if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
             write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
             error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)

@@ -43,8 +43,9 @@ def warm_up(config: RunConfig, run: Run) -> None:
 def _make_graphs(config: RunConfig, run: Run) -> None:
     run.trainer.warm_up(run.shapes, run.sampling, **_batches(config))
     tokens = run.shapes[0].max_len
-    run.engine.warm_up(config.trainer.prompts_per_step * run.sampling.n, tokens, run.sampling)
-    run.engine.warm_up(config.task.validation_prompts, tokens, run.validation_sampling)
+    ranks = run.world.size
+    run.engine.warm_up(config.trainer.prompts_per_step // ranks * run.sampling.n, tokens, run.sampling)
+    run.engine.warm_up(-(-config.task.validation_prompts // ranks), tokens, run.validation_sampling)
 
 
 def _batches(config: RunConfig) -> dict[str, Any]:

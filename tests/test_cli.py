@@ -23,6 +23,7 @@ from lockstep import config_file
 from lockstep.cli import main
 from lockstep.config import RunConfig
 from lockstep.errors import InputError, LockstepError, ParityError
+from lockstep.parallel import ONE, World
 from lockstep.recipes import RECIPES
 
 
@@ -39,7 +40,8 @@ class Recorder(SimpleNamespace):
             raise self.error
         return self.result
 
-    def train(self, config: RunConfig, run_dir: Path, resume: bool) -> Any:
+    def train(self, config: RunConfig, run_dir: Path, resume: bool, world: World) -> Any:
+        assert world is ONE
         result = self._record(config, run_dir, resume)
         config_file.save(config, run_dir / "config.yaml")
         return result
@@ -261,7 +263,7 @@ def test_a_reader_that_goes_away_does_not_end_a_run(run: Recorder, tmp_path: Pat
     code = f"""
 import sys, types
 from lockstep.cli import main
-def train(config, run_dir, resume):
+def train(config, run_dir, resume, world):
     for _ in range(10000):
         print("a library's chatter")  # standard output is redirected to standard error
     (run_dir / "done").touch()

@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.build import Run, build
-from lockstep.config import LossConfig, OptimizerConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from lockstep.build import Run, build, resolve
+from lockstep.config import (
+    CompileConfig,
+    LossConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+    resolve_parallel,
+)
 from lockstep.errors import InputError, LockstepError, NonFiniteError, ParityError
 from lockstep.generator import SnapshotWeights
 from lockstep.loop import Loop
@@ -205,7 +215,23 @@ def test_a_run_folder_holds_the_evidence_of_a_failure(config: RunConfig, tmp_pat
         assert (tmp_path / "run" / name).stat().st_size > 0
 
 
-def test_several_processes_are_refused(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="WORLD_SIZE is 2"):
-        train(config, tmp_path / "run", resume=False)
+def test_shards_of_a_batch_are_packed_apart_and_train_the_same_groups(config: RunConfig) -> None:
+    """In one process; `tests/parallel` holds ranks to the bits of it."""
+    shards = replace(config, parallel=ParallelConfig(batch_shards=2))
+    loops = [Loop(c, build(c)) for c in (config, shards)]
+    whole, parts = (loop._pack(loop._collect(0)[0]) for loop in loops)
+    assert sum(map(len, whole)) == 1 and sum(map(len, parts)) == 2
+    metrics = [steps(loop, 2) for loop in loops]
+    assert [m["parity/tokens_checked"] for m in metrics[0]] == [m["parity/tokens_checked"] for m in metrics[1]]
+    assert metrics[0][0]["grad_norm"] == pytest.approx(metrics[1][0]["grad_norm"], rel=1e-4)
+
+
+def test_what_ranks_cannot_share_is_refused(config: RunConfig) -> None:
+    with pytest.raises(InputError, match=r"parallel\.batch_shards is 3, which 2 processes cannot share evenly"):
+        resolve(replace(config, parallel=ParallelConfig(batch_shards=3)), 2)
+    with pytest.raises(InputError, match=r"trainer\.prompts_per_step is 2, which 4 shards .* evenly; use 4"):
+        resolve(config, 4)
+    piecewise = CompileConfig("step", "piecewise")
+    with pytest.raises(InputError, match=r"cudagraph_mode is piecewise with 2 processes"):
+        resolve_parallel(replace(config, compile=piecewise), 2)
+    assert resolve(config, 2).parallel.batch_shards == 2

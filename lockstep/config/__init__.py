@@ -12,11 +12,13 @@ from .fields import (
     LossType,
     MetricsConfig,
     OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     SamplingConfig,
     TaskConfig,
     TrainerConfig,
 )
+from .parallel import resolve_parallel
 from .template import template_variables
 from .validation import validate
 
@@ -29,11 +31,13 @@ __all__ = [
     "LossType",
     "MetricsConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "RunConfig",
     "SamplingConfig",
     "TaskConfig",
     "TrainerConfig",
     "resolve_compile",
+    "resolve_parallel",
     "template_variables",
     "validate",
 ]

@@ -37,6 +37,6 @@ def _check_compile(c: CompileConfig, capture: str) -> None:
         )
     if c.capture == "none" and replace(c, backend="auto") != CompileConfig("none", "none"):
         raise InputError(
-            "compile: canonicalize, recompute, activation_memory_gib and verify act on captured graphs; set "
-            "compile.capture to step"
+            "compile: canonicalize, recompute, activation_memory_gib, verify, reshard_after_forward, "
+            "bucket_collectives and reorder_collectives act on captured graphs; set compile.capture to step"
         )

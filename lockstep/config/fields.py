@@ -199,6 +199,25 @@ class CompileConfig:
     where anything is captured."""
     dump: str | None = None
     """Folder to write every captured graph to, with what each pass changed."""
+    reshard_after_forward: bool = True
+    """Several processes: gather weights again in the backward pass instead of keeping them."""
+    bucket_collectives: bool = True
+    """Several processes: gather a layer's weights, and exchange its gradients, in one collective each."""
+    reorder_collectives: bool = True
+    """Several processes: start a layer's collectives one layer before their results are needed."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Several processes, started with torchrun: each trains on its share of a step with a shard of the weights."""
+
+    fsdp: int = 0
+    """Processes that weights, gradients and moments are sharded over; 0 for all that torchrun started."""
+    batch_shards: int = 0
+    """Parts that a step's prompts are dealt into, each packed by itself; 0 is one a process. Bits depend on this number
+    and not on that of the processes, which must divide it."""
+    timeout: float = 300.0
+    """Seconds a process waits for the others before it ends the run."""
 
 
 @dataclass(frozen=True)
@@ -252,5 +271,6 @@ class RunConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

@@ -69,6 +69,9 @@ def _ranges(c: RunConfig) -> list[tuple[str, float, float, float]]:
         ("optimizer.max_grad_norm", o.max_grad_norm, 0, inf),
         ("optimizer.warmup_steps", o.warmup_steps, 0, inf),
         ("compile.activation_memory_gib", c.compile.activation_memory_gib, 0, inf),
+        ("parallel.fsdp", c.parallel.fsdp, 0, 4096),
+        ("parallel.batch_shards", c.parallel.batch_shards, 0, 1 << 16),
+        ("parallel.timeout", c.parallel.timeout, 1, 86400),
         ("checkpoint.interval", c.checkpoint.interval, 0, inf),
         ("checkpoint.keep_last", c.checkpoint.keep_last, 1, inf),
     ]

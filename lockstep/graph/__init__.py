@@ -4,7 +4,7 @@ from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
 from . import compat as _compat
 from .artifact import dumps, loads, register_region
 from .bound import BoundGraph
-from .capture import backward, capture, module_inputs, substituted
+from .capture import backward, capture, in_module, module_inputs, substituted
 from .compiler import Compiler
 from .constants import Constants
 from .cudagraph import CudaRecorder, FakeRecorder
@@ -46,6 +46,7 @@ __all__ = [
     "digest",
     "dump",
     "dumps",
+    "in_module",
     "loads",
     "module_inputs",
     "pipeline",

@@ -26,6 +26,11 @@ def backward() -> AbstractContextManager[None]:
     return compat.annotate(**{BACKWARD_TAG: BACKWARD})
 
 
+def in_module(path: str) -> AbstractContextManager[None]:
+    """Marks what is traced within as a part of the module of this path."""
+    return compat.annotate(**{MODULE_TAG: path})
+
+
 def capture(
     name: str,
     body: GraphBody,

@@ -180,6 +180,12 @@ def set_tag(node: fx.Node, key: str, value: str) -> None:
     node.meta[_TAGS] = {**tags(node), key: value}
 
 
+def copy_tags(source: fx.Node, targets: Sequence[fx.Node]) -> None:
+    """Give nodes the tags of another."""
+    for node in targets:
+        node.meta[_TAGS] = dict(tags(source))
+
+
 def fake_value(node: fx.Node) -> Any:
     """What a node computes: a fake tensor, a sequence of them, a symbolic number, or None."""
     return node.meta.get("val")

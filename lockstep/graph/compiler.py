@@ -19,6 +19,7 @@ from .cudagraph import CudaRecorder, Recorder
 from .function import GraphFunction
 from .ir import Captured, Dynamic, Inputs, Level, Role, Static
 from .passes import pipeline, run_passes
+from .peers import MakeGraph, Peers, made_by_first
 from .piecewise import ATTENTION
 from .store import Key, Store
 from .verify import NOT_GRAPH_SAFE, verify
@@ -33,6 +34,7 @@ class Compiler:
         timings: where the time spent is added up.
         store: where graphs are kept between processes; None: nowhere.
         mesh: the sizes of the device mesh's dimensions, which graphs depend on.
+        peers: the other processes that capture the same graphs, until the warm-up ends; None: there are none.
 
     Attributes:
         loaded: graphs that were not traced, as they were stored.
@@ -55,16 +57,26 @@ class Compiler:
         timings: Timings | None = None,
         store: Store | None = None,
         mesh: Mapping[str, int] | None = None,
+        peers: Peers | None = None,
     ) -> None:
         config = resolve_compile(config, device.type == "cuda")
         assert config.cudagraph_mode is not None
         recorded = config.cudagraph_mode != "none"
         self.recorder = (recorder or CudaRecorder(device)) if recorded else None
-        self.passes = pipeline(config.canonicalize, config.recompute, saved_gib=config.activation_memory_gib)
+        sharded = any(size > 1 for size in (mesh or {}).values())
+        self.passes = pipeline(
+            config.canonicalize,
+            config.recompute,
+            saved_gib=config.activation_memory_gib,
+            resharded=sharded and config.reshard_after_forward,
+            bucketed=sharded and config.bucket_collectives,
+            reordered=sharded and config.reorder_collectives,
+        )
         self.mode = config.cudagraph_mode
         self.dump = Path(config.dump) if config.dump else None
         self.captures = self.recompiles = self.loaded = 0
         self.store = None if self.dump else store  # a dump shows every pass
+        self.peers = peers
         self._settings = {"backend": config.backend, "mesh": dict(mesh or {})}
         self._not_graph_safe = not_graph_safe
         self.rehearsing = self._warm = False
@@ -141,6 +153,21 @@ class Compiler:
         with self.timings.measured("store_graphs"):
             self.store.save(key, captured)
 
+    def made_once(self, title: str, described: Mapping[str, Any], device: torch.device, make: MakeGraph) -> Captured:
+        """What `make` returns; of several processes the first calls it, and the others take what it made.
+
+        Args:
+            described: what the graph depends on, by name; it must be the same in every process.
+        """
+        if self.peers is None:
+            return make()
+        found = made_by_first(self.peers, title, described, device, make)
+        if not self.peers.first:
+            self._verify(found)
+            self.loaded += 1
+            self.nodes[found.title] = found.log
+        return found
+
     def settings(self, constants: Constants) -> dict[str, Any]:
         """What a graph depends on besides its function and the machine."""
         return {**self._settings, **flattened({"constants": constants})}
@@ -159,7 +186,10 @@ class Compiler:
         any."""
         functions = [function for function in self.functions if function.name == name]
         had = any([function.retrace() for function in functions])
+        if self.peers is not None:
+            had = self.peers.gather(had)[0]  # the first has the store
         for function in functions if had else ():
+            function.forget_made()
             function.close()
         return had
 
@@ -193,6 +223,7 @@ class Compiler:
     def end_warm_up(self) -> None:
         """From here on a new graph counts as a recompile; what only a check needs is let go of."""
         self._warm = True
+        self.peers = None  # what is made late is made where it is needed
         for function in self.functions:
             function.forget_stages()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .capture import GraphBody
 from .constants import Constants
 from .ir import Captured, Dynamic, Inputs, InputSpec, Level, Role, Static, title_of
 from .keys import key_of
+from .origin import origin
 from .store import Key
 from .text import write_stages
 
@@ -130,24 +131,46 @@ class GraphFunction:
     ) -> Captured:
         """The graph of a key at the level of now: as it was made before, as it was stored, or made."""
         level, compiler = self._compiler.level(self.name), self._compiler
-        if (key, level) in self._known.made:
-            return self._known.made[key, level]
-        stored = self._stored_under(inputs, specs, statics, level)
-        made = None
-        if stored is not None and key not in self._known.traces and not self._known.retracing:
+        if (key, level) not in self._known.made:
             device = specs[0].device if specs else torch.device("cpu")
-            made = compiler.load(stored, title_of(self.name, statics), device)
-            self._known.loaded += made is not None
-        if made is None:
-            if key not in self._known.traces:
-                arguments = self.name, self.body, inputs, statics, self._writes, dynamic
-                self._known.traces[key] = compiler.capture(*arguments)
-            made = compiler.recorded(self._known.traces[key], level)
-            if stored is not None:
-                compiler.keep(stored, made)
-            if compiler.dump is not None:
-                write_stages(made, compiler.dump)
-        self._known.made[key, level] = made
+            title = title_of(self.name, statics)
+            stored = self._stored_under(inputs, specs, statics, level)
+
+            def make() -> Captured:
+                return self._load(stored, key, title, device) or self._trace(
+                    stored, key, inputs, statics, dynamic, level
+                )
+
+            about: dict[str, Any] = {"level": level, "writes": sorted(self._writes), "origin": origin()}
+            about |= {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in specs}
+            self._known.made[key, level] = compiler.made_once(title, about, device, make)
+        return self._known.made[key, level]
+
+    def _load(self, stored: Key | None, key: tuple, title: str, device: torch.device) -> Captured | None:
+        if stored is None or key in self._known.traces or self._known.retracing:
+            return None
+        found = self._compiler.load(stored, title, device)
+        self._known.loaded += found is not None
+        return found
+
+    def _trace(
+        self,
+        stored: Key | None,
+        key: tuple,
+        inputs: Inputs,
+        statics: Mapping[str, Static],
+        dynamic: Dynamic,
+        level: Level,
+    ) -> Captured:
+        compiler = self._compiler
+        if key not in self._known.traces:
+            arguments = self.name, self.body, inputs, statics, self._writes, dynamic
+            self._known.traces[key] = compiler.capture(*arguments)
+        made = compiler.recorded(self._known.traces[key], level)
+        if stored is not None:
+            compiler.keep(stored, made)
+        if compiler.dump is not None:
+            write_stages(made, compiler.dump)
         return made
 
     def _stored_under(
@@ -159,12 +182,13 @@ class GraphFunction:
         return key_of(self.name, self.body, inputs, specs, statics, self._writes, level, settings, passes)
 
     def retrace(self) -> bool:
-        """Forget the stored graphs, for this function and those of other tensors, and want no more; whether there were
-        any."""
+        """Want no more stored graphs, for this function and those of other tensors; whether there were any."""
         had, self._known.loaded, self._known.retracing = self._known.loaded > 0, 0, True
-        if had:
-            self._known.made.clear()
         return had
+
+    def forget_made(self) -> None:
+        """Forget the graphs that were made of traces, or stored; the traces stay."""
+        self._known.made.clear()
 
     def forget_stages(self) -> None:
         """Drop the graphs from before the passes: many small objects, which slow every garbage collection."""

@@ -229,7 +229,7 @@ def mutates(node: fx.Node) -> bool:
 
 
 # Their schemas declare a fresh result, but it shares memory with the argument.
-_UNDECLARED_VIEWS = {"aten._unsafe_view", "aten.lift_fresh"}
+_UNDECLARED_VIEWS = {"aten._unsafe_view", "aten.lift_fresh", "_c10d_functional.wait_tensor"}
 
 
 def viewed(node: fx.Node) -> list[fx.Node]:

@@ -21,6 +21,7 @@ from .bits import Snapshot, fingerprint, fingerprints, first_difference
 from .compiler import Compiler
 from .function import GraphFunction
 from .ir import Captured, GraphError, Inputs, Level, Static
+from .peers import Peers, anywhere
 from .text import digest
 from .verdicts import Verdicts, key
 
@@ -130,11 +131,12 @@ def _first_fault(
         text = digests.setdefault(id(captured), digest(captured) if first else "")
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
         this = key(text, level, case.name, shapes)
-        if verdicts and verdicts.passed(this):
+        if verdicts and not anywhere(compiler.peers, not verdicts.passed(this)):
             known += 1
             continue
         state.note()
-        if fault := _Trial(compiler, function, case).fault(interpret=first):
+        trial = _Trial(compiler, function, case)
+        if fault := trial.fault(interpret=first) if compiler.peers is None else trial.fault_of_any(compiler.peers):
             return f"{captured.title}, case {case.name!r}: {fault}", known
         if verdicts:
             verdicts.add(this, {"function": captured.title, "level": level, "case": case.name})
@@ -176,6 +178,23 @@ class _Trial:
             )
         what = first_difference(captured, launched)
         return self._faulty_replay(what) if what else None
+
+    def fault_of_any(self, peers: Peers) -> str | None:
+        """What differs in which process. All run the same, whatever is found, as their collectives must meet; so the
+        node is not looked for."""
+        eager = self._around(lambda: self._prints(self._in_pool(self._eager)))
+        captured = self._results(self._captured)
+        if not self._graph.launches:
+            self._around(self._launch)
+        launched = self._around(lambda: self._prints(self._launch()))
+        ways = {"the graph": captured, "its launch": launched}
+        here = [
+            f"{way} differs from eager in {at}"
+            for way, prints in ways.items()
+            if (at := first_difference(eager, prints))
+        ]
+        found = [f"{what[0]} on rank {rank}" for rank, what in enumerate(peers.gather(here)) if what]
+        return "; ".join(found) or None
 
     def _around(self, run: Callable[[], Any]) -> Any:
         """`run` from the case's state, which is put back afterwards."""

@@ -4,7 +4,8 @@ Both roles call these and nothing else, so a log-probability is the same bits wh
 in `docs/numerics.md`.
 """
 
-from .adamw import adamw, global_norm
+from .adamw import BLOCK as SQUARES_BLOCK
+from .adamw import adamw, square_sums
 from .attention import KEY_TILE, attention_packed, attention_paged, write_kv
 from .decode_state import advance_rows, decode_slots
 from .fused import attention_decode, linear_add, norm_gate_up, norm_linear, qk_norm_rope_write_kv
@@ -20,6 +21,7 @@ from .routing_statistics import expert_loads, route_digest, router_probabilities
 from .rows import gather_rows, qk_norm_rope, rms_norm, rope_table, silu_mul
 
 __all__ = [
+    "SQUARES_BLOCK",
     "KEY_TILE",
     "TokenLogprobs",
     "adamw",
@@ -34,7 +36,6 @@ __all__ = [
     "dispatch_plan",
     "expert_loads",
     "gather_rows",
-    "global_norm",
     "grouped_linear",
     "head_linear",
     "latent_attention_packed",
@@ -54,6 +55,7 @@ __all__ = [
     "sample",
     "sample_key",
     "silu_mul",
+    "square_sums",
     "support_mask",
     "token_logprobs",
     "write_kv",

@@ -1,14 +1,7 @@
-"""Several processes. One process needs none of this, and so far one process is what a run has."""
+"""Several processes: who they are, what they agree on through the host, and the collectives that graphs hold."""
 
-from __future__ import annotations
+from .collectives import FSDP, exchange, gather, unshard
+from .join import join
+from .world import ONE, World
 
-import os
-
-from ..errors import InputError
-
-
-def require_single_process() -> None:
-    """Refuse a launch under `torchrun` with several ranks, which would train as many unrelated copies."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world != "1":
-        raise InputError(f"WORLD_SIZE is {world}: this version trains in one process; start it without torchrun")
+__all__ = ["FSDP", "ONE", "World", "exchange", "gather", "join", "unshard"]

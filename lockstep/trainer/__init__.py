@@ -2,7 +2,7 @@
 
 from .losses import LOSSES
 from .optimizer import AdamW, FlatParameters, learning_rate
-from .packing import loss_weights, pack, padding_waste
+from .packing import loss_weights, pack, pack_shards, packed_slots, padding_waste
 from .routing import RoutingResult
 from .shapes import BatchShape, batch_shapes, bucket
 from .trainer import Mismatch, StepResult, Trainer
@@ -21,5 +21,7 @@ __all__ = [
     "learning_rate",
     "loss_weights",
     "pack",
+    "pack_shards",
+    "packed_slots",
     "padding_waste",
 ]

@@ -1,7 +1,8 @@
 """AdamW on float32 masters over one flat buffer, predicated on the device.
 
-A model's parameters become views of one buffer in the compute dtype, so that an update writes the very weights a
-colocated generator reads. Gradients are one float32 buffer that micro-batches add into.
+In one process a model's parameters become views of one buffer in the compute dtype, so that an update writes the very
+weights a colocated generator reads. On several ranks each has its shard of the buffer. Gradients are one float32 buffer
+that micro-batches add into.
 """
 
 from __future__ import annotations
@@ -13,41 +14,53 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import ops, parallel
 from ..config import OptimizerConfig
-
-ALIGNMENT = 64  # elements; keeps every parameter aligned for vector loads and tensor cores
+from ..parallel import ONE, World
+from .layout import Layout
 
 
 class FlatParameters:
-    """One buffer for a model's weights, one float32 buffer for their gradients.
+    """One buffer for a model's weights, one float32 buffer for their gradients, on each rank its shard of both.
 
-    Matrices come first, then vectors; each parameter starts at a multiple of `ALIGNMENT`, a tied one stands once, and
-    the gaps are zero and stay so. The model's parameters are re-pointed in place and keep their values.
+    In one process the model's parameters are re-pointed in place, as views of the buffer, and keep their values. On
+    several ranks the model keeps parameters of its own, and the shards are cut from them.
 
     Attributes:
-        parameters, grads: the leaves to differentiate by, in buffer order, and the views that their gradients add into.
-        data, grad: [size], compute dtype and float32.
+        names, parameters: the model's own, in buffer order: matrices, then vectors; a tied one stands once.
+        layout: where each lies.
+        parts, grads: views of `data` and `grad`, one a parameter: its shape in one process, flat where it is sharded.
+        data, grad: [layout.size], compute dtype and float32; the gaps are zero and stay so.
         num_matrix_elements: where the vectors begin.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = sorted(model.parameters(), key=lambda p: p.dim() < 2)  # stable
+    def __init__(self, model: nn.Module, world: World = ONE) -> None:
+        named = sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2)  # stable
+        self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
         first = self.parameters[0]
-        offsets = [0]
-        for parameter in self.parameters:
-            assert parameter.dtype == first.dtype and parameter.device == first.device
-            offsets.append(offsets[-1] + -(-parameter.numel() // ALIGNMENT) * ALIGNMENT)
-        self.num_matrix_elements = offsets[sum(p.dim() >= 2 for p in self.parameters)]
-        self.data = torch.zeros(offsets[-1], dtype=first.dtype, device=first.device)
-        self.grad = torch.zeros(offsets[-1], dtype=torch.float32, device=first.device)
-        self.grads = []
-        for parameter, offset in zip(self.parameters, offsets, strict=False):
-            span = slice(offset, offset + parameter.numel())
-            view = self.data[span].view(parameter.shape)
-            view.copy_(parameter.data)
-            parameter.data = view
-            self.grads.append(self.grad[span].view(parameter.shape))
+        assert all(p.dtype == first.dtype and p.device == first.device for p in self.parameters)
+        self.world, self.layout = world, Layout.of([p.shape for p in self.parameters], world.size)
+        self.num_matrix_elements = self.layout.offsets[sum(p.dim() >= 2 for p in self.parameters)]
+        self.data = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
+        self.grad = torch.zeros(self.layout.size, dtype=torch.float32, device=first.device)
+        self.parts, self.grads = self.layout.views(self.data), self.layout.views(self.grad)
+        for parameter, part in zip(self.parameters, self.parts, strict=True):
+            if world.size == 1:
+                part.copy_(parameter.data)
+                parameter.data = part
+            else:
+                own = parameter.data.flatten()[part.numel() * world.rank :][: part.numel()]
+                part[: own.numel()].copy_(own)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """What all ranks have of a flat tensor, in the layout of one process; every rank calls it."""
+        if self.world.size == 1:
+            return local
+        return self.layout.joined(parallel.gather(local, self.world.size))
+
+    def local(self, whole: Tensor) -> Tensor:
+        """This rank's part of what `whole` returned."""
+        return whole if self.world.size == 1 else self.layout.cut(whole, self.world.rank)
 
 
 def accumulate(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -58,7 +71,8 @@ def accumulate(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 class AdamWTensors(NamedTuple):
     """What an update reads and writes: weights in the compute dtype; float32 gradients, masters and moments, all flat;
-    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor."""
+    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor.
+    On several ranks also the order of the norm's sums (`Layout.norm_order`)."""
 
     weights: Tensor
     grad: Tensor
@@ -66,6 +80,7 @@ class AdamWTensors(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     steps: Tensor
+    norm_order: Tensor | None = None
 
 
 class AdamW:
@@ -81,6 +96,7 @@ class AdamW:
         self.exp_avg = torch.zeros_like(self.master)
         self.exp_avg_sq = torch.zeros_like(self.master)
         self.steps = torch.zeros(2, device=self.master.device)  # updates applied: the matrices', the vectors'
+        self.norm_order = flat.layout.norm_order().to(self.master.device) if flat.world.size > 1 else None
 
     def step(self, lr: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the accumulated gradients if `ok` and their norm is finite; clear them in any case.
@@ -93,12 +109,13 @@ class AdamW:
         Returns:
             Global gradient norm before clipping (float32) and whether the update was applied (bool), 0-dim.
         """
-        return adamw_step(self.tensors(), self.flat.num_matrix_elements, self.config, lr, ok)
+        return adamw_step(self.tensors(), self.flat, self.config, lr, ok)
 
     def tensors(self) -> AdamWTensors:
         """The live tensors."""
         flat = self.flat
-        return AdamWTensors(flat.data, flat.grad, self.master, self.exp_avg, self.exp_avg_sq, self.steps)
+        state = self.master, self.exp_avg, self.exp_avg_sq, self.steps
+        return AdamWTensors(flat.data, flat.grad, *state, self.norm_order)
 
     def reset(self) -> None:
         """Forget moments and step counts; the masters stay."""
@@ -106,13 +123,15 @@ class AdamW:
             tensor.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """Masters, moments and step counts: what an exact resumption needs. The live tensors, not copies."""
-        return {
-            "master": self.master,
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
-            "steps": self.steps,
-        }
+        """Masters, moments and step counts: what an exact resumption needs, on any number of ranks. In one process the
+        live tensors; otherwise copies on the host, whole, and every rank calls it."""
+        if self.flat.world.size == 1:
+            return self._local()
+        whole = {name: self.flat.whole(tensor).cpu() for name, tensor in self._local().items() if name != "steps"}
+        return {**whole, "steps": self.steps}
+
+    def _local(self) -> dict[str, Tensor]:
+        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "steps": self.steps}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` returned, bit for bit, compute weights included.
@@ -120,29 +139,38 @@ class AdamW:
         Raises:
             ValueError: a tensor is missing or of another size (another model).
         """
-        for name, own in self.state().items():
-            if name not in state or state[name].shape != own.shape:
+        size = self.flat.layout.one_rank.size
+        for name, own in self._local().items():
+            expected = [2] if name == "steps" else [size]
+            if name not in state or list(state[name].shape) != expected:
                 found = list(state[name].shape) if name in state else "nothing"
-                raise ValueError(f"optimizer state {name!r}: expected shape {list(own.shape)}, found {found}")
-            own.copy_(state[name])
+                raise ValueError(f"optimizer state {name!r}: expected shape {expected}, found {found}")
+            own.copy_(state[name] if name == "steps" else self.flat.local(state[name]))
         self.flat.data.copy_(self.master)
 
 
 def adamw_step(
-    t: AdamWTensors, num_matrix_elements: int, config: OptimizerConfig, lr: Tensor, ok: Tensor
+    t: AdamWTensors, flat: FlatParameters, config: OptimizerConfig, lr: Tensor, ok: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`AdamW.step` as a function of its tensors."""
-    grad_norm = ops.global_norm(t.grad)
+    """`AdamW.step` as a function of its tensors; `flat` says how they are laid out.
+
+    The norm is the root of the sum of the same blocks' squares in the same order on any number of ranks.
+    """
+    sums = ops.square_sums(t.grad)
+    if flat.world.size > 1:
+        assert t.norm_order is not None
+        sums = parallel.gather(sums, flat.world.size).flatten().index_select(0, t.norm_order)
+    grad_norm = sums.sum().sqrt()
     applied = ok & torch.isfinite(grad_norm)
     c, max_norm = config, config.max_grad_norm
     grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
     ops.adamw(
         None if t.master is t.weights else t.weights,
-        *t[1:],
+        *t[1:6],
         lr,
         grad_scale,
         applied,
-        num_matrix_elements,
+        flat.num_matrix_elements,
         c.beta1,
         c.beta2,
         c.epsilon,

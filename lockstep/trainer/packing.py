@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -69,6 +69,46 @@ def pack(
         ValueError: log-probs (or some sequences' route digests) are missing under `check_parity`, or there are not as
             many as tokens.
     """
+    options: dict[str, Any] = {"max_tokens": max_tokens, "mode": mode, "share_prefix": share_prefix, "shapes": shapes}
+    return pack_shards([groups], [0], check_parity=check_parity, **options)
+
+
+def pack_shards(
+    shards: Sequence[list[TrainGroup]],
+    own: Sequence[int],
+    *,
+    max_tokens: int,
+    mode: Literal["packed", "per_sample"] = "packed",
+    check_parity: bool,
+    share_prefix: bool = True,
+    shapes: Sequence[BatchShape] = (),
+) -> list[PackedBatch]:
+    """`pack` for a step that is dealt into shards: the micro-batches of those of one's own.
+
+    All shards have as many, and those of equal number are padded alike: the first of every own shard, in order, then
+    the second of each. Where a shard has no more, its micro-batch holds no token to train on. So ranks that own
+    different shards have as many micro-batches, of the same shapes, which do not depend on who owns what.
+
+    Args:
+        shards: all of the step's. own: which to return batches of.
+    """
+    drafts = [_drafts(groups, max_tokens, mode, share_prefix, shapes) for groups in shards]
+    batches = []
+    for i in range(max(map(len, drafts))):
+        one_each = [of_shard[i] if i < len(of_shard) else _nothing() for of_shard in drafts]
+        needed = BatchShape(*map(max, zip(*(draft.needed() for draft in one_each), strict=True)))
+        shape = fit(needed, shapes, max_tokens)
+        for shard in own:
+            batch = one_each[shard].batch(shape, check_parity)
+            if not batch.sequences:
+                _make_like(batch, next(draft for draft in one_each if draft.sequences))
+            batches.append(batch)
+    return batches
+
+
+def _drafts(
+    groups: list[TrainGroup], max_tokens: int, mode: str, share_prefix: bool, shapes: Sequence[BatchShape]
+) -> list[_Draft]:
     drafts: list[_Draft] = []
     limit = shapes[0].tokens if shapes else max_tokens
     for group in groups:
@@ -78,7 +118,21 @@ def pack(
             if not drafts or mode == "per_sample" or len(drafts[-1].tokens) + tokens > limit:
                 drafts.append(_Draft())
             drafts[-1].add(part, share_prefix)
-    return [draft.batch(fit(draft.needed(), shapes, max_tokens), check_parity) for draft in drafts]
+    return drafts
+
+
+def _nothing() -> _Draft:
+    """A micro-batch of one token and no completion."""
+    draft = _Draft()
+    draft.add(TrainGroup([0], [], SamplingParams()), share_prefix=True)
+    return draft
+
+
+def _make_like(batch: PackedBatch, other: _Draft) -> None:
+    """Let a batch without completions be scored in the same way as one with some."""
+    batch.truncated = any(sampling.truncated for sampling in other.sampling)
+    if batch.check_parity and other.sequences[0].route_digests is not None:
+        batch.old_route_C = torch.zeros(len(batch.targets_C), dtype=torch.int32)
 
 
 def blank_batch(shape: BatchShape, sampling: SamplingParams, check_parity: bool, routed: bool = False) -> PackedBatch:
@@ -90,10 +144,14 @@ def blank_batch(shape: BatchShape, sampling: SamplingParams, check_parity: bool,
     return batch
 
 
+def packed_slots(batches: list[PackedBatch]) -> tuple[int, int]:
+    """The packed token slots of batches, and how many of them hold tokens; the others are padding."""
+    return sum(b.tokens_T.numel() for b in batches), sum(int(b.cu_seqlens[-1]) for b in batches)
+
+
 def padding_waste(batches: list[PackedBatch]) -> float:
     """The fraction of packed token slots that hold padding."""
-    slots = sum(batch.tokens_T.numel() for batch in batches)
-    used = sum(int(batch.cu_seqlens[-1]) for batch in batches)
+    slots, used = packed_slots(batches)
     return 1.0 - used / slots if slots else 0.0
 
 
@@ -179,7 +237,7 @@ class _Draft:
         """The micro-batch, padded to `shape`."""
         T, C, S, max_len = shape
         ends, prefix_starts, prefix_lens = zip(*self.segments, strict=True)
-        lengths = torch.tensor([len(s.token_ids) for s in self.sequences])
+        lengths = torch.tensor([len(s.token_ids) for s in self.sequences], dtype=torch.int64)
 
         def per_row(values: list, dtype: torch.dtype, fill: float = 0) -> Tensor:
             return _padded(_tensor(values, dtype).repeat_interleave(lengths), C, fill)
@@ -242,6 +300,8 @@ _TYPE_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
 
 def _tensor(values: list, dtype: torch.dtype) -> Tensor:
     """`torch.tensor`, several times as fast for a long list."""
+    if not values:
+        return torch.empty(0, dtype=dtype)
     return torch.frombuffer(array(_TYPE_CODES[dtype], values), dtype=dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
 from .optimizer import AdamW, AdamWTensors, FlatParameters, adamw_step
+from .sharding import Sharding
 
 
 @dataclass
@@ -37,21 +38,37 @@ class EagerRuns:
     enforce_parity: bool
     router_biases: dict[str, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        flat, own = self.flat, graph.module_inputs(self.model)
+        self.sharding = Sharding.of(flat)
+        buffers = {**own.buffer, "statistics": self.values}
+        weights = own.param if flat.world.size == 1 else dict(zip(flat.names, flat.parts, strict=True))
+        self.scoring = graph.Inputs(param=weights, buffer=buffers)
+        self.training = replace(self.scoring, grad=dict(zip(flat.names, flat.grads, strict=True)))
+
     def constants(self) -> dict[str, graph.Constants]:
         """For each function the numbers that a graph of it holds: of the model, the loss, and the optimizer but for
         its rate."""
         model, loss, optimizer = self.model.config, self.loss, self.optimizer.config
         used = {name: getattr(loss, name) for name in ("epsilon", "epsilon_high", "beta", "router_aux_loss_coef")}
         adamw = ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm", "router_bias_rate")
+        sharding = {"ranks": self.sharding.ranks, "shapes": self.sharding.shapes}
         return {
-            "forward_backward": {"model": model, "loss": used, "reference": self.reference is not None},
-            "check": {"model": model},
+            "forward_backward": {
+                "model": model,
+                "loss": used,
+                "reference": self.reference is not None,
+                "sharding": sharding,
+            },
+            "check": {"model": model, "sharding": sharding},
             "optim_step": {
                 "optimizer": {name: getattr(optimizer, name) for name in adamw},
                 "matrix_elements": self.flat.num_matrix_elements,
                 "enforce_parity": self.enforce_parity,
                 "router_biases": tuple(self.router_biases),
+                "ranks": self.sharding.ranks,
             },
+            "gather_weights": {"sharding": sharding},
             "reference_logprobs": {"model": self.reference.config if self.reference else None},
         }
 
@@ -61,14 +78,61 @@ class EagerRuns:
 
     def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> step.Scored:
         """See `step.forward_backward`."""
-        parameters, grads, with_kl = self.flat.parameters, self.flat.grads, self.with_kl(loss_type)
-        return step.forward_backward(
-            self.model, parameters, grads, self.values, batch, self.loss, loss_type, with_kl, with_support
-        )
+        if self.sharding.ranks == 1:
+            return self._forward_backward(
+                self.flat.parameters, self.flat.grads, self.values, batch, loss_type, with_support
+            )
+        return self.forward_backward_on(self.training, batch, loss_type, with_support)
+
+    def forward_backward_on(
+        self, inputs: graph.Inputs, batch: PackedBatch, loss_type: LossType, with_support: bool
+    ) -> step.Scored:
+        """`forward_backward` as a function of tensors like those of `training`."""
+        grads, values = list(inputs.grad.values()), inputs.buffer["statistics"]
+        with self.sharding.substituted(self.model, inputs) as parameters:
+            return self._forward_backward(parameters, grads, values, batch, loss_type, with_support)
+
+    def _forward_backward(
+        self,
+        parameters: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        values: Tensor,
+        batch: PackedBatch,
+        loss_type: LossType,
+        with_support: bool,
+    ) -> step.Scored:
+        settings = self.loss, loss_type, self.with_kl(loss_type), with_support, self.sharding
+        return step.forward_backward(self.model, parameters, grads, values, batch, *settings)
 
     def check(self, batch: PackedBatch) -> step.Scored:
         """See `step.check`."""
-        return step.check(self.model, self.values, batch)
+        if self.sharding.ranks == 1:
+            return step.check(self.model, self.values, batch, self.sharding)
+        return self.check_on(self.scoring, batch)
+
+    def check_on(self, inputs: graph.Inputs, batch: PackedBatch) -> step.Scored:
+        """`check` as a function of tensors like those of `scoring`."""
+        with self.sharding.substituted(self.model, inputs):
+            return step.check(self.model, inputs.buffer["statistics"], batch, self.sharding)
+
+    def gather_weights(self) -> None:
+        """Bring the model's own weights up to date with the shards of them; in one process they are the same."""
+        if self.sharding.ranks > 1:
+            self.gather_weights_on(self.gathering)
+
+    @property
+    def gathering(self) -> graph.Inputs:
+        """What `gather_weights` reads and writes."""
+        return graph.Inputs(
+            param=self.scoring.param,
+            buffer={name: p.data for name, p in zip(self.flat.names, self.flat.parameters, strict=True)},
+        )
+
+    @torch.no_grad()
+    def gather_weights_on(self, inputs: graph.Inputs) -> None:
+        """`gather_weights` as a function of tensors like those of `gathering`."""
+        for name, part in inputs.param.items():
+            inputs.buffer[name].copy_(self.sharding.gathered(name, part))
 
     @torch.no_grad()
     def reference_logprobs(self, batch: PackedBatch) -> Tensor:
@@ -89,40 +153,43 @@ class EagerRuns:
         if self.enforce_parity:
             ok = ok & (s["different"] == 0)
         config = self.optimizer.config
-        grad_norm, applied = adamw_step(tensors, self.flat.num_matrix_elements, config, lr, ok)
+        grad_norm, applied = adamw_step(tensors, self.flat, config, lr, ok)
         if router_biases:
             routing.balance(list(router_biases.values()), s["loads"], config.router_bias_rate, applied)
         return grad_norm, applied
 
 
 class GraphRuns:
-    """The same four as captured graphs: one a bucket of the batch for each way to score it, and one for the update.
+    """The same as captured graphs: one a bucket of the batch for each way to score it, and one for the update.
 
     Gradients and statistics grow inside the graphs. What a call returns is copied out of the graphs' memory.
     """
 
     def __init__(self, eager: EagerRuns, compiler: graph.Compiler) -> None:
         self.eager = eager
-        model, state = graph.module_inputs(eager.model), {"statistics": eager.values}
-        name_of = {id(parameter): name for name, parameter in model.param.items()}
-        grads = {name_of[id(p)]: grad for p, grad in zip(eager.flat.parameters, eager.flat.grads, strict=True)}
-        scoring = replace(model, buffer={**model.buffer, **state})
-        training = replace(scoring, grad=grads)
-        t = eager.optimizer.tensors()._asdict()
+        t = {name: tensor for name, tensor in eager.optimizer.tensors()._asdict().items() if tensor is not None}
         weights, grad = t.pop("weights"), t.pop("grad")
         if t["master"] is weights:
             del t["master"]
+        order = {"norm_order": t.pop("norm_order")} if "norm_order" in t else {}
         updating = graph.Inputs(
             param={"weights": weights},
             grad={"grad": grad},
-            buffer={**state, "lr": eager.lr, **eager.router_biases},
+            buffer={"statistics": eager.values, "lr": eager.lr, **order, **eager.router_biases},
             optimizer=t,
         )
         baked = eager.constants()
         self._train = compiler.function(
-            "forward_backward", self._train_body, training, {"grad", "buffer"}, OPEN_SIZES, baked["forward_backward"]
+            "forward_backward",
+            self._train_body,
+            eager.training,
+            {"grad", "buffer"},
+            OPEN_SIZES,
+            baked["forward_backward"],
         )
-        self._check = compiler.function("check", self._check_body, scoring, {"buffer"}, OPEN_SIZES, baked["check"])
+        self._check = compiler.function(
+            "check", self._check_body, eager.scoring, {"buffer"}, OPEN_SIZES, baked["check"]
+        )
         self._optim = compiler.function(
             "optim_step",
             self._optim_body,
@@ -130,6 +197,11 @@ class GraphRuns:
             {"param", "grad", "optimizer", "buffer"} if eager.router_biases else {"param", "grad", "optimizer"},
             constants=baked["optim_step"],
         )
+        self._gather = None
+        if eager.sharding.ranks > 1:
+            self._gather = compiler.function(
+                "gather_weights", self._gather_body, eager.gathering, {"buffer"}, constants=baked["gather_weights"]
+            )
         if eager.reference is not None:
             frozen = graph.module_inputs(eager.reference)
             self._reference = compiler.function(
@@ -142,6 +214,8 @@ class GraphRuns:
         made = [self._train, self._check, self._optim]
         if self.eager.reference is not None:
             made.append(self._reference)
+        if self._gather is not None:
+            made.append(self._gather)
         return {function.name: function for function in made}
 
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
@@ -166,22 +240,22 @@ class GraphRuns:
         outputs = self._optim()
         return outputs["grad_norm"].clone(), outputs["applied"].clone()
 
+    def gather_weights(self) -> None:
+        """See `EagerRuns.gather_weights`."""
+        if self._gather is not None:
+            self._gather()
+
     def _train_body(
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> dict[str, Tensor]:
-        e = self.eager
-        parameters, grads = [inputs.param[name] for name in inputs.grad], list(inputs.grad.values())
-        values, batch, with_kl = inputs.buffer["statistics"], _batch(inputs, **statics), e.with_kl(loss_type)
-        with graph.substituted(e.model, inputs):
-            return _outputs(
-                step.forward_backward(
-                    e.model, parameters, grads, values, batch, e.loss, loss_type, with_kl, with_support
-                )
-            )
+        return _outputs(self.eager.forward_backward_on(inputs, _batch(inputs, **statics), loss_type, with_support))
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
-        with graph.substituted(self.eager.model, inputs):
-            return _outputs(step.check(self.eager.model, inputs.buffer["statistics"], _batch(inputs, **statics)))
+        return _outputs(self.eager.check_on(inputs, _batch(inputs, **statics)))
+
+    def _gather_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
+        self.eager.gather_weights_on(inputs)
+        return {}
 
     def _reference_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         model = self.eager.reference
@@ -191,7 +265,9 @@ class GraphRuns:
 
     def _optim_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         weights = inputs.param["weights"]
-        tensors = AdamWTensors(**{"master": weights, **inputs.optimizer}, weights=weights, grad=inputs.grad["grad"])
+        state = {"master": weights, **inputs.optimizer}
+        order = inputs.buffer.get("norm_order")
+        tensors = AdamWTensors(**state, weights=weights, grad=inputs.grad["grad"], norm_order=order)
         biases = {name: inputs.buffer[name] for name in self.eager.router_biases}
         grad_norm, applied = self.eager.update(tensors, inputs.buffer["statistics"], inputs.buffer["lr"], biases)
         return {"grad_norm": grad_norm, "applied": applied}

@@ -17,11 +17,12 @@ from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
 from .losses import LOSSES, TokenValues, kl_k3
-from .optimizer import accumulate
+from .sharding import Sharding
 
 # What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
 # the trained and the checked tokens, `checked` those that were compared with the generator's.
 STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "checked", "different", "diff_max")
+_MAXIMA = (STATISTICS.index("diff_max"),)
 
 
 class Scored(NamedTuple):
@@ -77,32 +78,35 @@ def forward_backward(
     loss_type: LossType,
     with_kl: bool,
     with_support: bool,
+    sharding: Sharding,
 ) -> Scored:
-    """Add the gradients of `sum(weight * loss)` to `grads` and the batch's statistics to `values`.
+    """Add the gradients of `sum(weight * loss)` to `grads` and the batch's statistics to `values`; on several ranks
+    those of all ranks' batches, gradients to the rank's shards of them.
 
     Args:
         parameters: the model's own, to differentiate by; `grads` is float32, one each.
         with_kl: add the KL term, from `batch.ref_logprob_C`.
         with_support: return what the sampled support is made from.
     """
-    statistics = named(values)
-    with torch.enable_grad():
-        rows_CD, scores, routed = _score(model, batch)
-        loss = _loss(statistics, batch, scores, routed, config, loss_type, with_kl)
-        with graph.backward():
-            found = torch.autograd.grad(loss, parameters)
-    accumulate(grads, found)
-    scored = _record(statistics, batch, scores, routed)
+    with sharding.statistics(values, _MAXIMA) as own:
+        statistics = named(own)
+        with torch.enable_grad():
+            rows_CD, scores, routed = _score(model, batch)
+            loss = _loss(statistics, batch, scores, routed, config, loss_type, with_kl)
+            with graph.backward():
+                found = torch.autograd.grad(loss, parameters)
+        sharding.accumulate(grads, found)
+        scored = _record(statistics, batch, scores, routed)
     if not with_support:
         return scored
     return scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
 
 
 @torch.no_grad()
-def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
+def check(model: Decoder, values: Tensor, batch: PackedBatch, sharding: Sharding) -> Scored:
     """Compare the batch's log-probs with the generator's, in `values`, and train on nothing."""
-    statistics = named(values)
-    return _record(statistics, batch, *_score(model, batch)[1:])
+    with sharding.statistics(values, _MAXIMA) as own:
+        return _record(named(own), batch, *_score(model, batch)[1:])
 
 
 def _score(model: Decoder, batch: PackedBatch) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:

@@ -19,8 +19,9 @@ from ..config import LossConfig, LossType, OptimizerConfig
 from ..errors import InputError
 from ..graph import Compiler
 from ..models import Decoder
+from ..parallel import ONE, World
 from ..types import PackedBatch, SamplingParams
-from .mismatches import Mismatch, mismatches
+from .mismatches import MAX_MISMATCHES, Mismatch, mismatches
 from .optimizer import AdamW, FlatParameters
 from .packing import blank_batch
 from .routing import RoutingResult, spread, statistics_of
@@ -60,6 +61,8 @@ class Trainer:
         enforce_parity: do not update when a log-probability differs from the generator's in any bit, or a choice of
             experts does.
         compiler: run as captured graphs; None calls the model.
+        world: the processes that weights, gradients and moments are sharded over. Each calls the same methods in the
+            same order, on batches of its own, as many as the others.
 
     Attributes:
         weights_version: updates applied so far.
@@ -78,6 +81,7 @@ class Trainer:
         reference: Decoder | None = None,
         enforce_parity: bool = True,
         compiler: Compiler | None = None,
+        world: World = ONE,
     ) -> None:
         if loss.beta > 0 and reference is None:
             raise ValueError(f"loss.beta is {loss.beta}: the KL term needs a reference model")
@@ -94,7 +98,8 @@ class Trainer:
                 "chosen with, which this model does not have; set it to 0"
             )
         self.model, self.reference, self.loss = model, reference, loss
-        self.flat = FlatParameters(model)
+        self.world = world
+        self.flat = FlatParameters(model, world)
         self.optimizer = AdamW(self.flat, optimizer)
         self.weights_version = 0
         device = self.flat.data.device
@@ -157,6 +162,7 @@ class Trainer:
                 self.reference_logprobs(batch)
             if with_checks:
                 self.check(batch)
+        self.gather_weights()
         self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
         try:
             self._runs.optim_step()  # clears the gradients
@@ -190,6 +196,10 @@ class Trainer:
         self._lr.fill_(lr)
         return self._finish(lr, *self._runs.optim_step())
 
+    def gather_weights(self) -> None:
+        """Give the model the weights of the last update, for whoever generates with it. In one process it has them."""
+        self._runs.gather_weights()
+
     def finish_check(self) -> StepResult:
         """The result of a step in which batches were only checked; no update, and gradients are cleared."""
         self.flat.grad.zero_()
@@ -217,7 +227,8 @@ class Trainer:
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """What a checkpoint keeps: tensors (live, not copies) and numbers."""
+        """What a checkpoint keeps, whole: tensors and numbers. Every rank calls it; in one process the tensors are the
+        live ones."""
         return {**self.optimizer.state(), **self._biases}, {"weights_version": self.weights_version}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
@@ -228,6 +239,7 @@ class Trainer:
                 raise ValueError(f"trainer state: {name!r} is missing or of another shape than {list(bias.shape)}")
             bias.copy_(tensors[name])
         self.weights_version = numbers["weights_version"]
+        self.gather_weights()
 
     def _reset_step(self) -> None:
         """Forget the statistics that micro-batches added up."""
@@ -243,7 +255,7 @@ class Trainer:
             parts.append(spread(named(self._values)["loads"].view(-1, self._moe.num_experts)))
             known += ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
         s = dict(zip(known, torch.cat(parts).tolist(), strict=True))
-        differing = mismatches(self._scored) if s["different"] else []
+        differing = self._mismatches() if s["different"] else []
         self._reset_step()
         self.weights_version += int(s["applied"])
         tokens = max(s["tokens"], 1.0)
@@ -263,6 +275,11 @@ class Trainer:
             mismatches=differing,
             routing=self._routing(s),
         )
+
+    def _mismatches(self) -> list[Mismatch]:
+        """Of all ranks, which know alike that there are some."""
+        found = self.world.gather(mismatches(self._scored))
+        return [mismatch for one in found for mismatch in one][:MAX_MISMATCHES]
 
     def _routing(self, s: dict[str, float]) -> RoutingResult | None:
         if self._moe is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import graph
 from ..config import LossType
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
-from .optimizer import ALIGNMENT
+from .layout import ALIGNMENT
 from .packing import pack
 from .runs import EagerRuns, GraphRuns
 from .shapes import BatchShape
@@ -51,6 +51,8 @@ def trust_cases(
         ),
         (functions["optim_step"], _optim_cases(eager)),
     ]
+    if "gather_weights" in functions:
+        work.append((functions["gather_weights"], [graph.Case("all", load=partial(_clear, eager.gathering))]))
     if with_checks:
         work.append((functions["check"], [runs.case(*b, statistics) for b in batches]))
     if "reference_logprobs" in functions:
@@ -159,6 +161,11 @@ def _optim_cases(eager: EagerRuns) -> list[graph.Case]:
 
     kinds = ("first", "tiny", "not finite", "mismatch")
     return [graph.Case(name, load=partial(load, kind)) for kind, name in enumerate(kinds)]
+
+
+def _clear(inputs: graph.Inputs) -> None:
+    for tensor in inputs.buffer.values():
+        tensor.zero_()
 
 
 def _waves(target: Tensor, scale: float) -> None:

@@ -61,8 +61,15 @@ class Interpreted:
         assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(tensors, before, strict=True)) if i != 1)
 
     @pytest.mark.parametrize("size", [1, 8192, 20_001])
-    def test_global_norm(self, size: int) -> None:
+    def test_square_sums(self, size: int) -> None:
         x = torch.randn(size, generator=torch.Generator().manual_seed(size))
-        exact = x.double().norm().float()
-        torch.testing.assert_close(kernels.global_norm(x), exact)
-        torch.testing.assert_close(ops.global_norm(x), exact)
+        exact = torch.stack([part.double().square().sum() for part in x.split(1024)]).float()
+        torch.testing.assert_close(kernels.square_sums(x), exact)
+        torch.testing.assert_close(ops.square_sums(x), exact)
+
+    def test_the_sum_of_a_block_is_its_own_wherever_it_stands(self) -> None:
+        x = torch.randn(20 * 1024, generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+        moved = x.view(20, 1024)[order].flatten()
+        for square_sums in (kernels.square_sums, ops.square_sums):
+            assert torch.equal(square_sums(moved), square_sums(x)[order])

@@ -9,9 +9,12 @@ from typing import Any
 
 from ..ir import Captured
 from ..verify import verify
+from .bucket import bucket
 from .canonicalize import canonicalize
 from .recompute import fit, recompute, saved_bytes
 from .record import cudagraph
+from .reorder import reorder
+from .reshard import reshard
 
 
 @dataclass(frozen=True)
@@ -36,18 +39,25 @@ def pipeline(
     recorded: bool = False,
     split_at: Collection[str] = (),
     saved_gib: float = 0.0,
+    resharded: bool = False,
+    bucketed: bool = False,
+    reordered: bool = False,
 ) -> list[Pass]:
     """The passes that a configuration asks for, in order.
 
     Args:
         recomputed, saved_gib: see `recompute` and `fit`; nothing and 0 for neither.
         recorded, split_at: see `cudagraph`.
+        resharded, bucketed, reordered: see `reshard`, `bucket` and `reorder`.
     """
     budget = int(saved_gib * 2**30)
     passes = [
         (canonical, _bound("canonicalize", canonicalize)),
         (bool(recomputed), _bound("recompute", recompute, patterns=tuple(recomputed))),
         (saved_gib > 0, _bound("fit", fit, budget=budget)),
+        (resharded, _bound("reshard", reshard)),
+        (bucketed, _bound("bucket", bucket)),
+        (reordered, _bound("reorder", reorder)),
         (recorded, _bound("cudagraph", cudagraph, split_at=tuple(sorted(split_at)))),
     ]
     return [p for wanted, p in passes if wanted]
@@ -72,4 +82,16 @@ def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Capt
     return captured
 
 
-__all__ = ["Pass", "canonicalize", "cudagraph", "fit", "pipeline", "recompute", "run_passes", "saved_bytes"]
+__all__ = [
+    "Pass",
+    "bucket",
+    "canonicalize",
+    "cudagraph",
+    "fit",
+    "pipeline",
+    "recompute",
+    "reorder",
+    "reshard",
+    "run_passes",
+    "saved_bytes",
+]

@@ -27,6 +27,7 @@ from ..ir import (
     origins,
     written,
 )
+from .collectives import GATHERS
 from .rewrite import rewritten
 
 FULL = "full"
@@ -52,7 +53,7 @@ def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, st
         return captured, "no backward pass"
     result = rewritten(captured)
     chosen = _chosen(result, patterns)
-    again = _make_again(result.graph, chosen)
+    again = make_again(result.graph, chosen)
     for pattern in patterns:
         if not any(_names_module(pattern, node) or _names_operator(pattern, node) for node in again):
             raise UnknownPattern(
@@ -81,7 +82,7 @@ def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
     def with_modules(count: int) -> Captured:
         result = rewritten(captured)
         names = {node.name for node, module in inside.items() if module in modules[:count]}
-        _make_again(result.graph, {node for node in result.graph.nodes if node.name in names})
+        make_again(result.graph, {node for node in result.graph.nodes if node.name in names})
         result.module.recompile()
         return result
 
@@ -110,7 +111,7 @@ def saved_bytes(captured: Captured) -> int:
         if is_backward(node)
         for source in node.all_input_nodes
         for origin in lies_in[source]
-        if origin.op == "call_function" and not is_backward(origin)
+        if origin.op == "call_function" and not is_backward(origin) and op_name(origin) not in GATHERS
     }
     return sum(_bytes(compat.fake_value(node)) for node in kept)
 
@@ -168,7 +169,7 @@ def _needed(node: fx.Node, chosen: Collection[fx.Node]) -> set[fx.Node]:
     return needed
 
 
-def _make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+def make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Copy chosen calls to just before the backward call that first needs them, and let the backward pass use these."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     again: dict[fx.Node, fx.Node] = {}

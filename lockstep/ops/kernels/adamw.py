@@ -1,4 +1,4 @@
-"""AdamW in one pass, every element read once and written once, and the global norm. Meaning: `ops/adamw.py`."""
+"""AdamW in one pass, every element read once and written once, and sums of squares. Meaning: `ops/adamw.py`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..adamw import BLOCK as SQUARES
+
 BLOCK = 2048
-NORM_BLOCK = 8192
+ROWS = 8  # blocks of squares that a program adds up
 NUM_WARPS = 8
 
 
 @triton.jit
-def _square_sums_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _square_sums_kernel(x_ptr, out_ptr, size, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     x = tl.load(x_ptr + at, mask=at < size, other=0.0)
-    tl.store(out_ptr + tl.program_id(0), tl.sum(x * x, axis=0))
+    tl.store(out_ptr + row, tl.sum(x * x, axis=1), mask=row * WIDTH < size)
 
 
-def global_norm(x: Tensor) -> Tensor:
-    """See `ops.adamw.global_norm`."""
-    blocks = triton.cdiv(x.numel(), NORM_BLOCK)
+def square_sums(x: Tensor) -> Tensor:
+    """See `ops.adamw.square_sums`."""
+    blocks = triton.cdiv(x.numel(), SQUARES)
     sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
-    _square_sums_kernel[(blocks,)](x, sums, x.numel(), BLOCK=NORM_BLOCK, num_warps=NUM_WARPS)
-    return sums.sum().sqrt()
+    _square_sums_kernel[(triton.cdiv(blocks, ROWS),)](x, sums, x.numel(), ROWS=ROWS, WIDTH=SQUARES, num_warps=NUM_WARPS)
+    return sums
 
 
 @triton.jit

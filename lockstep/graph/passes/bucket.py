@@ -1,0 +1,73 @@
+"""One collective for a layer's weights or gradients, in place of one for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from .. import compat, compat_collectives
+from ..ir import Captured
+from .collectives import Collective, by_layer, gradient_exchanges, sources, weight_gathers
+from .rewrite import rewritten
+
+
+def bucket(captured: Captured) -> tuple[Captured, str]:
+    """Gather each layer's weights together, and exchange its gradients together, where they follow one another.
+
+    Weights gathered together need no copy: they are one launch of several gathers. Gradients exchanged together are
+    laid side by side first. Either way the same words arrive and are added in the same order.
+    """
+    result = rewritten(captured)
+    notes = [
+        _merged(result, "gathers", weight_gathers, _gather_together),
+        _merged(result, "exchanges", gradient_exchanges, _exchange_together),
+    ]
+    result.graph.lint()
+    result.module.recompile()
+    return result, ", ".join(notes)
+
+
+def _merged(
+    captured: Captured,
+    name: str,
+    find: Callable[[Captured], list[Collective]],
+    together: Callable[[fx.Graph, Sequence[Collective]], None],
+) -> str:
+    before = find(captured)
+    for run in by_layer(before):
+        if len(run) > 1:
+            together(captured.graph, run)
+    return f"{len(before)} -> {len(find(captured))} {name}"
+
+
+def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    calls = [gather.collective for gather in run]
+    with graph.inserting_before(min(calls, key=order.__getitem__)):
+        made = compat_collectives.gather_many(graph, calls)
+    compat.copy_tags(calls[0], [*made[0].all_input_nodes, *made])
+    for call, one in zip(calls, made, strict=True):
+        call.replace_all_uses_with(one)
+        graph.erase_node(call)
+
+
+def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
+    """Every gradient of the run is computed before the last of them, behind which the exchange is put."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    anchor = max((node for exchange in run for node in sources(exchange)), key=order.__getitem__)
+    for exchange in run:
+        for node in exchange.start[:-1]:  # whatever lays it out
+            anchor.append(node)
+            anchor = node
+    calls = [exchange.collective for exchange in run]
+    known = set(graph.nodes)
+    with graph.inserting_before(anchor.next):
+        made = compat_collectives.exchange_many(graph, calls)
+    compat.copy_tags(calls[0], [node for node in graph.nodes if node not in known])
+    for call, rows in zip(calls, made, strict=True):
+        (waited,) = call.users
+        (laid_out,) = waited.users  # as rows, one a rank
+        laid_out.replace_all_uses_with(rows)
+        for node in (laid_out, waited, call):
+            graph.erase_node(node)

@@ -1,0 +1,122 @@
+"""Finding the collectives of sharded training in a graph: weights that are gathered, gradients that are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import fx
+
+from ..compat_collectives import EXCHANGE, GATHER, GATHER_MANY, WAIT
+from ..ir import Captured, is_backward, module_of, mutates, op_name, viewed
+
+GATHERS = (GATHER, GATHER_MANY)
+_PREPARES = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.constant_pad_nd", "aten.cat")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Calls that serve one layer's weights or gradients.
+
+    Attributes:
+        layer: `layers.3`, or empty for what is in no layer.
+        start: what makes ready for the collective and begins it, in order; nothing else uses these calls' results.
+        finish: the wait, and what makes of its result what others use: views, or additions to the gradients.
+    """
+
+    layer: str
+    start: tuple[fx.Node, ...]
+    finish: tuple[fx.Node, ...]
+
+    @property
+    def collective(self) -> fx.Node:
+        """The call that communicates."""
+        return next(node for node in self.start if op_name(node) in (*GATHERS, EXCHANGE))
+
+
+def layer_of(node: fx.Node) -> str:
+    """The layer that a call is made for: its module's path up to the first number; empty without one."""
+    parts = module_of(node).split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def weight_gathers(captured: Captured) -> list[Collective]:
+    """The gathers of weights, in the order of their results' first uses."""
+    weights = {node for node, spec in captured.placeholders() if spec.role == "param"}
+    order = {node: i for i, node in enumerate(captured.graph.nodes)}
+    found = []
+    for node in captured.graph.nodes:
+        shards = node.args[0] if op_name(node) in GATHERS else None
+        if shards is not None and weights.issuperset(shards if isinstance(shards, (list, tuple)) else [shards]):
+            elements = [user for user in node.users if op_name(node) == GATHER_MANY]
+            waits = [user for started in elements or [node] for user in started.users if op_name(user) == WAIT]
+            layer = layer_of(waits[0]) if waits else ""
+            found.append(Collective(layer, (node, *elements), tuple(_views(waits, order))))
+    return sorted(found, key=lambda gather: order[first_use(gather, order)])
+
+
+def first_use(gather: Collective, order: dict[fx.Node, int]) -> fx.Node:
+    """The first call that computes with what was gathered, or the gather itself when none does."""
+    users = [user for node in gather.finish for user in node.users if user not in gather.finish]
+    return min(users, key=order.__getitem__, default=gather.start[0])
+
+
+def gradient_exchanges(captured: Captured) -> list[Collective]:
+    """The exchanges of gradients, in the order in which the gradients are computed."""
+    order = {node: i for i, node in enumerate(captured.graph.nodes)}
+    found = []
+    for node in captured.graph.nodes:
+        if op_name(node) == EXCHANGE:
+            finish = sorted(_results(node), key=order.__getitem__)
+            found.append(Collective(layer_of(finish[-1]), (*_preparing(node, order), node), tuple(finish)))
+    return sorted(found, key=lambda exchange: max(order[source] for source in sources(exchange)))
+
+
+def sources(collective: Collective) -> list[fx.Node]:
+    """The results that a collective's start reads, each once."""
+    read = [node for call in collective.start for node in call.all_input_nodes if node not in collective.start]
+    return list(dict.fromkeys(read))
+
+
+def by_layer(collectives: Sequence[Collective]) -> Iterator[list[Collective]]:
+    """Runs of collectives for the same layer, in order."""
+    for _, run in groupby(collectives, key=lambda collective: (collective.layer, _direction(collective))):
+        yield list(run)
+
+
+def _direction(collective: Collective) -> bool:
+    return is_backward(collective.finish[-1]) if collective.finish else False
+
+
+def _views(waits: Sequence[fx.Node], order: dict[fx.Node, int]) -> list[fx.Node]:
+    """Waits, and the views made of their results alone."""
+    found = list(waits)
+    for node in found:
+        found += [user for user in node.users if viewed(user) == [node] and not mutates(user) and user not in found]
+    return sorted(found, key=order.__getitem__)
+
+
+def _preparing(node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The calls that only lay out what a collective reads."""
+    found: list[fx.Node] = []
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if op_name(source) in _PREPARES and len(source.users) == 1 and source not in found:
+            found.append(source)
+            stack += source.all_input_nodes
+    return sorted(found, key=order.__getitem__)
+
+
+def _results(node: fx.Node) -> set[fx.Node]:
+    """Everything that is computed from a call's result."""
+    found: set[fx.Node] = set()
+    stack = list(node.users)
+    while stack:
+        user = stack.pop()
+        if user not in found and user.op != "output":
+            found.add(user)
+            stack += user.users
+    return found

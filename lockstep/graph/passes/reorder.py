@@ -1,0 +1,58 @@
+"""Moving collectives and their waits apart, so that layers compute while others' weights and gradients travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import fx
+
+from ..ir import Captured
+from .collectives import Collective, by_layer, first_use, gradient_exchanges, sources, weight_gathers
+from .rewrite import rewritten
+
+
+def reorder(captured: Captured) -> tuple[Captured, str]:
+    """Gather a layer's weights while the layer before computes, and wait for them where they are first used; exchange
+    gradients as soon as a layer's are there, and wait for them when the next layer's are on their way.
+
+    Only the collectives, what lays out their tensors and what adds up their results change places, so at most two
+    layers' weights are in memory beyond what uses them.
+    """
+    result = rewritten(captured)
+    gathers = _prefetch(result.graph, list(by_layer(weight_gathers(result))))
+    exchanges = _exchange_early(result.graph, list(by_layer(gradient_exchanges(result))))
+    result.graph.lint()
+    result.module.recompile()
+    return result, f"{gathers} gathers begin a layer early, {exchanges} exchanges end a layer late"
+
+
+def _prefetch(graph: fx.Graph, runs: Sequence[Sequence[Collective]]) -> int:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    uses = [min((first_use(gather, order) for gather in run), key=order.__getitem__) for run in runs]
+    for i, (run, use) in enumerate(zip(runs, uses, strict=True)):
+        early = runs[0 if i == 0 else i + 1 : i + 2]
+        for node in [n for r in early for gather in r for n in gather.start] + [n for g in run for n in g.finish]:
+            use.prepend(node)  # a gather that nothing uses would be its own use; no weight is unused
+    return max(0, len(runs) - 1)
+
+
+def _exchange_early(graph: fx.Graph, runs: Sequence[Sequence[Collective]]) -> int:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    ends: list[fx.Node] = []  # the last call of each run's start
+    behind: dict[fx.Node, fx.Node] = {}  # by what they wait for
+    for run in runs:
+        last = max((node for exchange in run for node in sources(exchange)), key=order.__getitem__)
+        behind[last] = _append(behind.get(last, last), [node for exchange in run for node in exchange.start])
+        ends.append(behind[last])
+    for (_, end), run in zip(pairwise([*ends, *ends[-1:]]), runs, strict=False):
+        _append(end, [node for exchange in run for node in exchange.finish])
+    return max(0, len(runs) - 1)
+
+
+def _append(anchor: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node:
+    """Move nodes behind the anchor, in order; returns the last."""
+    for node in nodes:
+        anchor.append(node)
+        anchor = node
+    return anchor

@@ -1,0 +1,56 @@
+"""Every private interface of `torch.distributed` that the package uses; for torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # noqa: F401 (registers the operators' shapes)
+from torch import Tensor
+
+# A collective starts; its result may be read once it was given to `wait`. A group is named by a text.
+_operators = torch.ops._c10d_functional
+
+
+def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Start to gather every rank's `x` along dimension 0, by rank."""
+    return _operators.all_gather_into_tensor.default(x, ranks, group)
+
+
+def all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Start to give part r of a flat `x` to rank r: the result is what all ranks have for this one, by rank."""
+    parts = [x.numel() // ranks] * ranks
+    return _operators.all_to_all_single.default(x, parts, parts, group)
+
+
+def wait(x: Tensor) -> Tensor:
+    """The result of a collective, for whoever computes on the device's stream."""
+    return _operators.wait_tensor.default(x)
+
+
+def name_group(name: str, group: dist.ProcessGroup) -> None:
+    """From now on collectives find `group` by this name of ours, which is the same on every rank."""
+    torch._C._distributed_c10d._register_process_group(cast(Any, name), group)
+
+
+def forget_group(name: str) -> None:
+    """Undo `name_group`, so that the group can go."""
+    torch._C._distributed_c10d._unregister_process_group(cast(Any, name))
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an exception is torch's for a rank that is gone or late."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _names_transport(str(error)))
+
+
+def _names_transport(message: str) -> bool:
+    lower = message.lower()
+    return any(sign in lower for sign in ("gloo", "nccl", "connection closed by peer", "connection reset by peer"))
+
+
+def mesh(group: dist.ProcessGroup, device_type: str, name: str) -> Any:
+    """A device mesh of one dimension over the ranks of a group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(name,))

@@ -1,0 +1,55 @@
+"""Joining the processes that `torchrun` started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .. import environment
+from ..config import ParallelConfig
+from ..errors import InputError
+from . import compat
+from .collectives import FSDP, GROUP, gather
+from .world import ONE, World
+
+
+def join(config: ParallelConfig, device_type: str) -> World:
+    """The world of this process: all that torchrun started, over NCCL on GPUs and gloo on CPUs, or itself alone.
+
+    Raises:
+        InputError: `parallel.fsdp` is not the number of processes, or there are fewer GPUs than processes.
+        PeerLost: another process did not come.
+    """
+    launch = environment.launched()
+    if config.fsdp not in (0, launch.processes):
+        raise InputError(
+            f"parallel.fsdp is {config.fsdp}, and {_words(launch.processes)}; start it with torchrun "
+            f"--nproc-per-node {config.fsdp} -m lockstep, or leave parallel.fsdp at 0 for as many as there are"
+        )
+    if launch.processes == 1:
+        return ONE
+    on_gpu = device_type == "cuda"
+    if on_gpu:
+        environment.prepare_nccl()
+        if torch.cuda.device_count() < 1:
+            raise InputError(
+                f"process {launch.local_rank} on this machine has no GPU; start at most as many processes as GPUs"
+            )
+    timeout = timedelta(seconds=config.timeout)
+    world = World(launch.rank, launch.processes, config.timeout)
+    with world.peers(), world.deadline("joining the other processes"):
+        dist.init_process_group("gloo", timeout=timeout)  # what goes through the host
+        world.same("the processes of this run", {"device": device_type, "parallel": config})
+        group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=timeout)
+        compat.name_group(GROUP, group)
+        gather(torch.zeros(1, device=device_type), launch.processes)  # a communicator is made at its first use
+        if on_gpu:
+            torch.cuda.synchronize()
+    return replace(world, mesh=compat.mesh(group, device_type, FSDP))
+
+
+def _words(processes: int) -> str:
+    return "there is one process" if processes == 1 else f"torchrun started {processes} processes"

@@ -1,0 +1,256 @@
+"""Run by torchrun on two ranks (`test_ranks.py`): each check compares what the ranks do together with one process that
+runs the same micro-batches, in every bit. The first rank prints what was found, a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from lockstep import parallel
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
+from lockstep.errors import InputError, LockstepError
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import Compiler, FakeRecorder, digest
+from lockstep.models import Decoder, ModelConfig
+from lockstep.models.config import MoEConfig
+from lockstep.models.init import initialize
+from lockstep.parallel import ONE, World, join
+from lockstep.trainer import Trainer, pack_shards
+from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+
+CONFIG = ModelConfig(97, 48, 64, 2, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256)
+MOE = replace(CONFIG, moe=MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=32, router_bias=True))
+FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
+OPTIMIZER = OptimizerConfig(weight_decay=0.1)
+CPU = torch.device("cpu")
+
+CHECKS: dict[str, Callable[[World], Any]] = {}
+
+
+def check(function: Callable[[World], Any]) -> Callable[[World], Any]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def decoder(dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> Decoder:
+    model = initialize(Decoder(config, dtype), 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(6)
+    return model
+
+
+def rollout(model: Decoder, step: int, groups: int = 5) -> list[TrainGroup]:
+    """The same groups on every rank: as many as make shards of unequal size."""
+    engine = Engine(SharedWeights(model), GeneratorConfig(), cache_tokens=2048)
+    prompts = [[(7 * g + i) % 97 for i in range(3 + 5 * g)] for g in range(groups)]
+    identities = [SampleIdentity(0, 0, step, g) for g in range(groups)]
+    found = engine.generate(prompts, [FILTERED] * groups, identities)
+    return [
+        TrainGroup(
+            prompt,
+            [
+                TrainSequence(
+                    c.token_ids,
+                    (-1.0) ** i,
+                    0.02,
+                    c.logprobs,
+                    c.model_logprobs,
+                    f"group {g} sample {i}",
+                    c.route_digests,
+                )
+                for i, c in enumerate(completions)
+            ],
+            FILTERED,
+        )
+        for g, (prompt, completions) in enumerate(zip(prompts, found, strict=True))
+    ]
+
+
+def batches(groups: list[TrainGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
+    """Of two shards, of several micro-batches each; the second shard has fewer."""
+    return pack_shards([groups[::2], groups[1::2]], own, max_tokens=max_tokens, check_parity=True)
+
+
+def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) -> list[Any]:
+    """Accumulated gradients and results of some steps, then weights and state, whole."""
+    own = [world.rank] if world.size == 2 else [0, 1]
+    seen: list[Any] = []
+    for step in range(steps):
+        groups = rollout(trainer.model, step)
+        for batch in batches(groups, own, max_tokens):
+            trainer.forward_backward(batch)
+        for batch in batches(groups, own, max_tokens):
+            trainer.check(batch)
+        seen += [trainer.flat.whole(trainer.flat.grad).clone(), trainer.optim_step(1e-2)]
+        trainer.gather_weights()
+        assert seen[-1].applied and seen[-1].tokens_different == 0, seen[-1]
+    return [*seen, *(p.detach().clone() for p in trainer.model.parameters()), *trainer.state()[0].values()]
+
+
+def different(a: list[Any], b: list[Any]) -> list[int]:
+    assert len(a) == len(b)
+    pairs = enumerate(zip(a, b, strict=True))
+    return [i for i, (x, y) in pairs if not (torch.equal(x, y) if isinstance(x, Tensor) else x == y)]
+
+
+def on_all(world: World, found: Any) -> list[Any]:
+    return world.gather(found)
+
+
+@check
+def float32(world: World) -> Any:
+    one = run(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE)
+    return on_all(world, different(run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world), one))
+
+
+@check
+def bfloat16(world: World) -> Any:
+    kind = torch.bfloat16
+    one = run(Trainer(decoder(kind), OPTIMIZER, LossConfig()), ONE)
+    return on_all(world, different(run(Trainer(decoder(kind), OPTIMIZER, LossConfig(), world=world), world), one))
+
+
+@check
+def experts(world: World) -> Any:
+    optimizer, loss = replace(OPTIMIZER, router_bias_rate=0.01), LossConfig()
+    one = run(Trainer(decoder(config=MOE), optimizer, loss), ONE)
+    return on_all(world, different(run(Trainer(decoder(config=MOE), optimizer, loss, world=world), world), one))
+
+
+@check
+def another_order_of_addition(world: World) -> Any:
+    """The mutant: what ranks send is added last rank first."""
+    one = run(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, steps=1)
+    exchange = parallel.exchange
+    parallel.exchange = lambda *arguments: exchange(*arguments).flip(0)
+    try:
+        found = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, steps=1)
+    finally:
+        parallel.exchange = exchange
+    return on_all(world, different(found, one))
+
+
+@check
+def graphs(world: World) -> Any:
+    """Ways to arrange the collectives, recorded or not: results like eager's, graphs alike on all ranks, the log."""
+    eager = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, max_tokens=256)
+    ways: dict[str, dict[str, Any]] = {
+        "as traced": {"reshard_after_forward": False, "bucket_collectives": False, "reorder_collectives": False},
+        "bucketed": {"reorder_collectives": False, "recompute": ("full",)},
+        "all": {"cudagraph_mode": "full"},
+    }
+    found = {}
+    for name, fields in ways.items():
+        config = CompileConfig("step", **fields)
+        compiler = Compiler(config, CPU, recorder=FakeRecorder(), mesh={"fsdp": world.size}, peers=world)
+        trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, compiler=compiler)
+        unlike = different(run(trainer, world, max_tokens=256), eager)
+        made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in compiler.functions}
+        log = [line for title, lines in compiler.nodes.items() if "forward_backward" in title for line in lines]
+        found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
+        compiler.close()
+    return found
+
+
+@check
+def a_flipped_bit_on_one_rank(world: World) -> Any:
+    model = decoder()
+    trainer = Trainer(model, OPTIMIZER, LossConfig(), world=world)
+    groups = rollout(model, 0)
+    before = trainer.flat.data.clone()
+    for batch in batches(groups, [world.rank]):
+        if world.rank == 1 and batch.sequences:
+            batch.old_logprob_C.view(torch.int32)[2] ^= 1
+        trainer.forward_backward(batch)
+        break
+    result = trainer.optim_step(1e-2)
+    named = [(m.request, m.position, m.kind) for m in result.mismatches]
+    kept = torch.equal(trainer.flat.data, before) and not trainer.flat.grad.any()
+    return on_all(world, [result.applied, result.tokens_different, named, kept])
+
+
+@check
+def a_loss_that_is_not_finite_on_one_rank(world: World) -> Any:
+    model = decoder()
+    trainer = Trainer(model, OPTIMIZER, LossConfig(), world=world)
+    before = trainer.flat.data.clone()
+    batch = batches(rollout(model, 0), [world.rank])[0]
+    if world.rank == 1:
+        batch.weight_C[0] = math.nan
+    trainer.forward_backward(batch)
+    result = trainer.optim_step(1e-2)
+    return on_all(world, [result.applied, result.finite, torch.equal(trainer.flat.data, before)])
+
+
+@check
+def state_in_one_process(world: World) -> Any:
+    """What ranks saved, one process goes on with, and the other way round: the same bits again."""
+
+    def go_on(trainer: Trainer, others: World, state: Any) -> list[Any]:
+        trainer.load_state(*state)
+        return run(trainer, others, steps=1)
+
+    first = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world)
+    run(first, world, steps=1)
+    tensors, numbers = first.state()
+    state = {name: tensor.clone() for name, tensor in tensors.items()}, numbers
+    one = go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, state)
+    two = go_on(Trainer(decoder(torch.float32), OPTIMIZER, LossConfig(), world=world), world, state)
+    return on_all(world, different(one, two))
+
+
+@check
+def agreement(world: World) -> Any:
+    """What one rank raises, all raise, and the first reports; ranks that differ are refused by name."""
+
+    def fails() -> None:
+        if world.rank == 1:
+            raise InputError("row 7 is bad")
+
+    found = []
+    for call in (
+        lambda: world.share(fails),
+        lambda: world.same("these ranks", {"alike": 1, "torch": f"2.{world.rank}"}),
+        lambda: world.from_first(lambda: 1 // 0),
+    ):
+        try:
+            call()
+        except LockstepError as error:
+            found.append([type(error).__name__, str(error), getattr(error, "reported", None)])
+        except ZeroDivisionError as error:
+            found.append([type(error).__name__, getattr(error, "reported", None)])
+    found.append(world.from_first(lambda: world.rank))
+    return on_all(world, found)
+
+
+def main() -> None:
+    world = join(ParallelConfig(timeout=30), "cpu")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, function in CHECKS.items():
+        try:
+            found[name] = function(world)
+        except Exception:
+            print(traceback.format_exc(), file=sys.stderr)
+            raise
+    if world.first:
+        print(json.dumps(found))
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What two ranks compute together has the bits of one process that runs the same micro-batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What `ranks.py` found on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
+    path = f"{SCRIPT.parents[2]}:{os.environ.get('PYTHONPATH', '')}"
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "terminate called" not in run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "experts"])
+def test_gradients_updates_and_statistics_are_those_of_one_process(found: dict[str, Any], kind: str) -> None:
+    assert found[kind] == [[], []]
+
+
+def test_adding_in_another_order_would_be_noticed(found: dict[str, Any]) -> None:
+    first, second = found["another_order_of_addition"]
+    assert 0 in first and first == second  # the gradients, to begin with
+
+
+@pytest.mark.parametrize("way", ["as traced", "bucketed", "all"])
+def test_graphs_compute_what_eager_does_and_are_alike_on_all_ranks(found: dict[str, Any], way: str) -> None:
+    graphs = found["graphs"][way]
+    assert graphs["different"] == [[], []]
+    first, second = graphs["digests"]
+    assert first == second and first.keys() == {"forward_backward", "check", "optim_step", "gather_weights"}
+
+
+def test_a_layer_has_one_gather_and_one_exchange(found: dict[str, Any]) -> None:
+    log = "\n".join(found["graphs"]["all"]["log"])
+    assert "reshard: " in log and "16 of 18 gathered again" in log
+    assert "34 -> 6 gathers, 18 -> 4 exchanges" in log
+    assert "5 gathers begin a layer early, 3 exchanges end a layer late" in log
+    assert "gathers" not in "\n".join(found["graphs"]["as traced"]["log"])
+
+
+def test_a_flipped_bit_on_one_rank_stops_the_update_on_all(found: dict[str, Any]) -> None:
+    first, second = found["a_flipped_bit_on_one_rank"]
+    assert first == second == [False, 1, [["group 1 sample 0", 2, "sampled"]], True]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_the_update_on_all(found: dict[str, Any]) -> None:
+    assert found["a_loss_that_is_not_finite_on_one_rank"] == [[False, False, True]] * 2
+
+
+def test_state_goes_from_two_ranks_to_one_and_back(found: dict[str, Any]) -> None:
+    assert found["state_in_one_process"] == [[], []]
+
+
+def test_what_one_rank_raises_all_raise_and_the_first_reports(found: dict[str, Any]) -> None:
+    for rank, (bad, unlike, zero, value) in enumerate(found["agreement"]):
+        assert bad == ["InputError", "row 7 is bad", rank > 0]
+        assert unlike[1].startswith("these ranks: torch is '2.1' on rank 1 and '2.0' on rank 0")
+        assert zero == ["ZeroDivisionError", rank > 0]
+        assert value == 0
