@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import finished
 
 SCRIPT = Path(__file__).with_name("ranks.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What `ranks.py` found on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
-    path = f"{SCRIPT.parents[2]}:{os.environ.get('PYTHONPATH', '')}"
-    run = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
+    run = finished([*TORCHRUN, str(SCRIPT)], env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr[-4000:]
     assert "terminate called" not in run.stderr
     return json.loads(run.stdout.splitlines()[-1])
