@@ -192,7 +192,7 @@ def test_stock_matrix_products_are_caught(engine_of: EngineOf, monkeypatch: pyte
 def test_stock_attention_is_caught(engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: torch's own attention adds in an order that depends on the sequence's length."""
 
-    def stock(q_TNH, k_RKH, v_RKH, queries, rows):
+    def stock(q_TNH, k_RKH, v_RKH, queries, rows, visible):
         out = torch.zeros_like(q_TNH)
         for sequence, (row, length, position) in enumerate(queries):
             if length:

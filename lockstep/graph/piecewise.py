@@ -21,7 +21,7 @@ ATTENTION = frozenset(
     f"lockstep.{variant}attention_{layout}"
     for variant in ("", "latent_")
     for layout in ("packed", "packed_backward", "paged")
-) | {"lockstep.attention_decode"}
+) | {"lockstep.attention_decode", "lockstep.flex_packed", "lockstep.flex_packed_backward", "lockstep.flex_paged"}
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from .adamw import BLOCK as SQUARES_BLOCK
 from .adamw import adamw, square_sums
 from .attention import KEY_TILE, attention_packed, attention_paged, write_kv
 from .decode_state import advance_rows, decode_slots
+from .flex import flex_packed, flex_paged
 from .fused import attention_decode, linear_add, norm_gate_up, norm_linear, qk_norm_rope_write_kv
 from .grouped import grouped_linear
 from .head_linear import head_linear
 from .latent import latent_attention_packed, latent_attention_paged, write_latent
 from .linear import linear
 from .logprobs import TokenLogprobs, sample, support_mask, token_logprobs
+from .masks import MaskFunction, register_mask, visibility
 from .native.library import cpu_backend
 from .philox import sample_key
 from .routing import combine, dispatch, dispatch_plan, route, router_logits
@@ -23,6 +25,7 @@ from .rows import gather_rows, qk_norm_rope, rms_norm, rope_table, silu_mul
 __all__ = [
     "SQUARES_BLOCK",
     "KEY_TILE",
+    "MaskFunction",
     "TokenLogprobs",
     "adamw",
     "advance_rows",
@@ -35,6 +38,8 @@ __all__ = [
     "dispatch",
     "dispatch_plan",
     "expert_loads",
+    "flex_packed",
+    "flex_paged",
     "gather_rows",
     "grouped_linear",
     "head_linear",
@@ -46,6 +51,7 @@ __all__ = [
     "norm_linear",
     "qk_norm_rope",
     "qk_norm_rope_write_kv",
+    "register_mask",
     "rms_norm",
     "rope_table",
     "route",
@@ -58,6 +64,7 @@ __all__ = [
     "square_sums",
     "support_mask",
     "token_logprobs",
+    "visibility",
     "write_kv",
     "write_latent",
 ]

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .masks import MaskFunction
+
 ROUND = 32  # segments whose lengths round up to the same multiples run together
 SCORE_BUDGET = 1 << 27
 
@@ -25,8 +27,10 @@ def packed(
     prefix_start_S: Tensor,
     prefix_len_S: Tensor,
     accumulate_rows: Callable[[Tensor, Tensor, Tensor], Tensor],
+    visible: MaskFunction | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention.attention_packed` for q, k, v, accumulated in float32 in a fixed order."""
+    """Gradients of `attention.attention_packed` (with `visible`, of `flex.flex_packed`) for q, k, v, accumulated in
+    float32 in a fixed order."""
     grad_q = torch.zeros_like(q_TNH, dtype=torch.float32)
     grad_k = torch.zeros_like(k_TKH, dtype=torch.float32)
     grad_v = torch.zeros_like(v_TKH, dtype=torch.float32)
@@ -41,7 +45,7 @@ def packed(
         size = max(1, SCORE_BUDGET // (q_TNH.shape[1] * queries * keys))
         for i in range(0, len(segments), size):
             table = torch.tensor(segments[i : i + size]).to(q_TNH.device)
-            token_BQ, row_BL, bias_BQL = _layout(table, queries, keys)
+            token_BQ, row_BL, bias_BQL = _layout(table, queries, keys, visible)
             dq, dk, dv = _dense(grad_TNH, q_TNH, k_TKH, v_TKH, token_BQ, row_BL, bias_BQL)
             accumulate_rows(grad_q, token_BQ.flatten(), dq)
             accumulate_rows(grad_k, row_BL.flatten(), dk)
@@ -49,7 +53,9 @@ def packed(
     return grad_q.to(q_TNH.dtype), grad_k.to(k_TKH.dtype), grad_v.to(v_TKH.dtype)
 
 
-def _layout(table: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+def _layout(
+    table: Tensor, queries: int, keys: int, visible: MaskFunction | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the padded queries and keys, and the mask as a bias; padding points at the segment's first row."""
     start, length, prefix_start, prefix_len = (column.unsqueeze(1) for column in table.unbind(1))
     q = torch.arange(queries, device=table.device)
@@ -57,8 +63,10 @@ def _layout(table: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Ten
     token_BQ = torch.where(q < length, start + q, start)
     row_BL = torch.where(k < prefix_len, prefix_start + k, start - prefix_len + k)
     row_BL = torch.where(k < prefix_len + length, row_BL, start)
-    visible = (k <= (prefix_len + q).unsqueeze(2)) & (q < length).unsqueeze(2)
-    return token_BQ, row_BL, torch.zeros(1, device=table.device).masked_fill(~visible, -torch.inf)
+    position_BQ1 = (prefix_len + q).unsqueeze(2)
+    seen = k <= position_BQ1 if visible is None else visible(position_BQ1.int(), k.int())
+    hidden = ~(seen & (q < length).unsqueeze(2))
+    return token_BQ, row_BL, torch.zeros(1, device=table.device).masked_fill(hidden, -torch.inf)
 
 
 def _dense(

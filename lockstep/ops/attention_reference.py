@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .masks import MaskFunction
+
 KEY_TILE = 64
 KEY_SPLIT = 4096  # a multiple of KEY_TILE
 QUERY_BLOCK = 32
@@ -37,9 +39,15 @@ class _Block:
 
 
 def packed(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, prefix_start_S: Tensor, prefix_len_S: Tensor
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    visible: MaskFunction | None = None,
 ) -> Tensor:
-    """See `attention.attention_packed`."""
+    """See `attention.attention_packed`; with `visible`, `flex.flex_packed`."""
     starts, prefix_len = cu_seqlens.tolist(), prefix_len_S.tolist()
     queries = [(starts[s], starts[s + 1] - starts[s], prefix_len[s]) for s in range(len(prefix_len))]
     start_S, prefix_start, prefix = cu_seqlens[:-1].long(), prefix_start_S.long(), prefix_len_S.long()
@@ -49,7 +57,7 @@ def packed(
         shared = prefix_start[sequence_B].unsqueeze(1)
         return position_BL + torch.where(position_BL < prefix[sequence_B].unsqueeze(1), shared, own)
 
-    return _attend(q_TNH, k_TKH, v_TKH, queries, rows)
+    return _attend(q_TNH, k_TKH, v_TKH, queries, rows, visible)
 
 
 def paged(
@@ -61,10 +69,11 @@ def paged(
     context_len_S: Tensor,
     max_query_len: int,
     max_context_len: int,
+    visible: MaskFunction | None = None,
 ) -> Tensor:
-    """See `attention.attention_paged`."""
+    """See `attention.attention_paged`; with `visible`, `flex.flex_paged`."""
     if q_TNH.shape[0] == context_len_S.shape[0] == max_query_len * context_len_S.shape[0]:
-        return _decode(q_TNH, k_cache, v_cache, block_table, context_len_S, max_context_len)
+        return _decode(q_TNH, k_cache, v_cache, block_table, context_len_S, max_context_len, visible)
     starts, context = cu_seqlens.tolist(), context_len_S.tolist()
     lengths = [starts[s + 1] - starts[s] for s in range(len(context))]
     queries = [(starts[s], n, context[s] - n) for s, n in enumerate(lengths)]
@@ -74,7 +83,7 @@ def paged(
         pages = block_table[sequence_B].gather(1, position_BL // page_size).long()
         return pages * page_size + position_BL % page_size
 
-    return _attend(q_TNH, k_cache.flatten(0, 1), v_cache.flatten(0, 1), queries, rows)
+    return _attend(q_TNH, k_cache.flatten(0, 1), v_cache.flatten(0, 1), queries, rows, visible)
 
 
 def _decode(
@@ -84,6 +93,7 @@ def _decode(
     block_table: Tensor,
     context_len_S: Tensor,
     max_context_len: int,
+    visible: MaskFunction | None = None,
 ) -> Tensor:
     """One new token a sequence: all sequences in one block each, padded with masked tiles, which change no bit."""
     length = -(-max_context_len // KEY_TILE) * KEY_TILE
@@ -93,11 +103,11 @@ def _decode(
     rows_SL = block_table.index_select(1, page_L) * page_size + offset_L
     visible_SL = keys_L <= last_S1
     rows_SL = torch.where(visible_SL, rows_SL, rows_SL[:, :1])
-    bias_SL = torch.where(visible_SL, 0.0, -torch.inf)
-    out = _softmax_attention(
-        q_SNH.unsqueeze(1), k_cache.flatten(0, 1), v_cache.flatten(0, 1), rows_SL, bias_SL.unsqueeze(1)
-    )
-    return out.squeeze(1)
+    if visible is not None:
+        visible_SL = visible(last_S1.int(), keys_L)
+    bias_S1L = torch.where(visible_SL, 0.0, -torch.inf).unsqueeze(1)
+    caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    return _softmax_attention(q_SNH.unsqueeze(1), *caches, rows_SL, bias_S1L, visible is not None).squeeze(1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -107,7 +117,14 @@ def _page_offsets(length: int, page_size: int, pages: int) -> tuple[Tensor, Tens
     return keys_L, (keys_L // page_size).clamp(max=pages - 1), keys_L % page_size
 
 
-def _attend(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, queries: list[tuple[int, int, int]], rows) -> Tensor:
+def _attend(
+    q_TNH: Tensor,
+    k_RKH: Tensor,
+    v_RKH: Tensor,
+    queries: list[tuple[int, int, int]],
+    rows,
+    visible: MaskFunction | None = None,
+) -> Tensor:
     """Run all query blocks; `queries` holds (first row, length, first absolute position) a sequence."""
     out_TNH = torch.zeros_like(q_TNH)
     by_tiles: dict[tuple[int, int], list[_Block]] = defaultdict(list)
@@ -120,12 +137,20 @@ def _attend(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, queries: list[tuple[int
     for (tiles, width), blocks in by_tiles.items():
         size = max(1, SCORE_BUDGET // (q_TNH.shape[1] * width * tiles * KEY_TILE))
         for i in range(0, len(blocks), size):
-            _attend_blocks(out_TNH, q_TNH, k_RKH, v_RKH, blocks[i : i + size], width, tiles, rows)
+            _attend_blocks(out_TNH, q_TNH, k_RKH, v_RKH, blocks[i : i + size], width, tiles, rows, visible)
     return out_TNH
 
 
 def _attend_blocks(
-    out_TNH: Tensor, q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, blocks: list[_Block], width: int, tiles: int, rows
+    out_TNH: Tensor,
+    q_TNH: Tensor,
+    k_RKH: Tensor,
+    v_RKH: Tensor,
+    blocks: list[_Block],
+    width: int,
+    tiles: int,
+    rows,
+    visible: MaskFunction | None,
 ) -> None:
     """Blocks that need `tiles` key tiles, each `width` query tokens wide (short ones repeat their last token)."""
     table = torch.tensor([(b.sequence, b.row, b.position, b.count) for b in blocks])
@@ -135,15 +160,22 @@ def _attend_blocks(
     keys_L = torch.arange(tiles * KEY_TILE)
     last_B1 = (position_B + count_B - 1).unsqueeze(1)
     key_rows_BL = rows(sequence_B, torch.minimum(keys_L, last_B1))
-    bias_BWL = torch.zeros(1).masked_fill(keys_L > (position_B.unsqueeze(1) + query_BW).unsqueeze(2), -torch.inf)
+    position_BW1 = (position_B.unsqueeze(1) + query_BW).unsqueeze(2)
+    hidden_BWL = keys_L > position_BW1 if visible is None else ~visible(position_BW1.int(), keys_L.int())
+    bias_BWL = torch.zeros(1).masked_fill(hidden_BWL, -torch.inf)
     token_BW = row_B.unsqueeze(1) + query_BW
-    out = _softmax_attention(q_TNH[token_BW], k_RKH, v_RKH, key_rows_BL, bias_BWL)
+    out = _softmax_attention(q_TNH[token_BW], k_RKH, v_RKH, key_rows_BL, bias_BWL, visible is not None)
     real = offset_W < count_B.unsqueeze(1)
     out_TNH.index_copy_(0, token_BW[real], out[real])
 
 
-def _softmax_attention(q_BWNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, key_rows_BL: Tensor, bias_BWL: Tensor) -> Tensor:
-    """[B, W, N, H] in q's dtype: W query tokens a block over the block's key rows."""
+def _softmax_attention(
+    q_BWNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, key_rows_BL: Tensor, bias_BWL: Tensor, masked: bool = False
+) -> Tensor:
+    """[B, W, N, H] in q's dtype: W query tokens a block over the block's key rows.
+
+    With `masked` a query may see any keys or none, which makes it zero, and there are no splits.
+    """
     blocks, width, heads, head_dim = q_BWNH.shape
     length, kv_heads = key_rows_BL.shape[1], k_RKH.shape[1]
     group = heads // kv_heads
@@ -159,11 +191,13 @@ def _softmax_attention(q_BWNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, key_rows_BL
 
     scores = torch.bmm(q, k.transpose(1, 2))
     scores[:, : width * group].view(blocks, kv_heads, width, group, length).add_(bias_BWL[:, None, :, None])
-    if length <= KEY_SPLIT:
+    if masked or length <= KEY_SPLIT:
         out, _ = _attend_split(scores, v)
     else:
         out = _merge_splits(scores, v)
     out = out[:, : width * group].view(blocks, kv_heads, width, group, head_dim)
+    if masked:
+        out = out.masked_fill((bias_BWL == -torch.inf).all(-1)[:, None, :, None, None], 0.0)
     return out.transpose(1, 2).reshape(blocks, width, heads, head_dim).to(q_BWNH.dtype)
 
 
