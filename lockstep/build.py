@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from .config import CompileConfig, RunConfig, SamplingConfig, resolve_compile, resolve_parallel, template_variables
+from .attention import set_attention, whole_tiles
+from .config import (
+    Attention,
+    CompileConfig,
+    RunConfig,
+    SamplingConfig,
+    resolve_compile,
+    resolve_parallel,
+    template_variables,
+)
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
 from .graph import Compiler, Store, Verdict, compile_report, replay_metrics
@@ -98,7 +107,15 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def load_policy(model: str | None, arch: str, seed: int, device: str, dtype: str) -> Policy:
+def load_policy(
+    model: str | None,
+    arch: str,
+    seed: int,
+    device: str,
+    dtype: str,
+    attention: Attention = "native",
+    attention_mask: str | None = None,
+) -> Policy:
     """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer."""
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
@@ -117,6 +134,7 @@ def load_policy(model: str | None, arch: str, seed: int, device: str, dtype: str
         check_vocabulary(tokenizer, config.vocab_size, f"arch {arch}")
         require_memory(config, kind, place, f"arch {arch}")
         decoder = initialize(Decoder(config, kind, place), seed)
+    set_attention(decoder, attention, attention_mask)
     return Policy(decoder, tokenizer)
 
 
@@ -126,7 +144,8 @@ def build(config: RunConfig, world: World = ONE) -> Run:
     with timings.measured("task"):
         task = make_task(config.task, config.trainer.prompts_per_step)
     with timings.measured("load"):
-        policy = load_policy(config.model, config.arch, config.seed, config.device, config.dtype)
+        place = config.device, config.dtype
+        policy = load_policy(config.model, config.arch, config.seed, *place, config.attention, config.attention_mask)
     policy.template_variables = template_variables(config.task.chat_template_kwargs)
     task.check_lengths(policy.encode, prompt_limit(config, policy.model.config))
     reference = copy.deepcopy(policy.model) if config.loss.beta > 0 else None
@@ -157,7 +176,9 @@ def _event_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
 def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     """`config` with what depends on the device and the number of ranks filled in."""
     on_gpu = resolve_device(config.device).type == "cuda"
-    return resolve_parallel(replace(config, compile=resolve_compile(config.compile, on_gpu)), ranks)
+    generator = whole_tiles(config.generator, config.attention)
+    resolved = replace(config, compile=resolve_compile(config.compile, on_gpu), generator=generator)
+    return resolve_parallel(resolved, ranks)
 
 
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:

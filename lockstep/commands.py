@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .types import SamplingParams
 
 
+_ATTENTION = ("attention", "attention_mask")  # flags of all that use a model
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command prints and how it ended. `text` may be a stream, printed as it comes."""
@@ -130,7 +133,8 @@ def _llm(flags: Generate | Chat, streaming: bool, variables: dict[str, Any]) -> 
     # Text that someone reads comes a token at a time; otherwise the host looks in every few steps.
     config = GeneratorConfig(steps_per_sync=1) if streaming else None
     place = {"device": flags.device, "dtype": flags.dtype, "seed": flags.seed}
-    return LLM(flags.model, **place, config=config, template_variables=variables)  # type: ignore[arg-type]
+    attention = {name: getattr(flags, name) for name in _ATTENTION}
+    return LLM(flags.model, **place, **attention, config=config, template_variables=variables)  # type: ignore[arg-type]
 
 
 def _in_order(llm: LLM, prompts: list[Any], sampling: SamplingParams) -> Iterator[str]:
@@ -176,7 +180,7 @@ def _eval(flags: Eval) -> Outcome:
     )
     length = flags.max_completion_length or base.sampling.max_completion_length
     sampling = replace(base.sampling, max_completion_length=length)
-    changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype")}
+    changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype", *_ATTENTION)}
     config = replace(base, task=task, sampling=sampling, **changes)
     from .evaluation import evaluate, render
 
@@ -210,7 +214,8 @@ def _report(flags: Report) -> Outcome:
 def _parity(flags: Parity) -> Outcome:
     from .parity import check_model
 
-    report = check_model(flags.model, flags.tokens, flags.seed, flags.device, flags.dtype)
+    attention = (getattr(flags, name) for name in _ATTENTION)
+    report = check_model(flags.model, flags.tokens, flags.seed, flags.device, flags.dtype, *attention)
     return Outcome(report.to_dict(), [report.render() + "\n"], code=0 if report.identical else 1)
 
 

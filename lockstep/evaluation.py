@@ -70,6 +70,8 @@ def evaluate(
         seed=config.seed,
         config=config.generator,
         template_variables=template_variables(config.task.chat_template_kwargs),
+        attention=config.attention,
+        attention_mask=config.attention_mask,
     )
     trained = training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
     sampling = replace(trained, n=n, temperature=temperature)

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, Self
 
 import tyro
 
-from .config import RunConfig, TaskConfig
+from .config import Attention, RunConfig, TaskConfig
 
 _Json = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _Device = Literal["auto", "cpu", "cuda"]
 _Dtype = Literal["auto", "float32", "bfloat16"]
-_MODEL, _DATA, _REWARD = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
+_MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
 _SHORT = {"--data": "--task.data", "--reward": "--task.reward"}  # of train
 
 
@@ -30,7 +30,7 @@ class _Task(TaskConfig):
 
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA, aliases=["--data"])] = None
     """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
-    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_REWARD} ...", aliases=["--reward"])] = ()
+    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...", aliases=["--reward"])] = ()
     """Reward functions as module:function or path.py:function; empty for the task's own."""
 
 
@@ -115,6 +115,10 @@ class Generate:
     """Where to run; auto takes the GPU when there is one."""
     dtype: _Dtype = "auto"
     """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    attention: Attention = "native"
+    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
+    """flex only: which keys a query attends to, by the positions of both."""
     json: _Json = False
     """Print completions, tokens and log-probabilities as one JSON object."""
 
@@ -147,6 +151,10 @@ class Chat:
     """Where to run; auto takes the GPU when there is one."""
     dtype: _Dtype = "auto"
     """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    attention: Attention = "native"
+    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
+    """flex only: which keys a query attends to, by the positions of both."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +175,7 @@ class Eval:
     """System message for prompts without one; a text prompt becomes a chat of one user message."""
     chat_template_kwargs: tuple[str, ...] = ()
     """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
-    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_REWARD} ...")] = ()
+    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
     """Reward functions; a dataset task needs one."""
     prompts: int | None = None
     """Prompts to evaluate, at most; the recipe's number by default."""
@@ -191,6 +199,10 @@ class Eval:
     """Where to run; auto takes the GPU when there is one."""
     dtype: _Dtype = "auto"
     """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    attention: Attention = "native"
+    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
+    """flex only: which keys a query attends to, by the positions of both."""
     json: _Json = False
     """Print one JSON object."""
 
@@ -224,6 +236,10 @@ class Parity:
     """Where to run; auto takes the GPU when there is one."""
     dtype: _Dtype = "auto"
     """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    attention: Attention = "native"
+    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
+    """flex only: which keys a query attends to, by the positions of both."""
     json: _Json = False
     """Print one JSON object."""
 

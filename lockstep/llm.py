@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .attention import whole_tiles
 from .build import load_policy
-from .config import GeneratorConfig, RunConfig, SamplingConfig, TrainerConfig, validate
+from .config import Attention, GeneratorConfig, RunConfig, SamplingConfig, TrainerConfig, validate
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
 from .types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
@@ -38,13 +39,16 @@ class LLM:
         seed: int = 0,
         config: GeneratorConfig | None = None,
         template_variables: dict[str, Any] | None = None,
+        attention: Attention = "native",
+        attention_mask: str | None = None,
     ) -> None:
         """Load a Hugging Face folder or hub id; `seed` is of sampling, `template_variables` go to the chat template
-        (`{"enable_thinking": False}`). Raises `InputError` when the model cannot be used."""
-        self.policy = load_policy(str(model), "tiny", seed, device, dtype)
+        (`{"enable_thinking": False}`), attention and its mask are as in `RunConfig`. Raises `InputError` when the model
+        cannot be used."""
+        self.policy = load_policy(str(model), "tiny", seed, device, dtype, attention, attention_mask)
         self.policy.template_variables = template_variables or {}
         self.seed = seed
-        self._config = config or GeneratorConfig()
+        self._config = whole_tiles(config or GeneratorConfig(), attention)
         self._engine: Engine | None = None
         self._room = (0, 0)  # sequences and tokens a sequence that the engine was planned for
 

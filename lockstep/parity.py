@@ -12,6 +12,7 @@ from .errors import InputError, ParityError
 from .types import SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
 if TYPE_CHECKING:
+    from .config import Attention
     from .trainer import StepResult
 
 CHECK_DOMAIN = 4  # sampling domain of `check_model`
@@ -136,7 +137,15 @@ _COMPLETION = 64
 _MOST_TOKENS = 10_000_000  # days on a CPU; all completions are held at once
 
 
-def check_model(model: str, tokens: int, seed: int, device: str, dtype: str) -> Report:
+def check_model(
+    model: str,
+    tokens: int,
+    seed: int,
+    device: str,
+    dtype: str,
+    attention: Attention = "native",
+    attention_mask: str | None = None,
+) -> Report:
     """Generate at least `tokens` tokens from random prompts and score them with the trainer's computation.
 
     Prompts have many lengths; sampling is plain, truncated and greedy in turn, several samples a prompt. Raises
@@ -145,16 +154,17 @@ def check_model(model: str, tokens: int, seed: int, device: str, dtype: str) -> 
     for name, value, low, high in (("tokens", tokens, 1, _MOST_TOKENS), ("seed", seed, 0, 2**63 - 1)):
         if type(value) is not int or not low <= value <= high:
             raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
+    from .attention import whole_tiles
     from .build import load_policy
     from .config import GeneratorConfig, LossConfig, OptimizerConfig
     from .generator import Engine, SharedWeights, plan_cache_tokens
     from .trainer import Trainer, pack
 
-    decoder = load_policy(model, "tiny", seed, device, dtype).model
+    decoder = load_policy(model, "tiny", seed, device, dtype, attention, attention_mask).model
     where, context = decoder.embed.device, decoder.config.max_position_embeddings
     length = min(_COMPLETION, context // 2)
     prompts, sampling = _requests(tokens, seed, decoder.config.vocab_size, min(300, context - length), length)
-    generator = GeneratorConfig()
+    generator = whole_tiles(GeneratorConfig(), attention)
     longest = max(map(len, prompts)) + length
     cache_tokens = plan_cache_tokens(
         generator, decoder.config, decoder.embed.dtype, where, sum(s.n for s in sampling), longest

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep import ops
-
-Attention = Callable[..., Tensor]
 
 
 class Mask(NamedTuple):
@@ -60,16 +59,32 @@ class Case:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        packed: Attention = ops.flex_packed,
-        paged: Attention = ops.flex_paged,
+        module: ModuleType | None = None,
     ) -> None:
-        self.length, self.device, self._packed, self._paged = length, device, packed, paged
+        self.length, self.device, self.module = length, device, module
 
         def wide(count: int) -> Tensor:
             x = torch.randn(length, count, head_dim, device=device)
             return (x * torch.exp(torch.randn_like(x))).to(dtype)
 
         self.q, self.k, self.v = wide(heads), wide(kv_heads), wide(kv_heads)
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+        """The operator's, or `ops.kernels.flex`'s; `args` are the layout and the mask."""
+        *layout, window, _ = args
+        if self.module is None:
+            tiles = ops.flex_tiles_packed(len(q), q.shape[1], k.shape[1], *layout, window)
+            return ops.flex_packed(q, k, v, *args, tiles)
+        tiles = self.module.tiles_packed(*layout[:3], len(q), q.shape[1], k.shape[1], layout[3], window)
+        return self.module.packed(q, k, v, *args, tiles)
+
+    def _paged(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+        *layout, _, max_context_len, window, _ = args
+        if self.module is None:
+            tiles = ops.flex_tiles_paged(len(q), q.shape[1], k, *layout, max_context_len, window)
+            return ops.flex_paged(q, k, v, *args, tiles)
+        sizes = len(q), q.shape[1], k.shape[2], *k.shape[:2], max_context_len, window
+        return self.module.paged(q, k, v, *args, self.module.tiles_paged(*layout, *sizes))
 
     def int32(self, *values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -5,6 +5,7 @@
 
 from .compile import CUDAGRAPH_MODES, resolve_compile
 from .fields import (
+    Attention,
     CheckpointConfig,
     CompileConfig,
     GeneratorConfig,
@@ -24,6 +25,7 @@ from .validation import validate
 
 __all__ = [
     "CUDAGRAPH_MODES",
+    "Attention",
     "CheckpointConfig",
     "CompileConfig",
     "GeneratorConfig",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "sft"]
+Attention = Literal["native", "flex"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class GeneratorConfig:
     """The generation engine."""
 
     page_size: int = 16
-    """Tokens a KV-cache page."""
+    """Tokens a KV-cache page; flex attention rounds it up to whole key tiles of 64."""
     kv_cache_tokens: int = 0
     """Capacity of the KV cache in tokens; 0 plans it from the workload and the memory at hand."""
     max_num_seqs: int = 256
@@ -264,6 +265,12 @@ class RunConfig:
     """Compute dtype; auto is bfloat16 on a GPU (the only one there) and float32 on a CPU."""
     parity: Literal["strict", "warn", "off"] = "strict"
     """What a difference between generator and trainer does."""
+    attention: Attention = "native"
+    """Of both roles. native: a token attends to all before it. flex: FlexAttention, for models with sliding windows and
+    for attention_mask."""
+    attention_mask: str | None = None
+    """flex only: which keys a query attends to, of those up to its own, as module:function or path.py:function of the
+    positions of both."""
     task: TaskConfig = field(default_factory=TaskConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)

@@ -140,6 +140,11 @@ def _check_combinations(c: RunConfig) -> None:
         "sampling.num_generations is 1: every group's advantage would be zero, and with "
         "trainer.skip_zero_variance nothing is trained; use 2 or more",
     )
+    refuse(
+        c.attention_mask is not None and c.attention != "flex",
+        f"attention_mask has no effect on attention {c.attention}; set attention to flex, or remove the mask",
+    )
+    refuse(c.attention_mask == "", "attention_mask is empty; name a function as module:function, or leave it out")
     m = c.metrics
     refuse(len(set(m.trackers)) < len(m.trackers), "metrics.trackers names one twice; give each once")
     refuse(

@@ -27,10 +27,19 @@ class KVCache:
     A page that nobody holds keeps its contents until it is handed out again, least recently used first. A full
     page is registered under a digest of the weights' version and every token up to its end, so pages of other
     weights cannot be found. One page more, `null_page`, is nobody's: rows of a batch without a sequence write there.
+
+    With `cleared`, values are zero in a page that is handed out: for attention that multiplies what a query does not
+    see by zero, which leaves what is not finite in the result.
     """
 
     def __init__(
-        self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        cleared: bool = False,
     ) -> None:
         heads, key, value = config.cached
         shape = (config.num_layers, num_pages + 1, page_size, heads)
@@ -39,6 +48,7 @@ class KVCache:
         self.page_size = page_size
         self.num_pages = num_pages
         self.null_page = num_pages
+        self.cleared = cleared
         self._references = [0] * num_pages
         self._digests: list[bytes | None] = [None] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
@@ -61,6 +71,8 @@ class KVCache:
         for page in pages:
             self._references[page] = 1
             self._forget(page)
+        if self.cleared and pages:
+            self.v.index_fill_(1, upload(pages, self.v.device), 0)
         return pages
 
     def share(self, pages: list[int]) -> None:

@@ -46,7 +46,7 @@ def decode_step(
     position, table = b["position"], b["table"]
     slots, context = ops.decode_slots(position, b["remaining"], table, cache.page_size, cache.null_page)
     shared = (b["groups"], b["shared_len"]) if grouped else ()
-    attend = PagedAttention(k, v, slots, table, b["cu_seqlens"], context, 1, max_context, *shared)
+    attend = PagedAttention(k, v, slots, table, b["cu_seqlens"], context, 1, max_context, *shared, masks=model.masks)
     hidden, route = _forward(model, b["token"], position, attend)
     _draw(model, b, hidden, route, truncated, greedy)
 
@@ -85,6 +85,7 @@ def mixed_step(
         torch.cat((own_position + 1, prompt["segment_context"])).int(),
         SEGMENT,
         max_context,
+        masks=model.masks,
     )
     hidden, route = _forward(model, torch.cat((b["token"], prompt["token"])), position, attend, prompt["source"])
     _draw(model, b, hidden, route, truncated, greedy)

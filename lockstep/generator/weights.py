@@ -28,6 +28,7 @@ class SnapshotWeights:
 
     def __init__(self, source: Decoder) -> None:
         self.model = Decoder(source.config, source.embed.dtype, source.embed.device)
+        self.model.masks = source.masks
         self.version = -1
         self.update(source, 0)
 

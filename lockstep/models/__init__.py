@@ -1,6 +1,6 @@
 """Architecture only: one decoder for both roles, and its Hugging Face form."""
 
-from .attention import PackedAttention, PagedAttention
+from .attention import Masks, PackedAttention, PagedAttention
 from .config import ModelConfig
 from .decoder import Decoder
 from .hf import load_model, resolve_folder, save_model
@@ -8,6 +8,7 @@ from .moe import Routing
 
 __all__ = [
     "Decoder",
+    "Masks",
     "ModelConfig",
     "PackedAttention",
     "PagedAttention",

@@ -8,6 +8,7 @@ rank, P rotated dim.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -40,6 +41,20 @@ class Latent(NamedTuple):
     scale: float
 
 
+class Masks(NamedTuple):
+    """Attention that does not see all keys before a query; None in a model stands for `ops.attention_*`, which does.
+
+    `windows` are the layers' sliding windows (0: none), `name` a mask of `ops.register_mask` for all layers ("": none).
+    """
+
+    windows: tuple[int, ...]
+    name: str = ""
+
+    def of(self, layer: int) -> tuple[int, str]:
+        """The arguments `window` and `mask` of `ops.flex_packed` and `ops.flex_paged`."""
+        return self.windows[layer], self.name
+
+
 class Attend(Protocol):
     """What a decoder is given."""
 
@@ -52,20 +67,31 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """Training: packed segments after shared prefixes. Fields as in `types.PackedBatch`."""
+    """Training: packed segments after shared prefixes. Fields as in `types.PackedBatch`; `masks` are the model's."""
 
     cu_seqlens: Tensor
     prefix_start_S: Tensor
     prefix_len_S: Tensor
     max_len: int
+    masks: Masks | None = None
 
     def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
         qk = ops.qk_norm_rope(qkv_TE, *heads)
         q_TNH, k_TKH = qk.split((heads.num_heads, heads.num_kv_heads), dim=1)
         v_TKH = qkv_TE.unflatten(1, (-1, qk.shape[2])).narrow(1, qk.shape[1], heads.num_kv_heads)
-        return ops.attention_packed(
-            q_TNH, k_TKH, v_TKH, self.cu_seqlens, self.prefix_start_S, self.prefix_len_S, self.max_len
-        )
+        layout = self.cu_seqlens, self.prefix_start_S, self.prefix_len_S, self.max_len
+        if self.masks is None:
+            return ops.attention_packed(q_TNH, k_TKH, v_TKH, *layout)
+        window, mask = self.masks.of(layer)
+        if window not in self._tiles:
+            sizes = q_TNH.shape[0], heads.num_heads, heads.num_kv_heads
+            self._tiles[window] = ops.flex_tiles_packed(*sizes, *layout, window)
+        return ops.flex_packed(q_TNH, k_TKH, v_TKH, *layout, window, mask, self._tiles[window])
+
+    @functools.cached_property
+    def _tiles(self) -> dict[int, list[Tensor]]:
+        """By window; all layers that have it share them."""
+        return {}
 
     def latent(self, layer: int, x: Latent) -> Tensor:
         """See `Attend.latent`."""
@@ -77,7 +103,7 @@ class PagedAttention:
     """Generation: new keys and values go to their slots, then queries reach the sequence's pages.
 
     `k_cache` and `v_cache` are [layers, pages, page_size, K, H]; with latents, [layers, pages, page_size, 1, R + P] and
-    empty. The other fields are as in `ops.attention_paged` and `ops.qk_norm_rope_write_kv`.
+    empty. The other fields are as in `ops.attention_paged` and `ops.qk_norm_rope_write_kv`; `masks` are the model's.
     """
 
     k_cache: Tensor
@@ -90,10 +116,11 @@ class PagedAttention:
     max_context_len: int
     group_rows_CW: Tensor | None = None
     shared_len_S: Tensor | None = None
+    masks: Masks | None = None
 
     def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
         k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
-        if self.max_query_len == 1 and qkv_TE.shape[0] == self.context_len_S.shape[0]:
+        if self.masks is None and self.max_query_len == 1 and qkv_TE.shape[0] == self.context_len_S.shape[0]:
             return ops.attention_decode(
                 qkv_TE,
                 *heads,
@@ -107,16 +134,20 @@ class PagedAttention:
                 self.shared_len_S,
             )
         q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, *heads, k_cache, v_cache, self.slots_T)
-        return ops.attention_paged(
-            q_TNH,
-            k_cache,
-            v_cache,
-            self.block_table,
-            self.cu_seqlens,
-            self.context_len_S,
-            self.max_query_len,
-            self.max_context_len,
-        )
+        paged = self.block_table, self.cu_seqlens, self.context_len_S
+        bounds = self.max_query_len, self.max_context_len
+        if self.masks is None:
+            return ops.attention_paged(q_TNH, k_cache, v_cache, *paged, *bounds)
+        window, mask = self.masks.of(layer)
+        if window not in self._tiles:
+            sizes = q_TNH.shape[0], heads.num_heads
+            self._tiles[window] = ops.flex_tiles_paged(*sizes, k_cache, *paged, self.max_context_len, window)
+        return ops.flex_paged(q_TNH, k_cache, v_cache, *paged, *bounds, window, mask, self._tiles[window])
+
+    @functools.cached_property
+    def _tiles(self) -> dict[int, list[Tensor]]:
+        """By window; all layers that have it share them."""
+        return {}
 
     def latent(self, layer: int, x: Latent) -> Tensor:
         """See `Attend.latent`."""

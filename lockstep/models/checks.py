@@ -21,14 +21,14 @@ _MOE_SIZES = (
     *("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"),
     *("n_routed_experts", "n_group", "topk_group"),
 )
-_COUNTS = ("first_k_dense_replace", "n_shared_experts")
+_COUNTS = ("first_k_dense_replace", "n_shared_experts", "max_window_layers")
 # More layers or experts are a mistake, and would take minutes to be listed before the memory is found too small.
 _LIMITS = {"num_hidden_layers": 10_000} | dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 100_000
 )
 _LARGEST = 2**31 - 1  # of any size
 _NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
-_FLAGS = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave")
+_FLAGS = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_sliding_window")
 _MAPPINGS = ("rope_parameters", "rope_scaling")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -72,10 +72,11 @@ def check_fields(values: dict[str, Any], where: str) -> None:
 
 
 def _check_layers(there: dict[str, Any], refuse: Callable[[str, str], None]) -> None:
-    """Every layer must see the whole context, with weights that are not quantized."""
+    """Layers must be of kinds that the family has here, with weights that are not quantized."""
     kinds, dense = there.get("layer_types", []), there.get("mlp_only_layers", [])
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        refuse("layer_types", "a list of 'full_attention', the only kind supported")
+    known = ("full_attention", "sliding_attention") if there.get("model_type") == "qwen3" else ("full_attention",)
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        refuse("layer_types", f"a list of {' or '.join(map(repr, known))}; other kinds are not supported")
     if not isinstance(dense, list) or not all(map(_is_integer, dense)):
         refuse("mlp_only_layers", "a list of layers' indices")
     if there.get("quantization_config"):

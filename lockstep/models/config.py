@@ -85,7 +85,7 @@ class ModelConfig:
     """A decoder-only transformer. Sizes are counts of elements; names follow Hugging Face.
 
     `family` is Hugging Face's `model_type`. With `mla`, all heads read one latent: `num_kv_heads` is 1, and `head_dim`
-    is the rotated part's.
+    is the rotated part's. In `sliding_layers` a token attends to the last `sliding_window` tokens, itself among them.
     """
 
     vocab_size: int
@@ -106,6 +106,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | YarnScaling | None = None
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    sliding_window: int = 0
+    sliding_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -117,16 +119,34 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise InputError(f"model config: head_dim is {self.head_dim}; rotary embedding needs an even number")
+        if self.sliding_layers:
+            self._check_windows()
         if self.mla is not None and (self.num_kv_heads, self.head_dim) != (1, self.mla.rope_dim):
             raise InputError(
                 f"model config: num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}; latent attention has "
                 f"1 and rope_dim, which is {self.mla.rope_dim}"
             )
 
+    def _check_windows(self) -> None:
+        if self.sliding_window < 1:
+            raise InputError(f"model config: sliding_window is {self.sliding_window}; it must be at least 1")
+        layers = set(range(self.num_layers))
+        if self.family not in ("qwen3", "qwen3_moe") or not layers.issuperset(self.sliding_layers):
+            raise InputError(
+                f"model config: sliding_layers is {self.sliding_layers} in {self.num_layers} of {self.family}"
+            )
+        if self.family == "qwen3_moe" and layers != set(self.sliding_layers):
+            raise InputError("model config: sliding_layers must be all layers of a qwen3_moe, or none")
+
     @property
     def qk_norm(self) -> bool:
         """Whether queries and keys are normalized a head."""
         return self.family in ("qwen3", "qwen3_moe")
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Each layer's sliding window; 0: the whole context."""
+        return tuple(self.sliding_window if i in self.sliding_layers else 0 for i in range(self.num_layers))
 
     @property
     def cached(self) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .attention import Attend, Heads
+from .attention import Attend, Heads, Masks
 from .config import ModelConfig
 from .mla import LatentAttention
 from .moe import MixtureOfExperts, Routing
@@ -22,12 +22,14 @@ class Decoder(nn.Module):
     """A pre-norm transformer with grouped-query or latent attention, rotary positions and SiLU-gated feed-forwards.
 
     There is no batch dimension and no hidden context: sequences exist only in `attend`. Parameters are created
-    uninitialized; load or initialize them. Their dtype is the compute dtype.
+    uninitialized; load or initialize them. Their dtype is the compute dtype. What `masks` say is for whoever makes an
+    `attend` for this model: the configuration's windows, unless they are set.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.config = config
+        self.masks = Masks(config.windows) if any(config.windows) else None
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))

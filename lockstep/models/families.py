@@ -114,6 +114,40 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
+def _read_qwen3(raw: _Raw) -> dict[str, Any]:
+    """Windows by `layer_types` or, without it, from layer `max_window_layers` on."""
+    layers = range(raw.integer("num_hidden_layers"))
+    kinds = raw.values.get("layer_types")
+    if kinds is None:
+        first = raw.values.get("max_window_layers", 28)  # as in transformers
+        return _windows(raw, tuple(i for i in layers if i >= first))
+    if len(kinds) != len(layers):
+        raise InputError(f"{raw.where}: layer_types has {len(kinds)} entries; there are {len(layers)} layers")
+    sliding = tuple(i for i in layers if kinds[i] == "sliding_attention")
+    if sliding and not raw.values.get("use_sliding_window"):
+        raise InputError(f"{raw.where}: layer_types has sliding_attention, and use_sliding_window is not true")
+    return _windows(raw, sliding)
+
+
+def _windows(raw: _Raw, layers: tuple[int, ...]) -> dict[str, Any]:
+    if not raw.values.get("use_sliding_window") or not layers:
+        return {}
+    return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": layers}
+
+
+def _write_windows(config: ModelConfig) -> dict[str, Any]:
+    if not config.sliding_layers:
+        return _write_window(config)
+    kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
+    first = next(i for i, window in enumerate(config.windows) if window)
+    return {**_write_window(config), "max_window_layers": first, "layer_types": kinds}
+
+
+def _write_window(config: ModelConfig) -> dict[str, Any]:
+    window = config.sliding_window if config.sliding_layers else None
+    return {"use_sliding_window": window is not None, "sliding_window": window}
+
+
 def _read_qwen3_moe(raw: _Raw) -> dict[str, Any]:
     step, plain = raw.values.get("decoder_sparse_step", 1), raw.values.get("mlp_only_layers") or []
     layers = range(raw.integer("num_hidden_layers"))
@@ -124,7 +158,7 @@ def _read_qwen3_moe(raw: _Raw) -> dict[str, Any]:
         tuple(i for i in layers if i in plain or (i + 1) % step),
         normalize=bool(raw.values.get("norm_topk_prob", False)),
     )
-    return {"moe": moe}
+    return {"moe": moe, **_windows(raw, tuple(layers))}
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
@@ -137,6 +171,7 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
         "mlp_only_layers": list(moe.dense_layers),
         "decoder_sparse_step": 1,
         "norm_topk_prob": moe.normalize,
+        **_write_window(config),
     }
 
 
@@ -191,13 +226,12 @@ def _write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
 
 
 _FIXED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_bias": (False, None)}
-_QWEN3 = _FIXED | {"use_sliding_window": (False, None)}
 _LLAMA = _FIXED | {"mlp_bias": (False, None), "pretraining_tp": (1, None)}
 _DEEPSEEK_V3 = _FIXED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 
 FAMILIES: dict[str, Family] = {
-    "qwen3": Family("Qwen3ForCausalLM", _QWEN3),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", _QWEN3, _read_qwen3_moe, _write_qwen3_moe),
+    "qwen3": Family("Qwen3ForCausalLM", _FIXED, _read_qwen3, _write_windows),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", _FIXED, _read_qwen3_moe, _write_qwen3_moe),
     "llama": Family("LlamaForCausalLM", _LLAMA),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK_V3, _read_deepseek_v3, _write_deepseek_v3),
 }

@@ -8,7 +8,7 @@ from .adamw import BLOCK as SQUARES_BLOCK
 from .adamw import adamw, square_sums
 from .attention import KEY_TILE, attention_packed, attention_paged, write_kv
 from .decode_state import advance_rows, decode_slots
-from .flex import flex_packed, flex_paged
+from .flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
 from .fused import attention_decode, linear_add, norm_gate_up, norm_linear, qk_norm_rope_write_kv
 from .grouped import grouped_linear
 from .head_linear import head_linear
@@ -40,6 +40,8 @@ __all__ = [
     "expert_loads",
     "flex_packed",
     "flex_paged",
+    "flex_tiles_packed",
+    "flex_tiles_paged",
     "gather_rows",
     "grouped_linear",
     "head_linear",

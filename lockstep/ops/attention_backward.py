@@ -53,9 +53,7 @@ def packed(
     return grad_q.to(q_TNH.dtype), grad_k.to(k_TKH.dtype), grad_v.to(v_TKH.dtype)
 
 
-def _layout(
-    table: Tensor, queries: int, keys: int, visible: MaskFunction | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _layout(table: Tensor, queries: int, keys: int, visible: MaskFunction | None) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the padded queries and keys, and the mask as a bias; padding points at the segment's first row."""
     start, length, prefix_start, prefix_len = (column.unsqueeze(1) for column in table.unbind(1))
     q = torch.arange(queries, device=table.device)

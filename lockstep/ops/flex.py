@@ -11,6 +11,8 @@ Shape suffixes: T rows, S segments or sequences, N query heads, K key/value head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,90 @@ from . import attention_backward, attention_reference
 from .masks import visibility
 from .operator import operator
 from .rows import accumulate_rows
+
+
+def flex_tiles_packed(
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    max_len: int,
+    window: int,
+) -> list[Tensor]:
+    """Where a GPU finds the queries and keys of packed segments: the same for all layers with this window. Nothing on a
+    CPU. Arguments as in `flex_packed`; a prefix must begin a segment that has none itself."""
+    if not cu_seqlens.is_cuda:
+        return []
+    return _tiles_packed(cu_seqlens, prefix_start_S, prefix_len_S, tokens, heads, kv_heads, max_len, window)
+
+
+def flex_tiles_paged(
+    tokens: int,
+    heads: int,
+    k_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_len_S: Tensor,
+    max_context_len: int,
+    window: int,
+) -> list[Tensor]:
+    """`flex_tiles_packed` of a paged cache, [P, page_size, K, H]; arguments as in `flex_paged`."""
+    if not cu_seqlens.is_cuda:
+        return []
+    pages, page_size, kv_heads = k_cache.shape[:3]
+    sizes = tokens, heads, kv_heads, pages, page_size, max_context_len, window
+    return _tiles_paged(block_table, cu_seqlens, context_len_S, *sizes)
+
+
+@torch.library.custom_op("lockstep::flex_tiles_packed", mutates_args=())
+def _tiles_packed(
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    max_len: int,
+    window: int,
+) -> list[Tensor]:
+    from .kernels import flex
+
+    return flex.tiles_packed(cu_seqlens, prefix_start_S, prefix_len_S, tokens, heads, kv_heads, max_len, window)
+
+
+@torch.library.custom_op("lockstep::flex_tiles_paged", mutates_args=())
+def _tiles_paged(
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_len_S: Tensor,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    pages: int,
+    page_size: int,
+    max_context_len: int,
+    window: int,
+) -> list[Tensor]:
+    from .kernels import flex
+
+    sizes = tokens, heads, kv_heads, pages, page_size, max_context_len, window
+    return flex.tiles_paged(block_table, cu_seqlens, context_len_S, *sizes)
+
+
+@_tiles_packed.register_fake
+def _(*args):
+    from .kernels import flex
+
+    return flex.tiles_packed(*args)
+
+
+@_tiles_paged.register_fake
+def _(*args):
+    from .kernels import flex
+
+    return flex.tiles_paged(*args)
 
 
 @torch.library.custom_op("lockstep::flex_packed", mutates_args=(), device_types="cpu")
@@ -31,11 +117,13 @@ def flex_packed(
     max_len: int,
     window: int,
     mask: str,
+    tiles: Sequence[Tensor],
 ) -> Tensor:
     """`attention_packed` where a query sees, of the keys up to its own, those of a window and a mask; [T, N, H].
 
     Args:
-        window, mask: see `masks.visibility`. Others as in `attention_packed`.
+        window, mask: see `masks.visibility`.
+        tiles: `flex_tiles_packed` of the same layout and window; the others as in `attention_packed`.
     """
     visible = visibility(window, mask)
     return attention_reference.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, visible)
@@ -65,6 +153,7 @@ def flex_packed_backward(
     max_len: int,
     window: int,
     mask: str,
+    tiles: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time.
 
@@ -88,13 +177,14 @@ def _(grad_TNH, q_TNH, k_TKH, v_TKH, *_):
 
 
 def _setup(ctx, inputs, output) -> None:
-    *tensors, ctx.max_len, ctx.window, ctx.mask = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.max_len, ctx.window, ctx.mask, tiles = inputs
+    ctx.save_for_backward(*tensors, *tiles)
 
 
 def _backward(ctx, grad_TNH: Tensor):
-    settings = ctx.max_len, ctx.window, ctx.mask
-    return *flex_packed_backward(grad_TNH.contiguous(), *ctx.saved_tensors, *settings), *[None] * 6
+    tensors, tiles = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
+    settings = ctx.max_len, ctx.window, ctx.mask, tiles
+    return *flex_packed_backward(grad_TNH.contiguous(), *tensors, *settings), *[None] * 6, [None] * len(tiles)
 
 
 flex_packed.register_autograd(_backward, setup_context=_setup)
@@ -112,8 +202,9 @@ def flex_paged(
     max_context_len: int,
     window: int,
     mask: str,
+    tiles: Sequence[Tensor],
 ) -> Tensor:
-    """`attention_paged` with a window and a mask, see `flex_packed`; [T, N, H].
+    """`attention_paged` with a window and a mask, see `flex_packed`, and `flex_tiles_paged`; [T, N, H].
 
     On a GPU a page must be one key tile or several (`KEY_TILE` positions each), and what the cache holds at positions
     that do not exist yet must be finite.

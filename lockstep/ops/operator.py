@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,21 @@ class Operator:
 def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Operator]:
     """Decorates the CPU implementation of an operator."""
     return functools.partial(Operator, name, mutates_args)
+
+
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """Autograd within the implementation of an operator, which the dispatcher reaches with autograd behind it."""
+    keys = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA, torch._C.DispatchKey.ADInplaceOrView]
+    before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
+    try:
+        for key in keys:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for key, excluded in zip(keys, before, strict=True):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 def _direct(tensor: torch.Tensor) -> bool:

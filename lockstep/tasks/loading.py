@@ -1,4 +1,4 @@
-"""Reward functions found by name: `module:function`, `path.py:function`, or the name of a ready one."""
+"""Functions found by name: `module:function` or `path.py:function`; a reward also by the name of a ready one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ..errors import InputError
 from .calls import RewardFunction, one_line
@@ -49,31 +50,38 @@ def load_rewards(
 def load_reward(spec: str) -> RewardFunction:
     """The reward function that `spec` names; verl's signature is adapted.
 
+    Raises `InputError` as `load_function` does.
+    """
+    function = load_function(READY.get(spec, spec), f"reward {spec!r}", f" or a ready one ({', '.join(READY)})")
+    return verl_reward(function) if has_verl_signature(function) else function
+
+
+def load_function(spec: str, what: str, other_forms: str = "") -> Callable[..., Any]:
+    """The function that `spec` names, module:function or path.py:function; `what` names it in errors.
+
     A module may stand in the current folder, as for `python -m`. Raises `InputError` when the spec has another form,
     the file or module cannot be imported, or it has no such function.
     """
-    source, _, name = READY.get(spec, spec).rpartition(":")
+    source, _, name = spec.rpartition(":")
     if not source or not name:
-        raise InputError(
-            f"reward {spec!r} must be module:function, path.py:function or a ready one ({', '.join(READY)})"
-        )
+        separator = "," if other_forms else " or"
+        raise InputError(f"{what} must be module:function{separator} path.py:function{other_forms}")
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     except FileNotFoundError as error:
-        raise InputError(f"reward {spec!r}: {error}") from error
+        raise InputError(f"{what}: {error}") from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        reason = f"importing {source} raised {type(error).__name__}: {one_line(error)}"
-        raise InputError(f"reward {spec!r}: {reason}") from error
+        raise InputError(f"{what}: importing {source} raised {type(error).__name__}: {one_line(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise InputError(f"reward {spec!r}: {source} has no function {name!r}")
+        raise InputError(f"{what}: {source} has no function {name!r}")
     try:
         inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise InputError(f"reward {spec!r}: {name} does not say what it takes ({error}); wrap it in a def") from error
-    return verl_reward(function) if has_verl_signature(function) else function
+        raise InputError(f"{what}: {name} does not say what it takes ({error}); wrap it in a def") from error
+    return function
 
 
 def _name(spec: str, function: RewardFunction) -> str:

@@ -52,7 +52,8 @@ def names(values: Tensor) -> tuple[str, ...]:
 
 def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = None) -> tuple[Tensor, ops.TokenLogprobs]:
     """Hidden rows that predict the completion tokens, [C, D], and the tokens' log-probs; `routes` as in `Decoder`."""
-    attend = PackedAttention(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
+    layout = batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len
+    attend = PackedAttention(*layout, model.masks)
     hidden_TD = model(batch.tokens_T, batch.positions_T, attend, routes)
     rows_CD = ops.gather_rows(hidden_TD, batch.logit_rows_C)
     return rows_CD, ops.token_logprobs(

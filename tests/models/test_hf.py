@@ -61,6 +61,22 @@ MODELS = {
     "qwen3, gqa, tied": (QWEN3, GQA, {"tie_word_embeddings": True}),
     "qwen3, odd heads, yarn": (QWEN3, ODD, {"tie_word_embeddings": False, "rope_parameters": YARN_ROPE}),
     "qwen3, wide head": (QWEN3, WIDE, {"tie_word_embeddings": False}),
+    "qwen3, a window in some layers": (
+        QWEN3,
+        GQA,
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "qwen3, windows by layer": (
+        QWEN3,
+        ODD,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 70,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3, no layer for its window": (QWEN3, GQA, {"use_sliding_window": True, "sliding_window": 20}),
+    "qwen3_moe, a window": (QWEN3_MOE, GQA | EXPERTS, {"use_sliding_window": True, "sliding_window": 20}),
     "llama, gqa, tied, scaled": (LLAMA, GQA, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
     "llama, odd heads": (LLAMA, ODD | {"hidden_size": 48}, {"tie_word_embeddings": False}),
     "llama, wide head, linear": (LLAMA, WIDE, {"tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
@@ -112,7 +128,7 @@ def logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     """Plain float32 logits of one sequence."""
     length = len(tokens)
     zero = torch.zeros(1, dtype=torch.int32)
-    attend = PackedAttention(torch.tensor([0, length], dtype=torch.int32), zero, zero, length)
+    attend = PackedAttention(torch.tensor([0, length], dtype=torch.int32), zero, zero, length, model.masks)
     with torch.no_grad():
         return model(tokens, torch.arange(length), attend).float() @ model.lm_head.float().t()
 
@@ -246,15 +262,26 @@ def test_broken_folders_are_named(folder: Path) -> None:
         ({"hidden_size": "64"}, "hidden_size is '64'; it must be an integer"),
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope_type is 'longrope'"),
-        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes'; it must be true or false"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor of the linear rope scaling is 0"),
         ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor 4.0 must be below"),
         ({"rope_parameters": YARN_ROPE | {"truncate": "false"}}, "truncate of the yarn rope scaling is 'false'"),
         ({"rope_parameters": YARN_ROPE | {"factor": 10**400}}, "factor of the yarn rope scaling is 1000"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'sliding"),
-        ({"layer_types": 5}, "layer_types is 5; it must be a list of 'full_attention'"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries; there are 3 layers"),
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "and use_sliding_window is not true"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types is ['full_attention', 'linear"),
+        ({"layer_types": 5}, "layer_types is 5; it must be a list of 'full_attention' or 'sliding_attention'"),
+        (
+            {"model_type": "llama", "layer_types": ["sliding_attention"] * 3},
+            "it must be a list of 'full_attention'; other kinds are not supported",
+        ),
+        (
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3, "sliding_window": None},
+            "sliding_window is None; it must be an integer",
+        ),
+        ({"max_window_layers": -1}, "max_window_layers is -1; it must be an integer, 0 or above"),
         ({"sliding_window": "x"}, "sliding_window is 'x'; it must be an integer above 0"),
         ({"quantization_config": {"a": 1}}, "quantization_config is {'a': 1}; it must be left out"),
         ({"eos_token_id": 99999}, "config.json: eos_token_id is 99999, outside the model's vocabulary of 211"),

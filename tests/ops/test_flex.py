@@ -74,7 +74,9 @@ def test_torchs_own_flex_attention_is_caught() -> None:
     visible = ops.visibility(*mask)
 
     def flex(first: int) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (case.q[first : row + 1], case.k[: row + 1], case.v[: row + 1]))
+        q, k, v = (
+            x.transpose(0, 1).unsqueeze(0) for x in (case.q[first : row + 1], case.k[: row + 1], case.v[: row + 1])
+        )
         block_mask = attention.create_block_mask(
             lambda b, h, i, j: visible(i + first, j), None, None, q.shape[2], k.shape[2], device="cpu"
         )
@@ -106,9 +108,8 @@ def test_gradients_are_those_of_dense_attention(layout: str, name: str) -> None:
     own, start, length = (torch.tensor(column, dtype=torch.int32) for column in zip(*segments, strict=True))
     cu_seqlens = torch.nn.functional.pad(own.cumsum(0).int(), (1, 0))
     longest = int((own + length).max())
-    out = ops.flex_packed(*leaves, cu_seqlens, start, length, longest, *mask)
-    found = torch.autograd.grad(out, leaves, grad)
-    again = torch.autograd.grad(ops.flex_packed(*leaves, cu_seqlens, start, length, longest, *mask), leaves, grad)
+    out, repeated = (ops.flex_packed(*leaves, cu_seqlens, start, length, longest, *mask, [start]) for _ in range(2))
+    found, again = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(repeated, leaves, grad)
 
     exact_leaves, total = [x.double().detach().requires_grad_() for x in leaves], 0.0
     for (count, first, prefix), begin in zip(segments, cu_seqlens.tolist(), strict=False):

@@ -1,0 +1,192 @@
+"""Flex attention through both roles: windows and masks, eager and captured, schedules, packings and faults."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from flex_cases import dilated
+from small import CONFIG, compare, generate, make_model, requests, train_groups, words
+from test_families import DEEPSEEK, rounds
+
+from lockstep import ops
+from lockstep.attention import load_mask, set_attention, whole_tiles
+from lockstep.cli import main
+from lockstep.config import GeneratorConfig, RunConfig, validate
+from lockstep.errors import InputError
+from lockstep.generator import Engine, KVCache, SnapshotWeights
+from lockstep.models import Decoder, ModelConfig
+from lockstep.models.config import MoEConfig
+
+WINDOW = replace(CONFIG, sliding_window=40, sliding_layers=(1,))
+MODELS: dict[str, tuple[ModelConfig, str | None]] = {
+    "causal": (CONFIG, None),
+    "a layer with a window": (WINDOW, None),
+    "mask": (CONFIG, "flex_cases:dilated"),
+    "window and mask, experts": (
+        replace(WINDOW, family="qwen3_moe", sliding_layers=(0, 1), moe=MoEConfig(6, 2, 40)),
+        "flex_cases:dilated",
+    ),
+}
+EngineOf = Callable[..., Engine]
+
+
+def model_of(name: str, dtype: torch.dtype) -> Decoder:
+    config, mask = MODELS[name]
+    model = make_model(dtype, config=config)
+    set_attention(model, "flex", mask)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in MODELS), ("window and mask, experts", torch.bfloat16)],
+)
+def test_no_schedule_or_packing_changes_a_bit(name: str, dtype: torch.dtype, engine_of: EngineOf) -> None:
+    model = model_of(name, dtype)
+    prompts, sampling = requests(5, length=12)
+    completions = generate(engine_of(model), prompts, sampling)
+    expected, groups = words(completions), train_groups(prompts, sampling, completions)
+    for fields in (
+        {"page_size": 64},
+        {"max_num_batched_tokens": 5, "prefix_caching": False},
+        {"page_size": 4, "cache_tokens": 180},
+    ):
+        engine = engine_of(model, **fields)
+        assert words(generate(engine, prompts, sampling)) == expected
+        assert words(generate(engine, prompts, sampling)) == expected, "with what the first left in the cache"
+        assert (engine.scheduler.preemptions > 0) == ("cache_tokens" in fields)
+    for share_prefix, max_tokens in ((True, 4096), (False, 4096), (True, 200)):
+        result = compare(model, groups, share_prefix, max_tokens)
+        assert result.tokens_different == 0 < result.tokens_checked
+
+
+def test_captured_is_eager_and_parity_holds_over_updates() -> None:
+    name = "window and mask, experts"
+    runs = [
+        rounds(MODELS[name][0], capture, torch.bfloat16, model=model_of(name, torch.bfloat16))
+        for capture in ("none", "step")
+    ]
+    assert runs[0] == runs[1]
+    completions, different = runs[0]
+    assert different == [0, 0, 0]
+    assert completions[0] != completions[1] != completions[2]
+
+
+def test_attention_decides_the_bits(engine_of: EngineOf) -> None:
+    """Windows and masks reach both roles, and a trainer with another mask than the generator's is caught."""
+    prompts, sampling = requests(4, length=12)
+    results = {name: words(generate(engine_of(model_of(name, torch.float32)), prompts, sampling)) for name in MODELS}
+    assert len({str(result) for result in results.values()}) == len(MODELS)
+    model = model_of("mask", torch.float32)
+    completions = generate(engine_of(model), prompts, sampling)
+    groups = train_groups(prompts, sampling, completions)
+    assert compare(model, groups).tokens_different == 0
+    set_attention(model, "flex", None)
+    assert compare(model, groups).tokens_different > 0
+
+
+def test_a_snapshot_has_the_attention_of_its_source() -> None:
+    model = model_of("mask", torch.float32)
+    assert SnapshotWeights(model).model.masks == model.masks is not None
+
+
+def test_pages_that_are_handed_out_hold_no_values_of_others() -> None:
+    cache = KVCache(CONFIG, 3, 4, torch.float32, torch.device("cpu"), cleared=True)
+    cache.v.fill_(torch.nan)
+    pages = cache.allocate(2)
+    assert pages is not None
+    assert not cache.v[:, pages].any() and cache.v[:, [p for p in range(4) if p not in pages]].isnan().all()
+
+
+def test_pages_are_whole_key_tiles_with_flex() -> None:
+    sizes = {n: whole_tiles(GeneratorConfig(page_size=n), "flex").page_size for n in (1, 16, 64, 65, 128)}
+    assert sizes == {1: 64, 16: 64, 64: 64, 65: 128, 128: 128}
+    assert whole_tiles(GeneratorConfig(page_size=16), "native").page_size == 16
+
+
+@pytest.mark.parametrize(
+    ("config", "attention", "mask", "message"),
+    [
+        (WINDOW, "native", None, "attention is native, and 1 layers of the model have a sliding_window of 40"),
+        (CONFIG, "native", "m:f", "attention_mask has no effect on attention native"),
+        (CONFIG, "paged", None, "attention is 'paged'; it must be native or flex"),
+        (DEEPSEEK, "flex", None, "attention is flex, and deepseek_v3 has latent attention"),
+        (CONFIG, "flex", "dilated", "attention_mask 'dilated' must be module:function or path.py:function"),
+        (CONFIG, "flex", "absent_module:f", "attention_mask 'absent_module:f': importing absent_module raised"),
+        (CONFIG, "flex", "flex_cases:absent", "flex_cases has no function 'absent'"),
+    ],
+)
+def test_what_cannot_be_is_refused(config: ModelConfig, attention: str, mask: str | None, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        set_attention(Decoder(config, torch.float32), attention, mask)  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("key > 5 and query > 5", "raised RuntimeError: Boolean value of Tensor"),
+        ("key if key < 5 else query", "raised RuntimeError: Boolean value of Tensor"),
+        ("query - key", "returned torch.int32; it must return a bool tensor"),
+        ("True", "returned bool; it must return a bool tensor"),
+        ("(query > 5).any() & (key >= 0)", "is not elementwise"),
+        ("(query > 5)[:3, :]", "raised IndexError"),
+        ("query.items() > 5", "raised AttributeError"),
+        ("1 / 0", "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_mask_that_is_no_function_of_positions_is_refused(body: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mask.py").write_text(f"def f(query, key):\n    return {body}\n")
+    with pytest.raises(InputError) as error:
+        load_mask(f"{tmp_path}/mask.py:f")
+    assert str(error.value).startswith(f"attention_mask '{tmp_path}/mask.py:f' ") and message in str(error.value)
+
+
+def test_another_source_is_another_mask(tmp_path: Path) -> None:
+    names = []
+    for number in (5, 6):
+        (tmp_path / str(number)).mkdir()
+        file = tmp_path / str(number) / "mask.py"
+        file.write_text(f"def f(query, key):\n    return query - key < {number}\n")
+        names.append(load_mask(f"{file}:f").rpartition("@")[2])
+    assert names[0] != names[1]
+    q, k = torch.tensor([[3]]), torch.tensor([0, 1])
+    name = load_mask("flex_cases:dilated")
+    assert torch.equal(ops.visibility(0, name)(q, k), dilated(q, k)) and len(name.rpartition("@")[2]) == 12
+
+
+def test_a_mask_without_flex_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(InputError, match="attention_mask has no effect on attention native; set attention to flex"):
+        validate(RunConfig(attention_mask="m:f"))
+    with pytest.raises(InputError, match="attention_mask is empty"):
+        validate(RunConfig(attention="flex", attention_mask=""))
+
+
+TRAIN = (
+    *("train", "sum-digits", "--steps", "3", "--trainer.warmup-steps", "0", "--trainer.prompts-per-step", "2"),
+    *("--sampling.num-generations", "2", "--sampling.max-completion-length", "8", "--task.validation-prompts", "2"),
+    *("--metrics.no-progress", "--trainer.no-skip-zero-variance"),
+)
+
+
+def test_a_run_with_flex_has_no_token_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "masks.py").write_text("def near(query, key):\n    return (query - key < 30) | (key < 4)\n")
+    command = [*TRAIN, "--run-dir", "run", "--attention", "flex", "--attention-mask", "masks.py:near"]
+    assert main(command) == 0
+    certificate = json.loads((tmp_path / "run" / "parity.json").read_text())
+    assert certificate["identical"] is True and certificate["tokens_checked"] > 0
+    assert "page_size: 64" in (tmp_path / "run" / "config.yaml").read_text()
+    parity = ["parity", "--model", "run/model", "--tokens", "200", "--attention", "flex"]
+    assert main(parity) == 0
+    assert main([*parity, "--attention-mask", "masks.py:near"]) == 0
+    generate_one = ["generate", "--model", "run/model", "--prompt", "1+", "--max-completion-length", "4"]
+    assert main([*generate_one, "--attention", "flex"]) == 0
+    assert main([*generate_one, "--attention-mask", "masks.py:near"]) == 2
+    assert os.listdir(tmp_path / "run")
