@@ -168,7 +168,7 @@ def test_parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
     monkeypatch.setitem(sys.modules, "lockstep.parity", SimpleNamespace(check_model=check_model))
     assert command("parity --model m --tokens 12") == (0 if identical else 1)
-    assert calls == [("m", 12, 0, "auto", "auto")]
+    assert calls == [("m", 12, 0, "auto", "auto", "native", None)]
     assert capsys.readouterr().out == "PASS\n"
     command("parity --model m --json")
     assert json.loads(capsys.readouterr().out) == {"identical": identical}

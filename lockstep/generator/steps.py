@@ -45,8 +45,9 @@ def decode_step(
     """
     position, table = b["position"], b["table"]
     slots, context = ops.decode_slots(position, b["remaining"], table, cache.page_size, cache.null_page)
-    shared = (b["groups"], b["shared_len"]) if grouped else ()
-    attend = PagedAttention(k, v, slots, table, b["cu_seqlens"], context, 1, max_context, *shared, masks=model.masks)
+    groups, shared_len = (b["groups"], b["shared_len"]) if grouped else (None, None)
+    lengths = b["cu_seqlens"], context, 1, max_context
+    attend = PagedAttention(k, v, slots, table, *lengths, groups, shared_len, model.masks)
     hidden, route = _forward(model, b["token"], position, attend)
     _draw(model, b, hidden, route, truncated, greedy)
 

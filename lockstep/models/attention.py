@@ -84,8 +84,10 @@ class PackedAttention:
             return ops.attention_packed(q_TNH, k_TKH, v_TKH, *layout)
         window, mask = self.masks.of(layer)
         if window not in self._tiles:
-            sizes = q_TNH.shape[0], heads.num_heads, heads.num_kv_heads
-            self._tiles[window] = ops.flex_tiles_packed(*sizes, *layout, window)
+            tokens = q_TNH.shape[0]
+            self._tiles[window] = ops.flex_tiles_packed(
+                tokens, heads.num_heads, heads.num_kv_heads, *layout[:3], self.max_len, window
+            )
         return ops.flex_packed(q_TNH, k_TKH, v_TKH, *layout, window, mask, self._tiles[window])
 
     @functools.cached_property
@@ -140,8 +142,10 @@ class PagedAttention:
             return ops.attention_paged(q_TNH, k_cache, v_cache, *paged, *bounds)
         window, mask = self.masks.of(layer)
         if window not in self._tiles:
-            sizes = q_TNH.shape[0], heads.num_heads
-            self._tiles[window] = ops.flex_tiles_paged(*sizes, k_cache, *paged, self.max_context_len, window)
+            tokens = q_TNH.shape[0]
+            self._tiles[window] = ops.flex_tiles_paged(
+                tokens, heads.num_heads, k_cache, *paged, self.max_context_len, window
+            )
         return ops.flex_paged(q_TNH, k_cache, v_cache, *paged, *bounds, window, mask, self._tiles[window])
 
     @functools.cached_property
