@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,14 @@ from test_families import DEEPSEEK, rounds
 from lockstep import ops
 from lockstep.attention import load_mask, set_attention, whole_tiles
 from lockstep.cli import main
-from lockstep.config import GeneratorConfig, RunConfig, validate
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from lockstep.errors import InputError
-from lockstep.generator import Engine, KVCache, SnapshotWeights
+from lockstep.generator import Engine, KVCache, SharedWeights, SnapshotWeights
+from lockstep.graph import Compiler
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
+from lockstep.ops import flex
+from lockstep.trainer import Trainer, pack
 
 WINDOW = replace(CONFIG, sliding_window=40, sliding_layers=(1,))
 MODELS: dict[str, tuple[ModelConfig, str | None]] = {
@@ -76,6 +80,38 @@ def test_captured_is_eager_and_parity_holds_over_updates() -> None:
     completions, different = runs[0]
     assert different == [0, 0, 0]
     assert completions[0] != completions[1] != completions[2]
+
+
+def test_lists_of_tiles_pass_through_captured_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU layers with one window share lists that an operator of its own makes, open sizes and all."""
+    calls = []
+
+    def packed(tokens: int, heads: int, kv_heads: int, *layout: Any) -> list[torch.Tensor]:
+        calls.append("packed")
+        return flex._tiles_packed(*layout[:3], tokens, heads, kv_heads, *layout[3:])
+
+    def paged(tokens: int, heads: int, k_cache: torch.Tensor, *layout: Any) -> list[torch.Tensor]:
+        calls.append("paged")
+        pages, page_size, kv_heads = k_cache.shape[:3]
+        return flex._tiles_paged(*layout[:3], tokens, heads, kv_heads, pages, page_size, *layout[3:])
+
+    def run(capture: bool) -> tuple[list, int]:
+        model = model_of("mask", torch.bfloat16)
+        compiler = Compiler(CompileConfig("step"), torch.device("cpu")) if capture else None
+        trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+        engine = Engine(SharedWeights(model), GeneratorConfig(page_size=64), 16384, compiler=compiler)
+        prompts, sampling = requests(4, length=6)
+        completions = generate(engine, prompts, sampling)
+        for batch in pack(train_groups(prompts, sampling, completions), max_tokens=400, check_parity=True):
+            trainer.forward_backward(batch)
+        return words(completions), trainer.optim_step(1e-2).tokens_different
+
+    expected = run(capture=False)
+    assert expected[1] == 0
+    monkeypatch.setattr(ops, "flex_tiles_packed", packed)
+    monkeypatch.setattr(ops, "flex_tiles_paged", paged)
+    assert run(capture=True) == expected
+    assert calls.count("paged") == 2 and "packed" in calls, "one a graph, not one a layer"
 
 
 def test_attention_decides_the_bits(engine_of: EngineOf) -> None:

@@ -186,6 +186,7 @@ class _Step(ABC):
         cache = self._cache
         return {
             "model": self._model.config,
+            "masks": self._model.masks,
             "page_size": cache.page_size,
             "null_page": cache.null_page,
             "max_context": self._max_context,

@@ -41,7 +41,8 @@ class Latent(NamedTuple):
     scale: float
 
 
-class Masks(NamedTuple):
+@dataclass(frozen=True)
+class Masks:
     """Attention that does not see all keys before a query; None in a model stands for `ops.attention_*`, which does.
 
     `windows` are the layers' sliding windows (0: none), `name` a mask of `ops.register_mask` for all layers ("": none).

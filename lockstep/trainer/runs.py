@@ -49,18 +49,19 @@ class EagerRuns:
     def constants(self) -> dict[str, graph.Constants]:
         """For each function the numbers that a graph of it holds: of the model, the loss, and the optimizer but for
         its rate."""
-        model, loss, optimizer = self.model.config, self.loss, self.optimizer.config
+        loss, optimizer = self.loss, self.optimizer.config
+        model = {"model": self.model.config, "masks": self.model.masks}
         used = {name: getattr(loss, name) for name in ("epsilon", "epsilon_high", "beta", "router_aux_loss_coef")}
         adamw = ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm", "router_bias_rate")
         sharding = {"ranks": self.sharding.ranks, "shapes": self.sharding.shapes}
         return {
             "forward_backward": {
-                "model": model,
+                **model,
                 "loss": used,
                 "reference": self.reference is not None,
                 "sharding": sharding,
             },
-            "check": {"model": model, "sharding": sharding},
+            "check": {**model, "sharding": sharding},
             "optim_step": {
                 "optimizer": {name: getattr(optimizer, name) for name in adamw},
                 "matrix_elements": self.flat.num_matrix_elements,
@@ -69,7 +70,7 @@ class EagerRuns:
                 "ranks": self.sharding.ranks,
             },
             "gather_weights": {"sharding": sharding},
-            "reference_logprobs": {"model": self.reference.config if self.reference else None},
+            "reference_logprobs": model,  # the reference is a copy
         }
 
     def with_kl(self, loss_type: LossType) -> bool:

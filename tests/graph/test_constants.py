@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.errors import LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Compiler, GraphFunction, digest
 from lockstep.graph.constants import flattened
 from lockstep.graph.keys import key_of
-from lockstep.models import Decoder, ModelConfig
+from lockstep.models import Decoder, Masks, ModelConfig
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import initialize
 from lockstep.models.rope import RopeScaling, YarnScaling
@@ -61,10 +62,13 @@ def traced(
     optimizer: OptimizerConfig = ADAMW,
     enforce_parity: bool = True,
     wanted: tuple[str, ...] = WANTED,
+    masks: Masks | None = None,
 ) -> dict[str, Key]:
     """A trainer's graphs."""
     compiler = Compiler(CompileConfig("step", canonicalize=False), torch.device("cpu"))
     decoders = [initialize(Decoder(model, torch.float32), seed) for seed in range(2)]
+    for decoder in decoders:
+        decoder.masks = masks
     reference = decoders[1] if loss.beta else None
     trainer = Trainer(
         decoders[0], optimizer, loss, reference=reference, enforce_parity=enforce_parity, compiler=compiler
@@ -83,12 +87,18 @@ def traced(
 
 
 def decoded(
-    model: ModelConfig = DENSE, page_size: int = 16, cache_tokens: int = 256, context: int = 64
+    model: ModelConfig = DENSE,
+    page_size: int = 16,
+    cache_tokens: int = 256,
+    context: int = 64,
+    masks: Masks | None = None,
 ) -> dict[str, Key]:
     """A generator's graphs."""
     compiler = Compiler(CompileConfig("step", canonicalize=False), torch.device("cpu"))
     config = GeneratorConfig(page_size=page_size, max_num_seqs=2, max_num_batched_tokens=128)
-    weights = SharedWeights(initialize(Decoder(model, torch.float32), 0))
+    decoder = initialize(Decoder(model, torch.float32), 0)
+    decoder.masks = masks
+    weights = SharedWeights(decoder)
     Engine(weights, config, cache_tokens, compiler=compiler).warm_up(1, context, SamplingParams())
     return {f.name: key_and_digest(f, {}, **s) for f in compiler.functions for s in [statics_of(f)]}
 
@@ -114,7 +124,7 @@ def changed(value: Any, name: str) -> Any:
     """Another value that is as good."""
     if name in ("epsilon_high", "mscale", "attention_factor"):
         return 0.7
-    if name in ("eos_token_ids", "dense_layers"):
+    if name in ("eos_token_ids", "dense_layers", "sliding_layers"):
         return (0,)
     if value is None or isinstance(value, str):
         return OTHER.get(value) if value else None  # type: ignore[arg-type]
@@ -191,6 +201,17 @@ def test_every_number_of_the_generator() -> None:
     assert compare(base, decoded(page_size=32, cache_tokens=512), "page_size")
     assert compare(base, decoded(cache_tokens=512), "null_page")
     assert compare(base, decoded(context=200), "max_context")
+
+
+def test_windows_and_masks() -> None:
+    ops.register_mask("some", lambda query, key: key >= 0)
+    none = (0,) * DENSE.num_layers
+    for graphs in (traced, decoded):
+        base, before = graphs(), None
+        for masks in (Masks(none), Masks((7, *none[1:])), Masks(none, "some")):
+            now = graphs(masks=masks)
+            assert compare(base, now, "masks") and (before is None or compare(before, now, "masks"))
+            before = now
 
 
 def test_a_number_that_is_not_declared_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
