@@ -42,6 +42,12 @@ MASKS = {
     "rows without keys": Mask(1, "sparse"),
 }
 
+LAYOUTS = {  # padding rows, and segments: own length, prefix start, prefix length
+    "alone": (0, [(67, 0, 0)]),
+    "a group": (3, [(70, 0, 0), (30, 0, 70), (27, 0, 70), (1, 0, 70), (0, 0, 0)]),
+    "groups": (2, [(33, 0, 0), (20, 0, 33), (41, 0, 33), (64, 0, 0), (32, 94, 64), (0, 0, 0), (5, 94, 64)]),
+}
+
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     integers = {2: torch.int16, 4: torch.int32}[a.element_size()]

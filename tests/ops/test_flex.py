@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flex_cases import MASKS, Case, Mask, dense, invariant, same_bits
+from flex_cases import LAYOUTS, MASKS, Case, Mask, dense, invariant, same_bits
 
 from lockstep import ops
 from lockstep.ops import attention_reference
@@ -67,6 +67,7 @@ def test_other_key_tiles_are_caught(tile: int, monkeypatch: pytest.MonkeyPatch) 
     assert not same_bits(case.decoded(mask, 16, rows), whole[rows])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_torchs_own_flex_attention_is_caught() -> None:
     """Why a CPU does not call it: a row decoded is not the row in its sequence."""
     attention = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -86,13 +87,6 @@ def test_torchs_own_flex_attention_is_caught() -> None:
     torch.testing.assert_close(whole, case.packed(mask)[row])
     torch.testing.assert_close(whole, alone)
     assert not same_bits(whole, alone)
-
-
-LAYOUTS = {  # padding rows, and segments: own length, prefix start, prefix length
-    "alone": (0, [(67, 0, 0)]),
-    "a group": (3, [(70, 0, 0), (30, 0, 70), (27, 0, 70), (1, 0, 70), (0, 0, 0)]),
-    "groups": (2, [(33, 0, 0), (20, 0, 33), (41, 0, 33), (64, 0, 0), (32, 94, 64), (0, 0, 0), (5, 94, 64)]),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

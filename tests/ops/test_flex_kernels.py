@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from flex_cases import MASKS, Case, Mask, dense, invariant, same_bits
-from test_flex import LAYOUTS
+from flex_cases import LAYOUTS, MASKS, Case, Mask, dense, invariant, same_bits
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
