@@ -33,6 +33,7 @@ ROOT = Path(lockstep.__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "first-run", "models", "gpu", "parity"))]
 PAGES += [DOCS / f"{name}.md" for name in ("resume", "recipes", "generate", "reports", "python")]
+MADE = {"README.md": ("runs/first", "runs/second"), "first-run.md": ("runs/first",), "resume.md": ("runs/second",)}
 # What makes a `train` small; a flag that the page gives itself keeps the page's value.
 SMALL = {
     "--trainer.prompts-per-step": "2",
@@ -140,10 +141,8 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_command_and_example_runs(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if page.name == "first-run.md":
-        shutil.rmtree(folder / "runs/first")
-    if page.name == "resume.md":
-        shutil.rmtree(folder / "runs/second")
+    for run_dir in MADE.get(page.name, ()):
+        shutil.rmtree(folder / run_dir)
     monkeypatch.syspath_prepend(str(folder))
     for block in blocks(page):
         if block.language == "python" and block.note.startswith("run: "):
