@@ -92,12 +92,13 @@ class Timeline:
         self._file.close()
 
     def _span(self, span: Span) -> bytes:
-        times = {"ts": self._microseconds(span.began), "dur": round(span.seconds * 1e6, 1)}
-        thread = DEVICE if span.on_device else HOST
-        return _line(ph="X", name=span.name, pid=self._process, tid=thread, **times, args=dict(span.facts))
+        began, ended = self._microseconds(span.began), self._microseconds(span.began + span.seconds)
+        where = {"pid": self._process, "tid": DEVICE if span.on_device else HOST}
+        return _line(ph="X", name=span.name, **where, ts=began, dur=ended - began, args=dict(span.facts))
 
-    def _microseconds(self, seconds: float) -> float:
-        return round((seconds - self._zero) * 1e6, 1)
+    def _microseconds(self, seconds: float) -> int:
+        """Whole ones: ends that are rounded alike keep a span within the one that it is a part of."""
+        return round((seconds - self._zero) * 1e6)
 
     def _append(self, lines: list[bytes]) -> None:
         with writing(self._path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import resource
 import time
 from pathlib import Path
@@ -108,3 +109,16 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     written(tmp_path / "timeline.json", "more")
     assert [span.name for _, span in read_timeline(tmp_path / "timeline.json")] == ["kept", "more"]
+
+
+def test_parts_stay_within_their_whole(tmp_path: Path) -> None:
+    """A viewer nests what lies within, to the last digit that the file has."""
+    draw = random.Random(0)
+    timeline = Timeline(tmp_path / "timeline.json", "run", 0.0)
+    for _ in range(200):
+        a, b, c, d = sorted(draw.uniform(0, 1000) for _ in range(4))
+        timeline.write([Span("one", b, c - b), Span("two", c, d - c), Span("whole", a, d - a)])
+    events = [e for e in opened(tmp_path / "timeline.json") if e["ph"] == "X"]
+    for one, two, whole in zip(*[iter(events)] * 3, strict=True):
+        assert whole["ts"] <= one["ts"] and one["ts"] + one["dur"] == two["ts"]
+        assert two["ts"] + two["dur"] == whole["ts"] + whole["dur"]
