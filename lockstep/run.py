@@ -316,7 +316,7 @@ class _Recorder:
         if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
             write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
             error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
-        for file in (self._metrics, self._rollouts, self._timeline):
+        for file in (self._metrics, self._rollouts):
             if file is not None:
                 file.close()
         ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
@@ -328,6 +328,8 @@ class _Recorder:
             write_report(self.run_dir)
         if self._trackers is not None:
             self._trackers.close()
+        if self._timeline is not None:
+            self._timeline.close()
 
     def _total_seconds(self) -> float:
         """Of the whole run so far: this process, and those whose steps it goes on from."""

@@ -217,7 +217,7 @@ def test_a_run_that_is_told_to_end_leaves_its_summary(tmp_path: Path, number: si
     assert json.loads((run / "summary.json").read_text())["total_s"] > 0 and (run / "report.html").is_file()
 
 
-@pytest.mark.parametrize(("limit", "file"), [(200, "config.yaml"), (4000, "checkpoint"), (4000, "model")])
+@pytest.mark.parametrize(("limit", "file"), [(200, "config.yaml"), (40_000, "checkpoint"), (40_000, "model")])
 def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int, file: str) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
