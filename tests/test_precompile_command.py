@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import finished, running, wait_for
 
 from lockstep.cli import main
 
@@ -83,11 +83,10 @@ def test_killed_in_the_middle_it_leaves_what_it_had(cache: Path, capsys) -> None
     for file in list(cache.iterdir())[1:]:
         file.unlink()
     command = [sys.executable, "-m", "lockstep", "precompile", *SMALL]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 60
-        while len(list(cache.glob("*.graph"))) < 2 and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.002)
+    with running(command) as process:
+        wait_for(lambda: len(list(cache.glob("*.graph"))) >= 2, process)
         process.send_signal(signal.SIGKILL)
+        process.wait()
     left = len(list(cache.glob("*.graph")))
     after = precompile(capsys)
     assert left >= 2 and after["reused"] == left and after["refused"] == 0 and process.returncode == -signal.SIGKILL
@@ -101,13 +100,16 @@ def test_without_a_folder_to_write_to_a_run_goes_on(capsys, monkeypatch, tmp_pat
     assert f"{os.devnull}/graphs cannot be written, so no graph was kept" in capsys.readouterr().err
 
 
-def test_where_nothing_is_captured_there_is_nothing_to_compile(capsys) -> None:
+def test_where_nothing_can_be_kept_it_says_so(capsys) -> None:
     assert main(["precompile", "--device", "cpu"]) == 2
     assert (
         "compile.capture is none, so there is nothing to compile; set --compile.capture step" in capsys.readouterr().err
     )
     assert main(["precompile", *SMALL, "--compile.dump", "there"]) == 2
     assert main(["precompile", "no-such-recipe"]) == 2
+    ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    done = finished([sys.executable, "-m", "lockstep", "precompile", *SMALL], env=os.environ | ranks)
+    assert done.returncode == 2 and "torchrun started several processes; precompile keeps the graphs of" in done.stderr
 
 
 def test_a_warm_start_imports_no_tracer(cache: Path, tmp_path: Path) -> None:
