@@ -13,12 +13,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from common import arguments, finish
+from common import arguments, finish, random_weights
 
-from lockstep.build import load_policy
 from lockstep.config import OptimizerConfig, RunConfig, SamplingConfig, TaskConfig
-from lockstep.models import Decoder, save_model
-from lockstep.models.init import architecture, initialize
+from lockstep.models import save_model
+from lockstep.models.init import architecture
 from lockstep.run import train
 from lockstep.tokenizer import byte_tokenizer, save_tokenizer
 
@@ -29,8 +28,7 @@ STOPS = ("a", "b", "c", "d")
 def prepare(folder: Path, arch: str, device: str) -> None:
     tokenizer = byte_tokenizer()
     config = replace(architecture(arch), vocab_size=VOCABULARY, eos_token_ids=(tokenizer.eos_token_id,))
-    dtype = load_policy(None, "tiny", 0, device, "auto").model.embed.dtype
-    save_model(initialize(Decoder(config, dtype, device), 0), folder)
+    save_model(random_weights(config, device), folder)
     save_tokenizer(tokenizer, folder)
 
 

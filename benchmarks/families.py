@@ -36,8 +36,8 @@ class Family:
     """An architecture at a depth and vocabulary that one GPU trains.
 
     Attributes:
-        trusted: the functions whose graphs are held to eager's bits before the first step; of a large model not the
-            update, whose state does not fit twice.
+        trusted: the functions whose graphs are held to eager's bits before the first step; of a large model not those
+            whose state does not fit twice.
     """
 
     arch: str
@@ -52,11 +52,11 @@ class Family:
         return replace(found, num_layers=self.layers, vocab_size=self.vocabulary, eos_token_ids=())
 
 
-BUT_THE_UPDATE = ("forward_backward", "check", "decode", "mixed")
+BUT_THE_UPDATE, GENERATION = ("forward_backward", "check", "decode", "mixed"), ("decode", "mixed")
 FAMILIES = {
     "Llama 3.2 1B": Family("llama3.2-1b", 16, 128256),
     "Qwen3-30B-A3B, 4 layers": Family("qwen3-30b-a3b", 4, 151936, BUT_THE_UPDATE),
-    "DeepSeek-V3, 3 layers, 32 experts": Family("deepseek-v3-3-layers-32-experts", 3, 32768, BUT_THE_UPDATE),
+    "DeepSeek-V3, 3 layers, 32 experts": Family("deepseek-v3-3-layers-32-experts", 3, 32768, GENERATION),
 }
 TINY = {name: Family(name, 2, 512) for name in ("tiny-llama", "tiny-qwen3-moe", "tiny-deepseek-v3")}
 CASE, TINY_CASE = Case(5, 8, 145, 100, 0.8, 0.95), Case(2, 4, 20, 12, 0.8, 0.95)
