@@ -124,6 +124,7 @@ def run_part(part: Part, limit: float, results: Results, scratch: Path) -> None:
     running = start(part, scratch)
     written = 0.0
     try:
+        results.put(part.name, running.record("running"))
         while running.process.poll() is None and running.seconds < limit:
             time.sleep(POLL_S)
             with suppress(OSError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from processes import finished
+from processes import DEADLINE, finished, running, wait_for
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NO_SCRIPTS = {"common", "ops_common", "ops_attention", "parts", "targets"}
@@ -104,6 +104,18 @@ def test_a_part_that_hangs_and_one_that_fails_cost_only_themselves(
     driver.run_all(done_again, again, 60, skip_done=True)
     assert again.parts["works"]["status"] == "done" and again.parts["misses"]["status"] == "done, exit code 1"
     assert again.parts["fails"]["status"] == again.parts["hangs"]["status"] == "failed, exit code 3"
+
+
+def test_a_driver_that_is_ended_says_what_it_was_at(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    results = tmp_path / "results.json"
+    command = [sys.executable, str(FOLDER / "all.py"), "--device", "cpu", "--only", "cpu-ops", "--out", str(tmp_path)]
+    with running(command, PYTHONPATH=str(FOLDER.parent)) as process:
+        wait_for(results.exists, process)
+        process.terminate()
+        process.wait(DEADLINE)
+    assert json.loads(results.read_text())["cpu-ops"]["status"].startswith("killed after")
+    assert "cpu-ops" in (tmp_path / "log.txt").read_text()
 
 
 def test_results_are_unpacked_by_part_and_device(driver: ModuleType, tmp_path: Path) -> None:
