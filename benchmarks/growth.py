@@ -8,6 +8,7 @@ beside its floor: matrix products in training, bytes that decoding must read in 
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -95,8 +96,14 @@ def plot(figures: dict[str, list[dict]], path: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the figures here")
+    parser.add_argument("--read", type=Path, metavar="JSON", help="measure nothing and draw what is in this file")
     parser.add_argument("--tiny", action="store_true", help="the tiny model only, to try the script")
     args = parser.parse_args()
+    if args.read:
+        if not args.plot:
+            parser.error("--read draws a file's figures: say where to with --plot")
+        plot(json.loads(args.read.read_text(encoding="utf-8")), args.plot)
+        return
     sizes, more = (("tiny",), ("tiny",)) if args.tiny else (TRAIN_SIZES, GENERATE_SIZES)
     lengths, total = ((64, 128), 512) if args.tiny else (TRAIN_LENGTHS, LENGTH_TOKENS)
     d, n = args.device, args.repeats

@@ -13,13 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from common import save
 
-POLL_S = 5.0
+POLL_S, GRACE_S = 5.0, 15.0
+RUN, OUTPUT = "run", "output"
 GROUPS, SAMPLES = 4, 3  # kept of the first and of the last step
 KEPT = ("reward/mean", "reward/std", "frac_reward_zero_std", "response_length/mean", "entropy", "grad_norm", "lr",
         "parity/tokens_checked", "parity/tokens_different", "recompiles", "time/step", "time/generate",
@@ -70,38 +73,55 @@ def gathered(run: Path, output: Path) -> dict[str, Any]:
     return figures
 
 
+def train(flags: list[str], folder: Path, limit: float, save_what: Callable[[], None]) -> bool:
+    """Run it, calling `save_what` now and then; whether it came to its end, its own or that of its time."""
+    command = [sys.executable, "-c", COMMAND, "train", *flags, "--run-dir", str(folder / RUN)]
+    began = time.monotonic()
+    with (folder / OUTPUT).open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        while process.poll() is None and time.monotonic() - began < limit:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_S)
+            save_what()
+        in_time = process.poll() is not None
+    finally:
+        process.terminate()  # the run then writes its summary
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return process.returncode == 0 or not in_time
+
+
+def show(figures: dict[str, Any]) -> None:
+    print("\n".join(figures.get("output", [])))
+    for step, values in figures["validation"].items():
+        print(f"after {step} steps: " + ", ".join(f"{k.split('/', 1)[1]} {v:.3f}" for k, v in values.items()))
+    if rewards := figures["curve"]["reward/mean"]:
+        ends = mean(rewards[:10]), mean(rewards[-10:])
+        print(f"{len(rewards)} steps, mean reward {ends[0]:.3f} to {ends[1]:.3f}, {figures['seconds']:.0f} s")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
     parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="end the run then (default: 600)")
     parser.add_argument("flags", nargs="+", metavar="-- FLAGS", help="of `lockstep train`, a recipe first")
     args = parser.parse_args()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        run, output = Path(scratch) / "run", Path(scratch) / "output"
-        command = [sys.executable, "-c", COMMAND, "train", *args.flags, "--run-dir", str(run)]
-        began = time.monotonic()
-        with output.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            while process.poll() is None and time.monotonic() - began < args.limit:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL_S)
-                if args.json:
-                    save("learning", {"flags": args.flags, "limit_s": args.limit, **gathered(run, output)}, args.json)
-        finally:
-            process.terminate()  # the run then writes its summary
-            process.wait()
-        figures = {"flags": args.flags, "limit_s": args.limit, "seconds": time.monotonic() - began}
-        figures |= {**gathered(run, output), "complete": True}
-        save("learning", figures, args.json)
-        print("\n".join(figures.get("output", [])))
-        rewards = [r for r in figures["curve"]["reward/mean"] if r is not None]
-        for step, values in figures["validation"].items():
-            print(f"after {step} steps: " + ", ".join(f"{k.split('/', 1)[1]} {v:.3f}" for k, v in values.items()))
-        if rewards:
-            ends = sum(rewards[:10]) / len(rewards[:10]), sum(rewards[-10:]) / len(rewards[-10:])
-            print(f"{len(rewards)} steps, mean reward {ends[0]:.3f} to {ends[1]:.3f}, {figures['seconds']:.0f} s")
-    return 0 if rewards and process.returncode in (0, -15, 143) else 1
+        folder = Path(scratch)
+
+        def figures() -> dict[str, Any]:
+            given = {"flags": args.flags, "limit_s": args.limit, "seconds": time.monotonic() - began}
+            return given | gathered(folder / RUN, folder / OUTPUT)
+
+        ended = train(args.flags, folder, args.limit, lambda: save("learning", figures(), args.json))
+        found = figures()
+    save("learning", {**found, "complete": True}, args.json)
+    show(found)
+    return int(not ended or not found["steps_done"])
 
 
 if __name__ == "__main__":
