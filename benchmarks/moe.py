@@ -65,6 +65,8 @@ def grouped_case(bench: Bench, case: str, x: Tensor, weight: Tensor, offsets: Te
     rows = slice(int(offsets[first]), int(offsets[first + 1]))
     exact = x[rows].double() @ weight[first].double().t()
     errors = {"error": error(ops.grouped_linear(x, weight, offsets)[rows], exact)}
+    if ON_GPU:
+        errors["torch_error"] = error(theirs_of(x, transposed, offs=ends)[rows], exact)
     ours = bench.time([lambda: ops.grouped_linear(x, weight, offsets)])
     bench.add("grouped product", case, ours, others, moved, 2 * len(x) * weight[0].numel(), **errors)
 

@@ -17,6 +17,7 @@ LIBRARIES = (
     else {"torch": SDPBackend.MATH}
 )
 REFERENCE = next(iter(LIBRARIES.values()))  # whose error stands beside ours
+ACCURACY_LENGTH = 512  # of the sequences whose gradients are compared with float64's
 PACKED = ((40, 245), (16, 2048), (2, 16384)) if ON_GPU else ((3, 40),)  # sequences, length
 DECODED = ((1, 8192), (40, 245), (256, 1024)) if ON_GPU else ((3, 40),)
 SHARED = (32, 8, 1024, 1088) if ON_GPU else (2, 2, 32, 48)  # groups, samples, shared and all keys
@@ -82,7 +83,29 @@ def packed_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int
     def run() -> object:
         return torch.autograd.grad(ours(), (q, k, v), grad)
 
-    bench.add("attention", f"{case} forward and backward", bench.time([run]), both, 3 * moved, 3.5 * flops)
+    errors = gradient_errors(c, min(length, ACCURACY_LENGTH))
+    bench.add("attention", f"{case} forward and backward", bench.time([run]), both, 3 * moved, 3.5 * flops, **errors)
+
+
+def gradient_errors(c: ModelConfig, length: int) -> dict[str, float]:
+    """Of the gradients for queries, keys and values of two sequences, the largest."""
+    leaves = [normal(2 * length, n, c.head_dim).requires_grad_() for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+    grad = normal(2 * length, c.num_heads, c.head_dim)
+    zeros = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    cu_seqlens = torch.arange(0, 3 * length, length, dtype=torch.int32, device=DEVICE)
+
+    def library(kernel: SDPBackend, *rows: Tensor) -> Tensor:
+        batched = (x.view(2, length, *x.shape[1:]).transpose(1, 2) for x in rows)
+        return sdpa(kernel, *batched, True).transpose(1, 2).reshape(2 * length, *rows[0].shape[1:])
+
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    exact = torch.autograd.grad(library(SDPBackend.MATH, *doubles), doubles, grad.double())
+    ours = torch.autograd.grad(ops.attention_packed(*leaves, cu_seqlens, zeros, zeros, length), leaves, grad)
+    theirs = torch.autograd.grad(library(REFERENCE, *leaves), leaves, grad)
+    return {
+        name: max(error(a, e) for a, e in zip(found, exact, strict=True))
+        for name, found in (("error", ours), ("torch_error", theirs))
+    }
 
 
 def decode_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int) -> None:
