@@ -44,7 +44,7 @@ DIGITS = (
 PARTS = (
     # The first run finds no kernel compiled: a cold start. The second, and all that follows, finds most of them.
     Part("seed_workload", _script("seed_workload", "--steps", "20", "--runs", "2", "--peer", "trl"), 150, 260),
-    Part("tests-roles", _tests("precompile", "families", "routing", "moe", "trust"), 80, 200),
+    Part("tests-roles", _tests("precompile", "families", "routing", "moe", "trust", "timings"), 80, 200),
     Part("capture", _script("capture"), 90, 180),
     Part("learning-words", _learning(240, *WORDS), 120, 260),
     Part("families", _script("families"), 110, 240),
@@ -57,6 +57,7 @@ PARTS = (
     Part("tests-latent", _tests("latent"), 90, 200),
     Part("tests-ops", _tests("fused", "sampling", "adamw", "ops"), 110, 260),
     Part("tests-attention", _tests("attention", "attention_backward", "backward", "generator"), 90, 240),
+    Part("tests-flex", _tests("flex"), 100, 260),
     Part("ops", _script("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),
     Part("ops-linear", _script("ops", "--only", "linear", "--models", *LINEAR_MODELS), 100, 240),
     Part("moe", _script("moe"), 60, 150),

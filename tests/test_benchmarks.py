@@ -143,6 +143,9 @@ def test_every_part_names_a_script_and_an_unknown_part_is_refused(driver: Module
     for part in driver.PARTS:
         assert (FOLDER.parent / part.command[0]).is_file() and part.need_s <= part.cap_s <= 600
         assert "{json}" in part.command
+    listed = [name for part in driver.PARTS if part.name.startswith("tests-") for name in part.command[1:-2]]
+    there = [path.stem.removeprefix("test_").removesuffix("_gpu") for path in (FOLDER / "../tests/gpu").glob("test_*")]
+    assert sorted(listed) == sorted(there), "every file of tests/gpu is in one part"
     with pytest.raises(SystemExit, match="no part is called nothing; there are seed_workload"):
         driver.chosen(["nothing"], "cpu")
 
