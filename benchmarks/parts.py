@@ -61,6 +61,8 @@ PARTS = (
     Part("ops", _script("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),
     Part("ops-linear", _script("ops", "--only", "linear", "--models", *LINEAR_MODELS), 100, 240),
     Part("moe", _script("moe"), 60, 150),
+    Part("tests-flex", _tests("flex"), 120, 300),
+    Part("flex", _script("flex"), 90, 200),
     Part("decode_layer", _script("decode_layer"), 20, 60),
     Part("learning-digits", _learning(300, *DIGITS), 200, 320),
     Part("growth", _script("growth"), 170, 300),
@@ -68,6 +70,7 @@ PARTS = (
     Part("generate-peer", _script("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
     # Every script at its smallest, to see here what would fail there.
     Part("cpu-decode_layer", _script("decode_layer", "--rows", "2"), 2, 60, "cpu"),
+    Part("cpu-flex", _script("flex"), 4, 60, "cpu"),
     Part("cpu-moe", _script("moe", "--repeats", "1"), 3, 60, "cpu"),
     Part("cpu-ops", _script("ops"), 5, 60, "cpu"),
     Part("cpu-generate", _script("generate", "--repeats", "1", "--case", "mixed", "--case", "cpu"), 5, 60, "cpu"),
