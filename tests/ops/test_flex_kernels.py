@@ -17,22 +17,21 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lockstep.ops.kernels import flex
 
-ROWS, TILE = flex.QUERY_ROWS, flex.KEY_TILE
-
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, kernel_options: dict[str, Any]) -> Tensor:
     """The kernel: `_inductor/kernel/flex/templates/flex_attention.py.jinja`, tiles of its lists one after another."""
-    assert block_mask.full_kv_num_blocks is None and block_mask.BLOCK_SIZE == (ROWS, TILE)
-    assert block_mask.seq_lengths == (q.shape[2], k.shape[2]) and q.shape[2] % ROWS == 0 == k.shape[2] % TILE
+    rows_of, tile_of = block_mask.BLOCK_SIZE
+    assert block_mask.full_kv_num_blocks is None and (rows_of, tile_of) in (flex.FORWARD, flex.BACKWARD)
+    assert block_mask.seq_lengths == (q.shape[2], k.shape[2]) and q.shape[2] % rows_of == 0 == k.shape[2] % tile_of
     count_B, list_BL = block_mask.kv_num_blocks[0, 0], block_mask.kv_indices[0, 0]
     zero, row, key = torch.tensor(0), torch.arange(q.shape[2]), torch.arange(k.shape[2])
     blocks = []
     for b in range(len(count_B)):
-        rows = row[b * ROWS : (b + 1) * ROWS]
-        maximum = torch.full((q.shape[1], ROWS, 1), -torch.inf)
-        total, acc = torch.zeros(q.shape[1], ROWS, 1), torch.zeros(q.shape[1], ROWS, q.shape[3])
+        rows = row[b * rows_of : (b + 1) * rows_of]
+        maximum = torch.full((q.shape[1], rows_of, 1), -torch.inf)
+        total, acc = torch.zeros(q.shape[1], rows_of, 1), torch.zeros(q.shape[1], rows_of, q.shape[3])
         for tile in list_BL[b, : count_B[b]].tolist():
-            keys = key[tile * TILE : (tile + 1) * TILE]
+            keys = key[tile * tile_of : (tile + 1) * tile_of]
             scores = torch.bmm(q[0, :, rows].float(), k[0, :, keys].float().transpose(1, 2)) * q.shape[3] ** -0.5
             seen = block_mask.mask_mod(zero, zero, rows.unsqueeze(1), keys.unsqueeze(0))
             scores = torch.where(seen, scores, -torch.inf)
@@ -90,7 +89,7 @@ def test_it_is_dense_attention_with_the_mask(name: str) -> None:
 
 def test_a_window_reads_no_tile_before_it() -> None:
     layout = torch.tensor([0, 640]), torch.tensor([0]), torch.tensor([0])
-    counts = {w: flex.Tiles(*flex.tiles_packed(*layout, 640, 4, 2, 640, w)) for w in (0, 1, 64, 100)}
+    counts = {w: flex._tiles_packed(*layout, 640, 4, 2, 640, w, flex.FORWARD) for w in (0, 1, 64, 100)}
     assert counts[0].count_B.tolist()[:20] == [1 + i // 2 for i in range(20)]
     assert max(counts[1].count_B) == 1 and max(counts[64].count_B) == 2 and max(counts[100].count_B) == 3
     assert [counts[w].list_BL.shape[1] for w in (0, 1, 64, 100)] == [10, 2, 3, 4]
@@ -122,14 +121,14 @@ def test_gradients_are_those_of_dense_attention(layout: str, name: str) -> None:
 def test_tiles_taken_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: partial tiles first, then full ones, as the kernel would were they told apart."""
     case, mask = case_of(200, 4, 2, 16), Mask()
-    whole, order = case.packed(mask), flex.tiles_packed
+    whole, order = case.packed(mask), flex._tiles_packed
 
-    def reversed_lists(*arguments: Any) -> list[Tensor]:
-        tiles = flex.Tiles(*order(*arguments))
+    def reversed_lists(*arguments: Any) -> flex.Tiles:
+        tiles = order(*arguments)
         index = (tiles.count_B.unsqueeze(1) - 1 - torch.arange(tiles.list_BL.shape[1])).clamp(min=0)
-        return list(tiles._replace(list_BL=tiles.list_BL.gather(1, index.long())))
+        return tiles._replace(list_BL=tiles.list_BL.gather(1, index.long()))
 
-    monkeypatch.setattr(flex, "tiles_packed", reversed_lists)
+    monkeypatch.setattr(flex, "_tiles_packed", reversed_lists)
     again = case.packed(mask)
     torch.testing.assert_close(again, whole)
     assert not same_bits(again, whole)

@@ -1,7 +1,7 @@
 """FlexAttention over packed segments and over a paged cache: one compiled kernel, two ways to find a sequence's tiles.
 
-Both roles hand the kernel the same things: queries in blocks of `QUERY_ROWS` rows (tokens x heads of a group, tokens
-outermost) of one sequence; keys and values as physical tiles of `KEY_TILE` rows, each at an absolute position of its
+Both roles hand the kernel the same things: queries in blocks of 64 rows (tokens x heads of a group, tokens outermost)
+of one sequence; keys and values as physical tiles of `KEY_TILE` rows, each at an absolute position of its
 sequence; and for each block the physical tiles that it reads, in ascending order of position. Pages of the cache are
 such tiles as they lie. Packed segments are copied into tiles first, a shared prefix's whole tiles once.
 
@@ -33,33 +33,39 @@ from ..masks import visibility
 from ..operator import recording_gradients
 from ..rows import accumulate_rows
 
-QUERY_ROWS = 64
 OPTIONS = {
     "FORCE_USE_FLEX_ATTENTION": True,
-    "BLOCK_M": QUERY_ROWS,
-    "BLOCK_N": KEY_TILE,
-    "num_warps": 4,
-    "num_stages": 2,
-    "bwd_BLOCK_M1": 32,
-    "bwd_BLOCK_N1": KEY_TILE,
-    "bwd_BLOCK_M2": QUERY_ROWS,
-    "bwd_BLOCK_N2": 32,
+    "fwd_BLOCK_M": 64,
+    "fwd_BLOCK_N": KEY_TILE,
+    "fwd_num_warps": 4,
+    "fwd_num_stages": 2,
 }
+
+
+class Size(NamedTuple):
+    """Rows of a block of queries, and of a tile of keys and values."""
+
+    rows: int
+    tile: int
+
+
+FORWARD = Size(64, KEY_TILE)
+BACKWARD = Size(128, 128)  # of which torch's own choices of the backward kernel's tiles are parts, on every GPU
 
 
 class Tiles(NamedTuple):
     """Where queries and keys lie. No size is 1 where another batch has more: that would be another compilation.
 
     Attributes:
-        query_rows: the row of q [T * N, H] that is at each of the blocks' rows, int64 [K * B * QUERY_ROWS]; where there
-            is no token, one of the block's own.
+        query_rows: the row of q [T * N, H] that is at each of the blocks' rows, int64 [K * B * rows]; where there is no
+            token, one of the block's own.
         out_rows: the blocks' row of each token and head, int64 [T * N]; of padding, one that sees nothing.
-        position: of each row of a head's blocks, int32 [B * QUERY_ROWS]; -1 where there is no token.
+        position: of each row of a head's blocks, int32 [B * rows]; -1 where there is no token.
         sequence_B: int32.
         logical_SR: a physical tile's number in a sequence, int32 [S + 1, R]; -1: not one of its tiles.
         count_B, list_BL: physical tiles of each block, in order, int32.
-        key_rows: packed: the row of k and v that is at each tile's row, int64 [R * KEY_TILE]; where there is none, one
-            of the segment's own, so that no other segment's value can matter.
+        key_rows: packed: the row of k and v that is at each tile's row, int64 [R * tile]; where there is none, one of
+            the segment's own, so that no other segment's value can matter.
         key_targets: packed: the same, but T where there is none.
     """
 
@@ -94,32 +100,48 @@ def tiles_packed(
     max_len: int,
     window: int,
 ) -> list[Tensor]:
-    """`Tiles` of packed segments. Whole tiles of a prefix are those of the segment that it begins."""
+    """`Tiles` of packed segments, those of the forward pass and then those of the backward pass."""
+    layout = cu_seqlens, prefix_start_S, prefix_len_S, tokens, heads, kv_heads, max_len, window
+    return [*_tiles_packed(*layout, FORWARD), *_tiles_packed(*layout, BACKWARD)]
+
+
+def _tiles_packed(
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    max_len: int,
+    window: int,
+    size: Size,
+) -> Tiles:
+    """Whole tiles of a prefix are those of the segment that it begins."""
     segments, device = prefix_len_S.shape[0], cu_seqlens.device
     (start_S, length_S), prefix_S = _spans(cu_seqlens, segments), prefix_len_S.long()
     context_S = torch.where(length_S > 0, prefix_S + length_S, 0)
-    shared_S = prefix_S // KEY_TILE
-    own_S = ((context_S + KEY_TILE - 1) // KEY_TILE - shared_S).clamp(min=0)
+    shared_S = prefix_S // size.tile
+    own_S = ((context_S + size.tile - 1) // size.tile - shared_S).clamp(min=0)
     end_S = own_S.cumsum(0)
     begin_S = end_S - own_S
     owner_S = (torch.searchsorted(start_S, prefix_start_S.long(), right=True) - 1).clamp(0, segments - 1)
-    tile_L = torch.arange(max(-(-max_len // KEY_TILE), 2), device=device)
+    tile_L = torch.arange(max(-(-max_len // size.tile), 2), device=device)
     is_shared_SL = tile_L < shared_S.unsqueeze(1)
     table_SL = torch.where(is_shared_SL, begin_S[owner_S].unsqueeze(1), (begin_S - shared_S).unsqueeze(1)) + tile_L
 
-    physical = tokens // KEY_TILE + 2 * segments
-    row = torch.arange(physical * KEY_TILE, device=device)
-    sequence = torch.searchsorted(end_S, row // KEY_TILE, right=True).clamp(max=segments - 1)
-    position = row + (shared_S - begin_S)[sequence] * KEY_TILE
+    physical = tokens // size.tile + 2 * segments
+    row = torch.arange(physical * size.tile, device=device)
+    sequence = torch.searchsorted(end_S, row // size.tile, right=True).clamp(max=segments - 1)
+    position = row + (shared_S - begin_S)[sequence] * size.tile
     real = position < context_S[sequence]
     position = torch.minimum(position, context_S[sequence] - 1)
     in_prefix = position < prefix_S[sequence]
     key_rows = position + torch.where(in_prefix, prefix_start_S.long()[sequence], (start_S - prefix_S)[sequence])
     key_rows = key_rows.clamp(0, tokens - 1)
 
-    blocks = _blocks(start_S, length_S, prefix_S, tokens, heads, kv_heads)
-    lists = _lists(blocks, heads // kv_heads, table_SL, context_S, physical, window)
-    return [*lists, key_rows, key_rows.masked_fill(~real, tokens)]
+    blocks = _blocks(start_S, length_S, prefix_S, tokens, heads, kv_heads, size.rows)
+    lists = _lists(blocks, heads // kv_heads, table_SL, context_S, physical, window, size)
+    return Tiles(*lists, key_rows, key_rows.masked_fill(~real, tokens))
 
 
 def tiles_paged(
@@ -141,8 +163,8 @@ def tiles_paged(
     table = block_table[:, : -(-max_context_len // page_size)].long()
     table_SL = (table.unsqueeze(2) * each + torch.arange(each, device=table.device)).flatten(1)
     start_S, length_S = _spans(cu_seqlens, context_S.shape[0])
-    blocks = _blocks(start_S, length_S, context_S - length_S, tokens, heads, kv_heads)
-    lists = _lists(blocks, heads // kv_heads, table_SL, context_S, pages * each, window)
+    blocks = _blocks(start_S, length_S, context_S - length_S, tokens, heads, kv_heads, FORWARD.rows)
+    lists = _lists(blocks, heads // kv_heads, table_SL, context_S, pages * each, window, FORWARD)
     return [*lists, table.new_empty(0), table.new_empty(0)]
 
 
@@ -153,11 +175,13 @@ def _spans(cu_seqlens: Tensor, segments: int) -> tuple[Tensor, Tensor]:
     return start_S, cu_seqlens[s + 1] - start_S
 
 
-def _blocks(start_S: Tensor, length_S: Tensor, before_S: Tensor, tokens: int, heads: int, kv_heads: int) -> _Blocks:
+def _blocks(
+    start_S: Tensor, length_S: Tensor, before_S: Tensor, tokens: int, heads: int, kv_heads: int, rows: int
+) -> _Blocks:
     """Cut sequences into blocks; `before_S` is what each has before its tokens. One block more than there can be, which
     sees nothing."""
     group, segments, device = heads // kv_heads, start_S.shape[0], start_S.device
-    width, end_of_S = QUERY_ROWS // group, start_S + length_S
+    width, end_of_S = rows // group, start_S + length_S
     blocks_S = (length_S + width - 1) // width
     end_S = blocks_S.cumsum(0)
     begin_S = end_S - blocks_S
@@ -166,16 +190,16 @@ def _blocks(start_S: Tensor, length_S: Tensor, before_S: Tensor, tokens: int, he
     offset_B = (b - begin_S[sequence_B]) * width
     count_B = (length_S[sequence_B] - offset_B).clamp(0, width)  # a block past the last one begins past its end
 
-    r, head_K = torch.arange(QUERY_ROWS, device=device), torch.arange(kv_heads, device=device) * group
+    r, head_K = torch.arange(rows, device=device), torch.arange(kv_heads, device=device) * group
     offset_BR = torch.minimum(r // group, (count_B - 1).unsqueeze(1))
     token_BR = (start_S[sequence_B] + offset_B).unsqueeze(1) + offset_BR
     query_rows_BR = token_BR.clamp(0, tokens - 1) * heads + r % group
     query_rows = (head_K[:, None, None] + query_rows_BR).flatten()
 
-    t, per_head = torch.arange(tokens, device=device), b.shape[0] * QUERY_ROWS
+    t, per_head = torch.arange(tokens, device=device), b.shape[0] * rows
     sequence_T = torch.searchsorted(end_of_S, t, right=True).clamp(max=segments - 1)
     offset_T = t - start_S[sequence_T]
-    row_T = (begin_S[sequence_T] + offset_T // width) * QUERY_ROWS + offset_T % width * group
+    row_T = (begin_S[sequence_T] + offset_T // width) * rows + offset_T % width * group
     inside_T1 = (t < end_of_S[-1]).unsqueeze(1)
     row_TG = torch.where(inside_T1, row_T.unsqueeze(1) + torch.arange(group, device=device), per_head - 1)
     head_row_K = torch.arange(kv_heads, device=device) * per_head
@@ -185,24 +209,24 @@ def _blocks(start_S: Tensor, length_S: Tensor, before_S: Tensor, tokens: int, he
 
 
 def _lists(
-    blocks: _Blocks, group: int, table_SL: Tensor, context_S: Tensor, physical: int, window: int
+    blocks: _Blocks, group: int, table_SL: Tensor, context_S: Tensor, physical: int, window: int, size: Size
 ) -> tuple[Tensor, ...]:
     """The first seven of `Tiles`, from each sequence's physical tiles; `context_S` is its length."""
-    width, device = QUERY_ROWS // group, table_SL.device
-    token_R = torch.arange(QUERY_ROWS, device=device) // group  # past the last whole token there is padding
+    width, device = size.rows // group, table_SL.device
+    token_R = torch.arange(size.rows, device=device) // group  # past the last whole token there is padding
     position_BR = torch.where(token_R < blocks.count_B.unsqueeze(1), blocks.first_B.unsqueeze(1) + token_R, -1)
 
     tile_L = torch.arange(table_SL.shape[1], device=device)
-    place_SL = torch.where(tile_L * KEY_TILE < context_S.unsqueeze(1), table_SL, physical)
+    place_SL = torch.where(tile_L * size.tile < context_S.unsqueeze(1), table_SL, physical)
     logical_SR = torch.full((context_S.shape[0] + 1, physical + 1), -1, dtype=torch.int32, device=device)
     logical_SR = logical_SR.scatter(1, place_SL, tile_L.int().expand_as(place_SL))[:, :physical].contiguous()
 
     begin_B = torch.zeros_like(blocks.first_B)
     listed = table_SL.shape[1]
     if window:
-        begin_B = (blocks.first_B - window + 1).clamp(min=0) // KEY_TILE
-        listed = min(listed, (window + width - 2) // KEY_TILE + 2)
-    end_B = (blocks.first_B + blocks.count_B - 1) // KEY_TILE + 1
+        begin_B = (blocks.first_B - window + 1).clamp(min=0) // size.tile
+        listed = min(listed, (window + width - 2) // size.tile + 2)
+    end_B = (blocks.first_B + blocks.count_B - 1) // size.tile + 1
     count_B = torch.where(blocks.count_B > 0, end_B - begin_B, 0)
     at_BL = (begin_B.unsqueeze(1) + torch.arange(max(listed, 2), device=device)).clamp(max=table_SL.shape[1] - 1)
     list_BL = table_SL[blocks.sequence_B].gather(1, at_BL).clamp(0, physical - 1)
@@ -226,7 +250,7 @@ def packed(
     """See `flex.flex_packed`."""
     if not _real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape)
-    where = Tiles(*tiles)
+    where = Tiles(*tiles[: len(Tiles._fields)])
     k, v = (_as_tiles(x.index_select(0, where.key_rows)) for x in (k_TKH, v_TKH))
     return _from_blocks(_attend(window, mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:7]), q_TNH, where)
 
@@ -268,7 +292,7 @@ def packed_backward(
     """See `flex.flex_packed_backward`: the forward again, then torch's own backward, which has no atomics here."""
     if not _real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape), k_TKH.new_empty(k_TKH.shape), v_TKH.new_empty(v_TKH.shape)
-    where = Tiles(*tiles)
+    where = Tiles(*tiles[len(Tiles._fields) :])
     k, v = (_as_tiles(x.index_select(0, where.key_rows)) for x in (k_TKH, v_TKH))
     q, grad = (_to_blocks(x, k, where) for x in (q_TNH, grad_TNH))
     grad = grad.masked_fill((where.position < 0).view(1, 1, -1, 1), 0.0)
@@ -283,7 +307,7 @@ def packed_backward(
 
 
 def _to_blocks(x_TNH: Tensor, k: Tensor, where: Tiles) -> Tensor:
-    """Token rows as blocks, [1, K, B * QUERY_ROWS, H]."""
+    """Token rows as blocks, [1, K, B * rows, H]."""
     return x_TNH.flatten(0, 1).index_select(0, where.query_rows).view(1, k.shape[1], -1, k.shape[3])
 
 
@@ -293,7 +317,7 @@ def _from_blocks(x: Tensor, like_TNH: Tensor, where: Tiles) -> Tensor:
 
 
 def _as_tiles(x_RKH: Tensor) -> Tensor:
-    """Rows of tiles as the kernel takes them, [1, K, R * KEY_TILE, H]; the same strides in both roles."""
+    """Rows of tiles as the kernel takes them, [1, K, R * tile, H]; the same strides in both roles."""
     return x_RKH.transpose(0, 1).unsqueeze(0)
 
 
@@ -318,7 +342,8 @@ def _attend(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]
 
 def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
     """The function that `_attend` compiles; its last arguments are fields of `Tiles`."""
-    visible = visibility(window, mask)
+    visible, size = visibility(window, mask), BACKWARD if for_backward else FORWARD
+    rows, tile_rows = size
 
     def attend(
         q: Tensor,
@@ -331,8 +356,8 @@ def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tens
         list_BL: Tensor,
     ) -> Tensor:
         def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            query, tile = position[row], logical_SR[sequence_B[row // QUERY_ROWS], key // KEY_TILE]
-            return (tile >= 0) & (query >= 0) & visible(query, tile * KEY_TILE + key % KEY_TILE)
+            query, tile = position[row], logical_SR[sequence_B[row // rows], key // tile_rows]
+            return (tile >= 0) & (query >= 0) & visible(query, tile * tile_rows + key % tile_rows)
 
         if for_backward:  # torch takes the width of the lists for the number of tiles
             physical = logical_SR.shape[1]
@@ -340,7 +365,7 @@ def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tens
         block_mask = BlockMask.from_kv_blocks(
             count_B[None, None],
             list_BL[None, None],
-            BLOCK_SIZE=(QUERY_ROWS, KEY_TILE),
+            BLOCK_SIZE=(rows, tile_rows),
             mask_mod=mask_mod,
             seq_lengths=(q.shape[2], k.shape[2]),
             compute_q_blocks=for_backward,
