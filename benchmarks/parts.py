@@ -61,7 +61,6 @@ PARTS = (
     Part("ops", _script("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),
     Part("ops-linear", _script("ops", "--only", "linear", "--models", *LINEAR_MODELS), 100, 240),
     Part("moe", _script("moe"), 60, 150),
-    Part("tests-flex", _tests("flex"), 120, 300),
     Part("flex", _script("flex"), 90, 200),
     Part("decode_layer", _script("decode_layer"), 20, 60),
     Part("learning-digits", _learning(300, *DIGITS), 200, 320),
