@@ -60,6 +60,8 @@ def _main(arguments: list[str]) -> int:
         if isinstance(flags, int):
             output.flush()
             return flags
+        if several_processes() and not isinstance(flags, Train):
+            raise InputError(f"lockstep {arguments[0]} works in one process; start it without torchrun")
         with contextlib.redirect_stdout(sys.stderr):  # standard output carries the outcome and nothing else
             outcome = COMMANDS[type(flags)](flags)
             as_json = getattr(flags, "json", False)

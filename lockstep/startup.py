@@ -27,6 +27,7 @@ def warm_up(config: RunConfig, run: Run) -> None:
         return
     embed = run.policy.model.embed
     gate.restore(embed.device, embed.dtype)
+    _share_overrides(run)
     if embed.is_cuda:
         _precompile(config, run)
     _make_graphs(config, run)
@@ -68,6 +69,8 @@ def _precompile(config: RunConfig, run: Run) -> None:
             with run.timings.measured("gate"):
                 gate.rehearse(*_checked(run))
     except Exception as error:
+        if run.world.size > 1:  # the others are in the middle of theirs
+            raise
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 
@@ -82,7 +85,14 @@ def _check_machine(config: RunConfig, run: Run) -> bool:
         raise LockstepError(str(verdict))
     if not verdict.holds or verdict.replaced:
         _log.warning("%s", verdict)
+    _share_overrides(run)
     return linear_table.overrides != before
+
+
+def _share_overrides(run: Run) -> None:
+    """What replaces a kernel on one rank replaces it on all, so that they make the same graphs."""
+    for of_rank in run.world.gather(dict(linear_table.overrides)):
+        linear_table.overrides.update(of_rank)
 
 
 def _checked(run: Run) -> tuple[list[gate.Product], list[gate.Heads], torch.device, torch.dtype]:

@@ -162,6 +162,7 @@ def graphs(world: World) -> Any:
         made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in compiler.functions}
         log = [line for title, lines in compiler.nodes.items() if "forward_backward" in title for line in lines]
         found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
+        found[name]["captures"] = on_all(world, compiler.captures)
         compiler.close()
     return found
 

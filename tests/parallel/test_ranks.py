@@ -42,6 +42,12 @@ def test_graphs_compute_what_eager_does_and_are_alike_on_all_ranks(found: dict[s
     assert first == second and first.keys() == {"forward_backward", "check", "optim_step", "gather_weights"}
 
 
+def test_one_rank_traces_for_all(found: dict[str, Any]) -> None:
+    for way in found["graphs"].values():
+        traced, taken = way["captures"]
+        assert traced >= 4 and taken == 0
+
+
 def test_a_layer_has_one_gather_and_one_exchange(found: dict[str, Any]) -> None:
     log = "\n".join(found["graphs"]["all"]["log"])
     assert "reshard: " in log and "16 of 18 gathered again" in log
