@@ -86,5 +86,6 @@ PARTS = (
     Part("cpu-learning", _learning(60, "word-arithmetic", "--arch", "tiny", "--steps", "2", "--trainer.warmup-steps",
                                    "2", "--trainer.warmup-batch-size", "4", "--trainer.prompts-per-step", "2",
                                    "--task.validation-prompts", "4"), 8, 60, "cpu"),
+    Part("cpu-fsdp", _script("fsdp", "--steps", "2", "--only", "one process", "sharded"), 40, 120, "cpu"),
     Part("cpu-tests", _tests("precompile", "families"), 5, 60, "cpu"),
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Run by torchrun on two ranks (`test_ranks.py`): each check compares what the ranks do together with one process that
-runs the same micro-batches, in every bit. The first rank prints what was found, a JSON object.
+"""Run by torchrun on two ranks: each check compares what the ranks do together with one process that runs the same
+micro-batches, in every bit. The first rank prints what was found, a JSON object. `ranks.py cuda` does so on two GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lockstep import parallel
+from lockstep import environment, parallel
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
@@ -34,7 +34,8 @@ CONFIG = ModelConfig(97, 48, 64, 2, 4, 2, 16, rope_theta=1e4, max_position_embed
 MOE = replace(CONFIG, moe=MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=32, router_bias=True))
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)
-CPU = torch.device("cpu")
+DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 
 CHECKS: dict[str, Callable[[World], Any]] = {}
 
@@ -44,8 +45,8 @@ def check(function: Callable[[World], Any]) -> Callable[[World], Any]:
     return function
 
 
-def decoder(dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> Decoder:
-    model = initialize(Decoder(config, dtype), 0)
+def decoder(dtype: torch.dtype = DTYPE, config: ModelConfig = CONFIG) -> Decoder:
+    model = initialize(Decoder(config, dtype, DEVICE), 0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -82,7 +83,8 @@ def rollout(model: Decoder, step: int, groups: int = 5) -> list[TrainGroup]:
 
 def batches(groups: list[TrainGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
     """Of two shards, of several micro-batches each; the second shard has fewer."""
-    return pack_shards([groups[::2], groups[1::2]], own, max_tokens=max_tokens, check_parity=True)
+    packed = pack_shards([groups[::2], groups[1::2]], own, max_tokens=max_tokens, check_parity=True)
+    return [batch.to(DEVICE) for batch in packed]
 
 
 def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) -> list[Any]:
@@ -113,8 +115,9 @@ def on_all(world: World, found: Any) -> list[Any]:
 
 @check
 def float32(world: World) -> Any:
-    one = run(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE)
-    return on_all(world, different(run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world), one))
+    kind = DTYPE  # a GPU computes in bfloat16 alone
+    one = run(Trainer(decoder(kind), OPTIMIZER, LossConfig()), ONE)
+    return on_all(world, different(run(Trainer(decoder(kind), OPTIMIZER, LossConfig(), world=world), world), one))
 
 
 @check
@@ -149,14 +152,14 @@ def graphs(world: World) -> Any:
     """Ways to arrange the collectives, recorded or not: results like eager's, graphs alike on all ranks, the log."""
     eager = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, max_tokens=256)
     ways: dict[str, dict[str, Any]] = {
-        "as traced": {"reshard_after_forward": False, "bucket_collectives": False, "reorder_collectives": False},
-        "bucketed": {"reorder_collectives": False, "recompute": ("full",)},
+        "recomputed": {"bucket_collectives": False, "recompute": ("full",)},
         "all": {"cudagraph_mode": "full"},
     }
     found = {}
     for name, fields in ways.items():
         config = CompileConfig("step", **fields)
-        compiler = Compiler(config, CPU, recorder=FakeRecorder(), mesh={"fsdp": world.size}, peers=world)
+        recorder = FakeRecorder() if DEVICE.type == "cpu" else None
+        compiler = Compiler(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
         trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, compiler=compiler)
         unlike = different(run(trainer, world, max_tokens=256), eager)
         made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in compiler.functions}
@@ -210,7 +213,7 @@ def state_in_one_process(world: World) -> Any:
     tensors, numbers = first.state()
     state = {name: tensor.clone() for name, tensor in tensors.items()}, numbers
     one = go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, state)
-    two = go_on(Trainer(decoder(torch.float32), OPTIMIZER, LossConfig(), world=world), world, state)
+    two = go_on(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, state)
     return on_all(world, different(one, two))
 
 
@@ -239,7 +242,8 @@ def agreement(world: World) -> Any:
 
 
 def main() -> None:
-    world = join(ParallelConfig(timeout=30), "cpu")
+    environment.own_gpu()
+    world = join(ParallelConfig(timeout=30), DEVICE.type)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name, function in CHECKS.items():

@@ -34,7 +34,7 @@ def test_adding_in_another_order_would_be_noticed(found: dict[str, Any]) -> None
     assert 0 in first and first == second  # the gradients, to begin with
 
 
-@pytest.mark.parametrize("way", ["as traced", "bucketed", "all"])
+@pytest.mark.parametrize("way", ["recomputed", "all"])
 def test_graphs_compute_what_eager_does_and_are_alike_on_all_ranks(found: dict[str, Any], way: str) -> None:
     graphs = found["graphs"][way]
     assert graphs["different"] == [[], []]
@@ -53,7 +53,6 @@ def test_a_layer_has_one_gather_and_one_exchange(found: dict[str, Any]) -> None:
     assert "reshard: " in log and "16 of 18 gathered again" in log
     assert "34 -> 6 gathers, 18 -> 4 exchanges" in log
     assert "5 gathers begin a layer early, 3 exchanges end a layer late" in log
-    assert "gathers" not in "\n".join(found["graphs"]["as traced"]["log"])
 
 
 def test_a_flipped_bit_on_one_rank_stops_the_update_on_all(found: dict[str, Any]) -> None:

@@ -1,0 +1,105 @@
+"""Steps of reinforcement learning on several processes, beside one process that trains on the same micro-batches.
+
+One model, one seed, several ways to arrange the collectives; all must write the same rollouts and weights in every bit.
+Each way is `lockstep train` in processes of its own (`torchrun`), with captured graphs, on CUDA graphs where there are
+GPUs. Times are medians over the steps but the first, of the slowest process; memory is that of the fullest GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import seed_workload
+import torch
+from common import arguments, finish, save
+
+LIMIT_S = 600.0  # of a way
+TIMES = ("step", "generate", "forward_backward", "optim_step", "sync")
+WAYS: dict[str, tuple[bool, tuple[str, ...]]] = {  # whether on several processes, and flags
+    "one process": (False, ()),
+    "sharded": (True, ()),
+    "unbucketed": (True, ("--compile.no-bucket-collectives",)),
+    "in the order of the trace": (True, ("--compile.no-bucket-collectives", "--compile.no-reorder-collectives")),
+    "weights kept": (True, ("--compile.no-reshard-after-forward",)),
+}
+
+
+def measure(name: str, folder: Path, processes: int, flags: list[str]) -> dict[str, Any]:
+    """One way, from its run folder."""
+    several, own = WAYS[name]
+    run_dir = folder / name.replace(" ", "-")
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if several else []
+    command = [sys.executable, *start, "-m", "lockstep", "train", "dataset", *flags, *own, "--run-dir", str(run_dir)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
+    if done.returncode != 0:
+        raise SystemExit(f"{name}: ended with {done.returncode}\n{done.stdout[-4000:]}")
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    certificate = json.loads((run_dir / "parity.json").read_text())
+    later = steps[1:] or steps
+    model = sorted((run_dir / "model").glob("*.safetensors"))
+    return {
+        "steps": len(steps),
+        "startup_s": summary["startup_s"],
+        **{f"{part}_s": statistics.median(step.get(f"time/{part}", 0.0) for step in later) for part in TIMES},
+        "tokens_per_s_per_gpu": statistics.median(step["perf/tokens_per_s_per_gpu"] for step in later),
+        "peak_gib": max(step["memory/peak_gib"] for step in steps),
+        "recompiles": steps[-1]["recompiles"],
+        "replays": steps[-1]["graph_replays"],
+        "passes": summary.get("compile", {}).get("nodes", {}),
+        "tokens_checked": certificate["tokens_checked"],
+        "tokens_different": certificate["tokens_different"],
+        "rollouts_sha256": hashlib.sha256((run_dir / "rollouts.jsonl").read_bytes()).hexdigest(),
+        "weights_sha256": hashlib.sha256(b"".join(file.read_bytes() for file in model)).hexdigest(),
+    }
+
+
+def main() -> None:
+    parser = arguments(str(__doc__))
+    parser.add_argument("--processes", type=int, default=2, help="GPUs, or processes of a CPU (default: 2)")
+    parser.add_argument("--arch", help="default: qwen3-0.6b on GPUs, tiny on a CPU")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
+    given = parser.parse_args()
+    on_gpu = given.device == "cuda"
+    if on_gpu and torch.cuda.device_count() < given.processes:
+        raise SystemExit(f"--processes is {given.processes}, and there are {torch.cuda.device_count()} GPUs")
+    arch = given.arch or ("qwen3-0.6b" if on_gpu else "tiny")
+    prompts, samples, tokens = (16, 8, 256) if on_gpu else (4, 4, 12)
+    figures: dict[str, Any] = {"arch": arch, "processes": given.processes, "ways": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        seed_workload.prepare(folder, arch)
+        flags = [
+            *("--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"), "--device", given.device),
+            *("--reward", f"{seed_workload.__file__}:coin", "--steps", str(given.steps), "--compile.capture", "step"),
+            *("--trainer.prompts-per-step", str(prompts), "--sampling.num-generations", str(samples)),
+            *("--sampling.max-completion-length", str(tokens), "--sampling.ignore-eos"),
+            *("--task.validation-prompts", "0", "--parallel.batch-shards", str(given.processes)),
+            *("--parallel.timeout", "120", "--optimizer.learning-rate", "1e-5", "--metrics.no-progress"),
+        ]
+        for name in given.only:
+            figures["ways"][name] = way = measure(name, folder, given.processes, flags)
+            first = next(iter(figures["ways"].values()))
+            for what in ("rollouts", "weights"):
+                way[f"same_{what}"] = way[f"{what}_sha256"] == first[f"{what}_sha256"]
+            save("fsdp", figures, given.json)
+    heads = ["way", *(f"{part} ms" for part in TIMES), "GiB", "different", "same rollouts", "same weights"]
+    rows = [heads]
+    for name, way in figures["ways"].items():
+        times = [f"{way[f'{part}_s'] * 1e3:.1f}" for part in TIMES]
+        counts = f"{way['tokens_different']} of {way['tokens_checked']:,}"
+        same = [str(way[f"same_{what}"]) for what in ("rollouts", "weights")]
+        rows.append([name, *times, f"{way['peak_gib']:.2f}", counts, *same])
+    finish("fsdp", figures, rows, given.json)
+
+
+if __name__ == "__main__":
+    main()

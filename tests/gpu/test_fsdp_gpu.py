@@ -1,0 +1,67 @@
+"""Two GPUs over NCCL, collectives within CUDA graphs: the bits of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import finished
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+TESTS = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+def json_of(command: list[str], **environment: str) -> Any:
+    """The last line that a command prints, as JSON; it ends well."""
+    run = finished(command, env=os.environ | environment)
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert "terminate called" not in run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=["", "expandable_segments:True"], ids=["plain memory", "expandable segments"])
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What `tests/parallel/ranks.py` finds on two GPUs."""
+    return json_of([*TORCHRUN, str(TESTS / "parallel" / "ranks.py"), "cuda"], PYTORCH_CUDA_ALLOC_CONF=request.param)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "experts", "state_in_one_process"])
+def test_two_gpus_have_the_bits_of_one(found: dict[str, Any], kind: str) -> None:
+    assert found[kind] == [[], []]
+
+
+def test_adding_in_another_order_would_be_noticed(found: dict[str, Any]) -> None:
+    first, second = found["another_order_of_addition"]
+    assert 0 in first and first == second
+
+
+@pytest.mark.parametrize("way", ["recomputed", "all"])
+def test_graphs_with_collectives_compute_what_eager_does(found: dict[str, Any], way: str) -> None:
+    graphs = found["graphs"][way]
+    assert graphs["different"] == [[], []] and graphs["digests"][0] == graphs["digests"][1]
+    assert graphs["captures"][1] == 0
+
+
+def test_a_fault_on_one_gpu_stops_the_update_on_both(found: dict[str, Any]) -> None:
+    assert found["a_flipped_bit_on_one_rank"] == [[False, 1, [["group 1 sample 0", 2, "sampled"]], True]] * 2
+    assert found["a_loss_that_is_not_finite_on_one_rank"] == [[False, False, True]] * 2
+
+
+def test_ten_steps_of_reinforcement_learning(tmp_path: Path) -> None:
+    """`benchmarks/fsdp.py` at a small size: 10 steps, recorded graphs, one process and two, bucketed and not."""
+    script = TESTS.parent / "benchmarks" / "fsdp.py"
+    path = f"{TESTS.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, str(script), "--arch", "qwen3-100m", "--json", str(tmp_path / "figures.json")]
+    run = finished(command, env=os.environ | {"PYTHONPATH": path})
+    assert run.returncode == 0, run.stdout + run.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    for name, way in figures["ways"].items():
+        assert way["tokens_different"] == 0 < way["tokens_checked"] and way["steps"] == 10, name
+        assert way["same_rollouts"] and way["same_weights"] and way["recompiles"] == 0 < way["replays"], name
