@@ -8,7 +8,6 @@ from typing import Any
 
 from .build import build, resolve
 from .config import RunConfig
-from .environment import several_processes
 from .errors import InputError, LockstepError
 from .graph import Store
 from .startup import warm_up
@@ -21,11 +20,9 @@ def precompile(config: RunConfig) -> dict[str, Any]:
     nothing and writes no run folder.
 
     Raises:
-        InputError: nothing is captured in this configuration, or there are several processes.
+        InputError: nothing is captured in this configuration.
         LockstepError: a graph is not what eager is, or the cache folder cannot be written.
     """
-    if several_processes():
-        raise InputError("torchrun started several processes; precompile keeps the graphs of one, so start it without")
     began = time.perf_counter()
     config = resolve(config)
     if config.compile.capture == "none":

@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
         *("loop", "build", "parallel", "parity", "checkpoint", "metrics", "report", "config_file"),
         *("display", "environment", "resume", "signals", "startup", "timeline", "trackers"),
     },
-    "precompile": {"build", "environment", "graph", "startup"},
+    "precompile": {"build", "graph", "startup"},
     "llm": {"attention", "build", "generator"},
     "evaluation": {"build", "llm", "rollout", "tasks"},
     "chat": {"llm"},
