@@ -58,6 +58,7 @@ PARTS = (
     Part("tests-ops", _tests("fused", "sampling", "adamw", "ops"), 110, 260),
     Part("tests-attention", _tests("attention", "attention_backward", "backward", "generator"), 90, 240),
     Part("tests-flex", _tests("flex"), 100, 260),
+    Part("tests-fsdp", _tests("fsdp"), 60, 300),  # skipped with fewer than two GPUs
     Part("ops", _script("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),
     Part("ops-linear", _script("ops", "--only", "linear", "--models", *LINEAR_MODELS), 100, 240),
     Part("moe", _script("moe"), 60, 150),
