@@ -18,7 +18,10 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
 
 Parity = Literal["strict", "warn", "off"]
 STEPS, PROMPTS, SAMPLES = 10, 5, 8
@@ -57,8 +60,8 @@ def prepare(folder: Path, arch: str) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def ours(folder: Path, began: float, parity: Parity, extra: dict[str, Any], count: int) -> dict[str, Any]:
-    """`lockstep train` on the folder, run folder and report included."""
+def configuration(folder: Path, parity: Parity, extra: dict[str, Any], count: int) -> RunConfig:
+    """The run on the folder; `extra` are fields of its compile section."""
     from lockstep.config import (
         CompileConfig,
         LossConfig,
@@ -68,16 +71,18 @@ def ours(folder: Path, began: float, parity: Parity, extra: dict[str, Any], coun
         TaskConfig,
         TrainerConfig,
     )
-    from lockstep.run import train
 
-    config = RunConfig(
+    return RunConfig(
         recipe="dataset",
         model=str(folder / "model"),
         steps=count,
         seed=SEED,
         parity=parity,
         task=TaskConfig(
-            name="dataset", data=str(folder / "prompts.jsonl"), reward=(f"{__file__}:coin",), validation_prompts=0
+            name="dataset",
+            data=str(folder / "prompts.jsonl"),
+            reward=(f"{Path(__file__).resolve()}:coin",),
+            validation_prompts=0,
         ),
         sampling=SamplingConfig(
             num_generations=SAMPLES, max_completion_length=NEW_TOKENS, temperature=0.8, top_p=0.95, ignore_eos=True
@@ -87,6 +92,13 @@ def ours(folder: Path, began: float, parity: Parity, extra: dict[str, Any], coun
         optimizer=OptimizerConfig(learning_rate=2e-6, weight_decay=0.1, warmup_steps=2),
         compile=CompileConfig(**extra),
     )
+
+
+def ours(folder: Path, began: float, parity: Parity, extra: dict[str, Any], count: int) -> dict[str, Any]:
+    """`lockstep train` on the folder, run folder and report included."""
+    from lockstep.run import train
+
+    config = configuration(folder, parity, extra, count)
     imported = time.time() - began
     summary = train(config, folder / "run", resume=False)
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

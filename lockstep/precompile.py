@@ -63,6 +63,7 @@ def precompile(config: RunConfig) -> dict[str, Any]:
     }
 
 
+_REASONS = 8  # that are shown of one graph
 _OUTCOMES = {"loaded": "reused", "refused": "refused", "absent": "made"}
 
 
@@ -80,7 +81,9 @@ def render(result: dict[str, Any]) -> str:
     lines = [f"{result['folder']}, for {result['device']}"]
     for graph in result["graphs"]:
         lines.append(f"  {graph['outcome']:<8} {graph['bytes'] / 1024:>8.1f} KiB  {graph['title']}")
-        lines += [f"           {reason}" for reason in graph["reasons"]]
+        lines += [f"           {reason}" for reason in graph["reasons"][:_REASONS]]
+        if len(graph["reasons"]) > _REASONS:
+            lines.append(f"           and {len(graph['reasons']) - _REASONS} more")
     checks, seconds = result["checks"], result["seconds"]
     counts = f"{result['made']} made, {result['reused']} reused, {result['refused']} refused and made anew"
     sizes = f"{result['bytes'] / 2**20:.1f} MiB, {result['folder_bytes'] / 2**20:.1f} in the folder"

@@ -43,6 +43,8 @@ PARITY_FILE, FAILURE_FILE = "parity.json", "failure.json"
 # Counters of the timeline, and the metrics that they show.
 _COUNTERS = {"reward": "reward/mean", "tokens/s": "perf/tokens_per_s_per_gpu", "memory GiB": "memory/peak_gib"}
 
+_REASONS = 3  # that are shown why stored graphs were not used
+
 _log = logging.getLogger("lockstep")
 
 
@@ -156,8 +158,9 @@ class _Recorder:
             sources = f"{compiler.captures} traces and {compiler.loaded} stored graphs"
             display.note(f"graphs: {graphs} made from {sources} in {seconds:.1f} s")
             self.summary["compile"] = report = loop.run.compile_report()
-            for reason in report["refused"]:
-                display.note(f"graphs: stored ones were not used: {reason}")
+            if reasons := report["refused"]:
+                more = f" and {len(reasons) - _REASONS} more" if len(reasons) > _REASONS else ""
+                display.note(f"graphs: stored ones were not used: {'; '.join(reasons[:_REASONS])}{more}")
         self._count_startup(began, {name: s - before.get(name, 0.0) for name, s in timings.seconds.items()})
         self.trace()
 

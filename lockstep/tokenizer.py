@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import InputError, LockstepError
 from .json_file import read_json
+from .tokenizer_cache import kept
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,12 @@ def byte_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerBase:
 
     Raises `InputError` when the tokens do not fit into `vocab_size`.
     """
+    tokenizer = kept("byte-level", _whole_byte_tokenizer)
+    check_vocabulary(tokenizer, vocab_size, "the byte-level tokenizer")
+    return tokenizer
+
+
+def _whole_byte_tokenizer() -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -51,7 +58,6 @@ def byte_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerBase:
         tokenizer_object=backend, pad_token=END_OF_TEXT, eos_token=IM_END, clean_up_tokenization_spaces=False
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    check_vocabulary(tokenizer, vocab_size, "the byte-level tokenizer")
     return tokenizer
 
 
@@ -73,6 +79,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise InputError(f"tokenizer folder {folder} does not exist")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise InputError(f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
+    return kept(folder, lambda: _whole_tokenizer(folder))
+
+
+def _whole_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = _tokenizer_class(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the libraries raise many types for a damaged file, a bare Exception among them

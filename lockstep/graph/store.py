@@ -157,9 +157,10 @@ class Store:
 def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields that are not the same."""
     now = json.loads(json.dumps(now))
+    names = sorted(was.keys() | now.keys(), key=lambda name: ("." in name, name))
     return tuple(
         f"{name} was {_short(was.get(name))} and is {_short(now.get(name))}"
-        for name in sorted(was.keys() | now.keys())
+        for name in names
         if was.get(name) != now.get(name)
     )
 

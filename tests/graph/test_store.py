@@ -53,7 +53,7 @@ def test_what_it_was_made_with_is_compared_field_by_field(store: Store) -> None:
     made_with = {**KEY.made_with, "torch": "2.14.0", "constants.loss.epsilon": "0.3"}
     assert looked_up(store, replace(KEY, made_with=made_with)) == (
         "refused",
-        ("constants.loss.epsilon was '0.2' and is '0.3'", "torch was '2.13.0' and is '2.14.0'"),
+        ("torch was '2.13.0' and is '2.14.0'", "constants.loss.epsilon was '0.2' and is '0.3'"),
     )
     more = {**KEY.made_with, "mesh.fsdp": 2}
     assert looked_up(store, replace(KEY, made_with=more)) == ("refused", ("mesh.fsdp was None and is 2",))

@@ -96,8 +96,8 @@ def test_what_changed_is_named_and_the_old_graph_stays(decoder, rollout, compile
     assert changed.captures == 1 and changed.store is not None
     (lookup,) = changed.store.lookups
     assert lookup.outcome == "refused" and lookup.title.startswith("forward_backward(max_len=")
-    assert lookup.reasons[0] == "constants.loss.epsilon was '0.2' and is '0.3'"
-    assert lookup.reasons[1].startswith("passes was [['canonicalize', '{}']] and is ")
+    assert lookup.reasons[1] == "constants.loss.epsilon was '0.2' and is '0.3'"
+    assert lookup.reasons[0].startswith("passes was [['canonicalize', '{}']] and is ")
     for way in ({}, {"epsilon": 0.3}):
         again = compiler(recompute=("full",) if way else ())
         train_step(decoder(), rollout, again, **way)

@@ -1,0 +1,127 @@
+"""How long a run takes to its first step: with nothing kept from earlier, and with what the run before it kept.
+
+The workload is that of `seed_workload.py`. Every run is a process of its own, over one cache folder for graphs and one
+for Triton's kernels, both empty at first; start-up is all that comes before the first step, imports included. Then what
+sharing saves: the graphs of the trainer alone, of the generator alone, and of both in one process, nothing kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import seed_workload
+
+PARTS = ("trainer", "generator", "both")
+PHASES = ("import", "load", "load_graphs", "import_tracer", "trace", "passes", "store_graphs", "compile", "record")
+LATER = ("gate", "verify", "other")
+
+
+def run(folder: Path, began: float, steps: int, kept: dict[str, str]) -> dict[str, Any]:
+    """The workload in a new process with these cache folders; its figures."""
+    flags = ["--run", "train", "--folder", str(folder), "--began", repr(began), "--steps", str(steps)]
+    return _process(flags, kept)
+
+
+def compiled(folder: Path, part: str, kept: dict[str, str]) -> dict[str, float]:
+    """Seconds of a new process that makes the graphs of one role or of both, and of that the making alone."""
+    began = time.time()
+    figures = _process(["--run", part, "--folder", str(folder)], kept)
+    return {"process_s": time.time() - began, **figures}
+
+
+def _process(flags: list[str], kept: dict[str, str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, *flags]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | kept, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def make_graphs(folder: Path, part: str) -> dict[str, float]:
+    """Load the model and make the graphs that the steps of one role, or of both, need."""
+    from lockstep.build import build
+
+    run = build(seed_workload.configuration(folder, "strict", {"capture": "step"}, 1))
+    began = time.perf_counter()
+    if part != "generator":
+        run.trainer.warm_up(run.shapes, run.sampling, check_parity=True)
+    if part != "trainer":
+        sequences = seed_workload.PROMPTS * seed_workload.SAMPLES
+        run.engine.warm_up(sequences, run.shapes[0].max_len, run.sampling)
+    seconds = time.perf_counter() - began
+    assert run.compiler is not None
+    traces = run.compiler.captures
+    run.compiler.close()
+    return {"making_s": seconds, "traces": traces}
+
+
+def caches(folder: Path, name: str) -> dict[str, str]:
+    """Empty cache folders, as environment variables."""
+    return {"LOCKSTEP_CACHE": str(folder / name / "lockstep"), "TRITON_CACHE_DIR": str(folder / name / "triton")}
+
+
+def main() -> int:
+    from common import arguments, finish, save
+
+    parser = arguments(__doc__.splitlines()[0])
+    parser.set_defaults(repeats=3)
+    parser.add_argument("--arch", help="named architecture (default: qwen3-0.6b on a GPU, tiny on a CPU)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each run (default: 10)")
+    parser.add_argument("--run", choices=["train", *PARTS], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run == "train":
+        print(json.dumps(seed_workload.ours(args.folder, args.began, "strict", {"capture": "step"}, args.steps)))
+        return 0
+    if args.run:
+        print(json.dumps(make_graphs(args.folder, args.run)))
+        return 0
+    arch = args.arch or ("qwen3-0.6b" if args.device == "cuda" else "tiny")
+    figures: dict[str, Any] = {"arch": arch, "steps": args.steps, "runs": {}, "sharing": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        seed_workload.prepare(folder, arch)
+        kept = caches(folder, "kept")
+        for name in ("cold", *(f"warm {i + 1}" for i in range(args.repeats))):
+            figures["runs"][name] = run(folder, time.time(), args.steps, kept)
+            (folder / "run").rename(folder / name.replace(" ", ""))
+            save("startup", figures, args.json)
+        figures["kept_bytes"] = {name: _size(Path(path)) for name, path in kept.items()}
+        for part in PARTS:
+            figures["sharing"][part] = compiled(folder, part, caches(folder, part))
+    finish("startup", figures, rows(figures["runs"]), args.json)
+    print(sharing(figures["sharing"]))
+    return 0
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def rows(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """The table: seconds by phase, of start-up, of the steps, and of everything."""
+    shown = [name for name in (*PHASES, *LATER) if any(f["startup"].get(name, 0) >= 0.05 for f in runs.values())]
+    table = [["run", *shown, "start-up s", "steps s", "total s", "traces", "loaded", "recompiles"]]
+    for name, f in runs.items():
+        cells = [f["startup"].get(phase, 0.0) for phase in shown] + [f["startup_s"], f["steps_s"], f["total_s"]]
+        counts = [f["compile"]["traces"], f["compile"]["loaded"], f["recompiles"][-1]]
+        table.append([name, *(f"{cell:.2f}" for cell in cells), *map(str, counts)])
+    return table
+
+
+def sharing(parts: dict[str, dict[str, float]]) -> str:
+    """What one process for both roles saves."""
+    apart, both = (sum(parts[p]["process_s"] for p in names) for names in (PARTS[:2], PARTS[2:]))
+    each = ", ".join(f"{name} {parts[name]['process_s']:.2f} ({parts[name]['making_s']:.2f} making)" for name in PARTS)
+    return f"graphs from nothing, s a process: {each}; apart {apart:.2f}, both in one {both:.2f}, {apart / both:.2f}x"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
