@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,7 @@ def test_a_warm_start_imports_no_tracer(cache: Path, tmp_path: Path) -> None:
         "print([name for name in heavy if name in sys.modules])\n"
     )
     flags = ["train", *SMALL, "--steps", "1", "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True)
+    done = finished([sys.executable, "-c", program, *flags])
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["compile"]["traces"] == 0 and not {"startup/trace", "startup/import_tracer"} & summary.keys()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import finished
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.tokenizer import byte_tokenizer, encode_prompt, load_tokenizer, save_tokenizer
@@ -107,5 +107,5 @@ def test_text_does_not_import_transformers_a_second_time(cache: Path) -> None:
         "print('transformers' in sys.modules)\n"
         "print(len(encode_prompt(tokenizer, [{'role': 'user', 'content': 'a'}])), 'transformers' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = finished([sys.executable, "-c", program])
     assert done.stdout.splitlines() == ["[97, 98] a", "False", "20 True"], done.stderr
