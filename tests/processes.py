@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-DEADLINE = 240.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
+DEADLINE = 480.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
 
 
 def finished(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
