@@ -38,8 +38,10 @@ STARTUP = {
     "restore": "checkpoint",
     "trackers": "trackers",
     "import_tracer": "import of the tracer",
+    "load_graphs": "stored graphs",
     "trace": "tracing graphs",
     "passes": "passes over graphs",
+    "store_graphs": "storing graphs",
     "compile": "compiling kernels",
     "record": "recording graphs",
     "verify": "graphs against eager",
@@ -145,7 +147,10 @@ def _startup(summary: dict[str, Any]) -> list[tuple[str, float]]:
     total, rest = sum(phases.values()), phases.pop("other", 0.0)
     shown = {name: seconds for name, seconds in phases.items() if seconds >= total / 100}
     rest += sum(phases.values()) - sum(shown.values())
-    split = [(STARTUP.get(name, name), seconds) for name, seconds in sorted(shown.items(), key=lambda part: -part[1])]
+    split = [
+        (STARTUP.get(name, name.replace("_", " ")), seconds)
+        for name, seconds in sorted(shown.items(), key=lambda part: -part[1])
+    ]
     return [*split, (STARTUP["other"], rest)] if rest > 0 else split
 
 

@@ -24,6 +24,7 @@ NAMES = {
     "encode": "encoding prompts",
     "advantages": "advantages",
     "pack": "packing",
+    "sync": "weight sync",
 }
 _LABELLED = 0.12  # of the width, from which on a bar has its name on it
 
