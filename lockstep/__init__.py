@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .config import LossConfig as LossConfig
     from .config import MetricsConfig as MetricsConfig
     from .config import OptimizerConfig as OptimizerConfig
+    from .config import ParallelConfig as ParallelConfig
     from .config import RunConfig as RunConfig
     from .config import SamplingConfig as SamplingConfig
     from .config import TaskConfig as TaskConfig
@@ -46,7 +47,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "api": ("train",),
     "config": (
         *("CheckpointConfig", "CompileConfig", "GeneratorConfig", "LossConfig", "MetricsConfig", "OptimizerConfig"),
-        *("RunConfig", "SamplingConfig", "TaskConfig", "TrainerConfig"),
+        *("ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "TrainerConfig"),
     ),
     "errors": ("InputError", "LockstepError", "NonFiniteError", "ParityError"),
     "evaluation": ("evaluate",),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import finished, running, wait_for
+from processes import DEADLINE, finished, running, wait_for
 
 from lockstep import api, config_file
 from lockstep.cli import main
@@ -113,7 +113,7 @@ def test_a_killed_process_ends_the_other(config: RunConfig, tmp_path: Path) -> N
         metrics = tmp_path / "run" / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and len(metrics.read_bytes()) > 0, first)
         second.send_signal(signal.SIGKILL)
-        _, said = first.communicate(timeout=60)
+        _, said = first.communicate(timeout=DEADLINE)
     assert first.returncode == 1
     assert "failed: rank 0 of 2: another process of the run is gone" in said and "Traceback" not in said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_done"] >= 1
