@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ import torch
 from .build import Run
 from .config import RunConfig
 from .errors import LockstepError
-from .graph import Verdicts, trust
-from .ops import gate, linear_table
+from .graph import Verdicts, origin, trust
+from .ops import gate, linear_table, user_cache
 
 _log = logging.getLogger("lockstep")
 
@@ -61,17 +63,31 @@ def _batches(config: RunConfig) -> dict[str, Any]:
 
 
 def _precompile(config: RunConfig, run: Run) -> None:
-    """Compile the kernels of all graphs side by side. Should that fail, each is compiled when it is first launched."""
+    """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
+    each is compiled when it is first launched."""
     assert run.compiler is not None
+    path = _kernel_list(config, run)
     try:
-        with run.compiler.rehearsal():
+        if run.compiler.preload(user_cache.read(path) or ()):
+            return
+        with run.compiler.rehearsal() as kernels:
             _make_graphs(config, run)
             with run.timings.measured("gate"):
                 gate.rehearse(*_checked(run))
+        user_cache.write(path, kernels)
     except Exception as error:
         if run.world.size > 1:  # the others are in the middle of theirs
             raise
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
+
+
+def _kernel_list(config: RunConfig, run: Run) -> Path:
+    """Where the kernels of such a start are listed. A list that is not quite right costs time and nothing else."""
+    embed = run.policy.model.embed
+    about = [run.policy.model.config, embed.dtype, run.shapes, config.sampling, config.generator, config.trainer]
+    about += [config.compile, config.parity, config.loss.beta, run.world.size]
+    key = hashlib.sha256(repr([sorted(origin().items()), *about]).encode()).hexdigest()
+    return user_cache.cache_folder() / "kernels" / f"{key[:32]}.json"
 
 
 def _check_machine(config: RunConfig, run: Run) -> bool:

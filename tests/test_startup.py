@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,3 +82,25 @@ def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch,
         startup._precompile(config, run)
     assert "one by one, which takes longer (GraphError: no tensors without memory here)" in caplog.text
     assert min(warm_up(run, config).values()) > 0
+
+
+def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    config = config_of(captured=True)
+    run = build(config)
+    assert run.compiler is not None
+    rehearsed: list[int] = []
+
+    @contextmanager
+    def rehearsal() -> Iterator[list[list[str]]]:
+        rehearsed.append(len(rehearsed))
+        yield [["module", "kernel", "{}"]]
+
+    preloaded: list[list[list[str]]] = []
+    monkeypatch.setattr(run.compiler, "rehearsal", rehearsal)
+    monkeypatch.setattr(run.compiler, "preload", lambda kernels: preloaded.append(list(kernels)) or len(kernels))
+    for _ in range(2):
+        startup._precompile(config, run)
+    changed = replace(config, generator=replace(config.generator, page_size=32))
+    startup._precompile(changed, run)
+    assert rehearsed == [0, 1] and preloaded == [[], [["module", "kernel", "{}"]], []]

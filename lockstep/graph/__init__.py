@@ -10,6 +10,7 @@ from .constants import Constants
 from .cudagraph import CudaRecorder, FakeRecorder
 from .function import GraphFunction
 from .ir import Captured, Dynamic, GraphError, Inputs, Static
+from .origin import origin
 from .passes import Pass, pipeline, run_passes
 from .rehearsal import NAMESPACE as _NAMESPACE
 from .report import compile_report, refusals, replay_metrics
@@ -49,6 +50,7 @@ __all__ = [
     "in_module",
     "loads",
     "module_inputs",
+    "origin",
     "pipeline",
     "refusals",
     "register_region",

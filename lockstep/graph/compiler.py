@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -208,17 +208,27 @@ class Compiler:
         self.recompiles += self._warm
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def rehearsal(self) -> Iterator[list[Any]]:
         """Within, functions make their graphs and launch none (what they return is zero), and by the end the kernels of
-        those graphs are compiled, side by side; launches of any other Triton kernel are left out too."""
+        those graphs are compiled, side by side; launches of any other Triton kernel are left out too. Yields what is
+        then a list of these kernels, for `preload`."""
         from ..ops.kernels.precompile import compiling_only
 
-        with self.timings.measured("compile"), compiling_only():
+        with self.timings.measured("compile"), compiling_only() as kernels:
             self.rehearsing = True
             try:
-                yield
+                yield kernels
             finally:
                 self.rehearsing = False
+
+    def preload(self, kernels: Iterable[Any]) -> int:
+        """Load kernels that a rehearsal listed in another process; how many there were."""
+        if not kernels:
+            return 0
+        from ..ops.kernels.precompile import preload
+
+        with self.timings.measured("compile"):
+            return preload(kernels)
 
     def end_warm_up(self) -> None:
         """From here on a new graph counts as a recompile; what only a check needs is let go of."""

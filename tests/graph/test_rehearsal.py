@@ -93,9 +93,9 @@ def test_a_compiler_s_rehearsal_makes_the_graphs_and_launches_none(monkeypatch: 
     within: list[bool] = []
 
     @contextmanager
-    def compiling_only() -> Iterator[None]:
+    def compiling_only() -> Iterator[list[str]]:
         within.append(True)
-        yield
+        yield ["a kernel"]
         within.append(False)
 
     precompile = pytest.importorskip("lockstep.ops.kernels.precompile")
@@ -103,8 +103,9 @@ def test_a_compiler_s_rehearsal_makes_the_graphs_and_launches_none(monkeypatch: 
     compiler = Compiler(CompileConfig(capture="step", cudagraph_mode="full"), CPU, recorder=FakeRecorder())
     inputs = inputs_of(4, torch.ones(3, 4))
     function = compiler.function("f", body, Inputs(inputs.param, buffer=inputs.buffer), {"buffer"})
-    with compiler.rehearsal():
+    with compiler.rehearsal() as kernels:
         first = function(inputs.user)
+    assert kernels == ["a kernel"]
     (graph,) = function.graphs.values()
     assert within == [True, False] and graph.launches == 0 and inputs.buffer["total"] == 0
     assert first["y"].shape == (3, 4) and not first["y"].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from processes import finished
 
 pytest.importorskip("triton")
 
-SCRIPT = """
+DRIVER = """
 import threading
 from types import SimpleNamespace
 import torch, triton, triton.language as tl
@@ -33,6 +34,10 @@ loads, threads = True, []
 
 driver.set_active(Hopper())
 
+"""
+SCRIPT = (
+    DRIVER
+    + """
 @triton.jit
 def fill(out, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -62,6 +67,7 @@ for block in (64, 128, 32, 256):
 broken.warmup(out, grid=(1,))
 print([list(constants.values()) for constants in missed])
 """
+)
 
 
 def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
@@ -78,3 +84,54 @@ def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == "[[32], [32], [256], [256], []]"  # all others are there, and loaded
     assert len(list((tmp_path / "cache").rglob("fill.cubin"))) == 5
+
+
+LISTED = (
+    DRIVER
+    + """
+import json, sys
+from lockstep.ops.kernels import adamw
+from lockstep.ops.kernels.precompile import preload
+
+def launch(warp_count):
+    adamw._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count)
+
+x, warps = torch.zeros(4096), (4, 8)
+if sys.argv[1] == "list":
+    with compiling_only() as kernels:
+        for warp_count in (*warps, 4):
+            launch(warp_count)
+    print(json.dumps(kernels))
+else:
+    kernels = json.loads(sys.stdin.read())
+    others = [["os", "system", "{}"], ["lockstep.ops.kernels.adamw", "absent", "{}"]]
+    changed = [[module, name, text.replace("f32", "f64")[:-9]] for module, name, text in kernels]
+    assert preload([*others, *changed]) == 0 and preload([*kernels, *others]) == 2
+    assert len(threads) == 2 and threading.get_ident() not in threads
+    missed = []
+    triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
+    for warp_count in (*warps, 2):
+        adamw._square_sums_kernel.warmup(x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count, grid=(4,))
+    print(len(missed))
+"""
+)
+
+
+def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LISTED)
+    paths = os.pathsep.join(map(str, (Path(__file__).parents[2], *sys.path)))
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": paths,
+        "TRITON_INTERPRET": "0",
+    }
+    command = [sys.executable, str(tmp_path / "script.py")]
+    listed = finished([*command, "list"], env=environment)
+    assert listed.returncode == 0, listed.stderr
+    assert len(json.loads(listed.stdout)) == 2
+    before = sorted((tmp_path / "cache").rglob("*.cubin"))
+    loaded = finished([*command, "load"], env=environment, input=listed.stdout, stdin=None)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout == "1\n"  # all but the one that was not listed are there, and loaded
+    assert sorted((tmp_path / "cache").rglob("*.cubin")) == before and len(before) == 2

@@ -4,16 +4,19 @@ which takes most of a cold start."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 import torch
-from triton import AsyncCompileMode
+from triton import AsyncCompileMode, knobs
 from triton.runtime.jit import JITFunction
 
 MAX_WORKERS = 32
+
+Kernel = tuple[str, str, str]  # module, name, and Triton's own description of its arguments, constants and options
 
 
 class _Pool(ThreadPoolExecutor):
@@ -41,20 +44,59 @@ def _ready(compile_kernel: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def compiling_only() -> Iterator[None]:
+def compiling_only() -> Iterator[list[Kernel]]:
     """Within, a launch only has its kernel compiled and loaded, on any core; at the end all are.
 
     One that does not compile or load is left to its first launch, which says why. Triton has no switch that turns
     launches off, so for this long `JITFunction.run` is another function; no other thread may launch.
+
+    Returns:
+        a list that the kernels are added to, for `preload` in another process.
     """
     run = JITFunction.run
+    found: list[Kernel] = []
 
     def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        try:
+            with _noted(found):
+                return run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        except TypeError:  # it has a constant that cannot be described
+            return run(kernel, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = compile_only
     try:
         with _Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
-            yield
+            yield found
     finally:
         JITFunction.run = run
+
+
+@contextmanager
+def _noted(found: list[Kernel]) -> Iterator[None]:
+    """Kernels that this process does not have yet are added to the list."""
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        found.append((fn.module, fn.name, compile["specialization_data"]))
+        return False  # go on and compile
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = before or note
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+def preload(kernels: Iterable[Kernel]) -> int:
+    """Load kernels of this package on all cores, from Triton's cache where it has them; returns how many were found.
+
+    It is a hint: one that is not there any more, or is for another device, is left out, and compiled at its launch.
+    """
+    count = 0
+    with _Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
+        for module, name, description in kernels:
+            with suppress(Exception):
+                if module.startswith(f"{__package__}."):
+                    getattr(import_module(module), name).preload(description)
+                    count += 1
+    return count
