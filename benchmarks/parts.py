@@ -34,10 +34,10 @@ def _learning(limit: int, *flags: str) -> tuple[str, ...]:
 
 
 LINEAR_MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
-WORDS = ("word-arithmetic", "--trainer.warmup-loss", "0.03", "--steps", "200")
+WORDS = ("word-arithmetic", "--steps", "250")
 DIGITS = (
     *("sum-digits", "--arch", "qwen3-100m", "--task.no-easy", "--sampling.max-completion-length", "64"),
-    *("--trainer.warmup-learning-rate", "1e-3", "--trainer.warmup-loss", "0.03", "--optimizer.learning-rate", "2e-5"),
+    *("--trainer.warmup-learning-rate", "1e-3", "--trainer.warmup-loss", "0.02", "--optimizer.learning-rate", "2e-5"),
     *("--task.validation-interval", "25", "--steps", "150"),
 )
 

@@ -44,7 +44,7 @@ def word_arithmetic(model: str | None) -> RunConfig:
         steps=150,
         task=TaskConfig(name="word-arithmetic", validation_prompts=200, validation_interval=25),
         sampling=SamplingConfig(max_completion_length=64),
-        trainer=TrainerConfig(prompts_per_step=64, warmup_steps=warm_up, warmup_loss=0.12),
+        trainer=TrainerConfig(prompts_per_step=64, warmup_steps=warm_up, warmup_loss=0.08),
         loss=LossConfig(scale_rewards="group"),
         optimizer=OptimizerConfig(learning_rate=2e-5, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
     )
