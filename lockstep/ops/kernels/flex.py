@@ -332,8 +332,7 @@ def _from_tiles(x: Tensor, where: Tiles, tokens: int) -> Tensor:
 def _attend(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
     """Attention of blocks over tiles, in the blocks' layout, compiled once for all sizes.
 
-    Window and mask are what it closes over, which a compilation takes for constants. Torch bounds how often a piece of
-    code is compiled, so each of these has code of its own.
+    Torch bounds how often a piece of code is compiled, so each of these has code of its own.
     """
     made = _attending(window, mask, for_backward)
     own = types.FunctionType(made.__code__.replace(), made.__globals__, made.__name__, None, made.__closure__)
@@ -342,8 +341,9 @@ def _attend(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]
 
 def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
     """The function that `_attend` compiles; its last arguments are fields of `Tiles`."""
-    visible, size = visibility(window, mask), BACKWARD if for_backward else FORWARD
-    rows, tile_rows = size
+    window_text = str(
+        window
+    )  # compiled for all sizes, a number that is closed over is one more of them, and text is not
 
     def attend(
         q: Tensor,
@@ -355,6 +355,9 @@ def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tens
         count_B: Tensor,
         list_BL: Tensor,
     ) -> Tensor:
+        rows, tile_rows = BACKWARD if for_backward else FORWARD
+        visible = visibility(int(window_text), mask)
+
         def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
             query, tile = position[row], logical_SR[sequence_B[row // rows], key // tile_rows]
             return (tile >= 0) & (query >= 0) & visible(query, tile * tile_rows + key % tile_rows)
