@@ -61,8 +61,7 @@ class Tiles(NamedTuple):
             token, one of the block's own.
         out_rows: the blocks' row of each token and head, int64 [T * N]; of padding, one that sees nothing.
         position: of each row of a head's blocks, int32 [B * rows]; -1 where there is no token.
-        sequence_B: int32.
-        logical_SR: a physical tile's number in a sequence, int32 [S + 1, R]; -1: not one of its tiles.
+        key_position: of each row of the tiles in the sequences that have it, int32 [R * tile].
         count_B, list_BL: physical tiles of each block, in order, int32.
         key_rows: packed: the row of k and v that is at each tile's row, int64 [R * tile]; where there is none, one of
             the segment's own, so that no other segment's value can matter.
@@ -72,8 +71,7 @@ class Tiles(NamedTuple):
     query_rows: Tensor
     out_rows: Tensor
     position: Tensor
-    sequence_B: Tensor
-    logical_SR: Tensor
+    key_position: Tensor
     count_B: Tensor
     list_BL: Tensor
     key_rows: Tensor
@@ -133,15 +131,17 @@ def _tiles_packed(
     row = torch.arange(physical * size.tile, device=device)
     sequence = torch.searchsorted(end_S, row // size.tile, right=True).clamp(max=segments - 1)
     position = row + (shared_S - begin_S)[sequence] * size.tile
-    real = position < context_S[sequence]
+    key_position, real = position.int(), position < context_S[sequence]
     position = torch.minimum(position, context_S[sequence] - 1)
     in_prefix = position < prefix_S[sequence]
     key_rows = position + torch.where(in_prefix, prefix_start_S.long()[sequence], (start_S - prefix_S)[sequence])
     key_rows = key_rows.clamp(0, tokens - 1)
 
     blocks = _blocks(start_S, length_S, prefix_S, tokens, heads, kv_heads, size.rows)
-    lists = _lists(blocks, heads // kv_heads, table_SL, context_S, physical, window, size)
-    return Tiles(*lists, key_rows, key_rows.masked_fill(~real, tokens))
+    lists = _lists(blocks, table_SL, physical, window, size, heads // kv_heads)
+    position = _positions(blocks, size, heads // kv_heads)
+    targets = key_rows.masked_fill(~real, tokens)
+    return Tiles(blocks.query_rows, blocks.out_rows, position, key_position, *lists, key_rows, targets)
 
 
 def tiles_paged(
@@ -156,7 +156,11 @@ def tiles_paged(
     max_context_len: int,
     window: int,
 ) -> list[Tensor]:
-    """`Tiles` of a cache of so many pages, which is read where it lies."""
+    """`Tiles` of a cache of so many pages, which is read where it lies.
+
+    Sequences that share a page have it at the same positions. A row without a sequence may still name a page that is
+    another's by now, but has one position, 0, so the largest number that a page is given is the right one.
+    """
     if page_size % KEY_TILE:
         raise ValueError(f"pages have {page_size} positions; flex attention reads multiples of {KEY_TILE}")
     each, context_S = page_size // KEY_TILE, context_len_S.long()
@@ -164,8 +168,14 @@ def tiles_paged(
     table_SL = (table.unsqueeze(2) * each + torch.arange(each, device=table.device)).flatten(1)
     start_S, length_S = _spans(cu_seqlens, context_S.shape[0])
     blocks = _blocks(start_S, length_S, context_S - length_S, tokens, heads, kv_heads, FORWARD.rows)
-    lists = _lists(blocks, heads // kv_heads, table_SL, context_S, pages * each, window, FORWARD)
-    return [*lists, table.new_empty(0), table.new_empty(0)]
+    position = _positions(blocks, FORWARD, heads // kv_heads)
+    lists = _lists(blocks, table_SL, pages * each, window, FORWARD, heads // kv_heads)
+    tile_L = torch.arange(table_SL.shape[1], device=table.device).expand_as(table_SL)
+    place_SL = torch.where(tile_L * KEY_TILE < context_S.unsqueeze(1), table_SL, pages * each)
+    tile_R = table.new_full((pages * each + 1,), -1).scatter_reduce(0, place_SL.flatten(), tile_L.flatten(), "amax")
+    key_position = tile_R[:-1].unsqueeze(1) * KEY_TILE + torch.arange(KEY_TILE, device=table.device)
+    none = table.new_empty(0)
+    return [blocks.query_rows, blocks.out_rows, position, key_position.flatten().int(), *lists, none, none]
 
 
 def _spans(cu_seqlens: Tensor, segments: int) -> tuple[Tensor, Tensor]:
@@ -208,31 +218,28 @@ def _blocks(
     return _Blocks(sequence_B, first_B, count_B, query_rows, out_rows)
 
 
+def _positions(blocks: _Blocks, size: Size, group: int) -> Tensor:
+    """`Tiles.position`; past a block's last token, and where the group does not divide the rows, there is padding."""
+    token_R = torch.arange(size.rows, device=blocks.count_B.device) // group
+    inside_BR = token_R < blocks.count_B.unsqueeze(1)
+    return torch.where(inside_BR, blocks.first_B.unsqueeze(1) + token_R, -1).flatten().int()
+
+
 def _lists(
-    blocks: _Blocks, group: int, table_SL: Tensor, context_S: Tensor, physical: int, window: int, size: Size
-) -> tuple[Tensor, ...]:
-    """The first seven of `Tiles`, from each sequence's physical tiles; `context_S` is its length."""
-    width, device = size.rows // group, table_SL.device
-    token_R = torch.arange(size.rows, device=device) // group  # past the last whole token there is padding
-    position_BR = torch.where(token_R < blocks.count_B.unsqueeze(1), blocks.first_B.unsqueeze(1) + token_R, -1)
-
-    tile_L = torch.arange(table_SL.shape[1], device=device)
-    place_SL = torch.where(tile_L * size.tile < context_S.unsqueeze(1), table_SL, physical)
-    logical_SR = torch.full((context_S.shape[0] + 1, physical + 1), -1, dtype=torch.int32, device=device)
-    logical_SR = logical_SR.scatter(1, place_SL, tile_L.int().expand_as(place_SL))[:, :physical].contiguous()
-
+    blocks: _Blocks, table_SL: Tensor, physical: int, window: int, size: Size, group: int
+) -> tuple[Tensor, Tensor]:
+    """`Tiles.count_B` and `list_BL`, from each sequence's physical tiles."""
     begin_B = torch.zeros_like(blocks.first_B)
     listed = table_SL.shape[1]
     if window:
         begin_B = (blocks.first_B - window + 1).clamp(min=0) // size.tile
-        listed = min(listed, (window + width - 2) // size.tile + 2)
+        listed = min(listed, (window + size.rows // group - 2) // size.tile + 2)
     end_B = (blocks.first_B + blocks.count_B - 1) // size.tile + 1
     count_B = torch.where(blocks.count_B > 0, end_B - begin_B, 0)
-    at_BL = (begin_B.unsqueeze(1) + torch.arange(max(listed, 2), device=device)).clamp(max=table_SL.shape[1] - 1)
+    index_L = torch.arange(max(listed, 2), device=table_SL.device)
+    at_BL = (begin_B.unsqueeze(1) + index_L).clamp(max=table_SL.shape[1] - 1)
     list_BL = table_SL[blocks.sequence_B].gather(1, at_BL).clamp(0, physical - 1)
-    position = position_BR.flatten().int()
-    lists = blocks.sequence_B.int(), logical_SR, count_B.int(), list_BL.int()
-    return blocks.query_rows, blocks.out_rows, position, *lists
+    return count_B.int(), list_BL.int()
 
 
 def packed(
@@ -252,7 +259,7 @@ def packed(
         return q_TNH.new_empty(q_TNH.shape)
     where = Tiles(*tiles[: len(Tiles._fields)])
     k, v = (_as_tiles(x.index_select(0, where.key_rows)) for x in (k_TKH, v_TKH))
-    return _from_blocks(_attend(window, mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:7]), q_TNH, where)
+    return _from_blocks(_attend(window, mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:6]), q_TNH, where)
 
 
 def paged(
@@ -273,7 +280,7 @@ def paged(
         return q_TNH.new_empty(q_TNH.shape)
     where = Tiles(*tiles)
     k, v = (_as_tiles(cache.flatten(0, 1)) for cache in (k_cache, v_cache))
-    return _from_blocks(_attend(window, mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:7]), q_TNH, where)
+    return _from_blocks(_attend(window, mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:6]), q_TNH, where)
 
 
 def packed_backward(
@@ -298,7 +305,7 @@ def packed_backward(
     grad = grad.masked_fill((where.position < 0).view(1, 1, -1, 1), 0.0)
     with recording_gradients():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = _attend(window, mask, True)(*leaves, *where[2:7])
+        out = _attend(window, mask, True)(*leaves, *where[2:6])
         dq, dk, dv = torch.autograd.grad(out, leaves, grad)
     dq_TNH = _from_blocks(dq, q_TNH, where)
     padding_T = torch.arange(len(q_TNH), device=q_TNH.device) >= cu_seqlens[-1]
@@ -346,29 +353,21 @@ def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tens
     )  # compiled for all sizes, a number that is closed over is one more of them, and text is not
 
     def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position: Tensor,
-        sequence_B: Tensor,
-        logical_SR: Tensor,
-        count_B: Tensor,
-        list_BL: Tensor,
+        q: Tensor, k: Tensor, v: Tensor, position: Tensor, key_position: Tensor, count_B: Tensor, list_BL: Tensor
     ) -> Tensor:
-        rows, tile_rows = BACKWARD if for_backward else FORWARD
+        size = BACKWARD if for_backward else FORWARD
         visible = visibility(int(window_text), mask)
 
         def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            query, tile = position[row], logical_SR[sequence_B[row // rows], key // tile_rows]
-            return (tile >= 0) & (query >= 0) & visible(query, tile * tile_rows + key % tile_rows)
+            return visible(position[row], key_position[key])
 
         if for_backward:  # torch takes the width of the lists for the number of tiles
-            physical = logical_SR.shape[1]
+            physical = k.shape[2] // size.tile
             list_BL = F.pad(list_BL, (0, physical))[:, :physical].contiguous()
         block_mask = BlockMask.from_kv_blocks(
             count_B[None, None],
             list_BL[None, None],
-            BLOCK_SIZE=(rows, tile_rows),
+            BLOCK_SIZE=(size.rows, size.tile),
             mask_mod=mask_mod,
             seq_lengths=(q.shape[2], k.shape[2]),
             compute_q_blocks=for_backward,
