@@ -235,7 +235,7 @@ def _lists(
         begin_B = (blocks.first_B - window + 1).clamp(min=0) // size.tile
         listed = min(listed, (window + size.rows // group - 2) // size.tile + 2)
     end_B = (blocks.first_B + blocks.count_B - 1) // size.tile + 1
-    count_B = torch.where(blocks.count_B > 0, end_B - begin_B, 0)
+    count_B = torch.where(blocks.count_B > 0, end_B - begin_B, 0).clamp(min=0)
     index_L = torch.arange(max(listed, 2), device=table_SL.device)
     at_BL = (begin_B.unsqueeze(1) + index_L).clamp(max=table_SL.shape[1] - 1)
     list_BL = table_SL[blocks.sequence_B].gather(1, at_BL).clamp(0, physical - 1)
