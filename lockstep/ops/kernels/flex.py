@@ -174,8 +174,8 @@ def tiles_paged(
     place_SL = torch.where(tile_L * KEY_TILE < context_S.unsqueeze(1), table_SL, pages * each)
     tile_R = table.new_full((pages * each + 1,), -1).scatter_reduce(0, place_SL.flatten(), tile_L.flatten(), "amax")
     key_position = tile_R[:-1].unsqueeze(1) * KEY_TILE + torch.arange(KEY_TILE, device=table.device)
-    none = table.new_empty(0)
-    return [blocks.query_rows, blocks.out_rows, position, key_position.flatten().int(), *lists, none, none]
+    none = table.new_empty(0), table.new_empty(0)
+    return [blocks.query_rows, blocks.out_rows, position, key_position.flatten().int(), *lists, *none]
 
 
 def _spans(cu_seqlens: Tensor, segments: int) -> tuple[Tensor, Tensor]:
