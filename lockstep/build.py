@@ -24,7 +24,15 @@ from .config import (
 )
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
-from .graph import Compiler, Store, Verdict, compile_report, replay_metrics
+from .graph import (
+    Compiler,
+    LayerCompiler,
+    Store,
+    Verdict,
+    compile_report,
+    missing_compiler,
+    replay_metrics,
+)
 from .models import Decoder, ModelConfig, load_model, resolve_folder
 from .models.checks import require_memory
 from .models.init import architecture, initialize
@@ -73,7 +81,7 @@ class Run:
     shapes: list[BatchShape]  # what the trainer's batches are padded to, largest first
     timings: Timings
     world: World = ONE
-    compiler: Compiler | None = None
+    compiler: Compiler | LayerCompiler | None = None
     verdicts: list[Verdict] = field(default_factory=list)  # of the check of captured graphs
 
     def graph_metrics(self) -> dict[str, int]:
@@ -202,13 +210,22 @@ def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> l
 
 def make_compiler(
     config: CompileConfig, device: torch.device, timings: Timings | None = None, world: World = ONE
-) -> Compiler | None:
+) -> Compiler | LayerCompiler | None:
     """What both roles compile with; None when nothing is captured."""
     config = resolve_compile(config, device.type == "cuda")
     if config.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {config.cudagraph_mode}; CUDA graphs need a GPU, use none")
     if config.capture == "none":
         return None
+    if world.size > 1 and (config.capture in ("joint", "layer") or set(config.inductor) != {"backward"}):
+        raise InputError(
+            f"compile.capture is {config.capture} and compile.inductor {list(config.inductor)}: several processes need "
+            "step, and regions of the backward pass alone"
+        )
+    if config.backend == "inductor" and (missing := missing_compiler(device)):
+        raise InputError(f"compile.backend is inductor, which needs {missing} on this machine; use eager")
+    if config.capture == "layer":
+        return LayerCompiler("inductor" if config.backend == "inductor" else "eager", timings)
     peers, mesh = (world, {FSDP: world.size}) if world.size > 1 else (None, {})
     return Compiler(config, device, timings=timings, store=Store(), mesh=mesh, peers=peers)
 

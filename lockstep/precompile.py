@@ -9,7 +9,7 @@ from typing import Any
 from .build import build, resolve
 from .config import RunConfig
 from .errors import InputError, LockstepError
-from .graph import Store
+from .graph import Compiler, Store
 from .startup import warm_up
 
 
@@ -30,11 +30,17 @@ def precompile(config: RunConfig) -> dict[str, Any]:
             "compile.capture is none, so there is nothing to compile; set --compile.capture step (left out, it is step "
             "on a GPU and none on a CPU)"
         )
+    if config.compile.capture == "layer" or set(config.compile.inductor) != {"backward"}:
+        raise InputError(
+            f"compile.capture is {config.compile.capture} and compile.inductor {list(config.compile.inductor)}: "
+            "layers, and regions that both roles share, are compiled where they run and not kept; use step or joint, "
+            "and backward"
+        )
     if config.compile.dump:
         raise InputError("--compile.dump shows how graphs are made, and none is kept then; remove it, or use train")
     run = build(config)
     compiler = run.compiler
-    assert compiler is not None and compiler.store is not None
+    assert isinstance(compiler, Compiler) and compiler.store is not None
     try:
         warm_up(config, run)
         graphs = _graphs(compiler.store)

@@ -12,7 +12,7 @@ import torch
 from .build import Run
 from .config import RunConfig
 from .errors import LockstepError
-from .graph import Verdicts, origin, trust
+from .graph import Compiler, LayerCompiler, Verdicts, origin, trust
 from .ops import gate, linear_table, user_cache
 
 _log = logging.getLogger("lockstep")
@@ -27,13 +27,19 @@ def warm_up(config: RunConfig, run: Run) -> None:
     if run.compiler is None:
         _check_machine(config, run)
         return
+    if isinstance(run.compiler, LayerCompiler):
+        _make_graphs(config, run)
+        run.compiler.end_warm_up()
+        _check_machine(config, run)
+        return
     embed = run.policy.model.embed
     gate.restore(embed.device, embed.dtype)
     _share_overrides(run)
     if embed.is_cuda:
-        _precompile(config, run)
+        _precompile(config, run, run.compiler)
     _make_graphs(config, run)
-    if _check_machine(config, run):
+    shared = run.compiler.share_regions()
+    if _check_machine(config, run) or shared:
         for function in run.compiler.functions:
             function.close()
         _make_graphs(config, run)
@@ -62,15 +68,14 @@ def _batches(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _precompile(config: RunConfig, run: Run) -> None:
+def _precompile(config: RunConfig, run: Run, compiler: Compiler) -> None:
     """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
     each is compiled when it is first launched."""
-    assert run.compiler is not None
     path = _kernel_list(config, run)
     try:
-        if run.compiler.preload(user_cache.read(path) or ()):
+        if compiler.preload(user_cache.read(path) or ()):
             return
-        with run.compiler.rehearsal() as kernels:
+        with compiler.rehearsal() as kernels:
             _make_graphs(config, run)
             with run.timings.measured("gate"):
                 gate.rehearse(*_checked(run))

@@ -7,36 +7,66 @@ from dataclasses import replace
 from ..errors import InputError
 from .fields import CompileConfig
 
+_ALL_MODES = ("none", "piecewise", "full", "full_and_piecewise")
+_NO_GRAPH = "it has no graph to run; set compile.capture to step, or compile.backend to none"
+_NO_BACKEND = "nothing would run what is captured; set compile.backend to eager, or compile.capture to none"
+
 # The CUDA graph modes that work under (capture, backend), or why nothing does; docs/compile.md shows this table.
 CUDAGRAPH_MODES: dict[tuple[str, str], tuple[str, ...] | str] = {
     ("none", "none"): ("none",),
-    ("none", "eager"): "it has no graph to run; set compile.capture to step, or compile.backend to none",
-    ("step", "none"): "nothing would run the captured graphs; set compile.backend to eager, or compile.capture to none",
-    ("step", "eager"): ("none", "piecewise", "full", "full_and_piecewise"),
+    ("none", "eager"): _NO_GRAPH,
+    ("none", "inductor"): _NO_GRAPH,
+    ("step", "none"): _NO_BACKEND,
+    ("step", "eager"): _ALL_MODES,
+    ("step", "inductor"): _ALL_MODES,
+    ("joint", "none"): _NO_BACKEND,
+    ("joint", "eager"): _ALL_MODES,
+    ("joint", "inductor"): _ALL_MODES,
+    ("layer", "none"): _NO_BACKEND,
+    ("layer", "eager"): ("none",),
+    ("layer", "inductor"): ("none",),
 }
+GRAPHS = ("step", "joint")  # what captures whole functions, for passes to act on
 
 
 def resolve_compile(c: CompileConfig, on_gpu: bool) -> CompileConfig:
     """`c` with what was left to the device filled in; `InputError` for a combination that cannot work."""
     capture = c.capture or ("step" if on_gpu and c.backend != "none" else "none")
-    mode = c.cudagraph_mode or ("full" if on_gpu and capture != "none" else "none")
+    mode = c.cudagraph_mode or ("full" if on_gpu and capture in GRAPHS else "none")
     c = replace(c, capture=capture, cudagraph_mode=mode)
-    _check_compile(c, capture)
+    _check_modes(c)
+    _check_passes(c)
     return c
 
 
-def _check_compile(c: CompileConfig, capture: str) -> None:
+def _check_modes(c: CompileConfig) -> None:
+    assert c.capture is not None
     backend = ("none" if c.capture == "none" else "eager") if c.backend == "auto" else c.backend
-    modes = CUDAGRAPH_MODES[capture, backend]
+    modes = CUDAGRAPH_MODES[c.capture, backend]
     if isinstance(modes, str):
         raise InputError(f"compile.backend is {backend} with compile.capture {c.capture}: {modes}")
     if c.cudagraph_mode not in modes:
         raise InputError(
             f"compile.cudagraph_mode is {c.cudagraph_mode}: CUDA graphs are recorded from captured graphs; set "
-            f"compile.capture to step, or use {' or '.join(modes)}"
+            f"compile.capture to step or joint, or use {' or '.join(modes)}"
         )
-    if c.capture == "none" and replace(c, backend="auto") != CompileConfig("none", "none"):
+
+
+def _check_passes(c: CompileConfig) -> None:
+    """Refuse options of passes that will not run."""
+    default = CompileConfig()
+    if c.inductor != default.inductor and not (c.backend == "inductor" and c.capture in GRAPHS):
         raise InputError(
-            "compile: canonicalize, recompute, activation_memory_gib, verify, reshard_after_forward, "
-            "bucket_collectives and reorder_collectives act on captured graphs; set compile.capture to step"
+            "compile.inductor chooses regions of captured graphs; set compile.backend to inductor and compile.capture "
+            "to step or joint"
+        )
+    if c.backend == "inductor" and (not c.inductor or "" in c.inductor):
+        raise InputError(
+            f"compile.inductor is {list(c.inductor)}; name what to compile: backward, all, or modules such as layers.*"
+        )
+    same = replace(c, capture=None, cudagraph_mode=None, backend="auto", inductor=default.inductor)
+    if c.capture not in GRAPHS and same != default:
+        raise InputError(
+            "compile: canonicalize, recompute, activation_memory_gib, verify, dump, reshard_after_forward, "
+            "bucket_collectives and reorder_collectives act on captured graphs; set compile.capture to step or joint"
         )

@@ -175,11 +175,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """Captured graphs, in both roles. They compute the same bits as without."""
+    """Captured graphs, in both roles. They compute the same bits as without; only backend inductor changes some."""
 
-    capture: Literal["none", "step"] | None = None
-    """step: trace forward_backward, optim_step and decode into graphs. none: call the model. Left out: step on a GPU,
-    none on a CPU."""
+    capture: Literal["none", "step", "joint", "layer"] | None = None
+    """step: trace forward_backward, optim_step and decode into graphs. joint: the same, with forward and backward pass
+    cut by the min-cut partitioner. layer: compile the model's layers one by one. none: call the model. Left out: step
+    on a GPU, none on a CPU."""
     cudagraph_mode: Literal["none", "piecewise", "full", "full_and_piecewise"] | None = None
     """Record captured graphs as CUDA graphs and replay them (GPU only). full: each whole. piecewise: in pieces around
     attention, which runs between them. full_and_piecewise: whole for the shapes of the warm-up, in pieces for others.
@@ -195,9 +196,12 @@ class CompileConfig:
     verify: Literal["strict", "warn", "off"] = "strict"
     """Before the first step every graph must give eager's bits, as captured and as replayed. strict: a difference ends
     the run. warn: the function runs one level further down: in pieces, without a CUDA graph, eagerly. off: no check."""
-    backend: Literal["auto", "none", "eager"] = "auto"
-    """What runs captured graphs. eager: their operators, as captured. none: nothing, the model is called. auto: eager
-    where anything is captured."""
+    backend: Literal["auto", "none", "eager", "inductor"] = "auto"
+    """What runs captured graphs. eager: their operators, as captured. inductor: the regions that `inductor` chooses are
+    compiled. none: nothing, the model is called. auto: eager where anything is captured."""
+    inductor: tuple[str, ...] = ("backward",)
+    """What backend inductor compiles: `backward` (the backward pass), module paths such as `layers.*` (their forward
+    pass, where the generator and the trainer share it), or `all`."""
     dump: str | None = None
     """Folder to write every captured graph to, with what each pass changed."""
     reshard_after_forward: bool = True

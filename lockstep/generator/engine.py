@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from ..config import GeneratorConfig
 from ..errors import InputError
-from ..graph import Compiler
+from ..graph import Compiler, LayerCompiler
 from ..timings import Timings
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
 from .graphs import row_buckets
@@ -37,7 +37,7 @@ class Engine:
         config: engine settings.
         cache_tokens: capacity of the KV cache (`plan_cache_tokens`).
         detokenize: token ids to text; needed for stop strings and for `Completion.text`.
-        compiler: run steps as captured graphs; None calls the model.
+        compiler: run steps as captured graphs, or call compiled layers; None calls the model.
         ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
             where nothing would be won, 0 on a CPU.
         timings: where launches (`prefill`, `decode`) and the reading of their results (`read`) are measured.
@@ -49,7 +49,7 @@ class Engine:
         config: GeneratorConfig,
         cache_tokens: int,
         detokenize: Callable[[list[int]], str] | None = None,
-        compiler: Compiler | None = None,
+        compiler: Compiler | LayerCompiler | None = None,
         ahead: int | None = None,
         timings: Timings | None = None,
     ) -> None:
@@ -121,6 +121,8 @@ class Engine:
         Nothing is captured later while requests stay within this, whatever their lengths and arrivals; call it once for
         each kind of sampling. Without a compiler it does nothing.
         """
+        if isinstance(self.compiler, LayerCompiler):
+            self._compile_layers()
         if self.runner.graphs is None or sequences < 1:
             return
         assert not self.scheduler.busy, "warm_up() before the first request, or between requests"
@@ -129,6 +131,12 @@ class Engine:
         sequences = min(sequences, self.config.max_num_seqs)
         longest_prompt = max(1, tokens - sampling.max_completion_length)
         self.scheduler.max_tokens = self.runner.warm_up(sequences, longest_prompt, sampling)
+
+    def _compile_layers(self) -> None:
+        """Run a few tokens in every way that layers are called: one or several, of one sequence or several."""
+        for prompts, n in (([[0]], 1), ([[0, 0, 0]], 1), ([[0, 0], [0, 0, 0]], 2)):
+            sampling = SamplingParams(n=n, max_completion_length=3, ignore_eos=True)
+            self.generate(prompts, [sampling] * len(prompts), [SampleIdentity(0, 0, 0, 0)] * len(prompts))
 
     def trust_cases(self) -> Work:
         """Launches on which the graphs of the warm-ups are to be checked against eager; before the first request."""

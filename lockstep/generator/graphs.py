@@ -42,15 +42,16 @@ _MIXED: graph.Dynamic = {
 }
 
 
-def row_buckets(largest: int) -> list[int]:
-    """Numbers of rows that graphs are made for, largest first.
+def row_buckets(largest: int, least: int = 1) -> list[int]:
+    """Numbers of rows that graphs are made for, largest first, and none below `least`.
 
     The largest, above 8 rounded up to a multiple of 8; then powers of two, from 32 on also what lies halfway. A step of
     few rows takes as long as reading the weights, so padding costs little there.
     """
     powers = [1 << k for k in range(largest.bit_length())]
     sizes = {n for p in powers for n in (p, p + p // 2 if p >= 32 else p) if n < largest}
-    return sorted({*sizes, largest if largest <= 8 else -(-largest // 8) * 8}, reverse=True)
+    sizes.add(largest if largest <= 8 else -(-largest // 8) * 8)
+    return sorted({max(size, least) for size in sizes}, reverse=True)
 
 
 def token_buckets(largest: int) -> list[int]:
@@ -75,7 +76,9 @@ class StepGraphs:
 
     def __init__(self, rows: Rows, cache: KVCache, max_tokens: int, compiler: graph.Compiler) -> None:
         self._rows, self._cache, self._compiler = rows, cache, compiler
-        self._row_sizes, self._token_sizes = row_buckets(rows.count), token_buckets(max_tokens)
+        # A graph of one row is another function than one of any number: it would have other compiled regions.
+        self._least = min(2, rows.count) if compiler.compiles_forward else 1
+        self._row_sizes, self._token_sizes = row_buckets(rows.count, self._least), token_buckets(max_tokens)
         self._warm_tokens = 0  # prompt tokens of the largest mixed graph that a warm-up made
         self._grouped: dict[tuple[int, bool, bool], bool] = {}  # by rows and sampling: what a warm-up made
         self._decode: dict[tuple[int, int], _Decode] = {}  # by model and rows
@@ -84,7 +87,7 @@ class StepGraphs:
     def rows_for(self, sequences: int) -> int:
         """Rows of the decode graph for so many sequences."""
         if sequences > self._row_sizes[0]:
-            self._row_sizes = row_buckets(sequences)
+            self._row_sizes = row_buckets(sequences, self._least)
         return bucket(self._row_sizes, sequences)
 
     def decode(self, model: Decoder, rows: int, steps: int, truncated: bool, greedy: bool) -> None:
@@ -122,7 +125,7 @@ class StepGraphs:
             Prompt tokens that a step may have from now on; more are run in several steps.
         """
         if not self._warm_tokens or sequences > self._row_sizes[0]:
-            self._row_sizes = row_buckets(sequences)
+            self._row_sizes = row_buckets(sequences, self._least)
         prompts = -(-sequences // sampling.n)
         largest = bucket(self._token_sizes, min(prompts * prompt_tokens, self._token_sizes[0]))
         self._warm_tokens = max(self._warm_tokens, largest)

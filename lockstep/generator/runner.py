@@ -59,10 +59,14 @@ class Runner:
         cache: KVCache,
         rows: Rows,
         max_tokens: int,
-        compiler: graph.Compiler | None = None,
+        compiler: graph.Compiler | graph.LayerCompiler | None = None,
     ) -> None:
         self.weights, self.cache, self.rows = weights, cache, rows
-        self.graphs = StepGraphs(rows, cache, max_tokens, compiler) if compiler else None
+        self.graphs = None
+        if isinstance(compiler, graph.Compiler):
+            self.graphs = StepGraphs(rows, cache, max_tokens, compiler)
+        if isinstance(compiler, graph.LayerCompiler):
+            weights.model.call_layer = compiler
 
     @torch.inference_mode()
     def decode(self, running: list[Sequence], steps: int) -> Block:

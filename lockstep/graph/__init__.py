@@ -4,12 +4,14 @@ from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
 from . import compat as _compat
 from .artifact import dumps, loads, register_region
 from .bound import BoundGraph
-from .capture import backward, capture, in_module, module_inputs, substituted
+from .capture import Differentiated, backward, capture, in_module, module_inputs, substituted
+from .compat_inductor import missing_compiler
 from .compiler import Compiler
 from .constants import Constants
 from .cudagraph import CudaRecorder, FakeRecorder
 from .function import GraphFunction
 from .ir import Captured, Dynamic, GraphError, Inputs, Static
+from .layers import LayerCompiler
 from .origin import origin
 from .passes import Pass, pipeline, run_passes
 from .rehearsal import NAMESPACE as _NAMESPACE
@@ -30,11 +32,13 @@ __all__ = [
     "Compiler",
     "Constants",
     "CudaRecorder",
+    "Differentiated",
     "Dynamic",
     "FakeRecorder",
     "GraphError",
     "GraphFunction",
     "Inputs",
+    "LayerCompiler",
     "Pass",
     "Static",
     "Store",
@@ -49,6 +53,7 @@ __all__ = [
     "dumps",
     "in_module",
     "loads",
+    "missing_compiler",
     "module_inputs",
     "origin",
     "pipeline",

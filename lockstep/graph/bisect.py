@@ -6,6 +6,7 @@ hashes, operator by operator, so nothing large is kept.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from torch import Tensor, fx
 
 from . import compat
 from .bits import fingerprint, first_difference
+from .closeness import bound, relative_error
 from .cudagraph import Recorder
-from .ir import Captured, module_of, mutates, op_name, written
+from .ir import Captured, is_exact, module_of, mutates, op_name, written
 from .passes.canonicalize import SAME_TENSOR
 
 Around = Callable[
@@ -33,7 +35,8 @@ class Fault:
     """The first step whose result has other bits than the one before.
 
     Attributes:
-        step: `capture`, the name of a pass, `replay`, or `storage` of a graph that was loaded.
+        step: `capture`, the name of a pass, `repetition` (the same graph, run once more), `replay`, or `storage` of a
+            graph that was loaded.
         node: where it shows first: a node of the graph after that step, or None where no node alone shows it.
         what: the outputs or inputs written whose bits differ.
     """
@@ -44,6 +47,8 @@ class Fault:
 
     def __str__(self) -> str:
         against = "eager" if self.step in ("capture", "storage") else "the step before"
+        if self.step == "repetition":
+            return f"two runs of the graph differ in {self.what}"
         where = f"first at {self.node}" if self.node else "at no node when run one by one"
         return f"{self.step} differs from {against} in {self.what}, {where}"
 
@@ -71,6 +76,8 @@ def faulty_step(
     seen = around(partial(_node_prints, after, arguments))
     if i == 0:
         return Fault(step, _against_eager(after, seen, around(partial(_eager_prints, eager))), what)
+    if region := around(partial(_worst_region, after, arguments)):
+        return Fault(step, region, what)
     before = kept[i - 1][1]
     if node := first_difference(around(partial(_node_prints, before, arguments)), seen):
         return Fault(step, _describe(after, node), what)
@@ -131,6 +138,35 @@ class _Prints(fx.Interpreter):
     def _note(self, node: fx.Node, values: object) -> None:
         if tensors := list(_tensors(values)):
             self.seen[node.name] = _together(tensors)
+
+
+class _Regions(fx.Interpreter):
+    """Runs a graph, and each compiled region's operators beside it; `errors` has how far the results are apart."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.errors: dict[str, float] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if not is_exact(n):
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            own = n.target.module.forward(*args)  # type: ignore[union-attr]
+            self.errors[n.name] = max(map(relative_error, result, own), default=0.0)
+        return result
+
+
+def _worst_region(captured: Captured, arguments: Sequence[Tensor]) -> str | None:
+    """The compiled region that is furthest from its operators; None when all are within the bound."""
+    if all(map(is_exact, captured.graph.nodes)):
+        return None
+    regions = _Regions(captured.module)
+    with torch.inference_mode(False), torch.no_grad():
+        regions.run(*arguments)
+    name = max(regions.errors, key=lambda name: (math.isnan(regions.errors[name]), regions.errors[name]))
+    if regions.errors[name] <= bound(captured):
+        return None
+    return f"{_describe(captured, name)}, which is {regions.errors[name]:.2g} from its operators"
 
 
 def _node_prints(captured: Captured, arguments: Sequence[Tensor]) -> dict[str, Tensor]:

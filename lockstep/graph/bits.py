@@ -60,18 +60,22 @@ def first_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | 
 
 
 class Snapshot:
-    """Copies of tensors to put back; on the device where they fit twice over, on the host otherwise."""
+    """Copies of tensors to put back; on the device where they fit twice over, on the host otherwise.
+
+    Attributes:
+        copies: in the tensors' order.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
         size = sum(t.numel() * t.element_size() for t in self._tensors)
         on_host = bool(self._tensors) and not _has_room(2 * size, self._tensors[0].device)
-        self._copies = [t.detach().to("cpu", copy=True) if on_host else t.detach().clone() for t in self._tensors]
+        self.copies = [t.detach().to("cpu", copy=True) if on_host else t.detach().clone() for t in self._tensors]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Every tensor as it was."""
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+        for tensor, copy in zip(self._tensors, self.copies, strict=True):
             tensor.copy_(copy)
 
 

@@ -9,16 +9,40 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import compat
 from .ir import BACKWARD, BACKWARD_TAG, MODULE_TAG, Captured, Dynamic, GraphError, Inputs, Role, Static
 
 GraphBody = Callable[..., Mapping[str, Tensor]]  # (inputs: Inputs, **statics) -> named outputs
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A `GraphBody` that adds the gradients of a loss to the inputs of role `grad`.
+
+    Attributes:
+        forward: (inputs, **statics) to a loss, 0-dim, and named outputs without gradients.
+        accumulate: (totals, gradients): adds each gradient to its total, in place.
+    """
+
+    forward: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+    accumulate: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
+    def __call__(self, inputs: Inputs, **statics: Static) -> Mapping[str, Tensor]:
+        """The outputs; gradients are those by the `param` of each `grad`'s name."""
+        with torch.enable_grad():
+            loss, outputs = self.forward(inputs, **statics)
+            with backward():
+                found = torch.autograd.grad(loss, [inputs.param[name] for name in inputs.grad])
+        self.accumulate(list(inputs.grad.values()), found)
+        return outputs
 
 
 def backward() -> AbstractContextManager[None]:
@@ -56,7 +80,7 @@ def capture(
             number, or returns something else.
     """
     statics = dict(statics or {})
-    _check_closure(name, body)
+    check_closure(name, body)
     outputs: list[str] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
@@ -72,9 +96,11 @@ def capture(
     return Captured(name, module, specs, tuple(outputs), statics, frozenset(writes), sizes=sizes)
 
 
-def _check_closure(name: str, body: GraphBody) -> None:
+def check_closure(name: str, body: Callable[..., Any]) -> None:
     """Refuse numbers and tensors that would become constants without being declared."""
     hidden: dict[str, Any] = {}
+    if isinstance(body, Differentiated):
+        body = body.forward
     while isinstance(body, functools.partial):
         hidden |= {f"argument {i}": value for i, value in enumerate(body.args)} | body.keywords
         body = body.func

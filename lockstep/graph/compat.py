@@ -25,6 +25,7 @@ from .sizes import Sizes, expression
 _log = logging.getLogger("lockstep.graph")
 _ADDRESS_WARNING = "Accessing the data pointer of FakeTensor"
 ALIGNMENT = 16  # bytes that the address of a tensor may be a multiple of, to the benefit of a kernel
+Flat = Callable[..., list[Tensor]]  # of tensors alone
 _TAGS = "custom"  # where `annotate` leaves its tags in a node's metadata
 
 
@@ -51,14 +52,23 @@ def import_tracer() -> None:
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 
+def flat_graph(fn: Flat, fakes: Sequence[Tensor]) -> fx.GraphModule:
+    """The operators that `fn(*fakes)` calls, its autograd's among them."""
+    return make_fx(fn)(*fakes)
+
+
 def trace(
-    fn: Callable[..., list[Tensor]], tensors: Sequence[Tensor], dims: Sequence[tuple[str | None, ...]]
+    fn: Flat,
+    tensors: Sequence[Tensor],
+    dims: Sequence[tuple[str | None, ...]],
+    graph_of: Callable[[Flat, Sequence[Tensor]], fx.GraphModule] = flat_graph,
 ) -> tuple[fx.GraphModule, Sizes]:
     """The flat graph of `fn(*tensors)`, traced with fake tensors: nothing is computed and no input is written.
 
     Args:
         dims: for each tensor the names of its open sizes, None for a fixed one; empty: all are fixed. Tensors with open
             sizes are contiguous, and these sizes are at least 2; equal names are one size.
+        graph_of: makes the graph of a function of fake tensors.
 
     Raises:
         Untraceable: Python asks for a tensor's value or address, or takes an open size for a number.
@@ -73,7 +83,7 @@ def trace(
         with mode, tracing(TracingContext(mode)), traceback.preserve_node_meta(), _one_thread(), _no_addresses():
             try:
                 with no_collection():
-                    module = make_fx(fn)(*fakes)
+                    module = graph_of(fn, fakes)
             except GuardOnDataDependentSymNode as error:
                 raise Untraceable(
                     "Python asked for the value of a tensor; compute on the device (torch.where), or make it a static "
@@ -191,9 +201,19 @@ def fake_value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
+def set_fake_value(node: fx.Node, value: Any) -> None:
+    """Record what a node computes."""
+    node.meta["val"] = value
+
+
 def is_operator(target: object) -> bool:
     """Whether a node's target is one overload of a registered operator."""
     return isinstance(target, OpOverload)
+
+
+def operator_tags(op: Any) -> Sequence[Any]:
+    """What torch says of an operator overload, as `torch.Tag`s."""
+    return op.tags
 
 
 def operator_name(op: Any) -> str:
@@ -224,7 +244,8 @@ def _declared(item: Any) -> Argument:
     info = item.alias_info
     if info is None:
         return Argument(item.name, frozenset(), False)
-    return Argument(item.name, frozenset(info.before_set), info.is_write)
+    shared = frozenset(info.before_set | info.after_set) or frozenset("*")  # a list's elements share with "-> *"
+    return Argument(item.name, shared, info.is_write)
 
 
 def module_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -13,14 +13,16 @@ import torch
 from ..config import CompileConfig, resolve_compile
 from ..timings import Timings
 from . import compat
-from .capture import GraphBody, capture
+from .capture import Differentiated, GraphBody, capture
 from .constants import Constants, flattened
 from .cudagraph import CudaRecorder, Recorder
 from .function import GraphFunction
-from .ir import Captured, Dynamic, Inputs, Level, Role, Static
-from .passes import pipeline, run_passes
+from .ir import Captured, Dynamic, GraphError, Inputs, Level, Role, Static, module_of
+from .joint import capture_joint
+from .passes import BACKWARD_PASS, forward_digests, pipeline, run_passes
 from .peers import MakeGraph, Peers, made_by_first
 from .piecewise import ATTENTION
+from .regions import Region, Regions
 from .store import Key, Store
 from .verify import NOT_GRAPH_SAFE, verify
 
@@ -35,6 +37,7 @@ class Compiler:
         store: where graphs are kept between processes; None: nowhere.
         mesh: the sizes of the device mesh's dimensions, which graphs depend on.
         peers: the other processes that capture the same graphs, until the warm-up ends; None: there are none.
+        regions: those that were compiled before, to be used again.
 
     Attributes:
         loaded: graphs that were not traced, as they were stored.
@@ -58,12 +61,16 @@ class Compiler:
         store: Store | None = None,
         mesh: Mapping[str, int] | None = None,
         peers: Peers | None = None,
+        regions: Regions | None = None,
     ) -> None:
         config = resolve_compile(config, device.type == "cuda")
         assert config.cudagraph_mode is not None
         recorded = config.cudagraph_mode != "none"
         self.recorder = (recorder or CudaRecorder(device)) if recorded else None
         sharded = any(size > 1 for size in (mesh or {}).values())
+        self.timings = timings or Timings()
+        self.regions = regions if regions is not None else Regions(self.timings)
+        self.compiled = config.inductor if config.backend == "inductor" else ()
         self.passes = pipeline(
             config.canonicalize,
             config.recompute,
@@ -71,18 +78,20 @@ class Compiler:
             resharded=sharded and config.reshard_after_forward,
             bucketed=sharded and config.bucket_collectives,
             reordered=sharded and config.reorder_collectives,
+            compiled=self.compiled,
+            regions=self.regions,
         )
-        self.mode = config.cudagraph_mode
+        self.mode, self.joint = config.cudagraph_mode, config.capture == "joint"
         self.dump = Path(config.dump) if config.dump else None
         self.captures = self.recompiles = self.loaded = 0
-        self.store = None if self.dump else store  # a dump shows every pass
+        # A dump shows every pass, and regions are shared by graphs that are made together.
+        self.store = None if self.dump or self.compiles_forward else store
         self.peers = peers
-        self._settings = {"backend": config.backend, "mesh": dict(mesh or {})}
+        self._settings = {"capture": config.capture, "backend": config.backend, "mesh": dict(mesh or {})}
         self._not_graph_safe = not_graph_safe
         self.rehearsing = self._warm = False
         self._lowered: dict[str, Level] = {}
         self.functions: list[GraphFunction] = []
-        self.timings = timings or Timings()
         self.nodes: dict[str, tuple[str, ...]] = {}
 
     def function(
@@ -130,10 +139,17 @@ class Compiler:
         with self.timings.measured("import_tracer"):
             compat.import_tracer()
         with self.timings.measured("trace"):
-            captured = capture(name, body, inputs, statics=statics, writes=writes, dynamic=dynamic)
+            if self.joint and isinstance(body, Differentiated):
+                captured = capture_joint(name, body, inputs, statics=statics, writes=writes, dynamic=dynamic)
+            else:
+                captured = capture(name, body, inputs, statics=statics, writes=writes, dynamic=dynamic)
+        return self._passed(captured)
+
+    def _passed(self, captured: Captured) -> Captured:
         with self.timings.measured("passes"):
             captured = run_passes(captured, self.passes, self._verify)
         self.nodes[captured.title] = captured.log
+        self._check_regions(captured)
         return captured
 
     def load(self, key: Key, title: str, device: torch.device) -> Captured | None:
@@ -171,6 +187,41 @@ class Compiler:
     def settings(self, constants: Constants) -> dict[str, Any]:
         """What a graph depends on besides its function and the machine."""
         return {**self._settings, **flattened({"constants": constants})}
+
+    def _check_regions(self, captured: Captured) -> None:
+        """Refuse a model's forward pass in which other calls would be compiled than in the other graphs'."""
+        has = {n.target.digest for n in captured.graph.nodes if isinstance(n.target, Region)}
+        if any(map(module_of, captured.graph.nodes)) and (missing := self.regions.shared - has):
+            raise GraphError(
+                f"{captured.title}: at these sizes the graph lacks compiled regions of the others "
+                f"({', '.join(missing)}), so its log-probabilities could differ from theirs; set compile.inductor to "
+                "backward"
+            )
+
+    @property
+    def compiles_forward(self) -> bool:
+        """Whether Inductor is to compile forward regions, in both roles alike."""
+        return any(choice != BACKWARD_PASS for choice in self.compiled)
+
+    def share_regions(self) -> bool:
+        """Compile those forward regions that every trace of both roles has; whether there are any.
+
+        Called when both have made their graphs. If there are any, all graphs are closed, and made with them when next
+        needed.
+        """
+        if not self.compiles_forward:
+            return False
+        found: dict[bool, list[frozenset[str]]] = {True: [], False: []}
+        for trace in {id(t): t for function in self.functions for t in function.traces}.values():
+            before = next(graph for name, graph in reversed(trace.stages()) if name != "inductor")
+            if any(map(module_of, before.graph.nodes)):
+                found["kv" in trace.writes].append(forward_digests(before, self.compiled))
+        if not (found[True] and found[False]):
+            return False
+        self.regions.shared = frozenset.intersection(*found[True], *found[False])
+        for function in self.functions if self.regions.shared else ():
+            function.rewrite(self._passed)
+        return bool(self.regions.shared)
 
     def lower(self, name: str) -> Level:
         """From now on every function of this name runs one level further down; returns that."""

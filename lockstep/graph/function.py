@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +180,24 @@ class GraphFunction:
             return None
         settings, passes = self._compiler.settings(self._constants), self._compiler.passes
         return key_of(self.name, self.body, inputs, specs, statics, self._writes, level, settings, passes)
+
+    @property
+    def level(self) -> Level:
+        """How a graph of it runs that is made now."""
+        return self._compiler.level(self.name)
+
+    @property
+    def traces(self) -> list[Captured]:
+        """What was traced for this function and those of other tensors, after the passes that all levels share."""
+        return list(self._known.traces.values())
+
+    def rewrite(self, passed: Callable[[Captured], Captured]) -> None:
+        """Close the graphs, and run the passes on every trace anew."""
+        self.close()
+        self.forget_made()
+        for key, captured in self._known.traces.items():
+            (_, as_captured), *_ = captured.stages()
+            self._known.traces[key] = passed(as_captured)
 
     def retrace(self) -> bool:
         """Want no more stored graphs, for this function and those of other tensors; whether there were any."""

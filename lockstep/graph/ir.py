@@ -127,6 +127,11 @@ class InputSpec:
                 return f"{self} has {aspect} {have}, the graph was captured for {want}"
         return None
 
+    @property
+    def title(self) -> str:
+        """Role and name."""
+        return f"{self.role} {self.name}"
+
     def __str__(self) -> str:
         return f"{self.role} {self.name!r}"
 
@@ -185,10 +190,12 @@ class Captured:
         found = [self]
         while found[-1].before is not None:
             found.append(found[-1].before)
-        names = ["capture", *(line.partition(":")[0] for line in self.log)][-len(found) :]
-        if len(found) <= len(self.log):
-            names[0] = "storage"
-        return list(zip(names, reversed(found), strict=True))
+        said = [line.partition(":")[0] for line in self.log]
+        names = said if said[:1] == ["capture"] else ["capture", *said]
+        kept = names[-len(found) :]
+        if len(kept) < len(names):
+            kept[0] = "storage"
+        return list(zip(kept, reversed(found), strict=True))
 
     def placeholders(self) -> list[tuple[fx.Node, InputSpec]]:
         """The graph's inputs with their descriptions."""
@@ -199,6 +206,27 @@ class Captured:
 def title_of(name: str, statics: Mapping[str, Static]) -> str:
     """What messages call a graph."""
     return f"{name}({', '.join(f'{k}={v}' for k, v in statics.items())})"
+
+
+def is_exact(node: fx.Node) -> bool:
+    """Whether a call has the bits that eager has; a compiled region has its own."""
+    return getattr(node.target, "exact", True)
+
+
+def inexact_results(captured: Captured) -> frozenset[str]:
+    """Outputs ("output NAME") and inputs written ("ROLE NAME") that depend on a call that is not exact."""
+    if all(map(is_exact, captured.graph.nodes)):
+        return frozenset()
+    lies_in = origins(captured.graph)
+    found: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        sources = {source for a in node.all_input_nodes for source in (a, *lies_in[a])}
+        if node.op == "call_function" and not (is_exact(node) and sources.isdisjoint(found)):
+            found |= {node, *(origin for argument in written(node) for origin in lies_in[argument])}
+    (output,) = (n for n in captured.graph.nodes if n.op == "output")
+    outputs = zip(captured.outputs, output.args[0], strict=True)
+    names = {f"output {name}" for name, node in outputs if not found.isdisjoint({node, *lies_in[node]})}
+    return frozenset(names | {spec.title for node, spec in captured.placeholders() if node in found})
 
 
 def op_name(node: fx.Node) -> str:

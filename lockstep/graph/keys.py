@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from .capture import Differentiated
 from .ir import Inputs, InputSpec, Role, Static
 from .origin import origin
 from .passes import Pass
@@ -31,11 +32,13 @@ def key_of(
         specs: the inputs, with open sizes by name.
         made_with: settings of the compiler and constants of the body, by name.
     """
-    if isinstance(body, functools.partial) or not all(map(_hashed, (body, *(p.apply for p in passes)))):
+    bodies = (body.forward, body.accumulate) if isinstance(body, Differentiated) else (body,)
+    partial = any(isinstance(b, functools.partial) for b in bodies)
+    if partial or not all(map(_hashed, (*bodies, *(p.apply for p in passes)))):
         return None
     home = specs[0].device if specs else None
     graph = {
-        "body": f"{body.__module__}.{body.__qualname__}",
+        "body": " ".join(f"{b.__module__}.{b.__qualname__}" for b in bodies),
         "statics": [[k, repr(v)] for k, v in statics.items()],
         "inputs": [
             [s.role, s.name, s.shape, s.stride, str(s.dtype), s.device == home or str(s.device), t.requires_grad]

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from .compiler import Compiler
+from .layers import LayerCompiler
 from .trust import Verdict
 
 
-def replay_metrics(compiler: Compiler | None) -> dict[str, int]:
+def replay_metrics(compiler: Compiler | LayerCompiler | None) -> dict[str, int]:
     """`recompiles`, `graph_replays` and the replays of each function, since the start."""
     if compiler is None:
         return {"recompiles": 0, "graph_replays": 0}
@@ -18,19 +19,19 @@ def replay_metrics(compiler: Compiler | None) -> dict[str, int]:
     return {"recompiles": compiler.recompiles, "graph_replays": replays.total(), **by_function}
 
 
-def refusals(compiler: Compiler) -> list[str]:
+def refusals(compiler: Compiler | LayerCompiler) -> list[str]:
     """Why stored graphs were refused, each reason once."""
     lookups = compiler.store.lookups if compiler.store else []
     return list(dict.fromkeys(reason for lookup in lookups for reason in lookup.reasons))
 
 
-def compile_report(compiler: Compiler, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
+def compile_report(compiler: Compiler | LayerCompiler, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
     """Totals, each function's level, graphs and launches, what the check of it found, and each trace's passes."""
     launches, replays = compiler.launches, compiler.replays
     functions: dict[str, dict[str, Any]] = {}
     for function in compiler.functions:
         name = function.name
-        about = functions.setdefault(name, {"level": compiler.level(name), "graphs": 0})
+        about = functions.setdefault(name, {"level": function.level, "graphs": 0})
         about["graphs"] += len(function.graphs)
         about |= {"launches": launches[name], "replays": replays[name]}
     for verdict in verdicts:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 Expression = int | bool | str | list[Any]
+Condition = tuple[Expression, str]  # with the line that asked
 
 _INFIX: dict[str, tuple[str, Callable[..., Any]]] = {  # by the name that sympy or torch gives to it
     "Add": ("+", lambda *terms: sum(terms)),
@@ -52,7 +53,7 @@ class Sizes:
     """
 
     names: tuple[str, ...] = ()
-    conditions: tuple[tuple[Expression, str], ...] = ()
+    conditions: tuple[Condition, ...] = ()
     symbols: Mapping[Any, str] = field(default_factory=dict, compare=False)
 
     def name(self, size: int | torch.SymInt) -> int | str:
@@ -75,6 +76,23 @@ class Sizes:
     def broken(self, values: Mapping[str, int]) -> list[str]:
         """The conditions that do not hold at these values."""
         return [f"{text(c)} ({where})" for c, where in self.conditions if not evaluated(c, values)]
+
+    def also(self, conditions: Iterable[Condition]) -> Sizes:
+        """With more conditions, each once."""
+        found = {repr(c): (c, where) for c, where in (*self.conditions, *conditions)}
+        return replace(self, conditions=tuple(found.values()))
+
+
+def in_names(conditions: Iterable[Condition], meaning: Mapping[str, Any], sizes: Sizes) -> list[Condition]:
+    """Conditions in other names: each of theirs stands for an expression of the symbols of `sizes`."""
+    found = {name: expression(e, sizes.symbols) for name, e in meaning.items()}
+
+    def renamed(e: Expression) -> Expression:
+        if isinstance(e, list):
+            return [e[0], *map(renamed, e[1:])]
+        return found[e] if isinstance(e, str) else e
+
+    return [(renamed(condition), where) for condition, where in conditions]
 
 
 def expression(found: Any, symbols: Mapping[Any, str]) -> Expression:

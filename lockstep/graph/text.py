@@ -54,12 +54,14 @@ def _lines(captured: Captured, name: Namer) -> list[str]:
     for node in captured.graph.nodes:
         tags = [module_of(node)] * bool(module_of(node)) + ["backward"] * is_backward(node)
         suffix = f"  # {', '.join(tags)}" if tags else ""
-        call = f"input {specs[node]}" if node in specs else _call(node, name)
+        call = f"input {specs[node]}" if node in specs else call_text(node, name)
         lines.append(f"{name(node)}: {_value(captured.value(node))} = {call}{suffix}")
+        lines += [f"    {line}" for line in getattr(node.target, "body", ())]  # of a compiled region
     return lines
 
 
-def _call(node: fx.Node, name: Namer) -> str:
+def call_text(node: fx.Node, name: Namer) -> str:
+    """A call, or what a graph returns, with its arguments by name."""
     args = [_argument(a, name) for a in node.args]
     args += [f"{key}={_argument(value, name)}" for key, value in sorted(node.kwargs.items())]
     target = "return" if node.op == "output" else getattr(node.target, "__name__", node.target)

@@ -1,5 +1,6 @@
 """Before the first step: each function is run eagerly, as its captured graph and as its replay, and must give the same
-bits. One trace serves many shapes: its graph is run by itself on the first case, and its replay on all.
+bits. One trace serves many shapes: its graph is run by itself on the first case, and its replay on all. What depends on
+a compiled region may differ from eager within a bound (`closeness`); two runs and the replay are still equal.
 
 A function's owner brings the cases: inputs, state to start from, and what of large state a run may write. State is put
 back after every run. Where the ways part, the step and the node that made the difference are named (`bisect`).
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from .bisect import Fault, faulty_replay, faulty_step
 from .bits import Snapshot, fingerprint, fingerprints, first_difference
+from .closeness import bound, too_far
 from .compiler import Compiler
 from .function import GraphFunction
-from .ir import Captured, GraphError, Inputs, Level, Static
+from .ir import Captured, GraphError, Inputs, Level, Static, inexact_results
 from .peers import Peers, anywhere
 from .text import digest
 from .verdicts import Verdicts, key
@@ -143,6 +145,17 @@ def _first_fault(
     return None, known
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What a run returned and wrote: hashes, the names that need not have eager's bits, and the values of these after
+    the run and, of state, before it."""
+
+    prints: Mapping[str, Tensor]
+    loose: frozenset[str]
+    values: Mapping[str, Sequence[Tensor]]
+    before: Mapping[str, Sequence[Tensor]]
+
+
 class _Trial:
     """One case of one function, run in every way from the same state."""
 
@@ -152,47 +165,49 @@ class _Trial:
         self._graph = function.graph(case.user, case.statics)
         self._captured = self._graph.captured
         self._inputs = replace(function.inputs, user=case.user)
+        self._loose = inexact_results(self._captured)
         self._state = _touched(self._captured, self._inputs, case)
         self._before = Snapshot([*(view for views in self._state.values() for view in views), *case.scratch])
 
     def fault(self, interpret: bool) -> Fault | None:
-        """Where the ways part, or None when every bit is the same.
+        """Where the ways part, or None when all is as it must be.
 
         Args:
             interpret: run the graph as it was captured, too, even if its replay is what eager is.
         """
-        eager = self._around(lambda: self._prints(self._in_pool(self._eager)))
+        eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
         if not self._graph.launches:
             self._around(self._launch)  # the first one records
-        launched = self._around(lambda: self._prints(self._launch()))
-        if not interpret and first_difference(eager, launched) is None:
+        launched = self._around(lambda: self._seen(self._launch, self._loose))
+        if not interpret and self._differs(eager, launched) is None:
             return None
         captured = self._results(self._captured)
-        if first_difference(eager, captured):
+        earlier = [stage for _, stage in self._captured.stages()[:-1]] if self._loose else []
+        if self._differs(eager, captured) or any(self._differs(eager, self._results(stage)) for stage in earlier):
             return faulty_step(
                 self._captured,
                 self._eager,
                 [tensor for _, _, tensor in self._inputs.flat()],
-                lambda stage: first_difference(eager, self._results(stage)),
+                lambda stage: self._differs(eager, self._results(stage)),
                 self._around,
             )
-        what = first_difference(captured, launched)
+        if self._loose and (what := first_difference(captured.prints, self._results(self._captured).prints)):
+            return Fault("repetition", None, what)
+        what = first_difference(captured.prints, launched.prints)
         return self._faulty_replay(what) if what else None
 
     def fault_of_any(self, peers: Peers) -> str | None:
         """What differs in which process. All run the same, whatever is found, as their collectives must meet; so the
         node is not looked for."""
-        eager = self._around(lambda: self._prints(self._in_pool(self._eager)))
+        eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
         captured = self._results(self._captured)
         if not self._graph.launches:
             self._around(self._launch)
-        launched = self._around(lambda: self._prints(self._launch()))
+        launched = self._around(lambda: self._seen(self._launch, self._loose))
         ways = {"the graph": captured, "its launch": launched}
-        here = [
-            f"{way} differs from eager in {at}"
-            for way, prints in ways.items()
-            if (at := first_difference(eager, prints))
-        ]
+        here = [f"{way} differs from eager in {at}" for way, seen in ways.items() if (at := self._differs(eager, seen))]
+        if at := first_difference(captured.prints, launched.prints):
+            here.append(f"the launch differs from the graph in {at}")
         found = [f"{what[0]} on rank {rank}" for rank, what in enumerate(peers.gather(here)) if what]
         return "; ".join(found) or None
 
@@ -205,22 +220,37 @@ class _Trial:
             finally:
                 self._before.restore()
 
-    def _prints(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Hashes of what a run returned and wrote."""
-        return fingerprints({**{f"output {name}": [tensor] for name, tensor in outputs.items()}, **self._state})
+    def _seen(self, run: Callable[[], Mapping[str, Tensor]], loose: frozenset[str]) -> _Seen:
+        """What a run returns and writes; of what is `loose` in the graph that is checked, the values too."""
+        before = {name: Snapshot(self._state[name]).copies for name in self._loose & self._state.keys()}
+        found = {**{f"output {name}": [tensor] for name, tensor in run().items()}, **self._state}
+        values = {name: Snapshot(found[name]).copies for name in self._loose & found.keys()}
+        return _Seen(fingerprints(found), loose, values, before)
+
+    def _differs(self, eager: _Seen, found: _Seen) -> str | None:
+        """The first result that is not as eager's: bit for bit or, where a graph may have its own, within a bound."""
+        exact = {name: print_ for name, print_ in found.prints.items() if name not in found.loose}
+        if different := first_difference(eager.prints, exact):
+            return different
+        limit = bound(self._captured)
+        for name in sorted(found.loose):
+            if too_far(found.values[name], eager.values[name], eager.before.get(name, ()), limit):
+                return f"{name} by more than {limit:g} of it"
+        return None
 
     def _eager(self) -> Mapping[str, Tensor]:
         with torch.autograd.set_multithreading_enabled(False):  # else the backward pass would leave the pool
             return self._function.body(self._inputs, **self._case.statics)
 
-    def _results(self, captured: Captured) -> dict[str, Tensor]:
-        """Hashes of what a graph of the function returns and writes."""
+    def _results(self, captured: Captured) -> _Seen:
+        """What a graph of the function returns and writes."""
 
         def interpreted() -> Mapping[str, Tensor]:
             outputs = captured.module.forward(*(tensor for _, _, tensor in self._inputs.flat()))
             return dict(zip(captured.outputs, outputs, strict=True))
 
-        return self._around(lambda: self._prints(self._in_pool(interpreted)))
+        loose = inexact_results(captured)
+        return self._around(lambda: self._seen(lambda: self._in_pool(interpreted), loose))
 
     def _launch(self) -> dict[str, Tensor]:
         return self._graph(self._case.user)

@@ -40,6 +40,7 @@ class Decoder(nn.Module):
         self.lm_head = self.embed if config.tie_word_embeddings else weight(config.vocab_size, config.hidden_size)
         scaling = config.rope_scaling
         self.inv_freq = inverse_frequencies(config.head_dim, config.rope_theta, scaling).to(device)
+        self.call_layer: Callable[..., Tensor] = Layer.__call__  # (layer, index, x, rope, attend, routes)
         self.rope_factor = scaling.table_factor if isinstance(scaling, YarnScaling) else 1.0
 
     def forward(
@@ -55,7 +56,10 @@ class Decoder(nn.Module):
             rope_TH = rope_TH * self.rope_factor
         x_TD = ops.gather_rows(self.embed, tokens_T)
         for index, layer in enumerate(self.layers):
-            x_TD = layer(index, x_TD, rope_TH, attend, routes)
+            found: list[Routing] | None = None if routes is None else []  # its own, so that all calls are alike
+            x_TD = self.call_layer(layer, index, x_TD, rope_TH, attend, found)
+            if routes is not None and found:
+                routes += found
         return ops.rms_norm(x_TD, self.norm, self.config.rms_norm_eps)
 
 

@@ -59,9 +59,9 @@ def recording_gradients() -> Iterator[None]:
 def _direct(tensor: torch.Tensor) -> bool:
     """Whether nothing records, intercepts or replaces a call on this tensor."""
     return (
-        torch.is_inference_mode_enabled()
+        not torch.compiler.is_compiling()  # first: its tracer understands none of the others
+        and torch.is_inference_mode_enabled()
         and tensor.is_cpu
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.compiler.is_compiling()
     )

@@ -14,7 +14,7 @@ from ..config import LossConfig, LossType
 from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
-from .optimizer import AdamW, AdamWTensors, FlatParameters, adamw_step
+from .optimizer import AdamW, AdamWTensors, FlatParameters, accumulate, adamw_step
 from .sharding import Sharding
 
 
@@ -180,9 +180,11 @@ class GraphRuns:
             optimizer=t,
         )
         baked = eager.constants()
+        # Of several ranks each differentiates by weights that it gathers, which are no inputs.
+        one = eager.sharding.ranks == 1
         self._train = compiler.function(
             "forward_backward",
-            self._train_body,
+            graph.Differentiated(self._train_forward, accumulate) if one else self._train_body,
             eager.training,
             {"grad", "buffer"},
             OPEN_SIZES,
@@ -224,7 +226,7 @@ class GraphRuns:
         return graph.Case(name, _tensors(batch), {**_statics(batch), **statics}, load)
 
     def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> step.Scored:
-        """See `step.forward_backward`."""
+        """See `EagerRuns.forward_backward`."""
         statics = {**_statics(batch), "loss_type": loss_type, "with_support": with_support}
         return _scored(self._train(_tensors(batch), **statics))
 
@@ -250,6 +252,14 @@ class GraphRuns:
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> dict[str, Tensor]:
         return _outputs(self.eager.forward_backward_on(inputs, _batch(inputs, **statics), loss_type, with_support))
+
+    def _train_forward(
+        self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        e, values, batch = self.eager, inputs.buffer["statistics"], _batch(inputs, **statics)
+        with graph.substituted(e.model, inputs):
+            loss, scored = step.forward(e.model, values, batch, e.loss, loss_type, e.with_kl(loss_type), with_support)
+        return loss, _outputs(scored)
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         return _outputs(self.eager.check_on(inputs, _batch(inputs, **statics)))

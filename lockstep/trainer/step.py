@@ -69,6 +69,31 @@ def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = Non
     )
 
 
+def forward(
+    model: Decoder,
+    values: Tensor,
+    batch: PackedBatch,
+    config: LossConfig,
+    loss_type: LossType,
+    with_kl: bool,
+    with_support: bool,
+) -> tuple[Tensor, Scored]:
+    """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`.
+
+    Args:
+        with_kl: add the KL term, from `batch.ref_logprob_C`.
+        with_support: return what the sampled support is made from.
+    """
+    statistics = named(values)
+    rows_CD, scores, routed = _score(model, batch)
+    loss = _loss(statistics, batch, scores, routed, config, loss_type, with_kl)
+    with torch.no_grad():
+        scored = _record(statistics, batch, scores, routed)
+    if not with_support:
+        return loss, scored
+    return loss, scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
+
+
 def forward_backward(
     model: Decoder,
     parameters: Sequence[Tensor],
@@ -81,26 +106,19 @@ def forward_backward(
     with_support: bool,
     sharding: Sharding,
 ) -> Scored:
-    """Add the gradients of `sum(weight * loss)` to `grads` and the batch's statistics to `values`; on several ranks
-    those of all ranks' batches, gradients to the rank's shards of them.
+    """Add the gradients of `forward`'s loss to `grads` and the batch's statistics to `values`; on several ranks those
+    of all ranks' batches, gradients to the rank's shards of them.
 
     Args:
         parameters: the model's own, to differentiate by; `grads` is float32, one each.
-        with_kl: add the KL term, from `batch.ref_logprob_C`.
-        with_support: return what the sampled support is made from.
     """
     with sharding.statistics(values, _MAXIMA) as own:
-        statistics = named(own)
         with torch.enable_grad():
-            rows_CD, scores, routed = _score(model, batch)
-            loss = _loss(statistics, batch, scores, routed, config, loss_type, with_kl)
+            loss, scored = forward(model, own, batch, config, loss_type, with_kl, with_support)
             with graph.backward():
                 found = torch.autograd.grad(loss, parameters)
         sharding.accumulate(grads, found)
-        scored = _record(statistics, batch, scores, routed)
-    if not with_support:
-        return scored
-    return scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
+    return scored
 
 
 @torch.no_grad()

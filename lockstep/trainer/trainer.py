@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import ops
 from ..config import LossConfig, LossType, OptimizerConfig
 from ..errors import InputError
-from ..graph import Compiler
+from ..graph import Compiler, LayerCompiler
 from ..models import Decoder
 from ..parallel import ONE, World
 from ..types import PackedBatch, SamplingParams
@@ -60,7 +60,7 @@ class Trainer:
         reference: frozen model for the KL term; required when `loss.beta` is above 0.
         enforce_parity: do not update when a log-probability differs from the generator's in any bit, or a choice of
             experts does.
-        compiler: run as captured graphs; None calls the model.
+        compiler: run as captured graphs, or call compiled layers; None calls the model.
         world: the processes that weights, gradients and moments are sharded over. Each calls the same methods in the
             same order, on batches of its own, as many as the others.
 
@@ -80,7 +80,7 @@ class Trainer:
         *,
         reference: Decoder | None = None,
         enforce_parity: bool = True,
-        compiler: Compiler | None = None,
+        compiler: Compiler | LayerCompiler | None = None,
         world: World = ONE,
     ) -> None:
         if loss.beta > 0 and reference is None:
@@ -108,7 +108,11 @@ class Trainer:
         self._values = torch.zeros(size, dtype=torch.float64, device=device)
         state = self._values, self._lr, enforce_parity, self._biases if optimizer.router_bias_rate > 0 else {}
         runs = EagerRuns(model, reference, self.flat, self.optimizer, loss, *state)
-        self._runs = runs if compiler is None else GraphRuns(runs, compiler)
+        self._runs = GraphRuns(runs, compiler) if isinstance(compiler, Compiler) else runs
+        self._compiled = compiler is not None
+        if isinstance(compiler, LayerCompiler):
+            for own in filter(None, (model, reference)):
+                own.call_layer = compiler
         self._scored: list[tuple[PackedBatch, Scored]] = []  # checked batches and their log-probs
 
     def forward_backward(
@@ -138,7 +142,9 @@ class Trainer:
         num_iterations: int = 1,
         with_checks: bool = True,
     ) -> None:
-        """Make the graphs for batches of these shapes, largest first, and for the update; nothing without a compiler.
+        """Make the graphs for batches of these shapes, largest first, and for the update, or compile the layers.
+
+        Without a compiler it does nothing.
 
         Called between two updates. Each graph runs once, on a batch of one token that weighs nothing; weights, masters,
         moments, statistics and the version stay as they are, and gradients are cleared as they were.
@@ -147,9 +153,9 @@ class Trainer:
             check_parity, num_iterations: as the run's steps will have them.
             with_checks: batches may be only checked, too.
         """
-        if not isinstance(self._runs, GraphRuns):
+        if not self._compiled:
             return
-        for function in self._runs.functions.values():
+        for function in self._runs.functions.values() if isinstance(self._runs, GraphRuns) else ():
             function.one_shape = len(shapes) == 1
         assert not self.flat.grad.any() and not self._values.any(), "warm_up in the middle of a step"
         for shape in shapes:

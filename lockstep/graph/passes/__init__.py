@@ -7,10 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ..ir import Captured
+from ...timings import Timings
+from ..ir import Captured, GraphError, inexact_results
+from ..regions import Regions
 from ..verify import verify
 from .bucket import bucket
 from .canonicalize import canonicalize
+from .inductor import BACKWARD_PASS, forward_digests, inductor
 from .recompute import fit, recompute, saved_bytes
 from .record import cudagraph
 from .reorder import reorder
@@ -22,7 +25,8 @@ class Pass:
     """A rewrite with its options bound.
 
     Attributes:
-        preserves_numerics: no bit of any output or write changes.
+        preserves_numerics: no bit of any output or write changes. If some may, the pass says which by the calls that it
+            puts in: `ir.is_exact` is false of them, and the check against eager (`trust`) bounds what depends on them.
         options: what it was made with, by name: two passes of one name and options do the same to a graph.
         apply: leaves its argument as it is; returns the new graph and, in a few words, what it did.
     """
@@ -42,6 +46,8 @@ def pipeline(
     resharded: bool = False,
     bucketed: bool = False,
     reordered: bool = False,
+    compiled: Sequence[str] = (),
+    regions: Regions | None = None,
 ) -> list[Pass]:
     """The passes that a configuration asks for, in order.
 
@@ -49,6 +55,7 @@ def pipeline(
         recomputed, saved_gib: see `recompute` and `fit`; nothing and 0 for neither.
         recorded, split_at: see `cudagraph`.
         resharded, bucketed, reordered: see `reshard`, `bucket` and `reorder`.
+        compiled, regions: see `inductor`; nothing for none, and regions of their own.
     """
     budget = int(saved_gib * 2**30)
     passes = [
@@ -58,6 +65,7 @@ def pipeline(
         (resharded, _bound("reshard", reshard)),
         (bucketed, _bound("bucket", bucket)),
         (reordered, _bound("reorder", reorder)),
+        (bool(compiled), _by_inductor(tuple(compiled), regions)),
         (recorded, _bound("cudagraph", cudagraph, split_at=tuple(sorted(split_at)))),
     ]
     return [p for wanted, p in passes if wanted]
@@ -67,27 +75,38 @@ def _bound(name: str, rewrite: Callable[..., tuple[Captured, str]], **options: A
     return Pass(name, True, partial(rewrite, **options), options)
 
 
+def _by_inductor(choices: tuple[str, ...], regions: Regions | None) -> Pass:
+    regions = Regions(Timings()) if regions is None else regions
+    return Pass("inductor", False, partial(inductor, choices=choices, regions=regions), {"choices": choices})
+
+
 def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Captured], Captured] = verify) -> Captured:
     """Apply `passes` in order and `check` the graph before the first and after each.
 
     Raises:
-        GraphError: from the check, or from a pass that was asked for and finds nothing to do.
+        GraphError: from the check, from a pass that puts in what it does not announce, or from one that was asked for
+            and finds nothing to do.
     """
     check(captured)
     for p in passes:
         before = captured
         captured, note = p.apply(before)
+        if p.preserves_numerics and (new := inexact_results(captured) - inexact_results(before)):
+            raise GraphError(f"{captured.title}: {p.name} says that it changes no bits, and may change {min(new)}")
         line = f"{p.name}: {len(before.graph.nodes)} -> {len(captured.graph.nodes)} nodes; {note}"
         captured = check(replace(captured, log=(*captured.log, line), before=before))
     return captured
 
 
 __all__ = [
+    "BACKWARD_PASS",
     "Pass",
     "bucket",
     "canonicalize",
     "cudagraph",
     "fit",
+    "forward_digests",
+    "inductor",
     "pipeline",
     "recompute",
     "reorder",

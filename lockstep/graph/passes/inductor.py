@@ -1,0 +1,141 @@
+"""Compiling stretches of a graph with Inductor: what lies between our operators, where other bits are allowed.
+
+Our operators, writes, collectives and what waits for the device end a stretch and stay as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import fx
+
+from .. import compat
+from ..compat_inductor import Uncompilable
+from ..ir import Captured, is_backward, module_of, mutates, op_name, origins, written
+from ..regions import Region, Regions, digest_of
+from ..values import tensors_in
+from .recompute import UnknownPattern
+from .stretch import Stretch, makes_no_memory, outlined
+
+BACKWARD_PASS, ALL = "backward", "all"
+LEAST_CALLS = 2  # of a region: one call alone is a kernel already
+_NAMESPACES = ("aten.", "prims.")
+_ADDED_IN_ANY_ORDER = (  # Inductor makes them of atomics
+    *("aten.index_add", "aten.index_put", "aten._unsafe_index_put", "aten.index_reduce", "aten.scatter"),
+    "aten.embedding_dense_backward",
+)
+_BARRED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+
+
+def inductor(captured: Captured, choices: Sequence[str], regions: Regions) -> tuple[Captured, str]:
+    """Compile regions of the graph, each once for all graphs that share `regions`.
+
+    Args:
+        choices: `backward` (the backward pass), module paths such as `layers.*` (their forward pass, as far as
+            `regions.shared` has it), or `all`; wildcards as in a shell.
+
+    Raises:
+        UnknownPattern: a path matches no module of a graph that has any.
+    """
+    _check_patterns(captured, choices)
+    found: list[Stretch] = []
+    made: dict[Stretch, Region] = {}
+    for backward in (False, True):  # the backward pass then has what it computes again of the forward pass
+        some = [stretch for stretch in stretches(captured, choices) if stretch.backward == backward]
+        of_these = _regions(some, regions)
+        captured = _with_regions(captured, of_these)
+        found += some
+        made |= of_these
+    return captured, _note(found, made, regions)
+
+
+def _regions(found: Sequence[Stretch], regions: Regions) -> dict[Stretch, Region]:
+    """The compiled regions for those stretches that may have one."""
+    wanted = [stretch for stretch in found if stretch.backward or digest_of(stretch.body) in regions.shared]
+    made = {s: regions.region(s.body, s.module, s.signature) for s in wanted}
+    return {stretch: region for stretch, region in made.items() if region is not None}
+
+
+def _with_regions(captured: Captured, made: Mapping[Stretch, Region]) -> Captured:
+    if not made:
+        return captured
+    conditions = [c for stretch, region in made.items() for c in stretch.conditions(region.conditions)]
+    return replace(captured, module=outlined(captured, made), sizes=captured.sizes.also(conditions))
+
+
+def _note(found: Sequence[Stretch], made: Mapping[Stretch, Region], regions: Regions) -> str:
+    if not found:
+        return "nothing to compile: nowhere that was asked for do two calls of torch's operators lie together"
+    calls = sum(len(stretch.calls) for stretch in made)
+    note = f"{calls} calls in {len(made)} regions, {len({region.digest for region in made.values()})} different"
+    left = [digest_of(stretch.body) for stretch in found if stretch not in made]
+    reasons = {regions.refused.get(digest, "not in the forward passes of both roles") for digest in left}
+    return note + (f"; {len(left)} left as they are: {', '.join(sorted(reasons))}" if left else "")
+
+
+def _check_patterns(captured: Captured, choices: Sequence[str]) -> None:
+    modules = sorted({module_of(node) for node in captured.graph.nodes} - {""})
+    for pattern in choices:
+        if modules and pattern not in (BACKWARD_PASS, ALL) and not any(fnmatchcase(m, pattern) for m in modules):
+            raise UnknownPattern(
+                f"compile.inductor: {captured.title}: {pattern!r} matches no module; use {BACKWARD_PASS}, {ALL} or a "
+                f"pattern for some of {', '.join(modules)}"
+            )
+
+
+def stretches(captured: Captured, choices: Sequence[str]) -> Iterator[Stretch]:
+    """What of a graph may be compiled, in order; `choices` as in `inductor`."""
+    lies_in = origins(captured.graph)
+    overwritten = {o for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
+    run: list[fx.Node] = []
+    for node in captured.graph.nodes:
+        if node.op == "placeholder" or (node.op == "call_function" and _passes_by(captured, node)):
+            continue
+        fits = _fits(captured, node) and node not in overwritten and _wanted(node, choices)
+        if run and not (fits and is_backward(node) == is_backward(run[0])):
+            yield from _stretch(captured, run)
+            run = []
+        if fits:
+            run.append(node)
+
+
+def forward_digests(captured: Captured, choices: Sequence[str]) -> frozenset[str]:
+    """Of the stretches of a graph's forward pass that may be compiled."""
+    return frozenset(digest_of(s.body) for s in stretches(captured, choices) if not s.backward)
+
+
+def _stretch(captured: Captured, run: Sequence[fx.Node]) -> Iterator[Stretch]:
+    if len(run) < LEAST_CALLS:
+        return
+    stretch = Stretch(captured, run)
+    try:
+        stretch.signature.described()
+    except Uncompilable:  # an input's strides depend on more than its sizes
+        return
+    yield stretch
+
+
+def _passes_by(captured: Captured, node: fx.Node) -> bool:
+    return node.target is operator.getitem or makes_no_memory(captured, node)
+
+
+def _fits(captured: Captured, node: fx.Node) -> bool:
+    """Whether Inductor may compile a call: an operator of torch's own, pure and repeatable, on the graph's device."""
+    target = node.target
+    if not compat.is_operator(target) or not op_name(node).startswith(_NAMESPACES) or mutates(node):
+        return False
+    if op_name(node).startswith(_ADDED_IN_ANY_ORDER):
+        return False
+    values, home = tensors_in(captured.value(node)), captured.inputs[0].device
+    return bool(values) and all(v.device == home for v in values) and not _BARRED & set(compat.operator_tags(target))
+
+
+def _wanted(node: fx.Node, choices: Sequence[str]) -> bool:
+    if is_backward(node):
+        return BACKWARD_PASS in choices or ALL in choices
+    path = module_of(node)
+    return bool(path) and any(choice == ALL or fnmatchcase(path, choice) for choice in choices)
