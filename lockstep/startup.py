@@ -27,14 +27,14 @@ def warm_up(config: RunConfig, run: Run) -> None:
     if run.compiler is None:
         _check_machine(config, run)
         return
-    if isinstance(run.compiler, LayerCompiler):
-        _make_graphs(config, run)
-        run.compiler.end_warm_up()
-        _check_machine(config, run)
-        return
     embed = run.policy.model.embed
     gate.restore(embed.device, embed.dtype)
     _share_overrides(run)
+    if isinstance(run.compiler, LayerCompiler):
+        _make_graphs(config, run)
+        _check_machine(config, run)
+        run.compiler.end_warm_up()
+        return
     if embed.is_cuda:
         _precompile(config, run, run.compiler)
     _make_graphs(config, run)

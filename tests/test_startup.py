@@ -79,7 +79,7 @@ def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch,
 
     monkeypatch.setattr(run.compiler, "rehearsal", fails)
     with caplog.at_level(logging.WARNING, "lockstep"):
-        startup._precompile(config, run)
+        startup._precompile(config, run, run.compiler)
     assert "one by one, which takes longer (GraphError: no tensors without memory here)" in caplog.text
     assert min(warm_up(run, config).values()) > 0
 
@@ -100,7 +100,7 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
     monkeypatch.setattr(run.compiler, "rehearsal", rehearsal)
     monkeypatch.setattr(run.compiler, "preload", lambda kernels: preloaded.append(list(kernels)) or len(kernels))
     for _ in range(2):
-        startup._precompile(config, run)
+        startup._precompile(config, run, run.compiler)
     changed = replace(config, generator=replace(config.generator, page_size=32))
-    startup._precompile(changed, run)
+    startup._precompile(changed, run, run.compiler)
     assert rehearsed == [0, 1] and preloaded == [[], [["module", "kernel", "{}"]], []]
