@@ -15,6 +15,7 @@ from .errors import InputError
 from .models import Decoder, Masks
 from .tasks.loading import load_function
 
+_MOST_QUERIES, _LEAST_HEAD = 64, 16  # of the kernel for a GPU, refused everywhere alike
 _PROBED = 130  # positions that a mask is called on: more than two key tiles
 
 
@@ -39,6 +40,12 @@ def set_attention(model: Decoder, attention: Attention, mask: str | None) -> Non
         raise InputError(
             f"attention is flex, and {config.family} has latent attention, whose heads read one latent in another way; "
             "use --attention native"
+        )
+    elif config.num_heads // config.num_kv_heads > _MOST_QUERIES or config.head_dim < _LEAST_HEAD:
+        raise InputError(
+            f"attention is flex, which takes at most {_MOST_QUERIES} query heads a key head and heads of at least "
+            f"{_LEAST_HEAD} elements; the model has {config.num_heads} heads, {config.num_kv_heads} of keys, of "
+            f"{config.head_dim}; use --attention native"
         )
     else:
         model.masks = Masks(config.windows, "" if mask is None else load_mask(mask))

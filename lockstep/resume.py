@@ -14,16 +14,19 @@ from .errors import InputError
 from .metrics import METRICS_FILE, read_lines, to_json
 
 CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
-_DATA_FIELDS = ("task.data", "task.validation_data")
+_DATA_FIELDS = ("task.data", "task.validation_data", "attention_mask")
 
 
 def inputs(config: RunConfig) -> dict[str, Any]:
-    """What makes a run the run it is, for a checkpoint's state: `config`, and the size and SHA-256 of its data.
+    """What makes a run the run it is, for a checkpoint's state: `config`, and the size and SHA-256 of its data and its
+    attention mask's file.
 
-    Data that is no local file or folder (a hub id) is recorded by its name alone.
+    What is no local file or folder (a hub id, a module) is recorded by its name alone.
     """
     settings = json.loads(to_json(config_file.flat(config)))
-    return {"config": settings, "data": {name: _fingerprint(settings[name]) for name in _DATA_FIELDS}}
+    paths = {name: settings[name] for name in _DATA_FIELDS}
+    paths["attention_mask"] = (settings["attention_mask"] or "").rpartition(":")[0] or None
+    return {"config": settings, "data": {name: _fingerprint(path) for name, path in paths.items()}}
 
 
 def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint | None:
@@ -59,7 +62,7 @@ def _require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mappi
                 f"config.yaml; {rule}"
             )
     for name in _DATA_FIELDS:
-        before, after = then["data"][name], now["data"][name]
+        before, after = then["data"].get(name), now["data"][name]
         if before != after:
             raise InputError(
                 f"--resume {run_dir}: {name} {new[name]} was {_words(before)} when {loaded.path.name} was saved and is "

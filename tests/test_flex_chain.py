@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +152,13 @@ def test_pages_are_whole_key_tiles_with_flex() -> None:
         (CONFIG, "native", "m:f", "attention_mask has no effect on attention native"),
         (CONFIG, "paged", None, "attention is 'paged'; it must be native or flex"),
         (DEEPSEEK, "flex", None, "attention is flex, and deepseek_v3 has latent attention"),
+        (replace(CONFIG, num_heads=65, num_kv_heads=1), "flex", None, "at most 64 query heads a key head"),
+        (
+            replace(CONFIG, head_dim=8),
+            "flex",
+            None,
+            "heads of at least 16 elements; the model has 6 heads, 2 of keys, of 8",
+        ),
         (CONFIG, "flex", "dilated", "attention_mask 'dilated' must be module:function or path.py:function"),
         (CONFIG, "flex", "absent_module:f", "attention_mask 'absent_module:f': importing absent_module raised"),
         (CONFIG, "flex", "flex_cases:absent", "flex_cases has no function 'absent'"),
@@ -211,11 +217,13 @@ TRAIN = (
 )
 
 
-def test_a_run_with_flex_has_no_token_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_flex_has_no_token_that_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "masks.py").write_text("def near(query, key):\n    return (query - key < 30) | (key < 4)\n")
     command = [*TRAIN, "--run-dir", "run", "--attention", "flex", "--attention-mask", "masks.py:near"]
-    assert main(command) == 0
+    assert main([*command, "--checkpoint.interval", "1"]) == 0
     certificate = json.loads((tmp_path / "run" / "parity.json").read_text())
     assert certificate["identical"] is True and certificate["tokens_checked"] > 0
     assert "page_size: 64" in (tmp_path / "run" / "config.yaml").read_text()
@@ -225,4 +233,9 @@ def test_a_run_with_flex_has_no_token_that_differs(tmp_path: Path, monkeypatch: 
     generate_one = ["generate", "--model", "run/model", "--prompt", "1+", "--max-completion-length", "4"]
     assert main([*generate_one, "--attention", "flex"]) == 0
     assert main([*generate_one, "--attention-mask", "masks.py:near"]) == 2
-    assert os.listdir(tmp_path / "run")
+    capsys.readouterr()
+    masks = tmp_path / "masks.py"
+    size = len(masks.read_bytes())
+    masks.write_text(masks.read_text() + "\n")
+    assert main(["train", "--resume", "run", "--steps", "4"]) == 2
+    assert f"attention_mask masks.py:near was {size} bytes with SHA-256" in " ".join(capsys.readouterr().err.split())

@@ -44,7 +44,7 @@ def test_a_folder_is_its_files(tmp_path: Path, name: str) -> None:
 
 def test_a_hub_id_is_recorded_by_its_name() -> None:
     assert recorded("somebody/rows") is None
-    assert resume.inputs(RunConfig())["data"] == {"task.data": None, "task.validation_data": None}
+    assert resume.inputs(RunConfig())["data"] == dict.fromkeys(resume._DATA_FIELDS)
 
 
 def test_the_configuration_is_standard_json() -> None:
