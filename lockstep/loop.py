@@ -79,8 +79,9 @@ class Loop:
                 lr = learning_rate(config.optimizer, step, config.steps)
                 results = [self._update(batches, lr, first=i == 0, last=i == updates - 1) for i in range(updates)]
                 result = results[0] if results else trainer.finish_check()
-                with timings.measured("sync", on_device=True):
-                    trainer.gather_weights()
+                if any(r.applied for r in results):
+                    with timings.measured("sync", on_device=True):
+                        trainer.gather_weights()
             self._verify(step, result, groups)
             for later in results[1:]:
                 self._require_finite(f"step {step + 1}", later)
@@ -271,7 +272,8 @@ class Loop:
     ) -> dict[str, Any]:
         completions = [r.completion for g in groups for r in g.rollouts]
         lengths = [len(c.token_ids) for c in completions]
-        seconds = {name: value for name, value in totals(self.spans).items() if name in _TIMED}
+        spent = {"sync": 0.0} | totals(self.spans)  # in one process the generator reads the trainer's weights
+        seconds = {name: value for name, value in spent.items() if name in _TIMED}
         zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
         return {
             **reward_metrics(groups),

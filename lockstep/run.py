@@ -134,6 +134,8 @@ class _Recorder:
     def started(self, loop: Loop) -> None:
         """The parts are built: record the configuration, the machine and the start-up time; open the trackers."""
         self.summary["environment"] = describe(loop.device)
+        if self.world.size > 1:
+            self.summary["environment"]["processes"] = str(self.world.size)
         self._loop, timings = loop, loop.run.timings
         if self.world.first:
             with writing(self.run_dir / "config.yaml"):

@@ -20,7 +20,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
     """The world of this process: all that torchrun started, over NCCL on GPUs and gloo on CPUs, or itself alone.
 
     Raises:
-        InputError: `parallel.fsdp` is not the number of processes, or there are fewer GPUs than processes.
+        InputError: `parallel.fsdp` is not the number of processes, or these are on devices of different kinds, as where
+            there are more of them than GPUs.
         PeerLost: another process did not come.
     """
     launch = environment.launched()
@@ -34,10 +35,6 @@ def join(config: ParallelConfig, device_type: str) -> World:
     on_gpu = device_type == "cuda"
     if on_gpu:
         environment.prepare_nccl()
-        if torch.cuda.device_count() < 1:
-            raise InputError(
-                f"process {launch.local_rank} on this machine has no GPU; start at most as many processes as GPUs"
-            )
     timeout = timedelta(seconds=config.timeout)
     world = World(launch.rank, launch.processes, config.timeout)
     with world.peers(), world.deadline("joining the other processes"):

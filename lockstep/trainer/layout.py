@@ -55,13 +55,6 @@ class Layout:
             return [flat[at : at + prod(shape)].view(shape) for shape, _, at in spans]
         return [flat[at : at + size] for _, size, at in spans]
 
-    def joined(self, buffers: Tensor) -> Tensor:
-        """All ranks' buffers, [ranks, size], as the one of a single process."""
-        whole = buffers.new_zeros(self.one_rank.size)
-        for size, at, wide, begin in self._spans():
-            whole[begin : begin + wide] = buffers[:, at : at + size].reshape(-1)[:wide]
-        return whole
-
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """The buffer of a rank, from that of a single process."""
         buffer = whole.new_zeros(self.size)

@@ -53,10 +53,17 @@ class FlatParameters:
                 part[: own.numel()].copy_(own)
 
     def whole(self, local: Tensor) -> Tensor:
-        """What all ranks have of a flat tensor, in the layout of one process; every rank calls it."""
+        """What all ranks have of a flat tensor, in the layout of one process. Every rank calls it; the first gets the
+        result, on the host where it came from several ranks, and the others an empty tensor."""
         if self.world.size == 1:
             return local
-        return self.layout.joined(parallel.gather(local, self.world.size))
+        one = self.layout.one_rank
+        whole = torch.zeros(one.size if self.world.first else 0, dtype=local.dtype)
+        for part, size, at in zip(self.layout.views(local), one.sizes, one.offsets, strict=False):
+            parts = parallel.gather(part, self.world.size).flatten()
+            if self.world.first:
+                whole[at : at + size] = parts[:size]
+        return whole
 
     def local(self, whole: Tensor) -> Tensor:
         """This rank's part of what `whole` returned."""
@@ -124,11 +131,8 @@ class AdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Masters, moments and step counts: what an exact resumption needs, on any number of ranks. In one process the
-        live tensors; otherwise copies on the host, whole, and every rank calls it."""
-        if self.flat.world.size == 1:
-            return self._local()
-        whole = {name: self.flat.whole(tensor).cpu() for name, tensor in self._local().items() if name != "steps"}
-        return {**whole, "steps": self.steps}
+        live tensors. Every rank calls it, and the first gets them whole (`FlatParameters.whole`)."""
+        return {name: x if name == "steps" else self.flat.whole(x) for name, x in self._local().items()}
 
     def _local(self) -> dict[str, Tensor]:
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "steps": self.steps}

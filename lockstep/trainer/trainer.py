@@ -233,8 +233,8 @@ class Trainer:
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """What a checkpoint keeps, whole: tensors and numbers. Every rank calls it; in one process the tensors are the
-        live ones."""
+        """What a checkpoint keeps: tensors and numbers. Every rank calls it, and the first gets the tensors whole; in
+        one process they are the live ones."""
         return {**self.optimizer.state(), **self._biases}, {"weights_version": self.weights_version}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:

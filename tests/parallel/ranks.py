@@ -97,10 +97,21 @@ def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) ->
             trainer.forward_backward(batch)
         for batch in batches(groups, own, max_tokens):
             trainer.check(batch)
-        seen += [trainer.flat.whole(trainer.flat.grad).clone(), trainer.optim_step(1e-2)]
+        seen += [whole(trainer, trainer.flat.grad), trainer.optim_step(1e-2)]
         trainer.gather_weights()
         assert seen[-1].applied and seen[-1].tokens_different == 0, seen[-1]
-    return [*seen, *(p.detach().clone() for p in trainer.model.parameters()), *trainer.state()[0].values()]
+    weights = [p.detach().cpu() for p in trainer.model.parameters()]
+    return [*seen, *weights, *saved(trainer)[0].values()]
+
+
+def whole(trainer: Trainer, local: Tensor) -> Tensor:
+    return trainer.world.gather(trainer.flat.whole(local).cpu().clone())[0]
+
+
+def saved(trainer: Trainer) -> Any:
+    """A checkpoint's contents, on every rank."""
+    tensors, numbers = trainer.state()
+    return trainer.world.gather(({name: tensor.cpu().clone() for name, tensor in tensors.items()}, numbers))[0]
 
 
 def different(a: list[Any], b: list[Any]) -> list[int]:
@@ -210,8 +221,7 @@ def state_in_one_process(world: World) -> Any:
 
     first = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world)
     run(first, world, steps=1)
-    tensors, numbers = first.state()
-    state = {name: tensor.clone() for name, tensor in tensors.items()}, numbers
+    state = saved(first)
     one = go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, state)
     two = go_on(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, state)
     return on_all(world, different(one, two))

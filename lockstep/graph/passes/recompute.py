@@ -148,6 +148,8 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
     for node in captured.graph.nodes:
         if node.op != "call_function" or is_backward(node) or mutates(node):
             continue
+        if any(op_name(origin) in GATHERS for origin in lies_in[node]):
+            continue  # weights: `reshard` decides
         by_module = any(_names_module(p, node) for p in patterns) and not _leaves_module(node)
         if not by_module and not any(_names_operator(p, node) for p in patterns):
             continue
