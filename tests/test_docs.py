@@ -31,8 +31,8 @@ from lockstep.models.init import init_folder
 
 ROOT = Path(lockstep.__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "first-run", "models", "gpu", "parity"))]
-PAGES += [DOCS / f"{name}.md" for name in ("parallel", "resume", "recipes", "generate", "reports", "python", "attention")]
+PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "first-run", "models", "gpu", "parallel"))]
+PAGES += [DOCS / f"{name}.md" for name in ("parity", "resume", "recipes", "generate", "reports", "python", "attention")]
 MADE = {"README.md": ("runs/first", "runs/second"), "first-run.md": ("runs/first",), "resume.md": ("runs/second",)}
 # What makes a `train` small; a flag that the page gives itself keeps the page's value.
 SMALL = {
