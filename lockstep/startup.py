@@ -73,13 +73,15 @@ def _precompile(config: RunConfig, run: Run, compiler: Compiler) -> None:
     each is compiled when it is first launched."""
     path = _kernel_list(config, run)
     try:
-        if compiler.preload(user_cache.read(path) or ()):
+        listed = run.world.from_first(lambda: user_cache.read(path) or ())
+        if all(run.world.gather(compiler.preload(listed))):
             return
         with compiler.rehearsal() as kernels:
             _make_graphs(config, run)
             with run.timings.measured("gate"):
                 gate.rehearse(*_checked(run))
-        user_cache.write(path, kernels)
+        if run.world.first:
+            user_cache.write(path, kernels)
     except Exception as error:
         if run.world.size > 1:  # the others are in the middle of theirs
             raise
