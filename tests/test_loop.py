@@ -100,7 +100,7 @@ def test_a_step_says_where_its_time_went(config: RunConfig) -> None:
     ]
     step = loop.spans[-1]
     assert step.name == "step" and step.facts == {"step": 0} and step.seconds == metrics["time/step"]
-    assert 0.5 * step.seconds < sum(s.seconds for s in parts) < step.seconds
+    assert 0.1 * step.seconds < sum(s.seconds for s in parts) < step.seconds  # the rest may be a wait for the processor
     within = [s for s in loop.spans if s.name in ("encode", "prefill", "decode", "read", "rewards")]
     assert {s.name for s in within} == {"encode", "prefill", "decode", "read", "rewards"}
     assert all(parts[0].began < s.began and s.seconds < parts[0].seconds for s in within)
