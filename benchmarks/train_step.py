@@ -78,7 +78,9 @@ def floor(model: Decoder, tokens: int, logit_rows: int):
     """Matrix products of forward and backward: three a weight."""
     layers = [w for layer in model.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     pairs = [(w.detach(), tokens) for w in layers] + [(model.lm_head.detach(), logit_rows)]
-    work = [(w, torch.randn(rows, w.shape[1]).to(w)) for w, rows in pairs]
+    sizes = {(rows, w.shape[1]) for w, rows in pairs}
+    inputs = {size: torch.randn(size, dtype=model.embed.dtype, device=model.embed.device) for size in sizes}
+    work = [(w, inputs[rows, w.shape[1]]) for w, rows in pairs]
 
     def run() -> None:
         for weight, x in work:
