@@ -192,7 +192,9 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=3600, metavar="SECONDS", help="default: an hour")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="these parts")
     parser.add_argument("--skip-done", action="store_true", help="not those that an earlier run has finished")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: every script at its smallest")
+    parser.add_argument(
+        "--device", choices=["cuda", "cuda-x2", "cpu"], default="cuda", help="cpu: every script at its smallest"
+    )
     parser.add_argument("--unpack", type=Path, metavar="RESULTS", help="write benchmarks/results/*.json from this file")
     args = parser.parse_args()
     if args.unpack:

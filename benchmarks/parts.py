@@ -11,14 +11,14 @@ class Part(NamedTuple):
     Attributes:
         need_s: an estimate, of a machine that has none of its kernels compiled where the part is the first.
         cap_s: when it is ended.
-        device: what it is for; on a CPU the figures mean nothing.
+        device: what it is for: one GPU, two, or a CPU, where the figures mean nothing.
     """
 
     name: str
     command: tuple[str, ...]
     need_s: float
     cap_s: float
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: Literal["cuda", "cuda-x2", "cpu"] = "cuda"
 
 
 def _script(name: str, *flags: str) -> tuple[str, ...]:
@@ -58,16 +58,18 @@ PARTS = (
     Part("tests-ops", _tests("fused", "sampling", "adamw", "ops"), 110, 260),
     Part("tests-attention", _tests("attention", "attention_backward", "backward", "generator"), 90, 240),
     Part("tests-flex", _tests("flex"), 100, 260),
-    Part("tests-fsdp", _tests("fsdp"), 60, 300),  # skipped with fewer than two GPUs
+    Part("tests-fsdp", _tests("fsdp"), 60, 300, "cuda-x2"),
     Part("ops", _script("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),
     Part("ops-linear", _script("ops", "--only", "linear", "--models", *LINEAR_MODELS), 100, 240),
     Part("moe", _script("moe"), 60, 150),
+    Part("startup", _script("startup", "--repeats", "2"), 140, 280),
     Part("flex", _script("flex"), 90, 200),
     Part("decode_layer", _script("decode_layer"), 20, 60),
     Part("learning-digits", _learning(300, *DIGITS), 200, 320),
     Part("growth", _script("growth"), 170, 300),
     Part("generate-big", _script("generate", "--peer", "none", "--case", "big", "--repeats", "3"), 75, 130),
     Part("generate-peer", _script("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
+    Part("fsdp", _script("fsdp"), 180, 420, "cuda-x2"),
     # Every script at its smallest, to see here what would fail there.
     Part("cpu-decode_layer", _script("decode_layer", "--rows", "2"), 2, 60, "cpu"),
     Part("cpu-flex", _script("flex"), 4, 60, "cpu"),
@@ -88,5 +90,6 @@ PARTS = (
                                    "2", "--trainer.warmup-batch-size", "4", "--trainer.prompts-per-step", "2",
                                    "--task.validation-prompts", "4"), 8, 60, "cpu"),
     Part("cpu-fsdp", _script("fsdp", "--steps", "2", "--only", "one process", "sharded"), 40, 120, "cpu"),
+    Part("cpu-startup", _script("startup", "--repeats", "1", "--steps", "2"), 40, 180, "cpu"),
     Part("cpu-tests", _tests("precompile", "families"), 5, 60, "cpu"),
 )  # fmt: skip

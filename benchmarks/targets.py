@@ -42,6 +42,24 @@ def seed_workload(f: Figures) -> Lines:
             yield at_least(f"{name}: a step, times ours", later[0] / later[1], 10)
 
 
+def startup(f: Figures) -> Lines:
+    for name, run in f["runs"].items():
+        yield at_most(f"{name}: start-up s", run["startup_s"], 30 if name == "cold" else 6)
+
+
+def flex(f: Figures) -> Lines:
+    yield at_most(
+        "words of decoded rows that differ from packed ones", sum(r.get("different", 0) for r in f["records"]), 0
+    )
+
+
+def fsdp(f: Figures) -> Lines:
+    for name, way in f["ways"].items():
+        same = all(way[f"same_{what}"] for what in ("rollouts", "weights"))
+        yield at_most(f"{name}: tokens different of {way['tokens_checked']}", way["tokens_different"], 0)
+        yield f"{name}: rollouts and weights {'the same' if same else 'DIFFER'}"
+
+
 def gpu_tests(f: Figures) -> Lines:
     yield f"{f['passed']} passed, {f['skipped']} skipped" + ("" if f.get("complete") else ", not ended")
     yield at_most("failed", f["failed"], 0)
@@ -188,7 +206,7 @@ READERS: dict[str, Callable[[Figures], Lines]] = {
     "seed_workload": seed_workload, "gpu_tests": gpu_tests, "capture": capture, "learning": learning,
     "families": families, "generate": generate, "kernels": kernels, "endurance": endurance,
     "parity_cost": parity_cost, "train_step": train_step, "ops": ops, "moe": moe, "decode_layer": decode_layer,
-    "growth": growth,
+    "growth": growth, "startup": startup, "flex": flex, "fsdp": fsdp,
 }  # fmt: skip
 
 
