@@ -8,8 +8,7 @@ rank, P rotated dim.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -59,6 +58,9 @@ class Masks:
 class Attend(Protocol):
     """What a decoder is given."""
 
+    def prepare(self, tokens: int, num_heads: int, num_kv_heads: int) -> None:
+        """Find what all layers share, before the first of them."""
+
     def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
         """Grouped-query attention, [T, N, H]."""
 
@@ -75,6 +77,14 @@ class PackedAttention:
     prefix_len_S: Tensor
     max_len: int
     masks: Masks | None = None
+    tiles: dict[int, list[Tensor]] = field(default_factory=dict)  # by window
+
+    def prepare(self, tokens: int, num_heads: int, num_kv_heads: int) -> None:
+        """See `Attend.prepare`."""
+        layout = self.cu_seqlens, self.prefix_start_S, self.prefix_len_S
+        for window in sorted(set(self.masks.windows)) if self.masks else ():
+            sizes = tokens, num_heads, num_kv_heads
+            self.tiles[window] = ops.flex_tiles_packed(*sizes, *layout, self.max_len, window)
 
     def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
         qk = ops.qk_norm_rope(qkv_TE, *heads)
@@ -84,17 +94,7 @@ class PackedAttention:
         if self.masks is None:
             return ops.attention_packed(q_TNH, k_TKH, v_TKH, *layout)
         window, mask = self.masks.of(layer)
-        if window not in self._tiles:
-            tokens = q_TNH.shape[0]
-            self._tiles[window] = ops.flex_tiles_packed(
-                tokens, heads.num_heads, heads.num_kv_heads, *layout[:3], self.max_len, window
-            )
-        return ops.flex_packed(q_TNH, k_TKH, v_TKH, *layout, window, mask, self._tiles[window])
-
-    @functools.cached_property
-    def _tiles(self) -> dict[int, list[Tensor]]:
-        """By window; all layers that have it share them."""
-        return {}
+        return ops.flex_packed(q_TNH, k_TKH, v_TKH, *layout, window, mask, self.tiles[window])
 
     def latent(self, layer: int, x: Latent) -> Tensor:
         """See `Attend.latent`."""
@@ -120,6 +120,13 @@ class PagedAttention:
     group_rows_CW: Tensor | None = None
     shared_len_S: Tensor | None = None
     masks: Masks | None = None
+    tiles: dict[int, list[Tensor]] = field(default_factory=dict)  # by window
+
+    def prepare(self, tokens: int, num_heads: int, num_kv_heads: int) -> None:
+        """See `Attend.prepare`."""
+        paged = self.block_table, self.cu_seqlens, self.context_len_S, self.max_context_len
+        for window in sorted(set(self.masks.windows)) if self.masks else ():
+            self.tiles[window] = ops.flex_tiles_paged(tokens, num_heads, self.k_cache[0], *paged, window)
 
     def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
         k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
@@ -142,17 +149,7 @@ class PagedAttention:
         if self.masks is None:
             return ops.attention_paged(q_TNH, k_cache, v_cache, *paged, *bounds)
         window, mask = self.masks.of(layer)
-        if window not in self._tiles:
-            tokens = q_TNH.shape[0]
-            self._tiles[window] = ops.flex_tiles_paged(
-                tokens, heads.num_heads, k_cache, *paged, self.max_context_len, window
-            )
-        return ops.flex_paged(q_TNH, k_cache, v_cache, *paged, *bounds, window, mask, self._tiles[window])
-
-    @functools.cached_property
-    def _tiles(self) -> dict[int, list[Tensor]]:
-        """By window; all layers that have it share them."""
-        return {}
+        return ops.flex_paged(q_TNH, k_cache, v_cache, *paged, *bounds, window, mask, self.tiles[window])
 
     def latent(self, layer: int, x: Latent) -> Tensor:
         """See `Attend.latent`."""
