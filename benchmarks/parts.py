@@ -45,7 +45,9 @@ PARTS = (
     # The first run finds no kernel compiled: a cold start. The second, and all that follows, finds most of them.
     Part("seed_workload", _script("seed_workload", "--steps", "20", "--runs", "2", "--peer", "trl"), 150, 260),
     Part("tests-roles", _tests("precompile", "families", "routing", "moe", "trust", "timings"), 80, 200),
+    Part("tests-compile", _tests("compile"), 90, 260),
     Part("capture", _script("capture"), 90, 180),
+    Part("compile_ways", _script("compile_ways"), 120, 300),
     Part("learning-words", _learning(240, *WORDS), 120, 260),
     Part("families", _script("families"), 110, 240),
     Part("generate", _script("generate", "--peer", "none", "--case", "seed", "--case", "seed, top-p", "--case", "one",
@@ -79,6 +81,8 @@ PARTS = (
     Part("cpu-train_step", _script("train_step", "--repeats", "1", "--sequences", "8", "--length", "32", "--prompt",
                                    "8"), 5, 60, "cpu"),
     Part("cpu-capture", _script("capture", "--repeats", "1", "--sequences", "8", "--length", "6"), 12, 90, "cpu"),
+    Part("cpu-compile_ways", _script("compile_ways", "--repeats", "1", "--length", "6", "--only", "joint", "layer"),
+         12, 90, "cpu"),
     Part("cpu-kernels", _script("kernels"), 10, 90, "cpu"),
     Part("cpu-families", _script("families", "--steps", "2"), 8, 90, "cpu"),
     Part("cpu-endurance", _script("endurance", "--steps", "4"), 8, 90, "cpu"),

@@ -86,6 +86,13 @@ def capture(f: Figures) -> Lines:
             yield at_most(f"{part}: host ms", host, 0.2)
 
 
+def compile_ways(f: Figures) -> Lines:
+    ways = {way: w for way, w in f["ways"].items() if "failed" not in w}
+    yield ", ".join(f"{way} {w['forward_backward']['ms']:.2f} ms" for way, w in ways.items())
+    odd = [way for way, w in f["ways"].items() if not (w.get("holds") and w.get("repeats"))]
+    yield at_most(f"ways that failed or do not hold{': ' * bool(odd) + ', '.join(odd)}", len(odd), 0)
+
+
 def learning(f: Figures) -> Lines:
     rewards = [r for r in f["curve"]["reward/mean"] if r is not None]
     yield f"{len(rewards)} steps in {f.get('seconds', math.nan):.0f} s"
@@ -204,6 +211,7 @@ def growth(f: Figures) -> Lines:
 
 READERS: dict[str, Callable[[Figures], Lines]] = {
     "seed_workload": seed_workload, "gpu_tests": gpu_tests, "capture": capture, "learning": learning,
+    "compile_ways": compile_ways,
     "families": families, "generate": generate, "kernels": kernels, "endurance": endurance,
     "parity_cost": parity_cost, "train_step": train_step, "ops": ops, "moe": moe, "decode_layer": decode_layer,
     "growth": growth, "startup": startup, "flex": flex, "fsdp": fsdp,

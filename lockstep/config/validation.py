@@ -151,6 +151,10 @@ def _check_combinations(c: RunConfig) -> None:
         m.project != MetricsConfig().project and "wandb" not in m.trackers,
         "metrics.project has no effect without wandb among metrics.trackers; add it or remove the project",
     )
+    refuse(
+        c.attention == "flex" and c.compile.capture == "layer",
+        "compile.capture is layer, and flex attention lists a window's tiles once for all layers; use step or joint",
+    )
     refuse("" in c.compile.recompute, "compile.recompute holds an empty pattern; name a module, an operator or full")
     if c.device != "auto" or None not in (c.compile.capture, c.compile.cudagraph_mode):
         resolve_compile(c.compile, on_gpu=c.device == "cuda")

@@ -268,6 +268,7 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
             {"capture": "step", "backend": "inductor", "inductor": ("",)},
             "compile.inductor is ['']; name what to compile",
         ),
+        ({"capture": "layer", "dump": "folder"}, "act on captured graphs; set compile.capture to step"),
         ({"capture": "layer", "recompute": ("full",)}, "act on captured graphs; set compile.capture to step or joint"),
     ],
 )

@@ -21,7 +21,9 @@ from lockstep.config import (
     SamplingConfig,
     TaskConfig,
     TrainerConfig,
+    validate,
 )
+from lockstep.errors import InputError
 from lockstep.graph import GraphError, LayerCompiler, compile_report, layers
 from lockstep.loop import Loop
 from lockstep.models.config import MoEConfig
@@ -114,3 +116,8 @@ def test_what_cannot_be_captured_whole_is_an_error_that_names_it() -> None:
         GraphError, match="compile.capture layer: Reads cannot be compiled whole: .*; use compile.capture none"
     ):
         LayerCompiler("eager")(Reads(), torch.ones(3))
+
+
+def test_flex_attention_is_refused() -> None:
+    with pytest.raises(InputError, match="compile.capture is layer, and flex attention .* use step or joint"):
+        validate(replace(config("layer"), attention="flex"))
