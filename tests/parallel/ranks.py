@@ -22,12 +22,13 @@ from lockstep import environment, parallel
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, FakeRecorder, digest
+from lockstep.graph import Compiler, FakeRecorder, GraphError, digest, trust
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
 from lockstep.parallel import ONE, World, join
-from lockstep.trainer import Trainer, pack_shards
+from lockstep.trainer import BatchShape, Trainer, pack_shards
+from lockstep.trainer.runs import GraphRuns
 from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
 CONFIG = ModelConfig(97, 48, 64, 2, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256)
@@ -179,6 +180,25 @@ def graphs(world: World) -> Any:
         found[name]["captures"] = on_all(world, compiler.captures)
         compiler.close()
     return found
+
+
+@check
+def a_graph_that_is_wrong_on_one_rank(world: World) -> Any:
+    """The check before the first step passes; then eager's update is another on the last rank: all ranks are told."""
+    compiler = Compiler(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, compiler=compiler)
+    shapes = [BatchShape(64, 32, 4, 64)]
+    work = [w for w in trainer.trust_cases(shapes, FILTERED, check_parity=True) if w[0].name == "optim_step"]
+    (verdict,) = trust(compiler, work, "strict")
+    runs = trainer._runs
+    assert isinstance(runs, GraphRuns)
+    if world.rank == 1:
+        update = runs.eager.update
+        runs.eager.update = lambda tensors, values, lr, biases: update(tensors, values, 2 * lr, biases)  # type: ignore
+    try:
+        trust(compiler, work, "strict")
+    except GraphError as error:
+        return on_all(world, [verdict.cases, str(error)])
 
 
 @check

@@ -55,6 +55,12 @@ def test_a_layer_has_one_gather_and_one_exchange(found: dict[str, Any]) -> None:
     assert "5 gathers begin a layer early, 3 exchanges end a layer late" in log
 
 
+def test_a_graph_that_is_wrong_on_one_rank_is_refused_on_all(found: dict[str, Any]) -> None:
+    for cases, message in found["a_graph_that_is_wrong_on_one_rank"]:
+        assert cases == 4 and message.startswith("optim_step(), case 'first': ")
+        assert "differs from eager in" in message and "on rank 1" in message and "on rank 0" not in message
+
+
 def test_a_flipped_bit_on_one_rank_stops_the_update_on_all(found: dict[str, Any]) -> None:
     first, second = found["a_flipped_bit_on_one_rank"]
     assert first == second == [False, 1, [["group 1 sample 0", 2, "sampled"]], True]
