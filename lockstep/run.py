@@ -153,7 +153,8 @@ class _Recorder:
         """Make the graphs of all steps; record where start-up went."""
         began, compiler, timings = time.perf_counter(), loop.run.compiler, loop.run.timings
         before = dict(timings.seconds)
-        warm_up(self.config, loop.run)
+        with self.world.deadline("making and checking graphs", timeouts=10):
+            warm_up(self.config, loop.run)
         if compiler:
             graphs = sum(len(function.graphs) for function in compiler.functions)
             seconds = time.perf_counter() - began
@@ -225,7 +226,8 @@ class _Recorder:
             self._save(loop, step)
 
     def _save(self, loop: Loop, step: int) -> None:
-        tensors, counters = loop.run.trainer.state()
+        with self.world.deadline("gathering a checkpoint"):
+            tensors, counters = loop.run.trainer.state()
         state = {
             "trainer": counters,
             "certificate": vars(loop.certificate),

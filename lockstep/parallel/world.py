@@ -110,12 +110,14 @@ class World:
             ) from error
 
     @contextlib.contextmanager
-    def deadline(self, doing: str) -> Iterator[None]:
-        """Within, waits that torch puts no end to (for a device that waits for another rank) end the process."""
+    def deadline(self, doing: str, timeouts: float = 1.0) -> Iterator[None]:
+        """Within, waits that torch puts no end to (for a device that waits for another rank) end the process, after so
+        many timeouts."""
         if self.size == 1:
             yield
             return
-        timer = threading.Timer(self.timeout + GRACE, self._give_up, (doing,))
+        seconds = timeouts * self.timeout + GRACE
+        timer = threading.Timer(seconds, self._give_up, (doing, seconds))
         timer.daemon = True
         timer.start()
         try:
@@ -123,10 +125,10 @@ class World:
         finally:
             timer.cancel()
 
-    def _give_up(self, doing: str) -> None:
+    def _give_up(self, doing: str, seconds: float) -> None:
         print(
-            f"lockstep: failed: rank {self.rank} of {self.size}: {doing} did not end within {self.timeout + GRACE:g} s "
-            "(parallel.timeout and a little); another process of the run is gone or stuck",
+            f"lockstep: failed: rank {self.rank} of {self.size}: {doing} did not end within {seconds:g} s "
+            f"(parallel.timeout is {self.timeout:g}); another process of the run is gone or stuck",
             file=sys.stderr,
             flush=True,
         )

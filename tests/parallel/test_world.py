@@ -85,7 +85,7 @@ def test_torchs_errors_about_peers_are_told_apart() -> None:
 def test_a_wait_that_nothing_ends_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     over = threading.Event()
-    monkeypatch.setattr(World, "_give_up", lambda self, doing: (ended.append(doing), over.set()))
+    monkeypatch.setattr(World, "_give_up", lambda self, doing, seconds: (ended.append(doing), over.set()))
     monkeypatch.setattr("lockstep.parallel.world.GRACE", 0.02)
     with World(0, 2).deadline("the step"):
         assert over.wait(5) and ended == ["the step"]
