@@ -15,6 +15,7 @@ from .errors import LockstepError
 from .graph import Compiler, LayerCompiler, Verdicts, origin, trust
 from .ops import gate, linear_table, user_cache
 
+_KERNEL_LISTS = 64  # that are kept
 _log = logging.getLogger("lockstep")
 
 
@@ -81,7 +82,7 @@ def _precompile(config: RunConfig, run: Run, compiler: Compiler) -> None:
             with run.timings.measured("gate"):
                 gate.rehearse(*_checked(run))
         if run.world.first:
-            user_cache.write(path, kernels)
+            user_cache.write(path, kernels, keep=_KERNEL_LISTS)
     except Exception as error:
         if run.world.size > 1:  # the others are in the middle of theirs
             raise

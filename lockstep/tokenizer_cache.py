@@ -22,6 +22,7 @@ from .ops import user_cache
 
 _FORMAT = 1
 _FILES = (".json", ".jinja", ".txt", ".model")  # of a model's folder, what a tokenizer may read
+_MOST = 8  # tokenizers that are kept
 _LARGEST = 64 << 20  # bytes of a file that is one of a tokenizer's
 
 
@@ -91,7 +92,7 @@ def kept(source: Path | str, load: Callable[[], Any]) -> Any:
         files = _saved(whole)
         names = ("eos_token_id", "pad_token_id", "chat_template", "name_or_path")
         content = json.dumps([files, {name: getattr(whole, name) for name in names}])
-        user_cache.write(path, {"content": content, "hash": _hash(content)})
+        user_cache.write(path, {"content": content, "hash": _hash(content)}, keep=_MOST)
     return whole
 
 

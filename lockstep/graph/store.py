@@ -133,12 +133,9 @@ class Store:
 
     def _files(self, pattern: str) -> Iterator[tuple[Path, os.stat_result]]:
         """Files of the folder with their status, the last used first."""
-        found = []
-        with contextlib.suppress(OSError):
-            for path in self.folder.glob(pattern):
-                with contextlib.suppress(OSError):  # another process may delete it
-                    found.append((path, path.stat()))
-        yield from sorted(found, key=lambda entry: -entry[1].st_mtime)
+        for path in user_cache.newest(self.folder, pattern):
+            with contextlib.suppress(OSError):
+                yield path, path.stat()
 
     def _evict(self, key: Key) -> None:
         """Delete what was not used for longest, beyond what is kept."""

@@ -12,6 +12,8 @@ from ..ops import user_cache
 from ..ops.user_cache import cache_folder
 from .origin import origin
 
+MOST = 4096  # that are kept
+
 
 class Verdicts:
     """Passed checks by what they depend on, a file each (`ops.user_cache`)."""
@@ -26,7 +28,7 @@ class Verdicts:
 
     def add(self, key: str, about: Mapping[str, Any]) -> None:
         """Remember a check that passed; `about` is for readers."""
-        user_cache.write(self._folder / f"{key}.json", {"key": key, **about})
+        user_cache.write(self._folder / f"{key}.json", {"key": key, **about}, keep=MOST)
 
 
 def key(*parts: object) -> str:

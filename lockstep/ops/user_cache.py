@@ -30,9 +30,24 @@ def read(path: Path) -> Any:
     return None
 
 
-def write(path: Path, value: Any) -> bool:
-    """Replace the file by JSON; see `write_bytes`."""
-    return write_bytes(path, json.dumps(value, indent=1, sort_keys=True).encode())
+def write(path: Path, value: Any, keep: int | None = None) -> bool:
+    """Replace the file by JSON; see `write_bytes`. Of the files in its folder the `keep` newest stay."""
+    written = write_bytes(path, json.dumps(value, indent=1, sort_keys=True).encode())
+    if written and keep is not None:
+        for old in newest(path.parent)[keep:]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+    return written
+
+
+def newest(folder: Path, pattern: str = "*") -> list[Path]:
+    """The folder's files, the last written or used first; none of a folder that cannot be read."""
+    found: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):  # another process may delete it
+                found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def read_bytes(path: Path) -> bytes | None:

@@ -64,7 +64,6 @@ def same(a: list[Any], b: list[Any]) -> bool:
         ("none", torch.float32, ()),
         ("full", torch.bfloat16, ("full",)),
         ("piecewise", torch.float32, ()),
-        ("none", torch.bfloat16, ()),
     ],
 )
 def test_the_second_start_traces_nothing_and_has_the_same_bits(

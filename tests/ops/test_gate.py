@@ -135,7 +135,7 @@ def test_what_others_can_write_is_ignored(folder, writable):
 
 def test_an_unwritable_folder_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
-    user_cache.write(tmp_path / "file" / "lockstep" / "a.json", 1)
+    user_cache.write(tmp_path / "file" / "lockstep" / "a.json", 1, keep=2)
     assert user_cache.read(tmp_path / "file" / "lockstep" / "a.json") is None
 
 
@@ -156,3 +156,12 @@ def test_where_the_folder_is(monkeypatch, tmp_path):
     assert user_cache.cache_folder() == tmp_path / "lockstep"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
     assert user_cache.cache_folder() == Path.home() / ".cache" / "lockstep"
+
+
+def test_the_oldest_files_go(tmp_path):
+    for i in range(4):
+        path = tmp_path / "own" / f"{i}.json"
+        assert user_cache.write(path, i, keep=2)
+        os.utime(path, (i, i))
+    assert [p.name for p in user_cache.newest(tmp_path / "own")] == ["3.json", "2.json"]
+    assert user_cache.newest(tmp_path / "absent") == []
