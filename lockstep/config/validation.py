@@ -153,7 +153,7 @@ def _check_combinations(c: RunConfig) -> None:
     )
     refuse(
         c.attention == "flex" and c.compile.capture == "layer",
-        "compile.capture is layer, and flex attention lists a window's tiles once for all layers; use step or joint",
+        "compile.capture is layer, and flex attention has a window a layer, so each is another; use step or joint",
     )
     refuse("" in c.compile.recompute, "compile.recompute holds an empty pattern; name a module, an operator or full")
     if c.device != "auto" or None not in (c.compile.capture, c.compile.cudagraph_mode):

@@ -18,7 +18,8 @@ from .rehearsal import NAMESPACE as _NAMESPACE
 from .report import compile_report, refusals, replay_metrics
 from .store import Store
 from .text import diff, digest, dump
-from .trust import Case, Verdict, trust
+from .trial import Case
+from .trust import Verdict, trust
 from .verdicts import Verdicts
 from .verify import NOT_GRAPH_SAFE, verify
 

@@ -17,12 +17,12 @@ from .capture import Differentiated, GraphBody, capture
 from .constants import Constants, flattened
 from .cudagraph import CudaRecorder, Recorder
 from .function import GraphFunction
-from .ir import Captured, Dynamic, GraphError, Inputs, Level, Role, Static, module_of
+from .ir import Captured, Dynamic, GraphError, Inputs, Level, Role, Static
 from .joint import capture_joint
-from .passes import BACKWARD_PASS, forward_digests, pipeline, run_passes
+from .passes import BACKWARD_PASS, common_digests, lacking, pipeline, run_passes
 from .peers import MakeGraph, Peers, made_by_first
 from .piecewise import ATTENTION
-from .regions import Region, Regions
+from .regions import Regions
 from .store import Key, Store
 from .verify import NOT_GRAPH_SAFE, verify
 
@@ -190,8 +190,7 @@ class Compiler:
 
     def _check_regions(self, captured: Captured) -> None:
         """Refuse a model's forward pass in which other calls would be compiled than in the other graphs'."""
-        has = {n.target.digest for n in captured.graph.nodes if isinstance(n.target, Region)}
-        if any(map(module_of, captured.graph.nodes)) and (missing := self.regions.shared - has):
+        if missing := lacking(captured, self.regions.shared):
             raise GraphError(
                 f"{captured.title}: at these sizes the graph lacks compiled regions of the others "
                 f"({', '.join(missing)}), so its log-probabilities could differ from theirs; set compile.inductor to "
@@ -211,14 +210,8 @@ class Compiler:
         """
         if not self.compiles_forward:
             return False
-        found: dict[bool, list[frozenset[str]]] = {True: [], False: []}
-        for trace in {id(t): t for function in self.functions for t in function.traces}.values():
-            before = next(graph for name, graph in reversed(trace.stages()) if name != "inductor")
-            if any(map(module_of, before.graph.nodes)):
-                found["kv" in trace.writes].append(forward_digests(before, self.compiled))
-        if not (found[True] and found[False]):
-            return False
-        self.regions.shared = frozenset.intersection(*found[True], *found[False])
+        traces = [trace for function in self.functions for trace in function.traces]
+        self.regions.shared = common_digests(traces, self.compiled)
         for function in self.functions if self.regions.shared else ():
             function.rewrite(self._passed)
         return bool(self.regions.shared)

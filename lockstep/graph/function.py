@@ -112,7 +112,8 @@ class GraphFunction:
         given = tuple(statics.items())
         keys = {key for key, _ in self._known.made}
         known = any(key[: len(given)] == given for key in keys)
-        fixed = (*given, inputs.described({})) in keys or (self.one_shape and not known)
+        one_shape = self.one_shape and not self._compiler.compiles_forward  # both roles' sizes are open, or neither's
+        fixed = (*given, inputs.described({})) in keys or (one_shape and not known)
         dynamic: Dynamic = {} if fixed else self._dynamic
         while True:
             specs = inputs.described(dynamic)

@@ -13,7 +13,7 @@ from ..regions import Regions
 from ..verify import verify
 from .bucket import bucket
 from .canonicalize import canonicalize
-from .inductor import BACKWARD_PASS, forward_digests, inductor
+from .inductor import BACKWARD_PASS, common_digests, inductor, lacking
 from .recompute import fit, recompute, saved_bytes
 from .record import cudagraph
 from .reorder import reorder
@@ -103,10 +103,11 @@ __all__ = [
     "Pass",
     "bucket",
     "canonicalize",
+    "common_digests",
     "cudagraph",
     "fit",
-    "forward_digests",
     "inductor",
+    "lacking",
     "pipeline",
     "recompute",
     "reorder",

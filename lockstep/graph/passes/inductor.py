@@ -103,9 +103,25 @@ def stretches(captured: Captured, choices: Sequence[str]) -> Iterator[Stretch]:
             run.append(node)
 
 
-def forward_digests(captured: Captured, choices: Sequence[str]) -> frozenset[str]:
-    """Of the stretches of a graph's forward pass that may be compiled."""
-    return frozenset(digest_of(s.body) for s in stretches(captured, choices) if not s.backward)
+def common_digests(traces: Sequence[Captured], choices: Sequence[str]) -> frozenset[str]:
+    """Of the stretches that the forward pass of every model's graph has; none where one of the roles has no graph.
+
+    Args:
+        traces: the graphs of both roles, before or after `inductor`; the generator's write the cache.
+    """
+    found: dict[bool, list[frozenset[str]]] = {True: [], False: []}
+    for trace in traces:
+        before = next(graph for name, graph in reversed(trace.stages()) if name != "inductor")
+        if any(map(module_of, before.graph.nodes)):
+            own = frozenset(digest_of(s.body) for s in stretches(before, choices) if not s.backward)
+            found["kv" in trace.writes].append(own)
+    return frozenset.intersection(*found[True], *found[False]) if all(found.values()) else frozenset()
+
+
+def lacking(captured: Captured, shared: frozenset[str]) -> frozenset[str]:
+    """Those of the shared regions that a model's graph does not have."""
+    has = {node.target.digest for node in captured.graph.nodes if isinstance(node.target, Region)}
+    return shared - has if any(map(module_of, captured.graph.nodes)) else frozenset()
 
 
 def _stretch(captured: Captured, run: Sequence[fx.Node]) -> Iterator[Stretch]:
