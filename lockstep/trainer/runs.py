@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..types import PackedBatch
 from . import routing, step
 from .optimizer import AdamW, AdamWTensors, FlatParameters, accumulate, adamw_step
 from .sharding import Sharding
+from .traced import OPEN_SIZES, batch_of, statics_of, tensors_of
 
 
 @dataclass
@@ -223,20 +224,20 @@ class GraphRuns:
 
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
         """A launch on `batch`, to be checked."""
-        return graph.Case(name, _tensors(batch), {**_statics(batch), **statics}, load)
+        return graph.Case(name, tensors_of(batch), {**statics_of(batch), **statics}, load)
 
     def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> step.Scored:
         """See `EagerRuns.forward_backward`."""
-        statics = {**_statics(batch), "loss_type": loss_type, "with_support": with_support}
-        return _scored(self._train(_tensors(batch), **statics))
+        statics = {**statics_of(batch), "loss_type": loss_type, "with_support": with_support}
+        return _scored(self._train(tensors_of(batch), **statics))
 
     def check(self, batch: PackedBatch) -> step.Scored:
         """See `step.check`."""
-        return _scored(self._check(_tensors(batch), **_statics(batch)))
+        return _scored(self._check(tensors_of(batch), **statics_of(batch)))
 
     def reference_logprobs(self, batch: PackedBatch) -> Tensor:
         """See `EagerRuns.reference_logprobs`."""
-        return self._reference(_tensors(batch), **_statics(batch))["model_logprob_C"].clone()
+        return self._reference(tensors_of(batch), **statics_of(batch))["model_logprob_C"].clone()
 
     def optim_step(self) -> tuple[Tensor, Tensor]:
         """See `EagerRuns.optim_step`."""
@@ -251,18 +252,18 @@ class GraphRuns:
     def _train_body(
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> dict[str, Tensor]:
-        return _outputs(self.eager.forward_backward_on(inputs, _batch(inputs, **statics), loss_type, with_support))
+        return _outputs(self.eager.forward_backward_on(inputs, batch_of(inputs, **statics), loss_type, with_support))
 
     def _train_forward(
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        e, values, batch = self.eager, inputs.buffer["statistics"], _batch(inputs, **statics)
+        e, values, batch = self.eager, inputs.buffer["statistics"], batch_of(inputs, **statics)
         with graph.substituted(e.model, inputs):
             loss, scored = step.forward(e.model, values, batch, e.loss, loss_type, e.with_kl(loss_type), with_support)
         return loss, _outputs(scored)
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
-        return _outputs(self.eager.check_on(inputs, _batch(inputs, **statics)))
+        return _outputs(self.eager.check_on(inputs, batch_of(inputs, **statics)))
 
     def _gather_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         self.eager.gather_weights_on(inputs)
@@ -272,7 +273,7 @@ class GraphRuns:
         model = self.eager.reference
         assert model is not None
         with graph.substituted(model, inputs):
-            return {"model_logprob_C": step.score(model, _batch(inputs, **statics))[1].model_logprob_C}
+            return {"model_logprob_C": step.score(model, batch_of(inputs, **statics))[1].model_logprob_C}
 
     def _optim_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         weights = inputs.param["weights"]
@@ -282,32 +283,6 @@ class GraphRuns:
         biases = {name: inputs.buffer[name] for name in self.eager.router_biases}
         grad_norm, applied = self.eager.update(tensors, inputs.buffer["statistics"], inputs.buffer["lr"], biases)
         return {"grad_norm": grad_norm, "applied": applied}
-
-
-def _open_sizes() -> graph.Dynamic:
-    """The packed batch's tensors by what their names end in; one trace serves every size."""
-    ends = {"T": ("T",), "C": ("C",), "S": ("S",)}
-    sizes = {f.name: ends[f.name[-1]] for f in fields(PackedBatch) if f.name[-2:-1] == "_" and f.name[-1] in ends}
-    return {**sizes, "cu_seqlens": ("S1",), "support_C": ("C", None)}
-
-
-OPEN_SIZES = _open_sizes()
-
-
-def _tensors(batch: PackedBatch) -> dict[str, Tensor]:
-    """What a graph takes of a batch; `sequence_C` is for messages."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "sequence_C"}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def _statics(batch: PackedBatch) -> dict[str, Any]:
-    return {"max_len": batch.max_len, "check_parity": batch.check_parity, "truncated": batch.truncated}
-
-
-def _batch(inputs: graph.Inputs, **statics: Any) -> PackedBatch:
-    """The batch of traced tensors."""
-    values: dict[str, Any] = {**inputs.user, **statics}
-    return PackedBatch(**values, sequence_C=torch.empty(0))
 
 
 def _outputs(scored: step.Scored) -> dict[str, Tensor]:

@@ -31,11 +31,12 @@ from lockstep.trainer import BatchShape, Trainer, pack_shards
 from lockstep.trainer.runs import GraphRuns
 from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
-CONFIG = ModelConfig(97, 48, 64, 2, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256)
-MOE = replace(CONFIG, moe=MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=32, router_bias=True))
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)
 DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+SIZES = (97, 48, 64, 2, 4, 2, 16) if DEVICE.type == "cpu" else (4096, 512, 1024, 2, 8, 4, 128)
+CONFIG = ModelConfig(*SIZES, rope_theta=1e4, max_position_embeddings=256)
+MOE = replace(CONFIG, moe=MoEConfig(4, num_experts_per_token=2, intermediate_size=SIZES[2] // 2, router_bias=True))
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 
 CHECKS: dict[str, Callable[[World], Any]] = {}
@@ -273,7 +274,7 @@ def agreement(world: World) -> Any:
 
 def main() -> None:
     environment.own_gpu()
-    world = join(ParallelConfig(timeout=30), DEVICE.type)
+    world = join(ParallelConfig(timeout=200), DEVICE.type)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name, function in CHECKS.items():

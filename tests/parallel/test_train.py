@@ -52,7 +52,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         trainer=TrainerConfig(prompts_per_step=6, max_tokens_per_micro_batch=100),
         optimizer=OptimizerConfig(learning_rate=3e-3),
         checkpoint=CheckpointConfig(interval=2),
-        parallel=ParallelConfig(batch_shards=2, timeout=60),
+        parallel=ParallelConfig(batch_shards=2, timeout=200),
     )
 
 

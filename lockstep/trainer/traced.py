@@ -1,0 +1,39 @@
+"""A packed batch as graphs take it: its tensors by name, the values that a graph is made for, and back."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import graph
+from ..types import PackedBatch
+
+
+def _open_sizes() -> graph.Dynamic:
+    """The packed batch's tensors by what their names end in; one trace serves every size."""
+    ends = {"T": ("T",), "C": ("C",), "S": ("S",)}
+    sizes = {f.name: ends[f.name[-1]] for f in fields(PackedBatch) if f.name[-2:-1] == "_" and f.name[-1] in ends}
+    return {**sizes, "cu_seqlens": ("S1",), "support_C": ("C", None)}
+
+
+OPEN_SIZES = _open_sizes()
+
+
+def tensors_of(batch: PackedBatch) -> dict[str, Tensor]:
+    """What a graph takes of a batch; `sequence_C` is for messages."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "sequence_C"}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def statics_of(batch: PackedBatch) -> dict[str, Any]:
+    """What a graph of a batch holds as constants."""
+    return {"max_len": batch.max_len, "check_parity": batch.check_parity, "truncated": batch.truncated}
+
+
+def batch_of(inputs: graph.Inputs, **statics: Any) -> PackedBatch:
+    """The batch of traced tensors."""
+    values: dict[str, Any] = {**inputs.user, **statics}
+    return PackedBatch(**values, sequence_C=torch.empty(0))
