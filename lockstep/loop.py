@@ -63,7 +63,7 @@ class Loop:
         """
         config, trainer, timings = self.config, self.run.trainer, self.run.timings
         version, began = trainer.weights_version, time.perf_counter()
-        with timings.measured("step", step=step):
+        with timings.measured("step", on_device=True, step=step):  # to the end of what was launched in it
             with timings.measured("generate", on_device=True):
                 groups, counts = self._collect(step)
             self._latest = (groups, None)

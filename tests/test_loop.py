@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from lockstep.generator import SnapshotWeights
 from lockstep.loop import Loop
 from lockstep.metrics import listed
 from lockstep.run import train
+from lockstep.timings import Timings
 
 REWARD = """
 def letters(completion_ids, **_):
@@ -107,6 +109,33 @@ def test_a_step_says_where_its_time_went(config: RunConfig) -> None:
     assert metrics["time/generate"] == parts[0].seconds > metrics["time/rewards"] > 0
     assert metrics["time/forward_backward"] == parts[3].seconds + parts[4].seconds
     assert sum(s.facts["tokens"] for s in within if s.name == "prefill") == len("helloa longer prompt than that")
+
+
+class HostEvent:
+    """An event of a device that is done as soon as it is asked."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        return (end_event.at - self.at) * 1e3
+
+
+def test_what_is_launched_is_measured_by_the_device(config: RunConfig) -> None:
+    run = build(config)
+    run.timings = run.engine.timings = Timings(keep_spans=True, event=HostEvent)
+    loop = Loop(config, run)
+    metrics, _ = loop.step(0)
+    device = [s for s in loop.spans if s.on_device]
+    timed = {"step", "generate", "forward_backward", "optim_step", "sync"}
+    assert {s.name for s in device} == {*timed, "prefill", "decode"}
+    for name in timed:
+        assert metrics[f"time/{name}"] == sum(s.seconds for s in device if s.name == name)
+    *parts, step = device
+    assert step.name == "step" and all(step.began <= s.began <= step.began + step.seconds for s in parts)
 
 
 def test_without_advantages_nothing_is_learned(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ def test_a_typical_step_is_drawn(tmp_path: Path) -> None:
         on_device = [
             Span("generate", began, seconds / 2, True),
             Span("decode", began + seconds / 4, seconds / 4, True, {"steps": 8}),
+            Span("step", began, seconds * 1.01, True, {"step": i}),
         ]
         on_host = [
             Span("decode", began + 0.1, 0.1),

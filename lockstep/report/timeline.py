@@ -31,12 +31,12 @@ _LABELLED = 0.12  # of the width, from which on a bar has its name on it
 
 def typical_step(path: Path) -> str:
     """A card with the step of median length in the timeline at `path`; nothing without one."""
-    steps = [(process, span) for process, span in read_timeline(path) if span.name == "step" and span.seconds > 0]
+    steps = [(process, span) for process, span in read_timeline(path) if _is_step(span)]
     if not steps:
         return ""
     middle = median_low(span.seconds for _, span in steps)
     process, step = next(item for item in steps if item[1].seconds == middle)
-    parts = [span for of, span in read_timeline(path) if of == process and span != step and _within(span, step)]
+    parts = [s for of, s in read_timeline(path) if of == process and s.name != step.name and _within(s, step)]
     on_host, on_device = ([span for span in parts if span.on_device is device] for device in (False, True))
     outer = _outermost(on_host)
     lanes = {
@@ -52,6 +52,10 @@ def typical_step(path: Path) -> str:
     lead = f'<p class="dim">{which}, of median length among {len(steps):,} recorded: {duration(step.seconds)}</p>'
     drawn = [span for spans in lanes.values() for span in spans]
     return card("A typical step", lead + shown + _axis(step.seconds) + _key(drawn), path.name, style="whole")
+
+
+def _is_step(span: Span) -> bool:
+    return span.name == "step" and not span.on_device and span.seconds > 0
 
 
 def _within(span: Span, other: Span) -> bool:
