@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import io
 import json
@@ -178,6 +179,7 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
         "models.init": SimpleNamespace(init_folder=lambda *_: {}),
         "evaluation": SimpleNamespace(evaluate=lambda *_, **__: {}, render=str),
     }
+    importlib.import_module("lockstep.build")  # which imports some of what the fakes stand for
     for name, fake in fakes.items():
         monkeypatch.setitem(sys.modules, f"lockstep.{name}", fake)
     words = shlex.split(line, comments=True)[1:]
