@@ -123,7 +123,7 @@ class Signature:
 
 
 def _compile(module: fx.GraphModule, inputs: list[Any]) -> Any:
-    from torch._inductor import standalone_compile
+    from torch._inductor.standalone_compile import standalone_compile
 
     options = {"config_patches": _options()}
     return standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options=options, aot=True)
@@ -158,7 +158,9 @@ def is_fake(value: Any) -> bool:
 def missing_compiler(device: torch.device) -> str | None:
     """What Inductor lacks to compile for a device; None if it has all."""
     if device.type != "cpu":
-        return None if torch.utils._triton.has_triton() else "Triton"
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton"
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
