@@ -67,7 +67,7 @@ class Compiler:
         assert config.cudagraph_mode is not None
         recorded = config.cudagraph_mode != "none"
         self.recorder = (recorder or CudaRecorder(device)) if recorded else None
-        sharded = any(size > 1 for size in (mesh or {}).values())
+        self._sharded = sharded = any(size > 1 for size in (mesh or {}).values())
         self.timings = timings or Timings()
         self.regions = regions if regions is not None else Regions(self.timings)
         self.compiled = config.inductor if config.backend == "inductor" else ()
@@ -217,8 +217,9 @@ class Compiler:
         return bool(self.regions.shared)
 
     def lower(self, name: str) -> Level:
-        """From now on every function of this name runs one level further down; returns that."""
-        levels = get_args(Level)
+        """From now on every function of this name runs one level further down; returns that. Pieces are no level of
+        sharded graphs, whose collectives may begin in one and end in another."""
+        levels = [level for level in get_args(Level) if level != "piecewise" or not self._sharded]
         self._lowered[name] = levels[levels.index(self.level(name)) + 1]
         for function in self.functions:
             if function.name == name:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Captured, Compiler, digest, pipeline, run_passes
+from lockstep.graph import Captured, Compiler, FakeRecorder, digest, pipeline, run_passes
 from lockstep.graph.ir import is_backward, module_of, op_name
 from lockstep.graph.passes import reshard, saved_bytes
 from lockstep.graph.passes.collectives import by_layer, first_use, gradient_exchanges, layer_of, weight_gathers
@@ -124,6 +124,13 @@ def test_weights_are_no_activations() -> None:
     recomputed = arranged(recomputed=("full",))
     assert saved_bytes(recomputed) < saved_bytes(traced()) / 4
     assert len(weight_gathers(recomputed)) == 10
+
+
+def test_pieces_are_no_way_out_for_sharded_graphs() -> None:
+    config = CompileConfig("step", "full")
+    for mesh, levels in (({}, ["piecewise", "captured", "eager"]), ({"fsdp": 2}, ["captured", "eager"])):
+        compiler = Compiler(config, torch.device("cpu"), recorder=FakeRecorder(), mesh=mesh)
+        assert [compiler.lower("check") for _ in levels] == levels
 
 
 def test_statistics_are_gathered_apart() -> None:
