@@ -1,4 +1,4 @@
-"""Every benchmark in one go, for a machine that is lent for a few minutes: what matters most first, nothing lost.
+"""Every benchmark in one go, for a machine that is there for a few minutes: what matters most first, nothing lost.
 
 Each part is a process of its own with a time limit; a part that cannot end within the budget is not begun. What a part
 has saved so far is in `results.json` at once, also when it is killed. `--skip-done` goes on where an earlier run ended.
