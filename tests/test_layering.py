@@ -6,6 +6,7 @@ An import counts wherever it stands: at the top, in a function, or under `TYPE_C
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -228,6 +229,30 @@ def top_level_imports(source: str) -> set[str]:
 def test_torch_alone_is_enough_to_import(module: str, path: Path) -> None:
     if room_of(module) not in MAY_IMPORT_HEAVY_AT_TOP | {"__main__"}:
         assert top_level_imports(path.read_text(encoding="utf-8")).isdisjoint(HEAVY)
+
+
+# Files that may name what torch keeps for itself: `torch._x`, `torch.x._y`, and its experimental modules.
+PRIVATE = ("graph.compat", "parallel.compat", "ops.operator")
+_PRIVATE_NAME = re.compile(r"\b(?:torch\.(?:\w+\.)*|from torch(?:\.\w+)* import )(?:_(?!_)\w+|experimental\b)")
+
+
+def private_names(source: str) -> list[str]:
+    """Where `source` names something private of torch's."""
+    return [match[0] for match in _PRIVATE_NAME.finditer(source)]
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+def test_private_interfaces_of_torch_are_in_few_files(module: str, path: Path) -> None:
+    if not module.startswith(PRIVATE):
+        assert private_names(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import torch._dynamo", "from torch import _C", "torch.fx.experimental.x()", "torch.fx._pytree.y"]
+)
+def test_a_planted_private_name_is_caught(source: str) -> None:
+    assert private_names(source)
+    assert not private_names("import torch\nfrom torch.nn import functional\ntorch.__version__")
 
 
 def test_a_planted_heavy_import_is_caught() -> None:

@@ -1,9 +1,9 @@
 """A captured graph as bytes, and back: what a process captured once, others run without tracing.
 
-The graph is JSON, a line a node: operators by name, arguments, tags, and what each node computes. Loading one executes
+The graph is JSON, a line a node: operators by name, arguments, tags, and what each node computes. Loading that executes
 nothing; it looks names up in torch's registry and in a short list of Python's operators. A node may also call a
-compiled `Region`, which is kept beside the graph as bytes of its own. The `text.digest` of a loaded graph is that of
-the graph that was stored, which is checked.
+compiled `Region`, which is kept beside the graph as bytes of its own, and loading a region does execute code. The
+`text.digest` of a loaded graph is that of the graph that was stored, which is checked.
 
 Names of process groups and the like are text as any other argument, and pass through untouched. The device that a graph
 lies on is not part of it: `loads` takes one.
@@ -78,7 +78,8 @@ _REGIONS: dict[str, Callable[[bytes], Region]] = {}
 
 
 def register_region(kind: str, deserialize: Callable[[bytes], Region]) -> None:
-    """Let `loads` make regions of a kind from their bytes. It is called once a region, however many nodes call that."""
+    """Let `loads` make regions of a kind from their bytes, which may execute code. It is called once a region, however
+    many nodes call that."""
     _REGIONS[kind] = deserialize
 
 
@@ -93,6 +94,8 @@ def dumps(captured: Captured) -> bytes:
 
 def loads(data: bytes, device: torch.device | None = None) -> Captured:
     """The graph that `dumps` was given, to be run, recorded, verified and compared as if it had just been captured.
+
+    If it has compiled regions, only bytes that this user's own process wrote may be loaded: see `Region`.
 
     Args:
         device: where its tensors lie; None: where they lay when it was stored.

@@ -1,4 +1,5 @@
-"""Every private interface of torch that the graph toolkit uses; no other file touches one. For torch 2.11 to 2.13."""
+"""Every private interface of torch that the graph toolkit uses, here and in the `compat_` files beside this one; no
+other file touches one. For torch 2.11 to 2.13."""
 
 from __future__ import annotations
 

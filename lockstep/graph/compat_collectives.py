@@ -1,4 +1,4 @@
-"""Torch's private interfaces for collectives in graphs; with `compat`, the only file that touches any."""
+"""Collectives in graphs: private interfaces of torch, for torch 2.11 to 2.13."""
 
 from __future__ import annotations
 

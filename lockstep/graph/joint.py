@@ -6,7 +6,7 @@ the bits of a trace of the whole (`capture`); what the forward pass writes is wr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,7 +116,7 @@ def _made(node: fx.Node, value: object) -> fx.Node:
     return node
 
 
-def _call(graph: fx.Graph, op: torch._ops.OpOverload, *args: fx.Node) -> fx.Node:
+def _call(graph: fx.Graph, op: Callable[..., Tensor], *args: fx.Node) -> fx.Node:
     return _made(graph.call_function(op, args), op(*map(compat.fake_value, args)))
 
 
