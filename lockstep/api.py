@@ -49,7 +49,7 @@ def train(
         raise InputError("run_dir is missing: name the folder of the run to resume")
     with _world(config) as world:
         if resume and given is not None:
-            _require_unchanged(given, config, world)
+            world.share(lambda: _require_unchanged(given, config, world))
             folder = given
         else:
             folder = world.from_first(lambda: _claim(given, config.recipe))

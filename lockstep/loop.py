@@ -79,7 +79,7 @@ class Loop:
                 lr = learning_rate(config.optimizer, step, config.steps)
                 results = [self._update(batches, lr, first=i == 0, last=i == updates - 1) for i in range(updates)]
                 result = results[0] if results else trainer.finish_check()
-                if any(r.applied for r in results):
+                if self.world.size > 1 and any(r.applied for r in results):
                     with timings.measured("sync", on_device=True):
                         trainer.gather_weights()
             self._verify(step, result, groups)

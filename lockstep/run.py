@@ -57,8 +57,8 @@ def train(config: RunConfig, run_dir: Path, resume: bool, world: World = ONE) ->
         InputError: `resume`, and the run cannot go on as it was; nothing in its folder was changed.
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
-    require_packages(config.metrics.trackers)
-    config, run_dir = resolve(config, world.size), run_dir.absolute()  # rewards may change the working directory
+    config = world.share(lambda: _checked(config, world))[world.rank]
+    run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = _Recorder(config, run_dir, world)
     loaded = world.from_first(lambda: resuming.find(run_dir, resuming.inputs(config))) if resume else None
     loop = Loop(config, build(config, world))
@@ -94,6 +94,12 @@ def train(config: RunConfig, run_dir: Path, resume: bool, world: World = ONE) ->
         recorder.summary["compile"] = loop.run.compile_report()
         loop.run.compiler.close()
     return recorder.summary
+
+
+def _checked(config: RunConfig, world: World) -> RunConfig:
+    """`config` for this machine and so many processes, with all that it needs installed."""
+    require_packages(config.metrics.trackers)
+    return resolve(config, world.size)
 
 
 def _display(config: RunConfig, world: World) -> Display:
@@ -348,4 +354,5 @@ def _require_same_numerics(saved: dict[str, Any], loop: Loop) -> None:
     now = loop.run.trainer.numerics()
     changed = [f"{k} was {saved.get(k)!r} and is {now[k]!r}" for k in now if saved.get(k) != now[k]]
     if changed:
-        raise InputError(f"cannot resume with the same bits: {'; '.join(changed)}. Resume where the run began")
+        threads = " (OMP_NUM_THREADS sets the threads)" if saved.get("threads") != now["threads"] else ""
+        raise InputError(f"cannot resume with the same bits: {'; '.join(changed)}. Resume where the run began{threads}")

@@ -130,7 +130,8 @@ def test_what_is_launched_is_measured_by_the_device(config: RunConfig) -> None:
     loop = Loop(config, run)
     metrics, _ = loop.step(0)
     device = [s for s in loop.spans if s.on_device]
-    timed = {"step", "generate", "forward_backward", "optim_step", "sync"}
+    timed = {"step", "generate", "forward_backward", "optim_step"}
+    assert metrics["time/sync"] == 0.0  # the generator reads the trainer's weights
     assert {s.name for s in device} == {*timed, "prefill", "decode"}
     for name in timed:
         assert metrics[f"time/{name}"] == sum(s.seconds for s in device if s.name == name)

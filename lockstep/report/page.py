@@ -88,7 +88,7 @@ details{{margin-top:8px}} summary{{cursor:pointer;color:var(--dim);font-size:13.
 .prompt{{border-left:3px solid var(--line);padding-left:10px;color:var(--dim)}}
 {_SERIES}{"".join(f".l{i}{{fill:none}}" for i in range(COLOURS))}
 @media(max-width:560px){{main{{padding:20px 14px 48px}} h1{{font-size:22px}} h2{{margin-top:28px}}
-.tile b{{font-size:17px}} .card{{padding:12px}}}}
+.tile b{{font-size:17px}} .card{{padding:12px}} td.number{{white-space:normal;overflow-wrap:normal}}}}
 @media print{{body{{background:#fff}} .card{{break-inside:avoid}}}}
 """
 

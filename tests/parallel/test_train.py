@@ -28,6 +28,7 @@ from lockstep.config import (
     TaskConfig,
     TrainerConfig,
 )
+from lockstep.errors import InputError
 
 TRAIN = ["-m", "lockstep", "train", "--config"]
 REWARD = """
@@ -97,6 +98,22 @@ def test_two_processes_write_what_one_does_and_one_goes_on(config: RunConfig, tw
     api.train(replace(config, steps=6), both, resume=True)
     assert without_times(both / "metrics.jsonl") == without_times(tmp_path / "six" / "metrics.jsonl")
     assert weights(both) == weights(tmp_path / "six") != weights(two)
+
+
+def test_a_run_goes_on_with_as_many_threads_as_it_had(config: RunConfig, two: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    with pytest.raises(InputError, match=r"threads was 1 and is 2. Resume where the run began \(OMP_NUM_THREADS"):
+        api.train(replace(config, steps=6), shutil.copytree(two, tmp_path / "both"), resume=True)
+    torch.set_num_threads(1)
+
+
+def test_what_all_processes_refuse_is_told_once(config: RunConfig, tmp_path: Path) -> None:
+    config_file.save(replace(config, trainer=replace(config.trainer, prompts_per_step=7)), tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *TRAIN]
+    run = finished([*command, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")])
+    assert run.returncode == 1 and run.stderr.count("exitcode  : 2") == 2  # of torchrun, and of both processes
+    assert run.stderr.count("lockstep: error: trainer.prompts_per_step is 7, which 2 shards") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_killed_process_ends_the_other(config: RunConfig, tmp_path: Path) -> None:
