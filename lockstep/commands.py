@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import api, config_file, recipes
-from .config import GeneratorConfig, RunConfig, TaskConfig, template_variables, validate
+from .config import GeneratorConfig, RunConfig, TaskConfig, check_generation, template_variables, validate
 from .config_file import suggest
 from .environment import launched
 from .errors import InputError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .types import SamplingParams
 
 
-_ATTENTION = ("attention", "attention_mask")  # flags of all that use a model
+_MODEL = ("attention", "attention_mask", "compile")  # flags of all that use a model
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ def _generate(flags: Generate) -> Outcome:
         )
     llm = _llm(flags, not flags.json, variables)
     if not flags.json:
-        return Outcome(text=_in_order(llm, prompts, sampling))
-    results = [[asdict(one) for one in completions] for completions in llm.generate(prompts, sampling)]
+        return Outcome(text=_closing(llm, _in_order(llm, prompts, sampling)))
+    with llm:
+        results = [[asdict(one) for one in completions] for completions in llm.generate(prompts, sampling)]
     if flags.prompts is None:
         return Outcome({"model": flags.model, "prompt": prompts[0], "completions": results[0]})
     pairs = [{"prompt": prompt, "completions": result} for prompt, result in zip(prompts, results, strict=True)]
@@ -105,8 +106,9 @@ def _chat(flags: Chat) -> Outcome:
         raise InputError("standard input is closed; give chat a terminal, or its lines through a pipe")
     from . import chat
 
-    conversation = chat.Conversation(_llm(flags, True, variables), sampling, flags.system_prompt, flags.plain)
-    return Outcome(text=chat.converse(conversation, chat.read_lines()))
+    llm = _llm(flags, True, variables)
+    conversation = chat.Conversation(llm, sampling, flags.system_prompt, flags.plain)
+    return Outcome(text=_closing(llm, chat.converse(conversation, chat.read_lines())))
 
 
 def _variables(flags: Generate | Chat) -> dict[str, Any]:
@@ -133,8 +135,14 @@ def _llm(flags: Generate | Chat, streaming: bool, variables: dict[str, Any]) -> 
     # Text that someone reads comes a token at a time; otherwise the host looks in every few steps.
     config = GeneratorConfig(steps_per_sync=1) if streaming else None
     place = {"device": flags.device, "dtype": flags.dtype, "seed": flags.seed}
-    attention = {name: getattr(flags, name) for name in _ATTENTION}
-    return LLM(flags.model, **place, **attention, config=config, template_variables=variables)  # type: ignore[arg-type]
+    how = {name: getattr(flags, name) for name in _MODEL}
+    return LLM(flags.model, **place, **how, config=config, template_variables=variables)  # type: ignore[arg-type]
+
+
+def _closing(llm: LLM, texts: Iterable[str]) -> Iterator[str]:
+    """The texts, and then the model's graphs are freed."""
+    with llm:
+        yield from texts
 
 
 def _in_order(llm: LLM, prompts: list[Any], sampling: SamplingParams) -> Iterator[str]:
@@ -164,6 +172,7 @@ def _heading(index: int, total: int) -> str:
 
 def _eval(flags: Eval) -> Outcome:
     base = recipe(flags.task, "task", flags.model)
+    check_generation(flags.compile)
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts
     if prompts < 1:
         raise InputError(f"--prompts is {prompts}; it must be at least 1")
@@ -180,7 +189,7 @@ def _eval(flags: Eval) -> Outcome:
     )
     length = flags.max_completion_length or base.sampling.max_completion_length
     sampling = replace(base.sampling, max_completion_length=length)
-    changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype", *_ATTENTION)}
+    changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype", *_MODEL)}
     config = replace(base, task=task, sampling=sampling, **changes)
     from .evaluation import evaluate, render
 
@@ -214,8 +223,8 @@ def _report(flags: Report) -> Outcome:
 def _parity(flags: Parity) -> Outcome:
     from .parity import check_model
 
-    attention = (getattr(flags, name) for name in _ATTENTION)
-    report = check_model(flags.model, flags.tokens, flags.seed, flags.device, flags.dtype, *attention)
+    how = (getattr(flags, name) for name in _MODEL)
+    report = check_model(flags.model, flags.tokens, flags.seed, flags.device, flags.dtype, *how)
     return Outcome(report.to_dict(), [report.render() + "\n"], code=0 if report.identical else 1)
 
 

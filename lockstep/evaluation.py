@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from . import rollout
 from .build import training_sampling
-from .config import RunConfig, template_variables, validate
+from .config import RunConfig, of_generation, template_variables, validate
 from .errors import InputError
 from .llm import LLM, check_sampling
 from .tasks import make_task
@@ -72,21 +72,23 @@ def evaluate(
         template_variables=template_variables(config.task.chat_template_kwargs),
         attention=config.attention,
         attention_mask=config.attention_mask,
+        compile=of_generation(config.compile),
     )
     trained = training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
     sampling = replace(trained, n=n, temperature=temperature)
     check_sampling(sampling, config.seed)
-    groups, _ = rollout.collect(
-        problems,
-        llm.policy.encode,
-        _reporting(llm, progress),
-        sampling,
-        config.seed,
-        VALIDATION_DOMAIN,
-        0,
-        task.rewards,
-        config.task.max_prompt_length or None,
-    )
+    with llm:
+        groups, _ = rollout.collect(
+            problems,
+            llm.policy.encode,
+            _reporting(llm, progress),
+            sampling,
+            config.seed,
+            VALIDATION_DOMAIN,
+            0,
+            task.rewards,
+            config.task.max_prompt_length or None,
+        )
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
     return settings | _measures(groups, ks, decides, pass_threshold)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 import tyro
 
-from .config import Attention, RunConfig, TaskConfig
+from .config import Attention, CompileConfig, RunConfig, TaskConfig
 
 _Json = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _Device = Literal["auto", "cpu", "cuda"]
@@ -119,6 +119,7 @@ class Generate:
     """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
     json: _Json = False
     """Print completions, tokens and log-probabilities as one JSON object."""
 
@@ -155,6 +156,7 @@ class Chat:
     """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ class Eval:
     """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
     json: _Json = False
     """Print one JSON object."""
 
@@ -240,6 +243,7 @@ class Parity:
     """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
     json: _Json = False
     """Print one JSON object."""
 

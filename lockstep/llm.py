@@ -8,10 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from .attention import whole_tiles
-from .build import load_policy
-from .config import Attention, GeneratorConfig, RunConfig, SamplingConfig, TrainerConfig, validate
+from .build import load_policy, make_compiler, resolve_device
+from .config import (
+    Attention,
+    CompileConfig,
+    GeneratorConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    check_generation,
+    resolve_compile,
+    validate,
+)
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
+from .graph import Compiler, compile_report
+from .ops import gate
+from .startup import kernel_list, make_ready
 from .types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
 
 Prompt = str | list[dict[str, Any]]  # text as it is, or chat messages through the model's template
@@ -28,7 +41,14 @@ class Piece:
 
 
 class LLM:
-    """A language model in its compute dtype on its device, with its tokenizer and an engine that grows on demand."""
+    """A language model in its compute dtype on its device, with its tokenizer and an engine that grows on demand.
+
+    Steps run as captured graphs where `compile` says so. `close`, or leaving a `with` block, frees them and the cache;
+    a later call makes them anew.
+
+    Attributes:
+        compiler: what the engine of now captures with; None when nothing is captured.
+    """
 
     def __init__(
         self,
@@ -41,16 +61,46 @@ class LLM:
         template_variables: dict[str, Any] | None = None,
         attention: Attention = "native",
         attention_mask: str | None = None,
+        compile: CompileConfig | None = None,
     ) -> None:
         """Load a Hugging Face folder or hub id; `seed` is of sampling, `template_variables` go to the chat template
-        (`{"enable_thinking": False}`), attention and its mask are as in `RunConfig`. Raises `InputError` when the model
-        cannot be used."""
+        (`{"enable_thinking": False}`), attention, its mask and `compile` are as in `RunConfig` (by default CUDA graphs
+        on a GPU, none on a CPU). Raises `InputError` when the model cannot be used, or settings do not go together."""
+        compile = compile or CompileConfig()
+        check_generation(compile)
+        validate(RunConfig(attention=attention, attention_mask=attention_mask, compile=compile))
+        place = resolve_device(device)
+        self._compile = resolve_compile(compile, place.type == "cuda")
+        self.compiler = make_compiler(self._compile, place)  # refuses what cannot work before the model is loaded
         self.policy = load_policy(str(model), "tiny", seed, device, dtype, attention, attention_mask)
         self.policy.template_variables = template_variables or {}
         self.seed = seed
+        # What a run's check of this machine replaced is replaced here, so that a model generates as it did in the run.
+        # There is no such check here: nothing is compared with a trainer.
+        gate.restore(self.policy.model.embed.device, self.policy.model.embed.dtype)
         self._config = whole_tiles(config or GeneratorConfig(), attention)
         self._engine: Engine | None = None
         self._room = (0, 0)  # sequences and tokens a sequence that the engine was planned for
+        self._warm: set[tuple[bool, bool]] = set()  # kinds of sampling that its graphs were made for
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the engine: its graphs and its cache."""
+        self._engine = None
+        self._room = (0, 0)
+        self._warm.clear()
+        if isinstance(self.compiler, Compiler):
+            self.compiler.close()
+            self.compiler = make_compiler(self._compile, self.policy.model.embed.device)
+
+    def compile_report(self) -> dict[str, Any]:
+        """What the graphs of now are: traces, stored ones that were loaded, launches; empty when there are none."""
+        return compile_report(self.compiler) if self.compiler else {}
 
     @property
     def context(self) -> int:
@@ -85,20 +135,50 @@ class LLM:
                 yield Piece(prompt, sample, piece, completion)
 
     def engine(self, prompt_ids: list[list[int]], sampling: list[SamplingParams]) -> Engine:
-        """An engine whose cache is planned for these requests; the last one, with its cached prefixes, if it is."""
+        """An engine whose cache is planned for these requests; the last one, with its cached prefixes, if it is.
+
+        Room is planned in powers of two, so that it seldom grows and stored graphs fit. Graphs are made for that room
+        and for the kinds of sampling that are asked for.
+        """
         sequences = sum(s.n for s in sampling)
         lengths = [len(ids) + s.max_completion_length for ids, s in zip(prompt_ids, sampling, strict=True)]
-        tokens = min(max(lengths), self.context)  # what exceeds the context is refused by the engine
-        if self._engine is None or sequences > self._room[0] or tokens > self._room[1]:
-            if self._engine is not None:  # growing: a conversation will grow again
-                tokens = max(tokens, min(2 * tokens, self.context))
-            self._engine = None  # its cache is freed before the next one is planned
-            model = self.policy.model
-            place = (model.config, model.embed.dtype, model.embed.device)
-            capacity = plan_cache_tokens(self._config, *place, sequences, tokens)
-            self._engine = Engine(SharedWeights(model), self._config, capacity, self.policy.decode)
-            self._room = (sequences, tokens)
+        if self._engine is None or sequences > self._room[0] or max(lengths) > self._room[1]:
+            self._engine = self._planned(sequences, max(lengths))
+        for i, (ids, params) in enumerate(zip(prompt_ids, sampling, strict=True)):
+            self._engine.check(ids, params, i)
+        for params in sampling:
+            self._warm_up(self._engine, params)
         return self._engine
+
+    def _planned(self, sequences: int, tokens: int) -> Engine:
+        """A new engine in place of the last one, with no less room."""
+        sequences = max(_power_of_two(sequences), self._room[0])
+        tokens = max(_power_of_two(tokens), self._room[1])
+        self.close()  # the last one's cache is freed before the next one is planned
+        model = self.policy.model
+        place = (model.config, model.embed.dtype, model.embed.device)
+        # What exceeds the context is refused by the engine.
+        capacity = plan_cache_tokens(self._config, *place, sequences, min(tokens, self.context))
+        self._room = (sequences, tokens)
+        return Engine(SharedWeights(model), self._config, capacity, self.policy.decode, self.compiler)
+
+    def _warm_up(self, engine: Engine, sampling: SamplingParams) -> None:
+        """Make the engine's graphs for this kind of sampling; a mix of kinds, and so many tokens at once as no request
+        has yet brought, are captured when they come."""
+        kind = sampling.truncated, sampling.temperature == 0
+        if self.compiler is None or kind in self._warm:
+            return
+        sequences, tokens = self._room
+        model = self.policy.model
+        about = model.config, model.embed.dtype, self._config, self._compile, self._room, sampling.n, kind
+        make_ready(
+            self.compiler,
+            lambda: engine.warm_up(sequences, min(tokens, self.context), sampling),
+            engine.trust_cases,
+            self._compile.verify,
+            kernels=kernel_list(*about) if model.embed.is_cuda else None,
+        )
+        self._warm.add(kind)
 
     def _requests(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams, step: int = 0
@@ -120,6 +200,11 @@ class LLM:
             return self.policy.encode(prompt)
         except InputError as error:
             raise InputError(f"prompt {index + 1}: {error}") from error
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is at least `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from .attention import whole_tiles
+from .build import load_policy, make_compiler, resolve_device
+from .config import (
+    Attention,
+    CompileConfig,
+    GeneratorConfig,
+    LossConfig,
+    OptimizerConfig,
+    RunConfig,
+    resolve_compile,
+    validate,
+)
 from .errors import InputError, ParityError
-from .types import SampleIdentity, SamplingParams, TrainGroup, TrainSequence
-
-if TYPE_CHECKING:
-    from .config import Attention
-    from .trainer import StepResult
+from .generator import Engine, SharedWeights, plan_cache_tokens
+from .graph import Compiler, LayerCompiler, Work
+from .models import Decoder
+from .ops import gate
+from .startup import kernel_list, make_ready
+from .trainer import BatchShape, StepResult, Trainer, pack
+from .types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
 CHECK_DOMAIN = 4  # sampling domain of `check_model`
 
@@ -89,6 +103,7 @@ class Report:
     prompts: int
     device: str
     dtype: str
+    compared: str
     expert_choices_checked: int | None = None
     tokens_routed_differently: int | None = None
 
@@ -114,6 +129,7 @@ class Report:
         ]
         return "\n".join(
             [
+                f"  Compared          : {self.compared}",
                 f"  Generator log-probs[:5]: {self.generator_logprobs[:5]}",
                 f"  Trainer   log-probs[:5]: {self.trainer_logprobs[:5]}",
                 f"  Bitwise identical : {self.identical}",
@@ -145,35 +161,133 @@ def check_model(
     dtype: str,
     attention: Attention = "native",
     attention_mask: str | None = None,
+    compile: CompileConfig | None = None,
 ) -> Report:
     """Generate at least `tokens` tokens from random prompts and score them with the trainer's computation.
 
-    Prompts have many lengths; sampling is plain, truncated and greedy in turn, several samples a prompt. Raises
-    `InputError` for a number out of range and a model that cannot be loaded.
+    Prompts have many lengths; sampling is plain, truncated and greedy in turn, several samples a prompt. Where
+    `compile` captures (by default on a GPU) the generator's graphs are compared with the trainer's of forward and
+    backward pass, the one that trains; elsewhere the model is called by both. Raises `InputError` for a number out of
+    range, settings that do not go together, and a model that cannot be loaded.
     """
     for name, value, low, high in (("tokens", tokens, 1, _MOST_TOKENS), ("seed", seed, 0, 2**63 - 1)):
         if type(value) is not int or not low <= value <= high:
             raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
-    from .attention import whole_tiles
-    from .build import load_policy
-    from .config import GeneratorConfig, LossConfig, OptimizerConfig
-    from .generator import Engine, SharedWeights, plan_cache_tokens
-    from .trainer import Trainer, pack
+    place, compile = resolve_device(device), compile or CompileConfig()
+    validate(RunConfig(attention=attention, attention_mask=attention_mask, compile=compile))
+    compile = resolve_compile(compile, place.type == "cuda")
+    compiler = make_compiler(compile, place)
+    try:
+        decoder = load_policy(model, "tiny", seed, device, dtype, attention, attention_mask).model
+        gate.restore(place, decoder.embed.dtype)  # what a run's check of this machine replaced
+        return _check(decoder, tokens, seed, whole_tiles(GeneratorConfig(), attention), compile, compiler)
+    finally:
+        if compiler is not None:
+            compiler.close()
 
-    decoder = load_policy(model, "tiny", seed, device, dtype, attention, attention_mask).model
+
+def _check(
+    decoder: Decoder,
+    tokens: int,
+    seed: int,
+    config: GeneratorConfig,
+    compile: CompileConfig,
+    compiler: Compiler | LayerCompiler | None,
+) -> Report:
     where, context = decoder.embed.device, decoder.config.max_position_embeddings
     length = min(_COMPLETION, context // 2)
     prompts, sampling = _requests(tokens, seed, decoder.config.vocab_size, min(300, context - length), length)
-    generator = whole_tiles(GeneratorConfig(), attention)
-    longest = max(map(len, prompts)) + length
-    cache_tokens = plan_cache_tokens(
-        generator, decoder.config, decoder.embed.dtype, where, sum(s.n for s in sampling), longest
-    )
-    engine = Engine(SharedWeights(decoder), generator, cache_tokens)
+    longest, sequences = max(map(len, prompts)) + length, sum(s.n for s in sampling)
+    trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), compiler=compiler)
+    cache_tokens = plan_cache_tokens(config, decoder.config, decoder.embed.dtype, where, sequences, longest)
+    engine = Engine(SharedWeights(decoder), config, cache_tokens, compiler=compiler)
+    max_tokens = max(8192, 2 * longest)
+    shape, kinds = _expected(prompts, sampling, max_tokens)
+    if compiler is not None:
+        _warm_up(compiler, trainer, engine, compile, (sequences, longest), shape, kinds, list(dict.fromkeys(sampling)))
     identities = [SampleIdentity(seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
     completions = engine.generate(prompts, sampling, identities)
     del engine
+    groups = _groups(prompts, completions, sampling)
+    for batch in pack(groups, max_tokens=max_tokens, check_parity=True, shapes=[shape]):
+        if compiler is None:
+            trainer.check(batch.to(where))
+        else:
+            trainer.forward_backward(batch.to(where))
+    scored = trainer.checked[0][:5].tolist()
+    result = trainer.finish_check()
+    return Report(
+        completions[0][0].model_logprobs[:5],
+        scored,
+        result.tokens_checked,
+        result.tokens_different,
+        result.logprob_diff_max,
+        len(prompts),
+        where.type,
+        str(decoder.embed.dtype).removeprefix("torch."),
+        _compared(compiler),
+        result.routing.choices_checked if result.routing else None,
+        result.routing.tokens_different if result.routing else None,
+    )
+
+
+def _expected(
+    prompts: list[list[int]], sampling: list[SamplingParams], max_tokens: int
+) -> tuple[BatchShape, list[SamplingParams]]:
+    """The shape that all batches will be padded to, and a kind of sampling for each way that they are scored. Every
+    completion is as long as it may be, so both are known before there are any."""
     groups = [
+        TrainGroup(prompt, [TrainSequence([0] * params.max_completion_length, 0.0, 0.0)] * params.n, params)
+        for prompt, params in zip(prompts, sampling, strict=True)
+    ]
+    drafts = pack(groups, max_tokens=max_tokens, check_parity=False)
+    shapes = [(len(b.tokens_T), len(b.targets_C), len(b.prefix_len_S), b.max_len) for b in drafts]
+    kinds = [next(p for p in sampling if p.truncated == kind) for kind in sorted({b.truncated for b in drafts})]
+    return BatchShape(*map(max, zip(*shapes, strict=True))), kinds
+
+
+def _warm_up(
+    compiler: Compiler | LayerCompiler,
+    trainer: Trainer,
+    engine: Engine,
+    compile: CompileConfig,
+    room: tuple[int, int],
+    shape: BatchShape,
+    trained: list[SamplingParams],
+    generated: list[SamplingParams],
+) -> None:
+    """Make the graphs of both roles, for `room` sequences of so many tokens, and hold them to eager's bits."""
+
+    def make_graphs() -> None:
+        for params in trained:
+            trainer.warm_up([shape], params, check_parity=True, with_checks=False)
+        for params in generated:
+            engine.warm_up(*room, params)
+
+    def trust_cases() -> Work:
+        cases = [trainer.trust_cases([shape], params, check_parity=True, with_checks=False) for params in trained]
+        return [*itertools.chain(*cases), *engine.trust_cases()]
+
+    embed = trainer.model.embed
+    about = trainer.model.config, embed.dtype, engine.config, compile, room, shape, trained, generated
+    kernels = kernel_list(*about) if embed.is_cuda else None
+    make_ready(compiler, make_graphs, trust_cases, compile.verify, kernels=kernels)
+
+
+def _compared(compiler: Compiler | LayerCompiler | None) -> str:
+    if compiler is None:
+        return "the model, called by both roles"
+    if isinstance(compiler, LayerCompiler):
+        return "the model's compiled layers, called by both roles"
+    levels = {function.name: function.level for function in compiler.functions}
+    decode, mixed, train = (f"{name} ({levels[name]})" for name in ("decode", "mixed", "forward_backward"))
+    return f"the graphs {decode} and {mixed} with {train}"
+
+
+def _groups(
+    prompts: list[list[int]], completions: list[list[Completion]], sampling: list[SamplingParams]
+) -> list[TrainGroup]:
+    return [
         TrainGroup(
             prompt,
             [
@@ -187,24 +301,6 @@ def check_model(
         )
         for g, (prompt, samples, params) in enumerate(zip(prompts, completions, sampling, strict=True))
     ]
-    trainer = Trainer(decoder, OptimizerConfig(), LossConfig())
-    batches = [b.to(where) for b in pack(groups, max_tokens=max(8192, 2 * longest), check_parity=True)]
-    scored = trainer.score(batches[0])
-    for batch in batches:
-        trainer.check(batch)
-    result = trainer.finish_check()
-    return Report(
-        completions[0][0].model_logprobs[:5],
-        scored.model_logprob_C[:5].tolist(),
-        result.tokens_checked,
-        result.tokens_different,
-        result.logprob_diff_max,
-        len(prompts),
-        where.type,
-        str(decoder.embed.dtype).removeprefix("torch."),
-        result.routing.choices_checked if result.routing else None,
-        result.routing.tokens_different if result.routing else None,
-    )
 
 
 def _requests(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from .build import Run
 from .config import RunConfig
 from .errors import LockstepError
-from .graph import Compiler, LayerCompiler, Verdicts, origin, trust
+from .graph import Compiler, LayerCompiler, Verdict, Verdicts, Work, origin, trust
 from .ops import gate, linear_table, user_cache
+from .parallel import ONE, World
 
 _KERNEL_LISTS = 64  # that are kept
 _log = logging.getLogger("lockstep")
@@ -31,23 +34,61 @@ def warm_up(config: RunConfig, run: Run) -> None:
     embed = run.policy.model.embed
     gate.restore(embed.device, embed.dtype)
     _share_overrides(run)
-    if isinstance(run.compiler, LayerCompiler):
-        _make_graphs(config, run)
-        _check_machine(config, run)
-        run.compiler.end_warm_up()
-        return
-    if embed.is_cuda:
-        _precompile(config, run, run.compiler)
-    _make_graphs(config, run)
-    shared = run.compiler.share_regions()
-    if _check_machine(config, run) or shared:
-        for function in run.compiler.functions:
+    run.verdicts = make_ready(
+        run.compiler,
+        partial(_make_graphs, config, run),
+        partial(_trust_cases, config, run),
+        config.compile.verify,
+        kernels=_kernel_list(config, run) if embed.is_cuda else None,
+        rehearse_check=partial(_rehearse_check, run),
+        check_machine=partial(_check_machine, config, run),
+        world=run.world,
+    )
+
+
+def make_ready(
+    compiler: Compiler | LayerCompiler,
+    make_graphs: Callable[[], None],
+    trust_cases: Callable[[], Work],
+    verify: Literal["strict", "warn", "off"],
+    *,
+    kernels: Path | None = None,
+    rehearse_check: Callable[[], None] = lambda: None,
+    check_machine: Callable[[], bool] = lambda: False,
+    world: World = ONE,
+) -> list[Verdict]:
+    """Make graphs and hold them to eager's bits; those made later count as recompiles.
+
+    Args:
+        make_graphs: launches each that is needed; called again when all are to be made anew.
+        trust_cases: launches of them to check, unless `verify` (`compile.verify`) is off.
+        kernels: where the kernels they launch are listed (`kernel_list`); None where none are compiled, on a CPU.
+        check_machine: whether a check of this machine, of what was launched, replaced a kernel that graphs may hold.
+        rehearse_check: launches the kernels of that check.
+    """
+    if isinstance(compiler, LayerCompiler):
+        make_graphs()
+        check_machine()
+        compiler.end_warm_up()
+        return []
+    if kernels is not None:
+        _precompile(compiler, kernels, make_graphs, rehearse_check, world)
+    make_graphs()
+    shared = compiler.share_regions()
+    if check_machine() or shared:
+        for function in compiler.functions:
             function.close()
-        _make_graphs(config, run)
-    if config.compile.verify != "off":
-        work = [*run.trainer.trust_cases(run.shapes, run.sampling, **_batches(config)), *run.engine.trust_cases()]
-        run.verdicts = trust(run.compiler, work, config.compile.verify, Verdicts())
-    run.compiler.end_warm_up()
+        make_graphs()
+    verdicts = [] if verify == "off" else trust(compiler, trust_cases(), verify, Verdicts())
+    compiler.end_warm_up()
+    return verdicts
+
+
+def kernel_list(*about: object) -> Path:
+    """Where the kernels of a start that depends on these are listed, each told by its `repr`. A list that is not quite
+    right costs time and nothing else."""
+    key = hashlib.sha256(repr([sorted(origin().items()), *about]).encode()).hexdigest()
+    return user_cache.cache_folder() / "kernels" / f"{key[:32]}.json"
 
 
 def _make_graphs(config: RunConfig, run: Run) -> None:
@@ -69,33 +110,41 @@ def _batches(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _precompile(config: RunConfig, run: Run, compiler: Compiler) -> None:
+def _trust_cases(config: RunConfig, run: Run) -> Work:
+    return [*run.trainer.trust_cases(run.shapes, run.sampling, **_batches(config)), *run.engine.trust_cases()]
+
+
+def _precompile(
+    compiler: Compiler, path: Path, make_graphs: Callable[[], None], rehearse_check: Callable[[], None], world: World
+) -> None:
     """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
     each is compiled when it is first launched."""
-    path = _kernel_list(config, run)
     try:
-        listed = run.world.from_first(lambda: user_cache.read(path) or ())
-        if all(run.world.gather(compiler.preload(listed))):
+        listed = world.from_first(lambda: user_cache.read(path) or ())
+        if all(world.gather(compiler.preload(listed))):
             return
         with compiler.rehearsal() as kernels:
-            _make_graphs(config, run)
-            with run.timings.measured("gate"):
-                gate.rehearse(*_checked(run))
-        if run.world.first:
+            make_graphs()
+            rehearse_check()
+        if world.first:
             user_cache.write(path, kernels, keep=_KERNEL_LISTS)
     except Exception as error:
-        if run.world.size > 1:  # the others are in the middle of theirs
+        if world.size > 1:  # the others are in the middle of theirs
             raise
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 
 def _kernel_list(config: RunConfig, run: Run) -> Path:
-    """Where the kernels of such a start are listed. A list that is not quite right costs time and nothing else."""
-    embed = run.policy.model.embed
-    about = [run.policy.model.config, embed.dtype, run.shapes, config.sampling, config.generator, config.trainer]
+    """Where the kernels of such a start are listed."""
+    about = [run.policy.model.config, run.policy.model.embed.dtype, run.shapes]
+    about += [config.sampling, config.generator, config.trainer]
     about += [config.compile, config.parity, config.loss.beta, run.world.size]
-    key = hashlib.sha256(repr([sorted(origin().items()), *about]).encode()).hexdigest()
-    return user_cache.cache_folder() / "kernels" / f"{key[:32]}.json"
+    return kernel_list(*about)
+
+
+def _rehearse_check(run: Run) -> None:
+    with run.timings.measured("gate"):
+        gate.rehearse(*_checked(run))
 
 
 def _check_machine(config: RunConfig, run: Run) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from lockstep import startup
 from lockstep.build import Run, build
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.errors import LockstepError
-from lockstep.graph import GraphError
+from lockstep.graph import Compiler, GraphError
 from lockstep.ops import gate, linear_table
 
 
@@ -69,6 +70,12 @@ def warm_up(run: Run, config: RunConfig) -> dict[str, int]:
     return {f.name: min(g.launches for g in f.graphs.values()) for f in run.compiler.functions if f.graphs}
 
 
+def precompile(config: RunConfig, run: Run) -> None:
+    assert isinstance(run.compiler, Compiler)
+    path, make_graphs = startup._kernel_list(config, run), partial(startup._make_graphs, config, run)
+    startup._precompile(run.compiler, path, make_graphs, partial(startup._rehearse_check, run), run.world)
+
+
 def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch, caplog) -> None:
     config = config_of(captured=True)
     run = build(config)
@@ -79,7 +86,7 @@ def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch,
 
     monkeypatch.setattr(run.compiler, "rehearsal", fails)
     with caplog.at_level(logging.WARNING, "lockstep"):
-        startup._precompile(config, run, run.compiler)
+        precompile(config, run)
     assert "one by one, which takes longer (GraphError: no tensors without memory here)" in caplog.text
     assert min(warm_up(run, config).values()) > 0
 
@@ -100,7 +107,7 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
     monkeypatch.setattr(run.compiler, "rehearsal", rehearsal)
     monkeypatch.setattr(run.compiler, "preload", lambda kernels: preloaded.append(list(kernels)) or len(kernels))
     for _ in range(2):
-        startup._precompile(config, run, run.compiler)
+        precompile(config, run)
     changed = replace(config, generator=replace(config.generator, page_size=32))
-    startup._precompile(changed, run, run.compiler)
+    precompile(changed, run)
     assert rehearsed == [0, 1] and preloaded == [[], [["module", "kernel", "{}"]], []]

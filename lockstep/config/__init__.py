@@ -3,7 +3,7 @@
 `validate` is called once, on the resolved `RunConfig`, and raises `InputError` naming the field.
 """
 
-from .compile import CUDAGRAPH_MODES, resolve_compile
+from .compile import CUDAGRAPH_MODES, check_generation, of_generation, resolve_compile
 from .fields import (
     Attention,
     CheckpointConfig,
@@ -38,6 +38,8 @@ __all__ = [
     "SamplingConfig",
     "TaskConfig",
     "TrainerConfig",
+    "check_generation",
+    "of_generation",
     "resolve_compile",
     "resolve_parallel",
     "template_variables",

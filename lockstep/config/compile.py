@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from ..errors import InputError
 from .fields import CompileConfig
@@ -70,3 +70,23 @@ def _check_passes(c: CompileConfig) -> None:
             "compile: canonicalize, recompute, activation_memory_gib, verify, dump, reshard_after_forward, "
             "bucket_collectives and reorder_collectives act on captured graphs; set compile.capture to step or joint"
         )
+
+
+def of_generation(c: CompileConfig) -> CompileConfig:
+    """`c` without what acts on the trainer's graphs alone: backward passes, and regions that both roles share."""
+    default = CompileConfig()
+    kept = "cudagraph_mode", "canonicalize", "verify", "dump"
+    backend = c.backend if c.capture == "layer" or c.backend != "inductor" else "auto"
+    capture = "step" if c.capture == "joint" else c.capture
+    return replace(default, capture=capture, backend=backend, **{name: getattr(c, name) for name in kept})
+
+
+def check_generation(c: CompileConfig) -> None:
+    """Raise `InputError` naming what would have no effect, or no counterpart, where nothing is trained."""
+    does = of_generation(c)
+    for item in fields(c):
+        if getattr(does, item.name) != getattr(c, item.name):
+            raise InputError(
+                f"compile.{item.name} is {getattr(c, item.name)}: it is for the trainer's graphs, and there is no "
+                "trainer here; remove it"
+            )

@@ -144,7 +144,7 @@ class Engine:
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         """Queue a request; returns its id. `InputError` when it could never run."""
-        self._check(prompt_ids, sampling, identity)
+        self.check(prompt_ids, sampling, identity.group)
         self._make_room(len(prompt_ids) + sampling.max_completion_length)
         request_id = next(self._ids)
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
@@ -301,8 +301,9 @@ class Engine:
         sequence.finish_reason = reason
         return sequence.completion(self.detokenize(sequence.token_ids) if self.detokenize else "")
 
-    def _check(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> None:
-        where = f"prompt {identity.group + 1}"
+    def check(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
+        """Raise `InputError` when such a request could never run; it is called prompt `group` + 1."""
+        where = f"prompt {group + 1}"
         if not prompt_ids:
             raise InputError(f"{where}: the prompt has no tokens")
         vocabulary = self.model_config.vocab_size

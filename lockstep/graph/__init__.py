@@ -19,7 +19,7 @@ from .report import compile_report, refusals, replay_metrics
 from .store import Store
 from .text import diff, digest, dump
 from .trial import Case
-from .trust import Verdict, trust
+from .trust import Verdict, Work, trust
 from .verdicts import Verdicts
 from .verify import NOT_GRAPH_SAFE, verify
 
@@ -45,6 +45,7 @@ __all__ = [
     "Store",
     "Verdict",
     "Verdicts",
+    "Work",
     "backward",
     "capture",
     "compile_report",

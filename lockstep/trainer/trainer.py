@@ -27,7 +27,7 @@ from .packing import blank_batch
 from .routing import RoutingResult, spread, statistics_of
 from .runs import EagerRuns, GraphRuns
 from .shapes import BatchShape
-from .step import STATISTICS, Scored, named, names, score
+from .step import STATISTICS, Scored, named, names
 from .trust_cases import Work, trust_cases
 
 
@@ -212,10 +212,10 @@ class Trainer:
         zero = torch.zeros((), device=self.flat.grad.device)
         return self._finish(0.0, zero, zero.bool())
 
-    @torch.no_grad()
-    def score(self, batch: PackedBatch) -> ops.TokenLogprobs:
-        """The batch's log-probabilities and entropies, as `forward_backward` computes them."""
-        return score(self.model, batch)[1]
+    @property
+    def checked(self) -> list[Tensor]:
+        """The model's log-probabilities of each batch that was compared since the last update, float32 [C]."""
+        return [scored.model_logprob_C for _, scored in self._scored]
 
     def reset_optimizer(self) -> None:
         """Start the moments anew (between supervised and reinforcement steps)."""
