@@ -34,6 +34,9 @@ def page() -> str:
     parts += ["## lockstep precompile\n", f"{inspect.getdoc(flags.Precompile)}\n"]
     for command in COMMANDS:
         parts += [f"## lockstep {command.__name__.lower()}\n", f"{inspect.getdoc(command)}\n", _table(command, "")]
+        for field in dataclasses.fields(command):
+            if dataclasses.is_dataclass(field.default_factory):
+                parts.append(f"And the flags [`--{field.name}.*`](#{field.name}) of `lockstep train`.\n")
     return "\n".join(parts)
 
 

@@ -21,7 +21,7 @@ from processes import finished, unread_pipe
 import lockstep
 from lockstep import config_file
 from lockstep.cli import main
-from lockstep.config import RunConfig
+from lockstep.config import CompileConfig, RunConfig
 from lockstep.errors import InputError, LockstepError, ParityError
 from lockstep.parallel import ONE, World
 from lockstep.recipes import RECIPES
@@ -168,7 +168,7 @@ def test_parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
     monkeypatch.setitem(sys.modules, "lockstep.parity", SimpleNamespace(check_model=check_model))
     assert command("parity --model m --tokens 12") == (0 if identical else 1)
-    assert calls == [("m", 12, 0, "auto", "auto", "native", None)]
+    assert calls == [("m", 12, 0, "auto", "auto", "native", None, CompileConfig())]
     assert capsys.readouterr().out == "PASS\n"
     command("parity --model m --json")
     assert json.loads(capsys.readouterr().out) == {"identical": identical}
