@@ -1,4 +1,4 @@
-"""Before the first step: graphs are made, and the machine and the graphs are held to the contract."""
+"""Before the first step or request: graphs are made, and the machine and the graphs are held to the contract."""
 
 from __future__ import annotations
 
