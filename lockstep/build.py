@@ -167,6 +167,7 @@ def build(config: RunConfig, world: World = ONE) -> Run:
         compiler=compiler,
         world=world,
     )
+    world.same("the processes of this run", trainer.numerics())
     sampling = training_sampling(config.sampling, policy.tokenizer.eos_token_id)
     validation = replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     weights = SharedWeights(policy.model, lambda: trainer.weights_version)

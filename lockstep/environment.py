@@ -83,7 +83,7 @@ def own_gpu() -> None:
     if launch.processes == 1:
         return
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = given.split(",") if given else [str(i) for i in range(launch.local_rank + 1)]
+    visible = [str(i) for i in range(launch.local_rank + 1)] if given is None else given.split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[launch.local_rank] if launch.local_rank < len(visible) else ""
 
 

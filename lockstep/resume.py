@@ -29,6 +29,11 @@ def inputs(config: RunConfig) -> dict[str, Any]:
     return {"config": settings, "data": {name: _fingerprint(path) for name, path in paths.items()}}
 
 
+def data(config: RunConfig) -> dict[str, str]:
+    """The files among a run's `inputs` in words, which are the same for the same bytes."""
+    return {name: _words(fingerprint) for name, fingerprint in inputs(config)["data"].items()}
+
+
 def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint | None:
     """The newest whole checkpoint in `run_dir`; None when the run has no step yet. Writes nothing.
 

@@ -58,6 +58,8 @@ def train(config: RunConfig, run_dir: Path, resume: bool, world: World = ONE) ->
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
     config = world.share(lambda: _checked(config, world))[world.rank]
+    if world.size > 1:
+        world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = _Recorder(config, run_dir, world)
     loaded = world.from_first(lambda: resuming.find(run_dir, resuming.inputs(config))) if resume else None
@@ -204,7 +206,7 @@ class _Recorder:
         """Put the run where `loaded` left it; returns the steps it had done."""
         try:
             _require_same_numerics(loaded.state["numerics"], loop)
-            with loop.run.timings.measured("restore"):
+            with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
                 loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
             loop.certificate = Certificate(**loaded.state["certificate"])
             loop.idle_steps = loaded.state["idle_steps"]

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +24,11 @@ def finished(command: Sequence[str], **options: Any) -> subprocess.CompletedProc
 
 
 @contextmanager
-def running(command: Sequence[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+def running(command: Sequence[str], cwd: Path | None = None, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """`command` while it runs on one thread, its standard error in a pipe; killed at the end, however that comes."""
     process = subprocess.Popen(
         command,
+        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # not ours, which whoever reads it would find held open

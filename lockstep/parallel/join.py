@@ -15,6 +15,8 @@ from . import compat
 from .collectives import FSDP, GROUP, gather
 from .world import ONE, World
 
+_NCCL_TIMEOUTS = 20  # NCCL's own deadline aborts the process without a word for the user: `World.deadline` comes first
+
 
 def join(config: ParallelConfig, device_type: str) -> World:
     """The world of this process: all that torchrun started, over NCCL on GPUs and gloo on CPUs, or itself alone.
@@ -40,7 +42,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
     with world.peers(), world.deadline("joining the other processes"):
         dist.init_process_group("gloo", timeout=timeout)  # what goes through the host
         world.same("the processes of this run", {"device": device_type, "parallel": config})
-        group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=timeout)
+        backend, patience = ("nccl", _NCCL_TIMEOUTS * timeout) if on_gpu else ("gloo", timeout)
+        group = dist.new_group(backend=backend, timeout=patience)
         compat.name_group(GROUP, group)
         gather(torch.zeros(1, device=device_type), launch.processes)  # a communicator is made at its first use
         if on_gpu:

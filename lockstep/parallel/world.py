@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..errors import InputError, LockstepError, PeerLost
@@ -112,7 +113,7 @@ class World:
     @contextlib.contextmanager
     def deadline(self, doing: str, timeouts: float = 1.0) -> Iterator[None]:
         """Within, waits that torch puts no end to (for a device that waits for another rank) end the process, after so
-        many timeouts."""
+        many timeouts. It ends when the device has done what was launched."""
         if self.size == 1:
             yield
             return
@@ -122,6 +123,8 @@ class World:
         timer.start()
         try:
             yield
+            if self.mesh is not None and self.mesh.device_type == "cuda":
+                torch.cuda.synchronize()
         finally:
             timer.cancel()
 

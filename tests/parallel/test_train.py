@@ -8,9 +8,11 @@ import shutil
 import signal
 import socket
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 from processes import DEADLINE, finished, running, wait_for
 
 from lockstep import api, config_file
+from lockstep.build import build
 from lockstep.cli import main
 from lockstep.config import (
     CheckpointConfig,
@@ -29,6 +32,7 @@ from lockstep.config import (
     TrainerConfig,
 )
 from lockstep.errors import InputError
+from lockstep.parallel import World
 
 TRAIN = ["-m", "lockstep", "train", "--config"]
 REWARD = """
@@ -84,6 +88,20 @@ def weights(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
+@contextmanager
+def by_hand(command: list[str], folders: list[Path]) -> Iterator[list[Popen[str]]]:
+    """A process of a run in each of the folders, without `torchrun`, which would end them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(len(folders)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(running(command, folder, RANK=str(rank), LOCAL_RANK=str(rank), **shared))
+            for rank, folder in enumerate(folders)
+        ]
+
+
 def test_two_processes_write_what_one_does_and_one_goes_on(config: RunConfig, two: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     api.train(config, tmp_path / "one")
@@ -116,17 +134,34 @@ def test_what_all_processes_refuse_is_told_once(config: RunConfig, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_with_other_data_are_refused(config: RunConfig, tmp_path: Path) -> None:
+    config_file.save(replace(config, task=replace(config.task, data="data.jsonl")), tmp_path / "config.yaml")
+    folders = [tmp_path / name for name in ("here", "there")]
+    for folder, prompt in zip(folders, ("one", "other"), strict=True):
+        folder.mkdir()
+        (folder / "data.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    command = [sys.executable, *TRAIN, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]
+    with by_hand(command, folders) as processes:
+        said = [process.communicate(timeout=DEADLINE)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert "task.data is '20 bytes with SHA-256" in said[0] and "on rank 1 and '18 bytes" in said[0]
+    assert "lockstep:" not in said[1] and not (tmp_path / "run").exists()
+
+
+def test_ranks_with_other_numerics_are_refused(config: RunConfig) -> None:
+    class Others(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {**value, "threads": 99}]
+
+    torch.set_num_threads(1)
+    with pytest.raises(InputError, match="threads is 99 on rank 1 and 1 on rank 0"):
+        build(config, Others(0, 2))
+
+
 def test_a_killed_process_ends_the_other(config: RunConfig, tmp_path: Path) -> None:
     config_file.save(replace(config, steps=100_000), tmp_path / "config.yaml")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, *TRAIN, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(running(command, RANK=str(rank), LOCAL_RANK=str(rank), **shared)) for rank in (0, 1)
-        )
+    with by_hand(command, [tmp_path, tmp_path]) as (first, second):
         metrics = tmp_path / "run" / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and len(metrics.read_bytes()) > 0, first)
         second.send_signal(signal.SIGKILL)

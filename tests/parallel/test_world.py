@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "local_rank", "expected"), [(None, 1, "1"), ("4,6", 1, "6"), ("4,6", 0, "4"), ("4", 1, "")]
+    ("given", "local_rank", "expected"), [(None, 1, "1"), ("4,6", 1, "6"), ("4,6", 0, "4"), ("4", 1, ""), ("", 0, "")]
 )
 def test_a_process_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch, given, local_rank, expected) -> None:
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": str(local_rank)}.items():
@@ -92,3 +93,17 @@ def test_a_wait_that_nothing_ends_ends_the_process(monkeypatch: pytest.MonkeyPat
     with World(0, 2, timeout=60.0).deadline("another"), ONE.deadline("none"):
         pass
     assert ended == ["the step"]
+
+
+def test_a_deadline_is_for_what_was_launched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: waited.append(True))
+    on_cpus, on_gpus = (World(0, 2, timeout=60.0, mesh=SimpleNamespace(device_type=kind)) for kind in ("cpu", "cuda"))
+    with pytest.raises(ValueError, match="fails"), on_gpus.deadline("a step"):
+        raise ValueError("fails")
+    with on_cpus.deadline("a step"):
+        pass
+    assert not waited
+    with on_gpus.deadline("a step"):
+        pass
+    assert waited == [True]
