@@ -23,7 +23,7 @@ from .ops import user_cache
 _FORMAT = 1
 _FILES = (".json", ".jinja", ".txt", ".model")  # of a model's folder, what a tokenizer may read
 _MOST = 8  # tokenizers that are kept
-_LARGEST = 64 << 20  # bytes of a file that is one of a tokenizer's
+_LARGEST = 64 << 20  # bytes of a file that is hashed; a larger one is known by its size and time
 
 
 class KeptTokenizer:
@@ -127,12 +127,20 @@ def _saved(whole: Any) -> dict[str, str]:
         return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir() if path.is_file()}
 
 
+def _identity(path: Path) -> bytes:
+    """What changes with a file."""
+    status = path.stat()
+    if status.st_size < _LARGEST:
+        return hashlib.sha256(path.read_bytes()).digest()
+    return f"{status.st_size} {status.st_mtime_ns}".encode()
+
+
 def _key(source: Path | str) -> str:
     """A hash of all that the tokenizer of a folder may be made from."""
     parts = [str(_FORMAT), __version__, *(metadata.version(name) for name in ("transformers", "tokenizers"))]
     key = hashlib.sha256("\n".join([*parts, str(source)]).encode())
     if isinstance(source, Path):
-        for path in sorted(source.iterdir()):
-            if path.suffix in _FILES and path.is_file() and path.stat().st_size < _LARGEST:
-                key.update(f"\n{path.name}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+        for path in sorted([*source.iterdir(), *source.glob("additional_chat_templates/*")]):
+            if path.suffix in _FILES and path.is_file():
+                key.update(f"\n{path.relative_to(source)}\n".encode() + _identity(path))
     return key.hexdigest()[:32]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from processes import finished
 from transformers import PreTrainedTokenizerFast
 
+from lockstep import tokenizer_cache
 from lockstep.tokenizer import byte_tokenizer, encode_prompt, load_tokenizer, save_tokenizer
 from lockstep.tokenizer_cache import KeptTokenizer
 
@@ -85,6 +87,28 @@ def test_another_folder_or_a_damaged_file_is_loaded(merges: Path, cache: Path, t
         text = file.read_text()
         file.write_text(text.replace("lazy", "hazy") if "lazy" in text else text[:-30])
     both(folder)
+
+
+def test_a_change_that_leaves_size_and_time_is_seen(merges: Path, cache: Path, tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(merges, folder)
+    both(folder)
+    file = folder / "tokenizer_config.json"
+    before, text = file.stat(), file.read_text()
+    assert text.count('"eos_token": "</s>"') == 1
+    file.write_text(text.replace('"eos_token": "</s>"', '"eos_token":  "<s>"'))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    whole, again = both(folder)
+    assert again.eos_token_id == whole.eos_token_id == 0
+    monkeypatch.setattr(tokenizer_cache, "_LARGEST", 100)  # now all are too large to be hashed
+    both(folder)
+    file.write_text(text)
+    whole, again = both(folder)
+    assert again.eos_token_id == whole.eos_token_id == 1
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    assert isinstance(load_tokenizer(folder), PreTrainedTokenizerFast)
 
 
 def test_a_tokenizer_that_does_more_to_text_is_not_kept(merges: Path, cache: Path, tmp_path: Path) -> None:

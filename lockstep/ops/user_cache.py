@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 def read(path: Path) -> Any:
     """The JSON that `write` put there, or None."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         data = read_bytes(path)
         return None if data is None else json.loads(data)
     return None
@@ -61,7 +61,7 @@ def read_bytes(path: Path) -> bytes | None:
 def write_bytes(path: Path, data: bytes) -> bool:
     """Replace the file in one step, whoever else does so, too; its folder is made when missing. Whether it worked."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(path.parent)
         if foreign(path.parent.stat()):
             return False
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600
@@ -74,6 +74,14 @@ def write_bytes(path: Path, data: bytes) -> bool:
             raise
         return True
     return False
+
+
+def _make(folder: Path) -> None:
+    """Make a folder for this user alone, and what is missing of those above it alike: `mkdir` has the umask decide for
+    these, which may let others write to them."""
+    if not folder.exists():
+        _make(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def foreign(status: os.stat_result) -> str | None:

@@ -1,0 +1,59 @@
+"""What is kept between runs lies in a folder of the user's own, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lockstep.ops import user_cache
+
+
+@contextmanager
+def masked(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def test_every_folder_that_is_made_is_closed_whatever_the_umask(tmp_path: Path) -> None:
+    below, above = tmp_path / "cache" / "lockstep" / "graphs" / "a.json", tmp_path / "cache" / "lockstep" / "b.json"
+    with masked(0o002):  # the default of many systems, where each user has a group
+        for path in (below, above):
+            assert user_cache.write(path, [1]) and user_cache.read(path) == [1]
+    for folder in (below.parent, above.parent, above.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_of_others_is_neither_written_nor_read(tmp_path: Path) -> None:
+    path = tmp_path / "open" / "a.json"
+    assert user_cache.write(path, 1)
+    path.parent.chmod(0o770)
+    assert not user_cache.write(path, 2) and user_cache.read(path) is None
+    path.parent.chmod(0o700)
+    assert user_cache.read(path) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[" * 200_000, b"\0" * 99], ids=len)
+def test_what_is_no_json_is_absent(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    assert user_cache.read(path) is None
+
+
+def test_a_write_that_fails_leaves_what_there_was(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    assert user_cache.write_bytes(path, b"before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        assert not user_cache.write_bytes(path, b"x" * 5000)  # as on a full disk
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"] and user_cache.read_bytes(path) == b"before"
