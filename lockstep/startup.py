@@ -60,7 +60,7 @@ def make_ready(
     """Make graphs and hold them to eager's bits; those made later count as recompiles.
 
     Args:
-        make_graphs: launches each that is needed; called again when all are to be made anew.
+        make_graphs: calls each function whose graphs are needed; called again when all are to be made anew.
         trust_cases: launches of them to check, unless `verify` (`compile.verify`) is off.
         kernels: where the kernels they launch are listed (`kernel_list`); None where none are compiled, on a CPU.
         check_machine: whether a check of this machine, of what was launched, replaced a kernel that graphs may hold.
@@ -73,12 +73,14 @@ def make_ready(
         return []
     if kernels is not None:
         _precompile(compiler, kernels, make_graphs, rehearse_check, world)
-    make_graphs()
+    with compiler.making():
+        make_graphs()
     shared = compiler.share_regions()
     if check_machine() or shared:
         for function in compiler.functions:
             function.close()
-        make_graphs()
+        with compiler.making():
+            make_graphs()
     verdicts = [] if verify == "off" else trust(compiler, trust_cases(), verify, Verdicts())
     compiler.end_warm_up()
     return verdicts

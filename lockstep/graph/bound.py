@@ -12,6 +12,7 @@ from .cudagraph import Recorder, Recording
 from .ir import Captured, GraphError, Inputs
 from .piecewise import Piecewise
 from .rehearsal import rehearse
+from .values import tensors_in
 from .verify import overlapping
 
 
@@ -43,7 +44,8 @@ class BoundGraph:
                 raise GraphError(f"{captured.title}: {problem}")
         if shared := overlapping(captured, self._arguments):
             raise GraphError(f"{captured.title}: {shared}")
-        if broken := captured.sizes.broken(inputs.open_sizes(captured.inputs)):
+        self._sizes = inputs.open_sizes(captured.inputs)
+        if broken := captured.sizes.broken(self._sizes):
             raise GraphError(f"{captured.title}: captured for sizes with {', '.join(broken)}")
         self._specs = inputs.described({})  # every size fixed, from here on
         with torch.inference_mode(False):
@@ -79,6 +81,17 @@ class BoundGraph:
             for name, i in self._user.items():
                 arguments[i] = user[name]
         return rehearse(self.captured, arguments)
+
+    def blank(self) -> dict[str, Tensor] | None:
+        """Zeros for outputs, and nothing launched; None where a shape is more than open sizes by name."""
+        (output,) = (node for node in self.captured.graph.nodes if node.op == "output")
+        values = tensors_in(tuple(map(self.captured.value, output.args[0])))
+        shapes = [[self._sizes.get(d) if isinstance(d, str) else d for d in value.shape] for value in values]
+        if len(values) < len(self.captured.outputs) or any(None in shape for shape in shapes):
+            return None
+        home = self.captured.inputs[0].device
+        zeros = [torch.zeros(s, dtype=v.dtype, device=home) for s, v in zip(shapes, values, strict=True)]  # type: ignore[arg-type]
+        return dict(zip(self.captured.outputs, zeros, strict=True))
 
     def _run_with(self, user: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
         arguments = list(self._arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -135,6 +136,15 @@ def compile_module(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., A
 
     compiled: Any = compile_fx(module, inputs, config_patches=_options())
     return compiled
+
+
+def settings() -> dict[str, Any]:
+    """By name what compiled code depends on besides its operators: on a CPU it is for a number of threads, by which
+    sums are split."""
+    from torch._inductor import config
+
+    found = sorted((name, repr(value)) for name, value in config.save_config_portable().items())
+    return {"threads": torch.get_num_threads(), "inductor": hashlib.sha256(repr(found).encode()).hexdigest()}
 
 
 def _options() -> dict[str, Any]:

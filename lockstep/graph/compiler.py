@@ -12,7 +12,7 @@ import torch
 
 from ..config import CompileConfig, resolve_compile
 from ..timings import Timings
-from . import compat
+from . import compat, compat_inductor
 from .capture import Differentiated, GraphBody, capture
 from .constants import Constants, flattened
 from .cudagraph import CudaRecorder, Recorder
@@ -44,7 +44,8 @@ class Compiler:
         captures: traces made so far. One serves every value of a function's open sizes.
         recompiles: graphs that were made after `end_warm_up`, each for a choice of statics and sizes.
         functions: what was made by `function`.
-        rehearsing: see `rehearsal`.
+        nothing_to_record: a graph's first launch is like any other.
+        rehearsing, only_making: see `rehearsal` and `making`.
         timings: host seconds in `load_graphs`, `import_tracer`, `trace`, `passes`, `store_graphs`, `compile`
             (`rehearsal`), `record` (each graph's first launch) and `verify` (the comparison with eager, `trust`).
         nodes: for each trace its title with what each pass did to the number of nodes.
@@ -88,8 +89,11 @@ class Compiler:
         self.store = None if self.dump or self.compiles_forward else store
         self.peers = peers
         self._settings = {"capture": config.capture, "backend": config.backend, "mesh": dict(mesh or {})}
+        # The budget is for the bytes that were traced; the partitioner and Inductor weigh calls by their sizes.
+        self._weighs_sizes = self.joint or config.activation_memory_gib > 0 or bool(self.compiled)
         self._not_graph_safe = not_graph_safe
-        self.rehearsing = self._warm = False
+        self.nothing_to_record = self.recorder is None and device.type == "cpu"
+        self.rehearsing = self.only_making = self._warm = False
         self._lowered: dict[str, Level] = {}
         self.functions: list[GraphFunction] = []
         self.nodes: dict[str, tuple[str, ...]] = {}
@@ -184,9 +188,15 @@ class Compiler:
             self.nodes[found.title] = found.log
         return found
 
-    def settings(self, constants: Constants) -> dict[str, Any]:
-        """What a graph depends on besides its function and the machine."""
-        return {**self._settings, **flattened({"constants": constants})}
+    def settings(self, constants: Constants, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """What a graph depends on besides its function and the machine.
+
+        Args:
+            sizes: the values of its open sizes at the trace.
+        """
+        weighed = {"sizes": sizes} if self._weighs_sizes else {}
+        machine = compat_inductor.settings() if self.compiled else {}
+        return {**self._settings, **machine, **flattened({"constants": constants, **weighed})}
 
     def _check_regions(self, captured: Captured) -> None:
         """Refuse a model's forward pass in which other calls would be compiled than in the other graphs'."""
@@ -265,6 +275,16 @@ class Compiler:
                 yield kernels
             finally:
                 self.rehearsing = False
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Within, functions make their graphs, and launch only those whose first launch leaves something behind: a
+        recording, or compiled kernels. What others return is zero."""
+        self.only_making = self.nothing_to_record
+        try:
+            yield
+        finally:
+            self.only_making = False
 
     def preload(self, kernels: Iterable[Any]) -> int:
         """Load kernels that a rehearsal listed in another process; how many there were."""

@@ -81,7 +81,9 @@ class GraphFunction:
         graph = self.graph(user, statics)
         if self._compiler.rehearsing:
             return graph.rehearse(user)
-        if graph.launches:
+        if self._compiler.only_making and (blank := graph.blank()) is not None:
+            return blank
+        if graph.launches or self._compiler.nothing_to_record:
             return graph(user, times)
         with self._compiler.timings.measured("record"):
             return graph(user, times)
@@ -179,8 +181,9 @@ class GraphFunction:
     ) -> Key | None:
         if self._compiler.store is None or self._constants is None:
             return None
-        settings, passes = self._compiler.settings(self._constants), self._compiler.passes
-        return key_of(self.name, self.body, inputs, specs, statics, self._writes, level, settings, passes)
+        settings = self._compiler.settings(self._constants, inputs.open_sizes(specs))
+        about = specs, statics, self._writes, level, settings, self._compiler.passes
+        return key_of(self.name, self.body, inputs, *about)
 
     @property
     def level(self) -> Level:

@@ -49,7 +49,7 @@ def key_and_digest(function: GraphFunction, user: Mapping[str, torch.Tensor], **
     inputs = replace(function.inputs, user=user)
     specs = inputs.described({})
     assert function._constants is not None
-    settings = function._compiler.settings(function._constants)
+    settings = function._compiler.settings(function._constants, {})
     key = key_of(function.name, function.body, inputs, specs, statics, function._writes, "captured", settings, [])
     function.one_shape = True
     assert key is not None, f"{function.name} is not stored"

@@ -153,3 +153,32 @@ def test_start_up_is_split_into_phases(compiler_of: Callable[..., Compiler]):
     assert 0.5 * total < sum(seconds.values()) <= total
     ((title, log),) = compiler.nodes.items()
     assert title == "f()" and log[0].startswith("canonicalize: ")
+
+
+def gathered(t: Inputs) -> dict[str, Tensor]:
+    t.buffer["rows_seen"].add_(t.user["rows"].shape[0])
+    return {"y": ops.gather_rows(t.user["x"], t.user["rows"]), "x": t.user["x"] + 1}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_making_graphs_launches_only_those_that_are_recorded(compiler_of: Callable[..., Compiler], recorded: bool):
+    compiler = compiler_of(recorded)
+    _, static = function_of(compiler)
+    function = compiler.function("g", gathered, static, {"buffer"}, DYNAMIC)
+    for tokens, rows in ((5, 3), (8, 4)):
+        user = inputs(tokens, rows).user
+        with compiler.making():
+            blank = function(user)
+        assert static.buffer["rows_seen"].item() == (rows if recorded else 0)
+        outputs = function(user)
+        assert {k: (v.shape, v.dtype) for k, v in blank.items()} == {k: (v.shape, v.dtype) for k, v in outputs.items()}
+        assert recorded or not any(v.any() for v in blank.values())
+        static.buffer["rows_seen"].zero_()
+
+
+def test_a_graph_whose_shapes_are_computed_is_launched_to_have_them(compiler_of: Callable[..., Compiler]):
+    compiler = compiler_of(False)
+    function, static = function_of(compiler)
+    with compiler.making():
+        outputs = function(inputs(5, 3).user)
+    assert static.buffer["rows_seen"].item() == 3 and len(outputs["pad"]) == 10

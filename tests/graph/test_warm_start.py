@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,41 @@ def test_what_changed_is_named_and_the_old_graph_stays(decoder, rollout, compile
         again = compiler(recompute=("full",) if way else ())
         train_step(decoder(), rollout, again, **way)
         assert (again.captures, again.loaded) == (0, 1)
+
+
+def test_what_is_weighed_by_sizes_is_made_for_these(decoder, rollout, compiler: Made) -> None:
+    """A larger batch must not run what keeps its budget on a smaller one alone."""
+
+    def fitted(budget_mib: float, max_tokens: int) -> tuple[Compiler, tuple[str, ...]]:
+        own = compiler(activation_memory_gib=budget_mib / 1024)
+        trainer = Trainer(model := decoder(), OptimizerConfig(), LossConfig(), compiler=own)
+        trainer.forward_backward(pack(rollout(model, 0), max_tokens=max_tokens, check_parity=True)[0])
+        return own, next(log for title, log in own.nodes.items() if title.startswith("forward_backward("))
+
+    def kept_mib(log: tuple[str, ...]) -> tuple[float, float]:
+        found = re.search(r"([\d.]+) -> ([\d.]+) MiB kept", log[-1])
+        assert found
+        return float(found[1]), float(found[2])
+
+    small, large = (kept_mib(fitted(1024, tokens)[1])[0] for tokens in (44, 256))
+    budget = (small + large) / 2
+    assert small < budget < large and kept_mib(fitted(budget, 44)[1]) == (small, small)
+    own, log = fitted(budget, 256)
+    assert kept_mib(log)[1] <= budget and own.captures == 1 and own.store is not None
+    assert all("sizes." in reason for lookup in own.store.lookups for reason in lookup.reasons)
+    for tokens in (44, 256):
+        again, _ = fitted(budget, tokens)
+        assert (again.captures, again.loaded) == (0, 1)
+
+
+def test_compiled_regions_are_for_a_number_of_threads(compiler: Made) -> None:
+    constants, sizes = {"page_size": 16}, {"T": 5}
+    eager, compiled = compiler(), compiler(backend="inductor")
+    assert eager.settings(constants, sizes).keys() == {"capture", "backend", "mesh", "constants.page_size"}
+    found = compiled.settings(constants, sizes)
+    assert found["threads"] == torch.get_num_threads() and found["sizes.T"] == 5
+    with torch._inductor.config.patch("cpp.threads", 3):
+        assert compiled.settings(constants, sizes)["inductor"] != found["inductor"]
 
 
 def test_a_dump_shows_every_pass_so_it_is_traced(decoder, rollout, compiler: Made, tmp_path: Path) -> None:
