@@ -1,51 +1,21 @@
-"""Training in a run folder: what is recorded, saved and resumed around the loop."""
+"""Training in a run folder: the loop, from the first step or from where a run stopped."""
 
 from __future__ import annotations
 
 import io
-import logging
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
-from typing import Any, ClassVar
+from typing import Any
 
-from . import __version__, checkpoint, config_file
 from . import resume as resuming
-from .build import build, resolve, save_policy
+from .build import build, resolve
 from .config import RunConfig
 from .display import Display
-from .environment import describe
-from .errors import InputError, LockstepError, NonFiniteError, ParityError
 from .loop import Loop
-from .metrics import (
-    METRICS_FILE,
-    ROLLOUTS_FILE,
-    MetricsWriter,
-    read_lines,
-    rollout_records,
-    write_json,
-    write_summary,
-    writing,
-)
 from .parallel import ONE, World
-from .parity import Certificate
-from .report import write_report
-from .resume import CHECKPOINTS, FINAL_MODEL
+from .recorder import Recorder
 from .signals import ended_by_signals, raise_received
-from .startup import warm_up
-from .timeline import TIMELINE_FILE, Timeline, recorded
-from .timings import Span
-from .trackers import Trackers, require_packages
-
-PARITY_FILE, FAILURE_FILE = "parity.json", "failure.json"
-
-# Counters of the timeline, and the metrics that they show.
-_COUNTERS = {"reward": "reward/mean", "tokens/s": "perf/tokens_per_s_per_gpu", "memory GiB": "memory/peak_gib"}
-
-_REASONS = 3  # that are shown why stored graphs were not used
-
-_log = logging.getLogger("lockstep")
+from .timeline import recorded
+from .trackers import require_packages
 
 
 @ended_by_signals()
@@ -61,7 +31,7 @@ def train(config: RunConfig, run_dir: Path, resume: bool, world: World = ONE) ->
     if world.size > 1:
         world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
     run_dir = run_dir.absolute()  # rewards may change the working directory
-    recorder = _Recorder(config, run_dir, world)
+    recorder = Recorder(config, run_dir, world)
     loaded = world.from_first(lambda: resuming.find(run_dir, resuming.inputs(config))) if resume else None
     loop = Loop(config, build(config, world))
     start = recorder.restore(loop, loaded) if loaded else None
@@ -113,248 +83,3 @@ def _display(config: RunConfig, world: World) -> Display:
 
 def _is_due(done: int, interval: int, steps: int) -> bool:
     return done == steps or (interval > 0 and done % interval == 0)
-
-
-class _Recorder:
-    """The run folder of one training run: metrics, rollouts, checkpoints, summary, report. Only the first rank writes
-    it; the others keep the summary alone."""
-
-    _imports: ClassVar[float] = time.process_time()  # of the CPU, until here: part of the process's first run
-
-    def __init__(self, config: RunConfig, run_dir: Path, world: World = ONE) -> None:
-        self.config, self.world = config, world
-        self.run_dir = run_dir
-        imports, _Recorder._imports = _Recorder._imports, 0.0
-        self.began = time.perf_counter() - imports
-        self._earlier = 0.0  # seconds of the processes that this one goes on from
-        self._inputs: dict[str, Any] | None = None
-        self.validations: dict[str, dict[str, float]] = {}
-        self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
-        self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
-        self._imports_s = imports
-        self._timeline: Timeline | None = None
-        self._metrics: MetricsWriter | None = None
-        self._rollouts: MetricsWriter | None = None
-        self._trackers: Trackers | None = None
-        self._loop: Loop | None = None
-        self._rewards: list[float] = []
-
-    def started(self, loop: Loop) -> None:
-        """The parts are built: record the configuration, the machine and the start-up time; open the trackers."""
-        self.summary["environment"] = describe(loop.device)
-        if self.world.size > 1:
-            self.summary["environment"]["processes"] = str(self.world.size)
-        self._loop, timings = loop, loop.run.timings
-        if self.world.first:
-            with writing(self.run_dir / "config.yaml"):
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-                config_file.save(self.config, self.run_dir / "config.yaml")
-            with timings.measured("trackers"):
-                self._trackers = Trackers(self.config.metrics, self.run_dir, config_file.flat(self.config))
-        imports = Span("import", self.began, self._imports_s)
-        self._count_startup(self.began, {imports.name: imports.seconds} | timings.seconds)
-        if self.world.first:
-            self._timeline = Timeline(self.run_dir / TIMELINE_FILE, f"lockstep {self.run_dir.name}", self.began)
-        self.trace([imports])
-
-    def warm_up_graphs(self, loop: Loop, display: Display) -> None:
-        """Make the graphs of all steps; record where start-up went."""
-        began, compiler, timings = time.perf_counter(), loop.run.compiler, loop.run.timings
-        before = dict(timings.seconds)
-        with self.world.deadline("making and checking graphs", timeouts=10):
-            warm_up(self.config, loop.run)
-        if compiler:
-            graphs = sum(len(function.graphs) for function in compiler.functions)
-            seconds = time.perf_counter() - began
-            sources = f"{compiler.captures} traces and {compiler.loaded} stored graphs"
-            display.note(f"graphs: {graphs} made from {sources} in {seconds:.1f} s")
-            self.summary["compile"] = report = loop.run.compile_report()
-            if reasons := report["refused"]:
-                more = f" and {len(reasons) - _REASONS} more" if len(reasons) > _REASONS else ""
-                display.note(f"graphs: stored ones were not used: {'; '.join(reasons[:_REASONS])}{more}")
-        self._count_startup(began, {name: s - before.get(name, 0.0) for name, s in timings.seconds.items()})
-        self.trace()
-
-    def _count_startup(self, began: float, phases: dict[str, float]) -> None:
-        """Add what was spent since `began` to start-up, by phase; what no phase accounts for is `other`."""
-        total = time.perf_counter() - began
-        self.summary["startup_s"] += total
-        for phase, seconds in (phases | {"other": total - sum(phases.values())}).items():
-            if seconds > 0:
-                name = f"startup/{phase}"
-                self.summary[name] = self.summary.get(name, 0.0) + seconds
-
-    def trace(self, spans: Sequence[Span] = (), metrics: Mapping[str, Any] | None = None) -> None:
-        """Put `spans`, what was measured since they were taken, and the counters among `metrics` on the timeline."""
-        assert self._loop is not None
-        taken = [*spans, *self._loop.run.timings.take()]
-        counters = {name: metrics[metric] for name, metric in _COUNTERS.items()} if metrics else {}
-        if self._timeline is not None:
-            self._timeline.write(taken, counters)
-
-    def open(self, start: int) -> None:
-        """Open the files that get a line a step; lines of step `start` and later are of a history that is redone."""
-        self.trace()
-        if not self.world.first:
-            return
-        self._metrics = MetricsWriter(self.run_dir / METRICS_FILE, start)
-        for record in read_lines(self.run_dir / METRICS_FILE):
-            self._account(record)
-        self._rollouts = MetricsWriter(self.run_dir / ROLLOUTS_FILE, start)
-
-    def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint) -> int:
-        """Put the run where `loaded` left it; returns the steps it had done."""
-        try:
-            _require_same_numerics(loaded.state["numerics"], loop)
-            with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
-                loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
-            loop.certificate = Certificate(**loaded.state["certificate"])
-            loop.idle_steps = loaded.state["idle_steps"]
-            self.validations = loaded.state["validations"]
-            self._earlier = loaded.state["seconds"]["total_s"]
-            self.summary |= loaded.state["seconds"]
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise InputError(
-                f"{loaded.path} does not fit this run ({reason}); was the model folder or lockstep changed since?"
-            ) from error
-        if loaded.state["warmup"] is not None:
-            self.summary["warmup"] = loaded.state["warmup"]
-        self.summary["resumed_from_step"] = loaded.step
-        return loaded.step
-
-    def checkpoint(self, loop: Loop, step: int) -> None:
-        """Save when `checkpoint.interval` says so, and at the end."""
-        c = self.config.checkpoint
-        if c.interval == 0 or (step % c.interval and step != self.config.steps):
-            return
-        if self._inputs is None:
-            self._inputs = resuming.inputs(self.config)
-        with loop.run.timings.measured("checkpoint"):
-            self._save(loop, step)
-
-    def _save(self, loop: Loop, step: int) -> None:
-        with self.world.deadline("gathering a checkpoint"):
-            tensors, counters = loop.run.trainer.state()
-        state = {
-            "trainer": counters,
-            "certificate": vars(loop.certificate),
-            "idle_steps": loop.idle_steps,
-            "validations": self.validations,
-            "warmup": self.summary.get("warmup"),
-            "numerics": loop.run.trainer.numerics(),
-            "inputs": self._inputs,
-            "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
-            | {"total_s": self._total_seconds()},
-        }
-        if self.world.first:
-            keep_last = self.config.checkpoint.keep_last
-            checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, keep_last)
-
-    def certify(self, loop: Loop) -> None:
-        """Write what the parity check has covered so far."""
-        if self.world.first:
-            write_json(self.run_dir / PARITY_FILE, loop.certificate.to_dict())
-
-    def save_model(self, loop: Loop) -> None:
-        """Export the model."""
-        if self.world.first:
-            with loop.run.timings.measured("save_model"), writing(self.run_dir / FINAL_MODEL):
-                save_policy(loop.run.policy, self.run_dir / FINAL_MODEL)
-        self.trace()
-
-    def warmup(self, loop: Loop, display: Display) -> None:
-        """Supervised steps on worked examples before reinforcement learning."""
-        t = self.config.trainer
-        steps = t.warmup_steps
-        if not steps:
-            return
-        began = time.perf_counter()
-        display.note(f"warm-up: at most {steps} supervised steps on worked examples")
-        losses: list[float] = []
-        with loop.run.timings.measured("warmup"):
-            while len(losses) < steps and not (len(losses) >= 10 and mean(losses[-10:]) < t.warmup_loss):
-                raise_received()
-                losses.append(loop.warmup_step(len(losses)).loss)
-                if len(losses) % 25 == 0:
-                    display.note(f"warm-up step {len(losses)}: loss {losses[-1]:.3f}")
-        loop.run.trainer.reset_optimizer()
-        seconds = time.perf_counter() - began
-        display.note(f"warm-up: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps, {seconds:.1f} s")
-        self.summary["warmup"] = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1]}
-        self.summary["warmup_s"] = seconds
-
-    def validate(self, loop: Loop, display: Display, step: int) -> dict[str, float]:
-        """Greedy completions of held-out problems after `step` steps."""
-        with loop.run.timings.measured("validation"):
-            metrics = loop.validate()
-        if metrics:
-            self.validations[str(step)] = metrics
-            shown = ", ".join(f"{k.removeprefix('validation/')} {v:.3f}" for k, v in metrics.items())
-            display.note(f"validation after {step} steps: {shown}")
-        return metrics
-
-    def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
-        """Write one step's lines."""
-        self._account(metrics)
-        if not self.world.first:
-            return
-        assert self._metrics is not None and self._rollouts is not None and self._trackers is not None
-        self._metrics.write({"step": step, **metrics})
-        self._trackers.log(step, metrics)
-        if self.config.metrics.rollouts:
-            for record in rollout_records(step, groups):
-                self._rollouts.write(record)
-
-    def _account(self, metrics: dict[str, Any]) -> None:
-        """Add a step to the summary; a resumed run's earlier steps come from its metrics."""
-        self.summary["generator_s"] += metrics["time/generate"]
-        self.summary["trainer_s"] += metrics["time/forward_backward"] + metrics.get("time/optim_step", 0.0)
-        self.summary["sync_s"] += metrics["time/sync"]
-        self._rewards.append(metrics["reward/mean"])
-
-    def __enter__(self) -> _Recorder:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Whatever ended the run, leave a summary and a report of what there is, and the evidence of a failed check."""
-        try:
-            self._finish(error)
-        except (LockstepError, OSError) as unwritten:
-            if error is None:
-                raise
-            _log.warning("%s", unwritten)  # what ended the run is the news
-
-    def _finish(self, error: BaseException | None) -> None:
-        if not self.world.first:
-            return
-        if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
-            write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
-            error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
-        for file in (self._metrics, self._rollouts):
-            if file is not None:
-                file.close()
-        ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
-        self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
-        self.summary |= {"steps_done": len(self._rewards), "validation": self.validations}
-        self.summary["total_s"] = self._total_seconds()
-        write_summary(self.run_dir, self.summary)
-        with writing(self.run_dir / "report.html"):
-            write_report(self.run_dir)
-        if self._trackers is not None:
-            self._trackers.close()
-        if self._timeline is not None:
-            self._timeline.close()
-
-    def _total_seconds(self) -> float:
-        """Of the whole run so far: this process, and those whose steps it goes on from."""
-        return self._earlier + time.perf_counter() - self.began
-
-
-def _require_same_numerics(saved: dict[str, Any], loop: Loop) -> None:
-    """Bits depend on these; a run that goes on with others would not be the same run."""
-    now = loop.run.trainer.numerics()
-    changed = [f"{k} was {saved.get(k)!r} and is {now[k]!r}" for k in now if saved.get(k) != now[k]]
-    if changed:
-        threads = " (OMP_NUM_THREADS sets the threads)" if saved.get("threads") != now["threads"] else ""
-        raise InputError(f"cannot resume with the same bits: {'; '.join(changed)}. Resume where the run began{threads}")
