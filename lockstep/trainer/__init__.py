@@ -2,7 +2,7 @@
 
 from .losses import LOSSES
 from .optimizer import AdamW, FlatParameters, learning_rate
-from .packing import loss_weights, pack, pack_shards, packed_slots, padding_waste
+from .packing import loss_weights, pack, pack_shards, packed_slots
 from .routing import RoutingResult
 from .shapes import BatchShape, batch_shapes, bucket
 from .trainer import Mismatch, StepResult, Trainer
@@ -23,5 +23,4 @@ __all__ = [
     "pack",
     "pack_shards",
     "packed_slots",
-    "padding_waste",
 ]

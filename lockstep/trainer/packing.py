@@ -149,12 +149,6 @@ def packed_slots(batches: list[PackedBatch]) -> tuple[int, int]:
     return sum(b.tokens_T.numel() for b in batches), sum(int(b.cu_seqlens[-1]) for b in batches)
 
 
-def padding_waste(batches: list[PackedBatch]) -> float:
-    """The fraction of packed token slots that hold padding."""
-    slots, used = packed_slots(batches)
-    return 1.0 - used / slots if slots else 0.0
-
-
 def _parts(group: TrainGroup, limit: int, per_sample: bool, share_prefix: bool) -> Iterator[tuple[TrainGroup, int]]:
     """`group` cut into consecutive parts of at most `limit` tokens, or one sequence, with the tokens each takes."""
     part: list[TrainSequence] = []

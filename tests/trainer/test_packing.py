@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError
-from lockstep.trainer import bucket, loss_weights, pack, padding_waste
+from lockstep.trainer import bucket, loss_weights, pack, packed_slots
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 
 
@@ -114,8 +114,8 @@ def test_groups_fill_micro_batches_in_order_and_a_large_one_is_split():
     assert [int(b.cu_seqlens[-1]) for b in batches] == [58, 62, 52]
     assert [len(b.sequences) for b in batches] == [3, 2, 2]
     assert [len(b.tokens_T) for b in batches] == [64, 64, 64]
-    assert padding_waste(batches) == pytest.approx(1 - 172 / 192)
-    assert padding_waste([]) == 0.0
+    assert packed_slots(batches) == (192, 172)
+    assert packed_slots([]) == (0, 0)
 
 
 def test_a_sequence_that_does_not_fit_names_itself_and_what_would_do():
