@@ -34,7 +34,8 @@ def evaluate(
     """Complete each of the task's validation problems `n` times and score the completions.
 
     Args:
-        config: its model, task (`validation_data`, `validation_prompts`, `reward`), sampling, seed, device and dtype.
+        config: its model, task (`validation_data`, `validation_prompts`, `reward`), sampling, seed, device and dtype,
+            and `compile` but for what acts on the trainer's graphs alone.
         n: completions a problem.
         k: which pass@k to estimate, each at most `n`; empty for the powers of two up to `n`.
         temperature: None for 0 (greedy) when `n` is 1 and otherwise for `config.sampling.temperature`.

@@ -138,8 +138,10 @@ class LLM:
         """An engine whose cache is planned for these requests; the last one, with its cached prefixes, if it is.
 
         Room is planned in powers of two, so that it seldom grows and stored graphs fit. Graphs are made for that room
-        and for the kinds of sampling that are asked for.
+        and for the kinds of sampling that are asked for. Raises `InputError` while a stream is open.
         """
+        if self._engine is not None and self._engine.scheduler.busy:
+            raise InputError("a stream of this model is still open; read it to its end or close it first")
         sequences = sum(s.n for s in sampling)
         lengths = [len(ids) + s.max_completion_length for ids, s in zip(prompt_ids, sampling, strict=True)]
         if self._engine is None or sequences > self._room[0] or max(lengths) > self._room[1]:

@@ -48,6 +48,8 @@ def test_text_comes_before_the_end(model: Path) -> None:
 def test_closing_a_stream_leaves_the_engine_free(llm: LLM) -> None:
     stream = llm.stream("abc", SHORT)
     next(stream)
+    with pytest.raises(InputError, match="a stream of this model is still open"):
+        llm.generate("abc", SHORT)
     stream.close()
     assert len(llm.generate("abc", SHORT)[0]) == 2
 

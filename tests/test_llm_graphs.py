@@ -15,8 +15,9 @@ from processes import finished
 
 from lockstep import parity
 from lockstep.cli import main
-from lockstep.config import CompileConfig, GeneratorConfig
+from lockstep.config import CompileConfig, GeneratorConfig, RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError
+from lockstep.evaluation import evaluate
 from lockstep.graph import LayerCompiler
 from lockstep.llm import LLM
 from lockstep.parity import check_model
@@ -159,6 +160,13 @@ def test_the_commands_take_the_settings_of_train(model: Path, capsys: pytest.Cap
         if command[0] == "parity":
             assert plain.pop("compared") != captured.pop("compared")
         assert captured == plain
+
+
+def test_a_runs_configuration_evaluates_its_model(model: Path) -> None:
+    task = TaskConfig(easy=True, validation_prompts=2)
+    config = RunConfig(model=str(model), device="cpu", task=task, sampling=SamplingConfig(max_completion_length=8))
+    of_run = replace(config, compile=CompileConfig("joint", recompute=("full",), backend="inductor"))
+    assert evaluate(of_run) == evaluate(config)
 
 
 @pytest.mark.parametrize(
