@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from . import compat
 
-FSDP = "fsdp"  # the mesh's dimension
+FSDP = "fsdp"  # the dimension that weights are sharded over
 GROUP = f"@{FSDP}"  # its group, in graphs
 
 

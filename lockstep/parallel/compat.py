@@ -47,10 +47,3 @@ def is_peer_failure(error: BaseException) -> bool:
 def _names_transport(message: str) -> bool:
     lower = message.lower()
     return any(sign in lower for sign in ("gloo", "nccl", "connection closed by peer", "connection reset by peer"))
-
-
-def mesh(group: dist.ProcessGroup, device_type: str, name: str) -> Any:
-    """A device mesh of one dimension over the ranks of a group."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(name,))

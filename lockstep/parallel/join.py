@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -12,7 +11,7 @@ from .. import environment
 from ..config import ParallelConfig
 from ..errors import InputError
 from . import compat
-from .collectives import FSDP, GROUP, gather
+from .collectives import GROUP, gather
 from .world import ONE, World
 
 _NCCL_TIMEOUTS = 20  # NCCL's own deadline aborts the process without a word for the user: `World.deadline` comes first
@@ -38,7 +37,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
     if on_gpu:
         environment.prepare_nccl()
     timeout = timedelta(seconds=config.timeout)
-    world = World(launch.rank, launch.processes, config.timeout)
+    world = World(launch.rank, launch.processes, config.timeout, on_gpu)
     with world.peers(), world.deadline("joining the other processes"):
         dist.init_process_group("gloo", timeout=timeout)  # what goes through the host
         world.same("the processes of this run", {"device": device_type, "parallel": config})
@@ -46,9 +45,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
         group = dist.new_group(backend=backend, timeout=patience)
         compat.name_group(GROUP, group)
         gather(torch.zeros(1, device=device_type), launch.processes)  # a communicator is made at its first use
-        if on_gpu:
-            torch.cuda.synchronize()
-    return replace(world, mesh=compat.mesh(group, device_type, FSDP))
+    return world
 
 
 def _words(processes: int) -> str:

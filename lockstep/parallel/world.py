@@ -29,13 +29,13 @@ class World:
 
     Attributes:
         timeout: seconds that a rank waits for the others.
-        mesh: device mesh with the dimension `fsdp`; None for one process.
+        on_gpu: whether they train on GPUs.
     """
 
     rank: int = 0
     size: int = 1
     timeout: float = 0.0
-    mesh: Any = None
+    on_gpu: bool = False
 
     @property
     def first(self) -> bool:
@@ -123,7 +123,7 @@ class World:
         timer.start()
         try:
             yield
-            if self.mesh is not None and self.mesh.device_type == "cuda":
+            if self.on_gpu:
                 torch.cuda.synchronize()
         finally:
             timer.cancel()
@@ -141,11 +141,13 @@ class World:
         """Leave together: every graph is closed and every wait over. After a failure nobody is waited for."""
         if self.size == 1:
             return
-        if not failed:
-            with self.peers():
+        if failed and self.on_gpu:  # kernels that wait for a lost rank would be waited for
+            compat.forget_group(GROUP)
+            return
+        with self.peers(), self.deadline("leaving together"):
+            if not failed:
                 dist.barrier()
-        compat.forget_group(GROUP)
-        if not failed or self.mesh.device_type == "cpu":  # kernels that wait for a lost rank would be waited for
+            compat.forget_group(GROUP)
             dist.destroy_process_group()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -98,7 +97,7 @@ def test_a_wait_that_nothing_ends_ends_the_process(monkeypatch: pytest.MonkeyPat
 def test_a_deadline_is_for_what_was_launched_too(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[bool] = []
     monkeypatch.setattr("torch.cuda.synchronize", lambda: waited.append(True))
-    on_cpus, on_gpus = (World(0, 2, timeout=60.0, mesh=SimpleNamespace(device_type=kind)) for kind in ("cpu", "cuda"))
+    on_cpus, on_gpus = World(0, 2, timeout=60.0), World(0, 2, timeout=60.0, on_gpu=True)
     with pytest.raises(ValueError, match="fails"), on_gpus.deadline("a step"):
         raise ValueError("fails")
     with on_cpus.deadline("a step"):
