@@ -67,6 +67,8 @@ def load_mask(spec: str) -> str:
         InputError: there is no such function, or it is not an elementwise function of two positions.
     """
     function = load_function(spec, f"attention_mask {spec!r}")
+    if not inspect.isfunction(function):
+        raise InputError(f"attention_mask {spec!r} is a {type(function).__name__}; it must be a function made by def")
     _check_mask(spec, function)
     name = f"{spec}@{_digest(function)}"
     ops.register_mask(name, function)
@@ -79,13 +81,15 @@ def _digest(function: ops.MaskFunction) -> str:
 
 
 def _check_mask(spec: str, function: ops.MaskFunction) -> None:
-    """Called on positions that broadcast, as on a CPU, and one pair at a time under vmap, as FlexAttention does."""
+    """Called on positions that broadcast, as on a CPU, and one pair at a time under vmap, as FlexAttention does. On
+    tensors of another device than the CPU a table that the function reads is as wrong as on a GPU."""
     query, key = torch.arange(_PROBED, dtype=torch.int32).unsqueeze(1), torch.arange(_PROBED, dtype=torch.int32)
     try:
         whole = function(query, key)
         if not isinstance(whole, torch.Tensor) or whole.dtype != torch.bool:
             found = str(whole.dtype) if isinstance(whole, torch.Tensor) else type(whole).__name__
             raise InputError(f"attention_mask {spec!r} returned {found}; it must return a bool tensor")
+        function(query.to("meta"), key.to("meta"))
         pairs = torch.vmap(torch.vmap(function, (None, 0)), (0, None))(query.squeeze(1), key)
     except InputError:
         raise
@@ -93,8 +97,8 @@ def _check_mask(spec: str, function: ops.MaskFunction) -> None:
         reason = (str(error).splitlines() or [""])[0]
         raise InputError(
             f"attention_mask {spec!r} raised {type(error).__name__}: {reason}; it is called with two int32 tensors of "
-            "positions that broadcast, query and key, and must use operators of torch alone: & for and, | for or, "
-            "torch.where for if"
+            "positions that broadcast, query and key, and must use operators of torch on these alone: & for and, | "
+            "for or, torch.where for if"
         ) from error
     broadcasts = whole.dim() <= 2 and all(size in (1, _PROBED) for size in whole.shape)
     if not broadcasts or not torch.equal(whole.expand(_PROBED, _PROBED), pairs):

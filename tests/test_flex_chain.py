@@ -181,13 +181,20 @@ def test_what_cannot_be_is_refused(config: ModelConfig, attention: str, mask: st
         ("(query > 5)[:3, :]", "raised IndexError"),
         ("query.items() > 5", "raised AttributeError"),
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
+        ("torch.ones(999).bool()[key] & (query > 0)", "raised "),
     ],
 )
 def test_a_mask_that_is_no_function_of_positions_is_refused(body: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "mask.py").write_text(f"def f(query, key):\n    return {body}\n")
+    (tmp_path / "mask.py").write_text(f"import torch\n\n\ndef f(query, key):\n    return {body}\n")
     with pytest.raises(InputError) as error:
         load_mask(f"{tmp_path}/mask.py:f")
     assert str(error.value).startswith(f"attention_mask '{tmp_path}/mask.py:f' ") and message in str(error.value)
+
+
+@pytest.mark.parametrize("spec", ["operator:ge", "flex_cases:Mask", "small:CONFIG.__eq__"])
+def test_a_mask_that_is_no_plain_function_is_refused(spec: str) -> None:
+    with pytest.raises(InputError, match=f"attention_mask '{spec}'"):
+        load_mask(spec)
 
 
 def test_another_source_is_another_mask(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -106,6 +107,8 @@ class Signature:
         symbols, sources = {}, {name: ConstantSource(name) for name in self.sizes}
         for name, e in self.sizes.items():
             symbols[name] = env.create_symbol(self._hints[e], sources[name], dynamic_dim=DimDynamic.DYNAMIC)
+        if fixed := [name for name, symbol in symbols.items() if not symbol.is_Symbol]:
+            raise Uncompilable(f"size {', '.join(fixed)} was 0 or 1")
         hints = {symbols[name]: self._hints[e] for name, e in self.sizes.items()}
 
         def size(found: int | torch.SymInt) -> Any:
@@ -131,11 +134,47 @@ def _compile(module: fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def compile_module(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """What Dynamo captured, by Inductor, forward and backward pass."""
+    """What Dynamo captured, by Inductor, forward and backward pass.
+
+    An element of an input by an open index, such as a layer's cache, is taken before the call: within, Inductor loses
+    its offset where an operator writes it (torch 2.13), and all would go to the first.
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(module, inputs, config_patches=_options())
-    return compiled
+    before, after, values = _elements_first(module, inputs)
+    compiled: Any = compile_fx(after, values, config_patches=_options())
+    return lambda *arguments: compiled(*before(*arguments))
+
+
+def _elements_first(
+    module: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[fx.GraphModule, fx.GraphModule, Sequence[Any]]:
+    """The module as one that takes elements of its inputs, and one that does the rest, with what that one is given."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    given, first = dict(zip(placeholders, inputs, strict=True)), fx.Graph()
+    copies = {node: first.placeholder(node.name) for node in placeholders}
+    for node in module.graph.nodes:
+        if _is_element(node) and all(source in copies for source in node.all_input_nodes):
+            copies[node] = first.node_copy(node, copies.__getitem__)
+            given[node] = node.meta["example_value"]
+    others = [node for node in module.graph.nodes if node not in copies]
+    read = {source for node in others for source in node.all_input_nodes}
+    passed = [node for node, value in given.items() if node in read or not isinstance(value, Tensor)]
+    first.output(tuple(copies[node] for node in passed))
+    graph = fx.Graph()
+    rest = {node: graph.placeholder(node.name) for node in passed}
+    for node in others:
+        rest[node] = graph.node_copy(node, rest.__getitem__)
+    return fx.GraphModule(module, first), fx.GraphModule(module, graph), [given[node] for node in passed]
+
+
+def _is_element(node: fx.Node) -> bool:
+    """Whether a call takes an element of a tensor by a number, or drops dimensions of 1."""
+    if node.target not in (operator.getitem, torch.select):
+        return node.op == "call_method" and node.target == "squeeze"
+    index = node.args[-1]
+    value = index.meta.get("example_value") if isinstance(index, fx.Node) else index
+    return isinstance(value, (int, torch.SymInt)) and isinstance(node.meta.get("example_value"), Tensor)
 
 
 def settings() -> dict[str, Any]:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.fx.experimental._config
 from torch import fx, nn
 
+from ..ops.operator import sizes_apart
 from . import compat_inductor
 
 
@@ -68,8 +68,7 @@ def _aot_eager(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _open_sizes(limit: int) -> Iterator[None]:
-    """Two sizes are not taken for one because they are equal at first; a constant such as an epsilon stays one."""
+    """A constant such as an epsilon stays one."""
     dynamo: Any = torch._dynamo.config
-    shapes: Any = torch.fx.experimental._config
-    with dynamo.patch(specialize_float=True, recompile_limit=limit), shapes.patch(use_duck_shape=False):
+    with dynamo.patch(specialize_float=True, recompile_limit=limit), sizes_apart():
         yield

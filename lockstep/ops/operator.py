@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 
 
 class Operator:
@@ -54,6 +55,12 @@ def recording_gradients() -> Iterator[None]:
     finally:
         for key, excluded in zip(keys, before, strict=True):
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+def sizes_apart() -> AbstractContextManager[None]:
+    """Within, `torch.compile` does not take open sizes for one because they are equal when it compiles."""
+    patched: AbstractContextManager[None] = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore
+    return patched
 
 
 def _direct(tensor: torch.Tensor) -> bool:

@@ -74,7 +74,7 @@ def test_other_tiles_are_caught(census, monkeypatch):
     whole = case.packed(Mask())
     flex._attend.cache_clear()
     torch.compiler.reset()
-    monkeypatch.setitem(flex.OPTIONS, "BLOCK_N", 32)
+    monkeypatch.setitem(flex.OPTIONS, "fwd_BLOCK_N", 32)
     assert census("CONTROL flex: key tiles of 32", case.packed(Mask()), whole) > 0
     flex._attend.cache_clear()
 

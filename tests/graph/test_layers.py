@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from small import CONFIG, make_model
+from test_families import FAMILIES
 from torch import Tensor, nn
+from two_roles import needs_inductor, quick_inductor
 
 from lockstep import build as build_room
 from lockstep import startup
@@ -26,6 +29,7 @@ from lockstep.config import (
 from lockstep.errors import InputError
 from lockstep.graph import GraphError, LayerCompiler, compile_report, layers
 from lockstep.loop import Loop
+from lockstep.models.attention import PagedAttention
 from lockstep.models.config import MoEConfig
 from lockstep.trainer import Trainer, pack
 
@@ -116,6 +120,27 @@ def test_what_cannot_be_captured_whole_is_an_error_that_names_it() -> None:
         GraphError, match="compile.capture layer: Reads cannot be compiled whole: .*; use compile.capture none"
     ):
         LayerCompiler("eager")(Reads(), torch.ones(3))
+
+
+@needs_inductor
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_with_inductor_layers_write_their_own_caches(family: str) -> None:
+    model, tokens = make_model(torch.float32, config=FAMILIES[family]), torch.arange(20) % 7
+
+    def prefill(call: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        heads, key, value = model.config.cached
+        k_cache, v_cache = (torch.zeros(model.config.num_layers, 3, 16, heads, size) for size in (key, value))
+        starts, context = torch.tensor([0, 12, 20]).int(), torch.tensor([12, 8]).int()
+        slots = torch.cat((torch.arange(12), 16 + torch.arange(8)))
+        attend = PagedAttention(k_cache, v_cache, slots, torch.tensor([[0], [1]]).int(), starts, context, 12, 64)
+        model.call_layer = call
+        with torch.no_grad(), quick_inductor():
+            return model(tokens, torch.arange(20), attend), k_cache
+
+    eager, found = prefill(type(model.layers[0]).__call__), prefill(LayerCompiler("inductor"))
+    assert all(eager[1].any(-1).flatten(1).any(1)), "every layer's cache is written"
+    for x, y in zip(eager, found, strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
 
 
 def test_flex_attention_is_refused() -> None:

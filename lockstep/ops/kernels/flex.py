@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..attention_reference import KEY_TILE
 from ..masks import visibility
-from ..operator import recording_gradients
+from ..operator import recording_gradients, sizes_apart
 from ..rows import accumulate_rows
 
 OPTIONS = {
@@ -65,7 +65,8 @@ class Tiles(NamedTuple):
         count_B, list_BL: physical tiles of each block, in order, int32.
         key_rows: packed: the row of k and v that is at each tile's row, int64 [R * tile]; where there is none, one of
             the segment's own, so that no other segment's value can matter.
-        key_targets: packed: the same, but T where there is none.
+        key_targets: packed: the same, but one of the rows after T where there is none. They are as many as a tile has,
+            since a sum over very many rows of one index is slow.
     """
 
     query_rows: Tensor
@@ -140,7 +141,7 @@ def _tiles_packed(
     blocks = _blocks(start_S, length_S, prefix_S, tokens, heads, kv_heads, size.rows)
     lists = _lists(blocks, table_SL, physical, window, size, heads // kv_heads)
     position = _positions(blocks, size, heads // kv_heads)
-    targets = key_rows.masked_fill(~real, tokens)
+    targets = torch.where(real, key_rows, tokens + row % size.tile)
     return Tiles(blocks.query_rows, blocks.out_rows, position, key_position, *lists, key_rows, targets)
 
 
@@ -331,7 +332,7 @@ def _as_tiles(x_RKH: Tensor) -> Tensor:
 def _from_tiles(x: Tensor, where: Tiles, tokens: int) -> Tensor:
     """Sums of the tiles' rows by source, [T, K, H]: a prefix's last rows may lie in several tiles."""
     values = x.squeeze(0).transpose(0, 1).flatten(1).float()
-    total = accumulate_rows(values.new_zeros(tokens + 1, values.shape[1]), where.key_targets, values)
+    total = accumulate_rows(values.new_zeros(tokens + BACKWARD.tile, values.shape[1]), where.key_targets, values)
     return total[:tokens].to(x.dtype).view(tokens, x.shape[1], -1)
 
 
@@ -343,14 +344,18 @@ def _attend(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]
     """
     made = _attending(window, mask, for_backward)
     own = types.FunctionType(made.__code__.replace(), made.__globals__, made.__name__, None, made.__closure__)
-    return torch.compile(own, dynamic=True, fullgraph=True)
+    compiled = torch.compile(own, dynamic=True, fullgraph=True)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        with sizes_apart():
+            return compiled(*tensors)
+
+    return attend
 
 
 def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
     """The function that `_attend` compiles; its last arguments are fields of `Tiles`."""
-    window_text = str(
-        window
-    )  # compiled for all sizes, a number that is closed over is one more of them, and text is not
+    window_text = str(window)  # a number that is closed over would be one more open size, and text is not
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, position: Tensor, key_position: Tensor, count_B: Tensor, list_BL: Tensor
