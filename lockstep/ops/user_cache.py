@@ -31,12 +31,14 @@ def read(path: Path) -> Any:
 
 
 def write(path: Path, value: Any, keep: int | None = None) -> bool:
-    """Replace the file by JSON; see `write_bytes`. Of the files in its folder the `keep` newest stay."""
+    """Replace the file by JSON; see `write_bytes`. Its folder then has at most `keep` files: beyond that the oldest go,
+    and with them an eighth, as looking at all their times takes a while."""
     written = write_bytes(path, json.dumps(value, indent=1, sort_keys=True).encode())
-    if written and keep is not None:
-        for old in newest(path.parent)[keep:]:
-            with contextlib.suppress(OSError):
-                old.unlink()
+    with contextlib.suppress(OSError):
+        if written and keep is not None and len(os.listdir(path.parent)) > keep:
+            for old in newest(path.parent)[keep - keep // 8 :]:
+                with contextlib.suppress(OSError):
+                    old.unlink()
     return written
 
 

@@ -57,3 +57,12 @@ def test_a_write_that_fails_leaves_what_there_was(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [p.name for p in tmp_path.iterdir()] == ["a"] and user_cache.read_bytes(path) == b"before"
+
+
+def test_of_many_files_the_newest_stay(tmp_path: Path) -> None:
+    for i in range(40):
+        assert user_cache.write(tmp_path / f"{i:02}.json", i, keep=16)
+        os.utime(tmp_path / f"{i:02}.json", (i, i))
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names[-1] == f"{i:02}.json" and min(i + 1, 14) <= len(names) <= 16
+        assert names == [f"{n:02}.json" for n in range(i + 1 - len(names), i + 1)]
