@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import re
@@ -194,6 +195,20 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_readme_shows_every_command() -> None:
     shown = set(re.findall(r"(?:^|\| )lockstep (\w+)", PAGES[0].read_text(), re.MULTILINE))
     assert shown >= {"train", "precompile", "generate", "chat", "eval", "parity", "report", "init"}
+
+
+def test_the_names_of_the_python_page_have_their_parameters() -> None:
+    shown = re.findall(r"`(\w+)\(([\w, *]+)\)`", (DOCS / "python.md").read_text().partition("## Names")[2])
+    assert {name for name, _ in shown} == {
+        "train",
+        "LLM",
+        "evaluate",
+        "check_model",
+        "write_report",
+        "write_comparison",
+    }
+    for name, parameters in shown:
+        assert parameters.replace("*, ", "").split(", ") == list(inspect.signature(getattr(lockstep, name)).parameters)
 
 
 @pytest.fixture(scope="module")
