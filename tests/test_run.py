@@ -283,7 +283,8 @@ def test_the_exported_model_loads_in_transformers_and_in_every_command(
 
 def test_parity_prints_its_report(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", "--model", str(model), "--tokens", "300"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    compared, *lines = capsys.readouterr().out.splitlines()
+    assert compared == "  Compared          : the model, called by both roles"
     assert lines[0].startswith("  Generator log-probs[:5]: [-")
     assert lines[0].split(": ", 1)[1] == lines[1].split(": ", 1)[1]
     assert lines[2] == "  Bitwise identical : True"
