@@ -58,7 +58,7 @@ PARTS = (
     Part("train_step", _script("train_step"), 60, 130),
     Part("tests-latent", _tests("latent"), 90, 200),
     Part("tests-ops", _tests("fused", "sampling", "adamw", "ops"), 110, 260),
-    Part("tests-attention", _tests("attention", "attention_backward", "backward", "generator", "llm"), 90, 240),
+    Part("tests-attention", _tests("attention", "attention_backward", "backward", "generator", "llm"), 120, 260),
     Part("tests-flex", _tests("flex"), 100, 260),
     Part("tests-fsdp", _tests("fsdp"), 60, 300, "cuda-x2"),
     Part("ops", _script("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),

@@ -88,7 +88,11 @@ class Compiler:
         # A dump shows every pass, and regions are shared by graphs that are made together.
         self.store = None if self.dump or self.compiles_forward else store
         self.peers = peers
-        self._settings = {"capture": config.capture, "backend": config.backend, "mesh": dict(mesh or {})}
+        self._settings = {
+            "capture": config.capture,
+            "backend": "inductor" if self.compiled else "eager",
+            "mesh": dict(mesh or {}),
+        }
         # The budget is for the bytes that were traced; the partitioner and Inductor weigh calls by their sizes.
         self._weighs_sizes = self.joint or config.activation_memory_gib > 0 or bool(self.compiled)
         self._not_graph_safe = not_graph_safe
