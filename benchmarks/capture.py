@@ -25,7 +25,9 @@ from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Compiler, FakeRecorder
 from lockstep.graph.bits import fingerprint
 from lockstep.models import Decoder
+from lockstep.timings import Span, Timings
 from lockstep.trainer import Trainer, pack
+from lockstep.trainer.step import score
 from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
 WAYS: dict[str, CompileConfig | None] = {
@@ -126,7 +128,8 @@ def train_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tu
             evidence.append(trainer.optim_step(LEARNING_RATE))
         first_steps = time.perf_counter() - began
         evidence += [int(fingerprint(t)) for t in (trainer.flat.data, *trainer.state()[0].values())]
-        scores = trainer.score(batch)  # from here on no difference is found, and with a rate of 0 none arises
+        with torch.no_grad():
+            scores = score(model, batch)[1]  # from here on no difference is found, and with a rate of 0 none arises
         on_policy = replace(batch, old_logprob_C=scores.logprob_C, old_model_logprob_C=scores.model_logprob_C)
         figures: dict[str, Any] = {
             "forward_backward": timed(lambda: trainer.forward_backward(on_policy), repeats, device),
@@ -156,8 +159,9 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     config = GeneratorConfig(prefix_caching=False)
     tokens = (prompt_length + length + config.page_size) * sequences
     with Memory(device) as memory:
-        engine = Engine(SharedWeights(model), config, tokens, compiler=compiler)
-        rounds, times, host = [], [], Launches(engine)
+        timings = Timings(keep_spans=True)
+        engine = Engine(SharedWeights(model), config, tokens, compiler=compiler, timings=timings)
+        rounds, times, host = [], [], []
         for _ in range(repeats + 1):
             for g, prompt in enumerate(prompts):
                 engine.add_request(prompt, sampling, SampleIdentity(0, 0, 0, g))
@@ -166,11 +170,12 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
             engine.drain()
             steps = engine.scheduler.running[0].remaining
             done: dict[int, Any] = {}
-            host.begin()
+            timings.take()
             times.append(seconds(lambda done=done: drain(engine, done, groups), device.type) / steps)
+            host.append(host_ms_a_step(timings.take()))
             rounds.append([(c.token_ids, c.logprobs, c.model_logprobs) for i in sorted(done) for c in done[i]])
     figures = {"ms_a_step": statistics.median(times[1:]) * 1e3, "first_round_ms_a_step": times[0] * 1e3}
-    figures |= {"host_ms_a_step": statistics.median(host.ms_a_step[1:])}
+    figures |= {"host_ms_a_step": statistics.median(host[1:])}
     figures |= {"tokens_per_s": sequences / statistics.median(times[1:]), **memory.figures}
     if compiler:
         figures["replays"] = compiler.replays.total()
@@ -178,30 +183,10 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     return rounds, figures
 
 
-class Launches:
-    """Host time of an engine's decode launches, round by round."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.rounds: list[tuple[float, int]] = []
-        launch = engine.runner.decode
-
-        def timed(running: list[Any], steps: int) -> Any:
-            began = time.perf_counter()
-            block = launch(running, steps)
-            spent, count = self.rounds[-1]
-            self.rounds[-1] = spent + time.perf_counter() - began, count + steps
-            return block
-
-        engine.runner.decode = timed  # type: ignore[method-assign]
-
-    def begin(self) -> None:
-        """A round begins."""
-        self.rounds.append((0.0, 0))
-
-    @property
-    def ms_a_step(self) -> list[float]:
-        """Of each round."""
-        return [1e3 * spent / max(1, count) for spent, count in self.rounds]
+def host_ms_a_step(spans: list[Span]) -> float:
+    """Host milliseconds of a decode step's launch, from what an engine measured."""
+    launches = [span for span in spans if span.name == "decode"]
+    return 1e3 * sum(span.seconds for span in launches) / max(1, sum(int(span.facts["steps"]) for span in launches))
 
 
 def drain(engine: Engine, done: dict[int, Any], count: int) -> None:

@@ -40,6 +40,7 @@ from lockstep.ops import backend
 from lockstep.ops.kernels import linear, pdl
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
+from lockstep.trainer.step import score
 from lockstep.types import SamplingParams
 
 ARCHITECTURES = (
@@ -152,7 +153,7 @@ def train(model: Decoder) -> None:
                 batch.check_parity = False
                 trainer.forward_backward(batch)
             with torch.no_grad():
-                trainer.score(batch)
+                score(model, batch)
     trainer._runs.optim_step()
 
 

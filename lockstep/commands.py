@@ -134,9 +134,8 @@ def _llm(flags: Generate | Chat, streaming: bool, variables: dict[str, Any]) -> 
 
     # Text that someone reads comes a token at a time; otherwise the host looks in every few steps.
     config = GeneratorConfig(steps_per_sync=1) if streaming else None
-    place = {"device": flags.device, "dtype": flags.dtype, "seed": flags.seed}
-    how = {name: getattr(flags, name) for name in _MODEL}
-    return LLM(flags.model, **place, **how, config=config, template_variables=variables)  # type: ignore[arg-type]
+    how = {name: getattr(flags, name) for name in ("device", "dtype", "seed", *_MODEL)}
+    return LLM(flags.model, **how, config=config, template_variables=variables)
 
 
 def _closing(llm: LLM, texts: Iterable[str]) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lockstep.config import LossConfig, OptimizerConfig
@@ -66,9 +68,12 @@ def words(completions: list[list[Completion]]) -> list[list[tuple]]:
 
 
 def train_groups(
-    prompts: list[list[int]], sampling: list[SamplingParams], completions: list[list[Completion]]
+    prompts: list[list[int]],
+    sampling: list[SamplingParams],
+    completions: list[list[Completion]],
+    weight: float = 0.01,
 ) -> list[TrainGroup]:
-    """Completions as the trainer takes them, advantages alternating."""
+    """Completions as the trainer takes them, advantages alternating, each token of this weight."""
     return [
         TrainGroup(
             prompt,
@@ -76,7 +81,7 @@ def train_groups(
                 TrainSequence(
                     c.token_ids,
                     (-1.0) ** i,
-                    0.01,
+                    weight,
                     c.logprobs,
                     c.model_logprobs,
                     f"group {g} sample {i}",
@@ -96,3 +101,24 @@ def compare(model: Decoder, groups: list[TrainGroup], share_prefix: bool = True,
     for batch in pack(groups, max_tokens=max_tokens, check_parity=True, share_prefix=share_prefix):
         trainer.check(batch)
     return trainer.finish_check()
+
+
+def assert_no_schedule_changes_a_bit(
+    model: Decoder, engine_of: Callable[..., Engine], count: int, page_size: int
+) -> None:
+    """Pages, chunks of prompts, preemption, what a cache holds, and how the trainer packs, for `count` requests."""
+    prompts, sampling = requests(count, length=12)
+    completions = generate(engine_of(model), prompts, sampling)
+    expected, groups = words(completions), train_groups(prompts, sampling, completions)
+    for fields in (
+        {"page_size": page_size},
+        {"max_num_batched_tokens": 5, "prefix_caching": False},
+        {"page_size": 4, "cache_tokens": 180},
+    ):
+        engine = engine_of(model, **fields)
+        assert words(generate(engine, prompts, sampling)) == expected
+        assert words(generate(engine, prompts, sampling)) == expected, "with what the first left in the cache"
+        assert (engine.scheduler.preemptions > 0) == ("cache_tokens" in fields)
+    for share_prefix, max_tokens in ((True, 4096), (False, 4096), (True, 200)):
+        result = compare(model, groups, share_prefix, max_tokens)
+        assert result.tokens_different == 0 < result.tokens_checked

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import CONFIG, compare, generate, make_model, requests, train_groups, words
+from small import CONFIG, assert_no_schedule_changes_a_bit, generate, make_model, requests, train_groups, words
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
@@ -56,21 +56,7 @@ def test_captured_is_eager(family: str) -> None:
 def test_no_schedule_or_packing_changes_a_bit(
     family: str, dtype: torch.dtype, engine_of: Callable[..., Engine]
 ) -> None:
-    model = make_model(dtype, config=FAMILIES[family])
-    prompts, sampling = requests(8, length=12)
-    completions = generate(engine_of(model), prompts, sampling)
-    expected, groups = words(completions), train_groups(prompts, sampling, completions)
-    for fields in (
-        {"page_size": 7},
-        {"max_num_batched_tokens": 5, "prefix_caching": False},
-        {"page_size": 4, "cache_tokens": 180},
-    ):
-        engine = engine_of(model, **fields)
-        assert words(generate(engine, prompts, sampling)) == expected
-        assert words(generate(engine, prompts, sampling)) == expected, "with what the first left in the cache"
-        assert (engine.scheduler.preemptions > 0) == ("cache_tokens" in fields)
-    for share_prefix, max_tokens in ((True, 4096), (False, 4096), (True, 200)):
-        assert compare(model, groups, share_prefix, max_tokens).tokens_different == 0
+    assert_no_schedule_changes_a_bit(make_model(dtype, config=FAMILIES[family]), engine_of, count=8, page_size=7)
 
 
 def test_balanced_biases_are_the_same_captured_and_change_no_parity() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flex_cases import dilated
-from small import CONFIG, compare, generate, make_model, requests, train_groups, words
+from small import CONFIG, assert_no_schedule_changes_a_bit, compare, generate, make_model, requests, train_groups, words
 from test_families import DEEPSEEK, rounds
 
 from lockstep import ops
@@ -51,22 +51,7 @@ def model_of(name: str, dtype: torch.dtype) -> Decoder:
     [*((name, torch.float32) for name in MODELS), ("window and mask, experts", torch.bfloat16)],
 )
 def test_no_schedule_or_packing_changes_a_bit(name: str, dtype: torch.dtype, engine_of: EngineOf) -> None:
-    model = model_of(name, dtype)
-    prompts, sampling = requests(5, length=12)
-    completions = generate(engine_of(model), prompts, sampling)
-    expected, groups = words(completions), train_groups(prompts, sampling, completions)
-    for fields in (
-        {"page_size": 64},
-        {"max_num_batched_tokens": 5, "prefix_caching": False},
-        {"page_size": 4, "cache_tokens": 180},
-    ):
-        engine = engine_of(model, **fields)
-        assert words(generate(engine, prompts, sampling)) == expected
-        assert words(generate(engine, prompts, sampling)) == expected, "with what the first left in the cache"
-        assert (engine.scheduler.preemptions > 0) == ("cache_tokens" in fields)
-    for share_prefix, max_tokens in ((True, 4096), (False, 4096), (True, 200)):
-        result = compare(model, groups, share_prefix, max_tokens)
-        assert result.tokens_different == 0 < result.tokens_checked
+    assert_no_schedule_changes_a_bit(model_of(name, dtype), engine_of, count=5, page_size=64)
 
 
 def test_captured_is_eager_and_parity_holds_over_updates() -> None:

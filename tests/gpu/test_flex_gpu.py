@@ -4,17 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from both_roles import assert_roles_agree_over_updates, drawn
 from flex_cases import MASKS, Case, Mask, dense, edges
-from small import generate, requests, train_groups
 
 from lockstep import ops
 from lockstep.attention import set_attention
-from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
-from lockstep.generator import Engine, SharedWeights
+from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.graph import Compiler
-from lockstep.models import Decoder
 from lockstep.models.init import ARCHITECTURES
-from lockstep.trainer import Trainer, pack
 
 DEVICE = torch.device("cuda")
 CHOSEN = ["causal", "window of 100", "dilated in a window", "rows without keys"]
@@ -115,25 +112,7 @@ def test_generator_and_trainer_agree_over_updates(cudagraph_mode):
     config = replace(
         ARCHITECTURES["qwen3-0.6b"], num_layers=3, vocab_size=4096, sliding_window=50, sliding_layers=(0, 2)
     )
-    model = Decoder(config, torch.bfloat16, DEVICE)
-    draw = torch.Generator(DEVICE).manual_seed(0)
-    for parameter in model.parameters():
-        parameter.normal_(0, 0.03, generator=draw) if parameter.dim() > 1 else parameter.fill_(1.0)
+    model = drawn(config, DEVICE)
     set_attention(model, "flex", "flex_cases:dilated")
     compiler = Compiler(CompileConfig("step", cudagraph_mode), DEVICE)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
-    weights = SharedWeights(model, lambda: trainer.weights_version)
-    engine = Engine(weights, GeneratorConfig(page_size=64), 65536, compiler=compiler)
-    prompts, sampling = requests(6, length=40)
-    tokens = []
-    for _ in range(2):
-        completions = generate(engine, prompts, sampling)
-        for batch in pack(train_groups(prompts, sampling, completions), max_tokens=2048, check_parity=True):
-            trainer.forward_backward(batch.to(DEVICE))
-        result = trainer.optim_step(1e-4)
-        assert result.tokens_different == 0 and result.mismatches == [] and result.applied
-        assert result.tokens_checked == sum(len(c.token_ids) for group in completions for c in group)
-        tokens.append([c.token_ids for group in completions for c in group])
-    assert tokens[0] != tokens[1]
-    assert compiler.replays["decode"] > 10
-    compiler.close()
+    assert_roles_agree_over_updates(model, compiler, GeneratorConfig(page_size=64), 65536)

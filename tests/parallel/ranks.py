@@ -18,6 +18,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from small import train_groups
+
 from lockstep import environment, parallel
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
 from lockstep.errors import InputError, LockstepError
@@ -29,7 +31,7 @@ from lockstep.models.init import initialize
 from lockstep.parallel import ONE, World, join
 from lockstep.trainer import BatchShape, Trainer, pack_shards
 from lockstep.trainer.runs import GraphRuns
-from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)
@@ -62,25 +64,7 @@ def rollout(model: Decoder, step: int, groups: int = 5) -> list[TrainGroup]:
     prompts = [[(7 * g + i) % 97 for i in range(3 + 5 * g)] for g in range(groups)]
     identities = [SampleIdentity(0, 0, step, g) for g in range(groups)]
     found = engine.generate(prompts, [FILTERED] * groups, identities)
-    return [
-        TrainGroup(
-            prompt,
-            [
-                TrainSequence(
-                    c.token_ids,
-                    (-1.0) ** i,
-                    0.02,
-                    c.logprobs,
-                    c.model_logprobs,
-                    f"group {g} sample {i}",
-                    c.route_digests,
-                )
-                for i, c in enumerate(completions)
-            ],
-            FILTERED,
-        )
-        for g, (prompt, completions) in enumerate(zip(prompts, found, strict=True))
-    ]
+    return train_groups(prompts, [FILTERED] * groups, found, weight=0.02)
 
 
 def batches(groups: list[TrainGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:

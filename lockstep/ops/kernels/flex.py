@@ -260,7 +260,7 @@ def packed(
         return q_TNH.new_empty(q_TNH.shape)
     where = Tiles(*tiles[: len(Tiles._fields)])
     k, v = (_as_tiles(x.index_select(0, where.key_rows)) for x in (k_TKH, v_TKH))
-    return _from_blocks(_attend(window, mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:6]), q_TNH, where)
+    return _forward(q_TNH, k, v, where, window, mask)
 
 
 def paged(
@@ -281,7 +281,7 @@ def paged(
         return q_TNH.new_empty(q_TNH.shape)
     where = Tiles(*tiles)
     k, v = (_as_tiles(cache.flatten(0, 1)) for cache in (k_cache, v_cache))
-    return _from_blocks(_attend(window, mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:6]), q_TNH, where)
+    return _forward(q_TNH, k, v, where, window, mask)
 
 
 def packed_backward(
@@ -312,6 +312,12 @@ def packed_backward(
     padding_T = torch.arange(len(q_TNH), device=q_TNH.device) >= cu_seqlens[-1]
     dk_TKH, dv_TKH = (_from_tiles(x, where, len(k_TKH)) for x in (dk, dv))
     return dq_TNH.masked_fill_(padding_T[:, None, None], 0.0), dk_TKH, dv_TKH
+
+
+def _forward(q_TNH: Tensor, k: Tensor, v: Tensor, where: Tiles, window: int, mask: str) -> Tensor:
+    """The queries' results from keys and values as tiles, [T, N, H]."""
+    out = _attend(window, mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:6])
+    return _from_blocks(out, q_TNH, where)
 
 
 def _to_blocks(x_TNH: Tensor, k: Tensor, where: Tiles) -> Tensor:
