@@ -57,9 +57,9 @@ def parts(arch: str, checked: bool, repeats: int, device: str) -> dict[str, list
     """A round of generation, and a train step on the same work."""
     model = random_model(arch, device)
     case = CASES["seed, top-p" if device == "cuda" else "cpu"]
-    generate = Ours(model, case, random_prompts(case.prompts, lambda: case.prompt))
     compiler = make_compiler("CUDA graph", model.embed.device)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
+    generate = Ours(model, case, random_prompts(case.prompts, lambda: case.prompt))  # weights stay now
     batch = train_batch(model, case.prompts, case.prompt, case.new)
     batch.check_parity = checked
 
