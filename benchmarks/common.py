@@ -126,12 +126,13 @@ def write_json(content: Any, path: Path) -> None:
 
 @functools.cache
 def _provenance() -> dict[str, Any]:
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "describe", "--always", "--dirty=+"], capture_output=True, text=True).stdout.strip()
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    given = os.environ.get("LOCKSTEP_COMMIT")  # a copy of the tree has no repository, or an older one
+    commit = given or subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit or os.environ.get("LOCKSTEP_COMMIT", "unknown"),  # a copy of the tree has no repository
+        "commit": commit,
         "torch": torch.__version__,
         "triton": _version("triton"),
         "python": platform.python_version(),
