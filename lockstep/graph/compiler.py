@@ -81,6 +81,7 @@ class Compiler:
             reordered=sharded and config.reorder_collectives,
             compiled=self.compiled,
             regions=self.regions,
+            fused=device.type == "cuda",
         )
         self.mode, self.joint = config.cudagraph_mode, config.capture == "joint"
         self.dump = Path(config.dump) if config.dump else None

@@ -19,7 +19,7 @@ from .values import Number
 
 ATTENTION = frozenset(
     f"lockstep.{variant}attention_{layout}"
-    for variant in ("", "latent_")
+    for variant in ("", "latent_", "rotated_")
     for layout in ("packed", "packed_backward", "paged")
 ) | {"lockstep.attention_decode", "lockstep.flex_packed", "lockstep.flex_packed_backward", "lockstep.flex_paged"}
 

@@ -4,6 +4,7 @@ Both roles call these and nothing else, so a log-probability is the same bits wh
 in `docs/numerics.md`.
 """
 
+from . import fused_backward  # registers what graphs call
 from .adamw import BLOCK as SQUARES_BLOCK
 from .adamw import adamw, square_sums
 from .attention import KEY_TILE, attention_packed, attention_paged, write_kv
@@ -42,6 +43,7 @@ __all__ = [
     "flex_paged",
     "flex_tiles_packed",
     "flex_tiles_paged",
+    "fused_backward",
     "gather_rows",
     "grouped_linear",
     "head_linear",

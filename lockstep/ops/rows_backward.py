@@ -14,9 +14,9 @@ from torch import Tensor
 def gather_rows(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:
     """Gradient of `rows.gather_rows` for its table, [R, D]: a row's gradients add up in float32, in an order that
     `rows_T` alone decides."""
-    from .kernels import rows_backward
+    from .kernels import gather_backward
 
-    return rows_backward.gather_rows(grad_TD, rows_T, table_rows)
+    return gather_backward.gather_rows(grad_TD, rows_T, table_rows)
 
 
 @gather_rows.register_fake

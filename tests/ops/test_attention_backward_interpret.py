@@ -17,6 +17,7 @@ from lockstep import ops
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.kernels import attention
     from lockstep.ops.kernels import attention_backward as kernels
+    from lockstep.ops.kernels import fused_backward, rows, rows_backward
 
 Segment = tuple[int, int, int]  # own length, prefix start, prefix length
 
@@ -120,6 +121,25 @@ class Interpreted:
     @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (6, 2, 24), (8, 1, 16), (1, 1, 128)])
     def test_heads(self, heads, kv_heads, head_dim):
         self.run("a group", heads, kv_heads, head_dim)
+
+    @pytest.mark.parametrize("norm", [True, False])
+    def test_joined_with_the_rotation(self, norm):
+        """The bits of the separate kernels, their gradients added up as autograd does."""
+        padding, segments = LAYOUTS["a group"]
+        tokens, head_dim, heads, kv_heads = padding + sum(own for own, _, _ in segments), 16, 4, 2
+        layout = (*layout_tensors(segments), max_len(segments))
+        qkv, cos_sin = torch.randn(tokens, heads + 2 * kv_heads, head_dim).flatten(1), torch.randn(tokens, head_dim)
+        weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else (None, None)
+        rotation = *weights, cos_sin, heads, kv_heads, 1e-6
+        q, k = rows.qk_norm_rope(qkv, *rotation).split((heads, kv_heads), 1)
+        v = qkv.unflatten(1, (-1, head_dim))[:, heads + kv_heads :]
+        out, lse = attention.packed(q, k, v, *layout)
+        grad = torch.randn_like(out)
+        dq, dk, dv = kernels.packed(grad, q, k, v, out, lse, *layout)
+        expected, *of_weights = rows_backward.qk_norm_rope(torch.cat((dq, dk), 1), qkv, *rotation)
+        expected[:, -kv_heads * head_dim :] += dv.flatten(1)
+        found = fused_backward.rotated_attention(grad, q, k, v, out, lse, layout, qkv, rotation)
+        assert all(map(torch.equal, found, (expected, *of_weights)))
 
     @pytest.mark.parametrize("name", ["a group", "parts of a prompt"])
     def test_long_sequences(self, name, monkeypatch):

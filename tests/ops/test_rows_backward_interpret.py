@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.ops import reference, rows_backward
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from lockstep.ops.kernels import fused_backward, gather_backward
     from lockstep.ops.kernels import rows_backward as kernels
 
 ROWS = (1, 16, 35)  # one, a whole program, programs and a part of one
@@ -62,7 +63,11 @@ class Interpreted:
         grad, x = torch.randn(rows, width), torch.randn(rows, 2 * width)[:, :width]
         weight = torch.randn(width)
         exact = exact_gradients(lambda x, w: exact_norm(x, w, 1e-6), grad, x, weight)
-        assert_near(kernels.rms_norm(grad, x, weight, 1e-6), exact)
+        separate = kernels.rms_norm(grad, x, weight, 1e-6)
+        assert_near(separate, exact)
+        other = torch.randn(rows, 3 * width)[:, width : 2 * width]
+        joined = kernels.rms_norm(grad, x, weight, 1e-6, other)
+        assert torch.equal(joined[0], separate[0] + other) and torch.equal(joined[1], separate[1])
 
     @pytest.mark.parametrize("rows", ROWS)
     @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 24), (1, 1, 8)])
@@ -82,6 +87,11 @@ class Interpreted:
         assert not results[0][:, -kv_heads * head_dim :].any(), "the gradient for v is not here"
         assert norm or (results[1].numel() == 0 and results[2].numel() == 0)
         assert_near(results[: len(exact)], exact)
+        there = torch.randn_like(qkv)
+        joined = kernels.qk_norm_rope(grad, qkv, *given, cos_sin, heads, kv_heads, 1e-6, there.clone())
+        qk = (heads + kv_heads) * head_dim
+        assert torch.equal(joined[0], torch.cat((results[0][:, :qk], there[:, qk:]), 1))
+        assert all(map(torch.equal, joined[1:], results[1:]))
 
     @pytest.mark.parametrize("width", [24, 1024, 1030])
     def test_silu_mul(self, width):
@@ -112,11 +122,30 @@ class Interpreted:
     def test_gather_rows(self, rows_T, width):
         grad = torch.randn(len(rows_T), width)
         exact = torch.zeros(7, width, dtype=torch.float64).index_add_(0, rows_T, grad.double())
-        assert_near((kernels.gather_rows(grad, rows_T, 7),), (exact,))
+        separate = gather_backward.gather_rows(grad, rows_T, 7)
+        assert_near((separate,), (exact,))
+        total = torch.randn(7, width)
+        expected = total + separate
+        gather_backward.add_gathered_rows(total, grad, rows_T)
+        assert torch.equal(total, expected)
 
     def test_gather_rows_of_an_expanded_gradient(self):
-        result = kernels.gather_rows(torch.ones(1, 1).expand(40, 8), torch.arange(40) % 3, 3)
+        result = gather_backward.gather_rows(torch.ones(1, 1).expand(40, 8), torch.arange(40) % 3, 3)
         assert torch.equal(result, torch.tensor([14.0, 13.0, 13.0]).unsqueeze(1).expand(3, 8))
+
+    @pytest.mark.parametrize("shape", [(1,), (3, 5), (4097,)])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_add_gradient(self, shape, dtype):
+        total, grad = torch.randn(shape), torch.randn(shape).to(dtype)
+        expected = total.clone().add_(grad)
+        fused_backward.add_gradient(total, grad)
+        assert torch.equal(total, expected)
+
+    def test_add_gradient_of_another_layout(self):
+        total, grad = torch.randn(4, 6), torch.randn(6, 4).t()
+        expected = total + grad
+        fused_backward.add_gradient(total, grad)
+        assert torch.equal(total, expected)
 
 
 @pytest.mark.parametrize("norm", [True, False])

@@ -13,6 +13,7 @@ from ..regions import Regions
 from ..verify import verify
 from .bucket import bucket
 from .canonicalize import canonicalize
+from .fuse import fuse
 from .inductor import BACKWARD_PASS, common_digests, inductor, lacking
 from .recompute import fit, recompute, saved_bytes
 from .record import cudagraph
@@ -48,6 +49,7 @@ def pipeline(
     reordered: bool = False,
     compiled: Sequence[str] = (),
     regions: Regions | None = None,
+    fused: bool = False,
 ) -> list[Pass]:
     """The passes that a configuration asks for, in order.
 
@@ -56,6 +58,7 @@ def pipeline(
         recorded, split_at: see `cudagraph`.
         resharded, bucketed, reordered: see `reshard`, `bucket` and `reorder`.
         compiled, regions: see `inductor`; nothing for none, and regions of their own.
+        fused: see `fuse`; for graphs on a GPU.
     """
     budget = int(saved_gib * 2**30)
     passes = [
@@ -65,6 +68,7 @@ def pipeline(
         (resharded, _bound("reshard", reshard)),
         (bucketed, _bound("bucket", bucket)),
         (reordered, _bound("reorder", reorder)),
+        (fused, _bound("fuse", fuse)),
         (bool(compiled), _by_inductor(tuple(compiled), regions)),
         (recorded, _bound("cudagraph", cudagraph, split_at=tuple(sorted(split_at)))),
     ]
@@ -106,6 +110,7 @@ __all__ = [
     "common_digests",
     "cudagraph",
     "fit",
+    "fuse",
     "inductor",
     "lacking",
     "pipeline",

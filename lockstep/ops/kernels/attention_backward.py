@@ -19,7 +19,7 @@ a tile, L keys of a tile.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -97,7 +97,7 @@ def _query_kernel(
     out_ptr,  # [T, N, H], contiguous
     lse_ptr,  # [K, T, G]
     delta_ptr,  # [K, T, G], written
-    dq_ptr,  # [T, N, H], contiguous, written
+    dq_ptr,  # [T, N, H], heads contiguous, written
     cu_seqlens_ptr,  # [S + 1]
     prefix_start_ptr,  # [S]
     prefix_len_ptr,
@@ -110,6 +110,7 @@ def _query_kernel(
     v_stride,
     v_head_stride,
     scale,
+    dq_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -129,9 +130,10 @@ def _query_kernel(
     token_M, head_M = first + row_M // GROUP, kv_head * GROUP + row_M % GROUP
     offset_M = token_M.to(tl.int64) * (tl.num_programs(0) * GROUP * HEAD_DIM) + head_M * HEAD_DIM
     offset_MH = offset_M[:, None] + h[None, :]
+    dq_offset_MH = (token_M.to(tl.int64) * dq_stride + head_M * HEAD_DIM)[:, None] + h[None, :]
     if segment == segments:
         zero_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=dq_ptr.dtype.element_ty)
-        tl.store(dq_ptr + offset_MH, zero_MH, mask=(token_M < tokens)[:, None] & (h < HEAD_DIM)[None, :])
+        tl.store(dq_ptr + dq_offset_MH, zero_MH, mask=(token_M < tokens)[:, None] & (h < HEAD_DIM)[None, :])
         return
 
     end = tl.load(cu_seqlens_ptr + segment + 1)
@@ -166,7 +168,7 @@ def _query_kernel(
         dq_MH, q_MH, grad_MH, lse_M, delta_M, position_M, begin, seen, k_ptr, v_ptr, prefix, shared, own,
         k_stride, v_stride, scale, True, HEAD_DIM, BLOCK_L, BLOCK_H,
     )  # fmt: skip
-    tl.store(dq_ptr + offset_MH, (dq_MH * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MH)
+    tl.store(dq_ptr + dq_offset_MH, (dq_MH * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MH)
 
 
 @triton.jit
@@ -229,7 +231,7 @@ def _key_kernel(
     v_ptr,
     lse_ptr,  # [K, T, G]
     delta_ptr,
-    dk_ptr,  # [T, K, H], contiguous, written
+    dk_ptr,  # [T, K, H], heads contiguous, written
     dv_ptr,
     cu_seqlens_ptr,  # [S + 1]
     prefix_start_ptr,  # [S]
@@ -243,6 +245,8 @@ def _key_kernel(
     v_stride,
     v_head_stride,
     scale,
+    dk_stride,
+    dv_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -258,13 +262,13 @@ def _key_kernel(
     first = tl.load(cu_seqlens_ptr + segment) + tile * BLOCK_L
     h = tl.arange(0, BLOCK_H)
     row_L = first + tl.arange(0, BLOCK_L)
-    out_offset_L = row_L.to(tl.int64) * (kv_heads * HEAD_DIM) + kv_head * HEAD_DIM
-    out_offset_LH = out_offset_L[:, None] + h[None, :]
+    dk_offset_LH = (row_L.to(tl.int64) * dk_stride + kv_head * HEAD_DIM)[:, None] + h[None, :]
+    dv_offset_LH = (row_L.to(tl.int64) * dv_stride + kv_head * HEAD_DIM)[:, None] + h[None, :]
     if segment == segments:
         zero_LH = tl.zeros((BLOCK_L, BLOCK_H), dtype=dk_ptr.dtype.element_ty)
         mask_LH = (row_L < tokens)[:, None] & (h < HEAD_DIM)[None, :]
-        tl.store(dk_ptr + out_offset_LH, zero_LH, mask=mask_LH)
-        tl.store(dv_ptr + out_offset_LH, zero_LH, mask=mask_LH)
+        tl.store(dk_ptr + dk_offset_LH, zero_LH, mask=mask_LH)
+        tl.store(dv_ptr + dv_offset_LH, zero_LH, mask=mask_LH)
         return
 
     end = tl.load(cu_seqlens_ptr + segment + 1)
@@ -318,8 +322,8 @@ def _key_kernel(
             grad_stride, q_stride, q_head_stride, scale, "visible", GROUP, HEAD_DIM, BLOCK_M, BLOCK_H,
         )  # fmt: skip
         child = run_end
-    tl.store(dk_ptr + out_offset_LH, (dk_LH * (scale * LN_2)).to(dk_ptr.dtype.element_ty), mask=mask_LH)
-    tl.store(dv_ptr + out_offset_LH, dv_LH.to(dv_ptr.dtype.element_ty), mask=mask_LH)
+    tl.store(dk_ptr + dk_offset_LH, (dk_LH * (scale * LN_2)).to(dk_ptr.dtype.element_ty), mask=mask_LH)
+    tl.store(dv_ptr + dv_offset_LH, dv_LH.to(dv_ptr.dtype.element_ty), mask=mask_LH)
 
 
 def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
@@ -334,19 +338,33 @@ def packed(
     q_TNH: Tensor,
     k_TKH: Tensor,
     v_TKH: Tensor,
+    *rest: Any,  # of the arguments, as they come
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `attention.attention_packed_backward`."""
+    dq_TNH, dk_TKH, dv_TKH = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
+    packed_into(grad_TNH, q_TNH, k_TKH, v_TKH, *rest, (dq_TNH, dk_TKH, dv_TKH))
+    return dq_TNH, dk_TKH, dv_TKH
+
+
+def packed_into(
+    grad_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
     out_TNH: Tensor,
     lse_KTG: Tensor,
     cu_seqlens: Tensor,
     prefix_start_S: Tensor,
     prefix_len_S: Tensor,
     max_len: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `attention.attention_packed_backward`."""
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """`packed`, writing to `grads`, of q, k and v: a token's heads are contiguous in each."""
     (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], prefix_len_S.shape[0]
     group = heads // kv_heads
     q_TNH, k_TKH, v_TKH = map(rows_last, (q_TNH, k_TKH, v_TKH))
     grad_TNH, out_TNH = grad_TNH.contiguous(), out_TNH.contiguous()
-    dq_TNH, dk_TKH, dv_TKH = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
+    dq_TNH, dk_TKH, dv_TKH = grads
     delta_KTG = torch.empty_like(lse_KTG)
     shared = (
         cu_seqlens,
@@ -373,8 +391,13 @@ def packed(
         }
 
     tile, key_tile = _tiles(max_len, head_dim, q_TNH.dtype)
+    read = q_TNH, k_TKH, v_TKH
     grid = (kv_heads, triton.cdiv(tokens * group, tile.query_rows) + segments + 1)  # a segment's last tile may be short
-    _query_kernel[grid](grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, **options(tile))
+    _query_kernel[grid](
+        grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **options(tile)
+    )
     grid = (kv_heads, triton.cdiv(tokens, key_tile.keys) + segments + 1)
-    _key_kernel[grid](grad_TNH, q_TNH, k_TKH, v_TKH, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, **options(key_tile))
-    return dq_TNH, dk_TKH, dv_TKH
+    strides = dk_TKH.stride(0), dv_TKH.stride(0)
+    _key_kernel[grid](
+        grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *strides, **options(key_tile)
+    )

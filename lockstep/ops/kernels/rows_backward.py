@@ -4,8 +4,7 @@ A program does some rows (tokens) one after the other and leaves the sum of thei
 another kernel folds those. The number of rows alone fixes the order of additions. Nothing is under the forward's
 contract.
 
-Shape suffixes: T rows, D model dim, E a fused projection's output, F feed-forward dim, H head dim, R table rows, P
-programs.
+Shape suffixes: T rows, D model dim, E a fused projection's output, F feed-forward dim, H head dim, P programs.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ NORM_ROWS, NORM_TILE, NORM_THREAD = 8, 2048, 16  # rows whose weight gradients o
 # that it does at a time, and a thread of them
 QK_ROWS, QK_HEADS, QK_WARPS = 16, 8, 4  # tokens and heads that one program does, and its warps
 FOLD_ROWS, FOLD_BLOCK, FOLD_WARPS = 512, 8, 8
-GATHER_ROWS, GATHER_BLOCK = 16, 256  # sorted gradients that one program adds up; elements of each
-GATHER_PIECES = 8  # sums of a table row's parts that are added at a time
 
 
-def _unit_inner(x: Tensor) -> Tensor:
+def unit_inner(x: Tensor) -> Tensor:
     """`x` with unit inner stride, copied if need be."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -56,12 +53,15 @@ def _rms_norm_kernel(
     grad_ptr,
     x_ptr,
     weight_ptr,
+    other_ptr,
     grad_x_ptr,
     partial_ptr,  # [P, D]
     rows,
     grad_stride,
     x_stride,
+    other_stride,
     eps,
+    HAS_OTHER: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -81,15 +81,22 @@ def _rms_norm_kernel(
         normed = x * rstd
         weighted = grad * weight
         grad_x = rstd * (weighted - normed * (tl.sum(weighted * normed, axis=1) / WIDTH)[:, None])
-        tl.store(grad_x_ptr + row * WIDTH + column, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+        grad_x = grad_x.to(grad_x_ptr.dtype.element_ty)
+        if HAS_OTHER:
+            other = tl.load(other_ptr + row * other_stride + column, mask=mask, other=0.0).to(tl.float32)
+            grad_x = (grad_x.to(tl.float32) + other).to(grad_x_ptr.dtype.element_ty)
+        tl.store(grad_x_ptr + row * WIDTH + column, grad_x, mask=mask)
         total += grad * normed
     column = tl.arange(0, BLOCK)
     tl.store(partial_ptr + program * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
-def rms_norm(grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `rows_backward.rms_norm`."""
-    grad_TD, x_TD, weight_D = _unit_inner(grad_TD), _unit_inner(x_TD), _unit_inner(weight_D)
+def rms_norm(
+    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `rows_backward.rms_norm` and, with another gradient of x, `fused_backward.rms_norm_add`."""
+    grad_TD, x_TD, weight_D = unit_inner(grad_TD), unit_inner(x_TD), unit_inner(weight_D)
+    added_TD = grad_TD if other_TD is None else unit_inner(other_TD)  # read if HAS_OTHER
     rows, width = x_TD.shape
     programs, block = triton.cdiv(rows, NORM_ROWS), triton.next_power_of_2(width)
     tile = min(max(NORM_TILE // block, 1), NORM_ROWS)
@@ -99,12 +106,15 @@ def rms_norm(grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> tup
         grad_TD,
         x_TD,
         weight_D,
+        added_TD,
         grad_x_TD,
         partial_PD,
         rows,
         grad_TD.stride(0),
         x_TD.stride(0),
+        added_TD.stride(0),
         eps,
+        HAS_OTHER=other_TD is not None,
         WIDTH=width,
         BLOCK=block,
         ROWS=NORM_ROWS,
@@ -150,6 +160,7 @@ def _qk_norm_rope_kernel(
     cos_sin_stride,
     eps,
     NORM: tl.constexpr,
+    HAS_VALUES: tl.constexpr,  # the values' gradients are there
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # query and key heads
     WIDTH: tl.constexpr,  # of qkv
@@ -198,8 +209,9 @@ def _qk_norm_rope_kernel(
         out = grad_qkv_ptr + token * WIDTH
         tl.store(out + offset, first.to(grad_qkv_ptr.dtype.element_ty), mask=mask)
         tl.store(out + offset + HALF, second.to(grad_qkv_ptr.dtype.element_ty), mask=mask)
-        zeros = tl.zeros((BLOCK_V,), grad_qkv_ptr.dtype.element_ty)
-        tl.store(out + value, zeros, mask=value < WIDTH)
+        if not HAS_VALUES:
+            zeros = tl.zeros((BLOCK_V,), grad_qkv_ptr.dtype.element_ty)
+            tl.store(out + value, zeros, mask=value < WIDTH)
     if NORM:
         _store_weight_gradient(
             partial_ptr + (program * groups + group) * (4 * HALF),
@@ -221,20 +233,23 @@ def qk_norm_rope(
     num_heads: int,
     num_kv_heads: int,
     eps: float,
+    grad_qkv_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `rows_backward.qk_norm_rope`."""
-    grad, qkv_TE, cos_sin_TH = grad.contiguous(), _unit_inner(qkv_TE), _unit_inner(cos_sin_TH)
+    """See `rows_backward.qk_norm_rope`; a `grad_qkv_TE` that is given holds the values' gradients and gets the rest."""
+    grad, qkv_TE, cos_sin_TH = grad.contiguous(), unit_inner(qkv_TE), unit_inner(cos_sin_TH)
     (tokens, width), head_dim = qkv_TE.shape, cos_sin_TH.shape[1]
     heads, half = num_heads + num_kv_heads, head_dim // 2
     programs = triton.cdiv(tokens, QK_ROWS)
-    grad_qkv_TE = torch.empty((tokens, width), dtype=qkv_TE.dtype, device=qkv_TE.device)
+    has_values = grad_qkv_TE is not None
+    if grad_qkv_TE is None:
+        grad_qkv_TE = torch.empty((tokens, width), dtype=qkv_TE.dtype, device=qkv_TE.device)
     norm = q_weight_H is not None and k_weight_H is not None
     groups = triton.cdiv(heads, QK_HEADS)
     partial = torch.empty((programs * groups if norm else 0, 2, head_dim), dtype=torch.float32, device=qkv_TE.device)
     _qk_norm_rope_kernel[(programs, groups)](
         grad,
         qkv_TE,
-        *((_unit_inner(q_weight_H), _unit_inner(k_weight_H)) if norm else (qkv_TE, qkv_TE)),  # read if NORM
+        *((unit_inner(q_weight_H), unit_inner(k_weight_H)) if norm else (qkv_TE, qkv_TE)),  # read if NORM
         cos_sin_TH,
         grad_qkv_TE,
         partial,
@@ -243,6 +258,7 @@ def qk_norm_rope(
         cos_sin_TH.stride(0),
         eps,
         NORM=norm,
+        HAS_VALUES=has_values,
         NUM_HEADS=num_heads,
         HEADS=heads,
         WIDTH=width,
@@ -277,7 +293,7 @@ def _silu_mul_kernel(grad_ptr, gate_up_ptr, out_ptr, grad_stride, stride, WIDTH:
 
 def silu_mul(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
     """See `rows.silu_mul_backward`."""
-    grad_TF, gate_up_TE = _unit_inner(grad_TF), _unit_inner(gate_up_TE)
+    grad_TF, gate_up_TE = unit_inner(grad_TF), unit_inner(gate_up_TE)
     rows, width = grad_TF.shape
     out_TE = torch.empty((rows, 2 * width), dtype=gate_up_TE.dtype, device=gate_up_TE.device)
     _silu_mul_kernel[(rows, triton.cdiv(width, SILU_BLOCK))](
@@ -292,100 +308,3 @@ def silu_mul(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
         enable_fp_fusion=True,
     )
     return out_TE
-
-
-@triton.jit
-def _gather_pieces_kernel(
-    grad_ptr,
-    sorted_ptr,  # [T], table rows in ascending order
-    token_ptr,  # [T], where in grad_ptr's rows each comes from
-    out_ptr,  # [R, D], zeros
-    piece_ptr,  # [P, 2, D], float32
-    tokens,
-    width,
-    grad_stride,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Add up runs of equal rows among `ROWS` of them. One that came in from the program before leaves its sum as the
-    first piece, one that began here and goes on as the second."""
-    program = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    piece = piece_ptr + program.to(tl.int64) * (2 * width) + column
-    total = tl.zeros((BLOCK,), tl.float32)
-    first = program * ROWS
-    before = tl.load(sorted_ptr + first - 1, mask=first > 0, other=-1)
-    began_here = tl.load(sorted_ptr + first) != before
-    for i in tl.static_range(ROWS):
-        place = first + i
-        row = tl.load(sorted_ptr + place, mask=place < tokens, other=-1)
-        token = tl.load(token_ptr + place, mask=place < tokens, other=0)
-        limit = tl.where(place < tokens, width, 0)
-        total += tl.load(grad_ptr + token * grad_stride + column, mask=column < limit, other=0.0).to(tl.float32)
-        ends = row != tl.load(sorted_ptr + place + 1, mask=place + 1 < tokens, other=-1)
-        whole, part = (
-            tl.where(ends, tl.where(began_here, limit, 0), 0),
-            tl.where(ends, tl.where(began_here, 0, limit), 0),
-        )
-        out = out_ptr + row.to(tl.int64) * width + column
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < whole)
-        tl.store(piece, total, mask=column < part)
-        total = tl.where(ends, 0.0, total)
-        began_here = began_here | ends
-    goes_on = tl.load(sorted_ptr + first + ROWS, mask=first + ROWS < tokens, other=-1) == row
-    limit = tl.where(goes_on, tl.where(first + ROWS < tokens, width, 0), 0)
-    tl.store(piece, total, mask=column < tl.where(began_here, 0, limit))
-    tl.store(piece + width, total, mask=column < tl.where(began_here, limit, 0))
-
-
-@triton.jit
-def _gather_whole_kernel(
-    sorted_ptr,
-    piece_ptr,
-    out_ptr,
-    tokens,
-    width,
-    ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The program whose second piece begins a run adds the pieces that go on with it; the others have nothing to do."""
-    program = tl.program_id(0).to(tl.int64)
-    first, following = program * ROWS, (program + 1) * ROWS
-    row = tl.load(sorted_ptr + following - 1, mask=following < tokens, other=-1)
-    if row < 0:
-        return
-    if tl.load(sorted_ptr + following) != row:
-        return
-    if tl.load(sorted_ptr + first - 1, mask=first > 0, other=-1) == row:
-        return
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    total = tl.load(piece_ptr + (program * 2 + 1) * width + column, mask=inside, other=0.0)
-    start, count = program + 1, tl.full((), PIECES, tl.int32)
-    while count == PIECES:  # the run may go on
-        p = start + tl.arange(0, PIECES)
-        same = tl.load(sorted_ptr + p * ROWS, mask=p * ROWS < tokens, other=-1) == row
-        offset = (p * 2 * width)[:, None] + column[None, :]
-        total += tl.sum(tl.load(piece_ptr + offset, mask=same[:, None] & inside[None, :], other=0.0), axis=0)
-        count = tl.sum(same.to(tl.int32), axis=0)
-        start += PIECES
-    tl.store(out_ptr + row.to(tl.int64) * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def gather_rows(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:
-    """See `rows_backward.gather_rows`."""
-    grad_TD = _unit_inner(grad_TD)
-    tokens, width = grad_TD.shape
-    out_RD = torch.zeros((table_rows, width), dtype=grad_TD.dtype, device=grad_TD.device)
-    if tokens == 0:
-        return out_RD
-    sorted_T, token_T = torch.sort(rows_T.int(), stable=True)
-    programs = triton.cdiv(tokens, GATHER_ROWS)
-    piece = torch.empty((programs, 2, width), dtype=torch.float32, device=grad_TD.device)
-    grid, sizes = (programs, triton.cdiv(width, GATHER_BLOCK)), {"ROWS": GATHER_ROWS, "BLOCK": GATHER_BLOCK}
-    _gather_pieces_kernel[grid](
-        grad_TD, sorted_T, token_T, out_RD, piece, tokens, width, grad_TD.stride(0), **sizes, num_warps=1
-    )
-    _gather_whole_kernel[grid](sorted_T, piece, out_RD, tokens, width, PIECES=GATHER_PIECES, **sizes, num_warps=1)
-    return out_RD
