@@ -37,6 +37,7 @@ from lockstep.generator.steps import decode_step, mixed_step
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import architecture
 from lockstep.ops import backend
+from lockstep.ops.fused_backward import add_gradient, rms_norm_add, rotated_attention_packed
 from lockstep.ops.kernels import linear, pdl
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
@@ -155,6 +156,22 @@ def train(model: Decoder) -> None:
             with torch.no_grad():
                 score(model, batch)
     trainer._runs.optim_step()
+    if model.config.mla is None:
+        joined(model)
+
+
+def joined(model: Decoder, tokens: int = 4736) -> None:
+    """Of the backward what captured graphs join: the rest of it is the same kernels."""
+    c, norm = model.config, model.norm.detach()
+    qkv, x = (norm.new_empty(tokens, width) for width in (model.layers[0].qkv.shape[0], c.hidden_size))
+    add_gradient(torch.empty(x.shape), x)
+    rms_norm_add(x, x, norm, c.rms_norm_eps, x)
+    q, k, v = qkv.unflatten(1, (-1, c.head_dim)).split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+    head = norm.new_empty(c.head_dim) if c.qk_norm else None
+    lse, table = torch.empty(c.num_kv_heads, tokens, c.num_heads // c.num_kv_heads), torch.empty(tokens, c.head_dim)
+    layout = [torch.empty(48 + extra, dtype=torch.int32) for extra in (1, 0, 0)]
+    rotation = qkv, head, head, table, c.num_heads, c.num_kv_heads, c.rms_norm_eps
+    rotated_attention_packed(torch.empty_like(q), q, k, v, torch.empty_like(q), lse, *layout, LENGTHS[0], *rotation)
 
 
 @torch.no_grad()

@@ -38,10 +38,11 @@ GROUPS = {  # by what they do: patterns of kernels' names
     "gradient of the logits": r"_grad_logits",
     "sums of exponentials": r"_block_sums|_fold_sums|_kept_sums|_fold_kept|_scores",
     "top-p": r"_bracket|_tally|_threshold",
-    "norms, rotation, cache write": r"_rms_norm|_qk_norm_rope|_write_kv",
+    "norms, rotation, cache write": r"_rms_norm|_qk_norm_rope|_write_kv|_fold_kernel",
     "SiLU": r"_silu",
     "AdamW": r"_adamw",
     "gradient norm": r"_square_sums",
+    "gradients added up": r"_add_gradient",
     "embedding, backward": r"_gather_",
     "products, LM head among them": r"_linear_kernel|gemm|nvjet|cutlass|xmma|cublas|addmm|aten::mm|aten::linear",
 }
@@ -151,6 +152,7 @@ def train_floors(c: ModelConfig, batch: PackedBatch) -> dict[str, float]:
     bytes_ = {
         "AdamW": 34 * c.num_parameters,
         "gradient norm": 4 * c.num_parameters,
+        "gradients added up": 10 * c.num_parameters,
         "sums of exponentials": 4 * scored * c.vocab_size,
         "top-p": 4 * scored * c.vocab_size,
         "norms, rotation, cache write": 2 * tokens * c.num_layers * (5 * 2 * c.hidden_size + 5 * projected),

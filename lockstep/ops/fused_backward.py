@@ -2,8 +2,8 @@
 
 Autograd calls the separate ones; captured graphs get these in their place (`graph/passes/fuse.py`).
 
-Shape suffixes: T tokens, E = (N + 2K) * H fused projection, D model dim, N query heads, K key/value heads, G query heads
-of a key/value head, H head dim, R table rows.
+Shape suffixes: T tokens, E = (N + 2K) * H fused projection, D model dim, N query heads, K key/value heads, G query
+heads of a key/value head, H head dim, R table rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 def rms_norm_add(
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`rows_backward.rms_norm` with another gradient of x added to its first result; both are rounded, as is the sum."""
+    """`rows_backward.rms_norm` with another gradient of x added to its first result; that is rounded, and so is the
+    sum."""
     from .kernels import rows_backward
 
     return rows_backward.rms_norm(grad_TD, x_TD, weight_D, eps, other_TD)

@@ -15,9 +15,8 @@ from torch import Tensor
 from lockstep import ops
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from lockstep.ops.kernels import attention
+    from lockstep.ops.kernels import attention, fused_backward, rows, rows_backward
     from lockstep.ops.kernels import attention_backward as kernels
-    from lockstep.ops.kernels import fused_backward, rows, rows_backward
 
 Segment = tuple[int, int, int]  # own length, prefix start, prefix length
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 
@@ -38,38 +38,33 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
 def _join_rotation(rotation: fx.Node) -> bool:
     if op_name(rotation) != "lockstep.qk_norm_rope_backward":
         return False
-    laid, first = rotation.args[0], _item(rotation, 0)
+    laid, first = _call(rotation.args[0], "aten.cat"), _item(rotation, 0)
     total = first and _only_user(first, "aten.add")
-    if not (isinstance(laid, fx.Node) and op_name(laid) == "aten.cat" and _is_alone(laid) and total and first):
+    if not (laid and first and total and _is_alone(laid)):
         return False
-    (dq, dk, *more), attention = laid.args[0], laid.args[0][0].args[0]  # type: ignore[index,union-attr,misc]
-    if more or op_name(attention) != "lockstep.attention_packed_backward":
+    parts: Any = laid.args[0]
+    attention = _call(_source(parts[0]), "lockstep.attention_packed_backward")
+    if not attention or [_item(attention, 0), _item(attention, 1)] != parts or not all(map(_is_alone, parts)):
         return False
-    if [_item(attention, 0), _item(attention, 1)] != [dq, dk] or not (_is_alone(dq) and _is_alone(dk)):
-        return False
-    dv = _item(attention, 2)
-    padded = dv and _only_user(dv, "aten.slice_backward")
+    values = _item(attention, 2)
+    padded = values and _only_user(values, "aten.slice_backward")
     viewed = padded and _only_user(padded, "aten.view")
-    if not (dv and padded and viewed) or set(total.args) != {viewed, first}:
+    if not (values and padded and viewed):
         return False
-    heads, kv_heads = rotation.args[5:7]
-    if padded.args[2:] != (1, heads + kv_heads, heads + 2 * kv_heads, 1):  # type: ignore[operator]
+    heads, kv_heads = cast(tuple[int, int], rotation.args[5:7])
+    if set(total.args) != {viewed, first} or padded.args[2:] != (1, heads + kv_heads, heads + 2 * kv_heads, 1):
         return False
     _replace(rotation, "lockstep.rotated_attention_packed_backward", [*attention.args, *rotation.args[1:]])
     total.replace_all_uses_with(first)
-    _erase(total, viewed, padded, dv, rotation, laid, dk, dq, attention)
+    _erase(total, viewed, padded, values, rotation, laid, *parts, attention)
     return True
 
 
 def _join_residual(norm: fx.Node) -> bool:
-    if op_name(norm) != "lockstep.rms_norm_backward":
-        return False
-    first = _item(norm, 0)
+    first = _item(norm, 0) if op_name(norm) == "lockstep.rms_norm_backward" else None
     total = first and _only_user(first, "aten.add")
-    if not (first and total) or total.kwargs or len(total.args) != 2:
-        return False
-    (other,) = [x for x in total.args if x is not first] or [None]
-    if not (isinstance(other, fx.Node) and other < norm and _alike(other, first)):
+    other = total and first and _other_term(total, first)
+    if not (first and total and other and other < norm):
         return False
     _replace(norm, "lockstep.rms_norm_backward_add", [*norm.args, other])
     total.replace_all_uses_with(first)
@@ -79,13 +74,12 @@ def _join_residual(norm: fx.Node) -> bool:
 
 def _join_table(gather: fx.Node) -> bool:
     """The rows' gradients are added in place, to memory that nobody else reads."""
-    total = op_name(gather) == "lockstep.gather_rows_backward" and _only_user(gather, "aten.add")
-    if not total or total.kwargs or len(total.args) != 2:
+    is_gather = op_name(gather) == "lockstep.gather_rows_backward"
+    total = _only_user(gather, "aten.add") if is_gather else None
+    table = total and _other_term(total, gather)
+    if not (total and table and table < gather and _is_alone(table)):
         return False
-    (table,) = [x for x in total.args if x is not gather] or [None]
-    if not (isinstance(table, fx.Node) and table < gather and _alike(table, gather) and _is_alone(table)):
-        return False
-    if op_name(table.args[0] if table.target is operator.getitem else table) != "lockstep.token_logprobs_backward":
+    if not _call(_source(table), "lockstep.token_logprobs_backward"):
         return False
     with gather.graph.inserting_before(gather):
         name = compat.operator_named("lockstep.add_gathered_rows.default")
@@ -137,6 +131,16 @@ def _erase(*nodes: fx.Node) -> None:
         node.graph.erase_node(node)
 
 
+def _call(value: object, name: str) -> fx.Node | None:
+    """The value, if it is what a call of this operator gives."""
+    return value if isinstance(value, fx.Node) and op_name(value) == name else None
+
+
+def _source(value: object) -> object:
+    """The call that this value is an item of."""
+    return value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else None
+
+
 def _item(node: fx.Node, index: int) -> fx.Node | None:
     """The only call that takes this item of a node's results."""
     found = [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
@@ -145,15 +149,18 @@ def _item(node: fx.Node, index: int) -> fx.Node | None:
 
 def _only_user(node: fx.Node, name: str) -> fx.Node | None:
     """The only reader of a node, if it calls this operator."""
-    (user, *others) = node.users
-    return user if not others and op_name(user) == name else None
+    return _call(next(iter(node.users)), name) if _is_alone(node) else None
 
 
 def _is_alone(node: fx.Node) -> bool:
     return len(node.users) == 1
 
 
-def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether both are tensors of one shape and dtype, so that their sum is too."""
-    x, y = compat.fake_value(a), compat.fake_value(b)
-    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype
+def _other_term(total: fx.Node, term: fx.Node) -> fx.Node | None:
+    """What is added to `term`, if it is another tensor of the same shape and dtype, so that their sum is too."""
+    others = [x for x in total.args if x is not term]
+    if total.kwargs or len(total.args) != 2 or len(others) != 1 or not isinstance(others[0], fx.Node):
+        return None
+    x, y = compat.fake_value(others[0]), compat.fake_value(term)
+    is_alike = isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype
+    return others[0] if is_alike else None

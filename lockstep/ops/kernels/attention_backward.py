@@ -398,6 +398,4 @@ def packed_into(
     )
     grid = (kv_heads, triton.cdiv(tokens, key_tile.keys) + segments + 1)
     strides = dk_TKH.stride(0), dv_TKH.stride(0)
-    _key_kernel[grid](
-        grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *strides, **options(key_tile)
-    )
+    _key_kernel[grid](grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *strides, **options(key_tile))

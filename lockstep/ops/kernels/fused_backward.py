@@ -32,9 +32,7 @@ def rotated_attention(
     grad_qk = torch.empty((tokens, num_heads + kv_heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)
     dq_TNH, dk_TKH = grad_qk.split((num_heads, kv_heads), dim=1)
     dv_TKH = grad_qkv_TE.unflatten(1, (-1, head_dim)).narrow(1, num_heads + kv_heads, kv_heads)
-    attention_backward.packed_into(
-        grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, *layout, (dq_TNH, dk_TKH, dv_TKH)
-    )
+    attention_backward.packed_into(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, *layout, (dq_TNH, dk_TKH, dv_TKH))
     return rows_backward.qk_norm_rope(grad_qk, qkv_TE, *heads, grad_qkv_TE)
 
 
