@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-DQ_TILE, DKV_TILE = Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)
+DQ_TILE, DKV_TILE = Tile(64, 32, 4, 2), Tile(64, 64, 4, 2)
 LONG_DQ_TILE, LONG_DKV_TILE = Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)  # above `LONG` keys
 SMALL_TILE = Tile(32, 32, 4, 1)  # of either kernel, for float32 and for head dims above 128
 
