@@ -91,8 +91,6 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, *_: Tensor):
-    if grad_logprob_C is None:
-        grad_logprob_C = torch.zeros_like(ctx.saved_tensors[3])
     grads = token_logprobs_backward(grad_logprob_C, grad_model_C, *ctx.saved_tensors, ctx.truncated)
     return *grads, *([None] * 7)
 

@@ -18,7 +18,7 @@ COLUMN_BLOCK = 2048  # the chunks there are ranges of the vocabulary, multiples 
 
 @torch.library.custom_op("lockstep::token_logprobs_backward", mutates_args=(), device_types="cpu")
 def token_logprobs_backward(
-    grad_logprob_C: Tensor,
+    grad_logprob_C: Tensor | None,
     grad_model_C: Tensor | None,
     hidden_CD: Tensor,
     weight_VD: Tensor,
@@ -31,7 +31,7 @@ def token_logprobs_backward(
     truncated: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients for the hidden rows and the LM head, [C, D] and [V, D] in the inputs' dtype. Without `grad_model_C`
-    only the sampled distribution's log-probabilities were differentiated.
+    only the sampled distribution's log-probabilities were differentiated, without `grad_logprob_C` only the model's.
 
     On a CPU a chunk is a range of rows, and gradients of the weight add up in float32.
     """
@@ -47,7 +47,7 @@ def token_logprobs_backward(
             sampled_lse_C[c],
             threshold_C[c],
             None if support_CB is None else support_CB[c],
-            grad_logprob_C[c],
+            None if grad_logprob_C is None else grad_logprob_C[c],
             None if grad_model_C is None else grad_model_C[c],
             truncated,
         ).to(hidden_CD.dtype)
@@ -58,7 +58,7 @@ def token_logprobs_backward(
 
 @token_logprobs_backward.register_kernel("cuda")
 def _(
-    grad_logprob_C: Tensor,
+    grad_logprob_C: Tensor | None,
     grad_model_C: Tensor | None,
     hidden_CD: Tensor,
     weight_VD: Tensor,
@@ -116,11 +116,13 @@ def grad_logits(
     sampled_lse_C: Tensor,
     threshold_C: Tensor,
     support_CB: Tensor | None,
-    grad_logprob_C: Tensor,
+    grad_logprob_C: Tensor | None,
     grad_model_C: Tensor | None,
     truncated: bool,
 ) -> Tensor:
     """`d/dlogits` of both log-probabilities: (one-hot - softmax), the sampled one over its support and temperature."""
+    if grad_logprob_C is None:
+        grad_logprob_C = torch.zeros_like(temperature_C)
     slope_C = torch.where(temperature_C > 0, grad_logprob_C / divisor(temperature_C), 0.0)
     z_CV = logits_CV / divisor(temperature_C).unsqueeze(1)
     sampled_CV = torch.exp(z_CV - sampled_lse_C.unsqueeze(1))

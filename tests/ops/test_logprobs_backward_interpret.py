@@ -62,6 +62,19 @@ class Interpreted:
         assert torch.equal(torch.cat(parts, dim=1), result), "a range of the vocabulary at a time"
 
     @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
+    @pytest.mark.parametrize("absent", [0, 1])
+    def test_one_of_the_gradients_is_absent(self, kind, absent):
+        (hidden, weight, logits), (*arguments, grad_sampled, grad_model, truncated) = self.case(100, kind)
+        grads, zero = [grad_sampled, grad_model], torch.zeros(ROWS)
+        grads[absent] = zero
+        expected = kernels.grad_logits(hidden, weight, 0, *arguments, *grads, truncated)
+        grads[absent] = None
+        result = kernels.grad_logits(hidden, weight, 0, *arguments, *grads, truncated)
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-7)
+        formula = logprobs_backward.grad_logits(logits, *arguments, *grads, truncated)
+        torch.testing.assert_close(result, formula, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
     def test_autograd(self, kind):
         """Of the definition, in float64: log-softmax over the support of the tempered logits, and of the logits."""
         (hidden, weight, logits), arguments = self.case(100, kind)

@@ -48,6 +48,7 @@ def _grad_logits_kernel(
     support_stride,
     HAS_SUPPORT: tl.constexpr,
     TRUNCATED: tl.constexpr,
+    HAS_SAMPLED: tl.constexpr,
     HAS_MODEL: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -68,7 +69,9 @@ def _grad_logits_kernel(
     grad_model_M = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_MODEL:
         grad_model_M = _row_values(grad_model_ptr, m, inside_M)
-    slope_M = tl.where(temperature_M > 0, tempered(_row_values(grad_logprob_ptr, m, inside_M), temperature_M), 0.0)
+    slope_M = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_SAMPLED:
+        slope_M = tl.where(temperature_M > 0, tempered(_row_values(grad_logprob_ptr, m, inside_M), temperature_M), 0.0)
     wanted_M = (slope_M != 0) | (grad_model_M != 0)  # padding has no gradient: a tile of it costs its zeros alone
 
     x = hidden_ptr + m.to(tl.int64)[:, None] * hidden_stride + k[None, :]
@@ -85,19 +88,21 @@ def _grad_logits_kernel(
         w += BLOCK_K
 
     column_N = first_column + n
-    shift_M = _row_values(sampled_lse_ptr, m, wanted_M) * LOG2_E
-    scale_M = tl.div_rn(LOG2_E, tl.where(temperature_M > 0, temperature_M, 1.0))
-    sampled = tl.exp2(acc * scale_M[:, None] - shift_M[:, None])
-    if HAS_SUPPORT:
-        byte = support_ptr + m.to(tl.int64)[:, None] * support_stride + column_N[None, :] // 8
-        bits = tl.load(byte, mask=inside_M[:, None] & (n < columns)[None, :], other=0).to(tl.int32)
-        sampled = tl.where(((bits >> (column_N % 8)[None, :]) & 1) != 0, sampled, 0.0)
-    elif TRUNCATED:
-        least_M = untempered(_row_values(threshold_ptr, m, wanted_M), temperature_M)
-        sampled = tl.where(acc >= least_M[:, None], sampled, 0.0)
     target_M = tl.load(target_ptr + m, mask=wanted_M, other=-1) - first_column
     one_hot = tl.where(n[None, :] == target_M[:, None], (slope_M + grad_model_M)[:, None], 0.0)
-    grad = one_hot - sampled * slope_M[:, None]
+    grad = one_hot
+    if HAS_SAMPLED:
+        shift_M = _row_values(sampled_lse_ptr, m, wanted_M) * LOG2_E
+        scale_M = tl.div_rn(LOG2_E, tl.where(temperature_M > 0, temperature_M, 1.0))
+        sampled = tl.exp2(acc * scale_M[:, None] - shift_M[:, None])
+        if HAS_SUPPORT:
+            byte = support_ptr + m.to(tl.int64)[:, None] * support_stride + column_N[None, :] // 8
+            bits = tl.load(byte, mask=inside_M[:, None] & (n < columns)[None, :], other=0).to(tl.int32)
+            sampled = tl.where(((bits >> (column_N % 8)[None, :]) & 1) != 0, sampled, 0.0)
+        elif TRUNCATED:
+            least_M = untempered(_row_values(threshold_ptr, m, wanted_M), temperature_M)
+            sampled = tl.where(acc >= least_M[:, None], sampled, 0.0)
+        grad -= sampled * slope_M[:, None]
     if HAS_MODEL:
         model_shift_M = _row_values(lse_ptr, m, wanted_M) * LOG2_E
         grad -= tl.exp2(acc * LOG2_E - model_shift_M[:, None]) * grad_model_M[:, None]
@@ -115,7 +120,7 @@ def grad_logits(
     sampled_lse_C: Tensor,
     threshold_C: Tensor,
     support_CB: Tensor | None,
-    grad_logprob_C: Tensor,
+    grad_logprob_C: Tensor | None,
     grad_model_C: Tensor | None,
     truncated: bool,
 ) -> Tensor:
@@ -134,8 +139,8 @@ def grad_logits(
         sampled_lse_C,
         threshold_C,
         threshold_C if support_CB is None else support_CB,  # read if HAS_SUPPORT
-        grad_logprob_C.contiguous(),
-        grad_logprob_C if grad_model_C is None else grad_model_C.contiguous(),  # read if HAS_MODEL
+        lse_C if grad_logprob_C is None else grad_logprob_C.contiguous(),  # read if HAS_SAMPLED
+        lse_C if grad_model_C is None else grad_model_C.contiguous(),  # read if HAS_MODEL
         out_CV,
         rows,
         columns,
@@ -146,6 +151,7 @@ def grad_logits(
         0 if support_CB is None else support_CB.stride(0),
         HAS_SUPPORT=support_CB is not None,
         TRUNCATED=truncated,
+        HAS_SAMPLED=grad_logprob_C is not None,
         HAS_MODEL=grad_model_C is not None,
         EVEN_K=depth % BLOCK_K == 0,
         BLOCK_M=BLOCK_M,
