@@ -17,10 +17,11 @@ from common import alternate, arguments, finish, random_model, summary
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import Compiler
 from lockstep.models import Decoder, save_model
-from lockstep.trainer import Trainer, pack
+from lockstep.trainer import Trainer, batch_shapes, pack
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 
 LEARNING_RATE = 1e-6
+MAX_TOKENS = 1 << 17  # of a micro-batch
 
 
 def groups(tokens: torch.Tensor, shared: int, prompt: int) -> list[TrainGroup]:
@@ -36,7 +37,7 @@ def groups(tokens: torch.Tensor, shared: int, prompt: int) -> list[TrainGroup]:
 
 
 class Ours:
-    """Packing included."""
+    """Packing included; batches are padded to the shapes of a run of such sequences."""
 
     def __init__(self, model: Decoder, made: list[TrainGroup]) -> None:
         self.device = model.embed.device
@@ -45,9 +46,12 @@ class Ours:
         )
         self.trainer = Trainer(model, OptimizerConfig(learning_rate=LEARNING_RATE), LossConfig(), compiler=compiler)
         self.groups = made
+        prompt, completion = len(made[0].prompt_ids), len(made[0].sequences[0].token_ids)
+        bounds = {"max_len": prompt + completion, "max_tokens": MAX_TOKENS}
+        self.shapes = batch_shapes(len(made), len(made[0].sequences), prompt, completion, **bounds)
 
     def __call__(self) -> None:
-        for batch in pack(self.groups, max_tokens=1 << 17, check_parity=False):
+        for batch in pack(self.groups, max_tokens=MAX_TOKENS, check_parity=False, shapes=self.shapes):
             self.trainer.forward_backward(batch.to(self.device), loss_type="sft")
         result = self.trainer.optim_step(LEARNING_RATE)
         assert result.applied

@@ -364,8 +364,7 @@ def packed_into(
     group = heads // kv_heads
     q_TNH, k_TKH, v_TKH = map(rows_last, (q_TNH, k_TKH, v_TKH))
     grad_TNH, out_TNH = grad_TNH.contiguous(), out_TNH.contiguous()
-    dq_TNH, dk_TKH, dv_TKH = grads
-    delta_KTG = torch.empty_like(lse_KTG)
+    (dq_TNH, dk_TKH, dv_TKH), delta_KTG = grads, torch.empty_like(lse_KTG)
     shared = (
         cu_seqlens,
         prefix_start_S,
