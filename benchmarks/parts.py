@@ -57,7 +57,7 @@ PARTS = (
     Part("parity_cost", _script("parity_cost"), 130, 240),
     Part("train_step", _script("train_step"), 60, 130),
     Part("tests-latent", _tests("latent"), 90, 200),
-    Part("tests-ops", _tests("fused", "sampling", "adamw", "ops"), 110, 260),
+    Part("tests-ops", _tests("fused", "fused_backward", "sampling", "adamw", "ops"), 120, 280),
     Part("tests-attention", _tests("attention", "attention_backward", "backward", "generator", "llm"), 120, 260),
     Part("tests-flex", _tests("flex"), 100, 260),
     Part("tests-fsdp", _tests("fsdp"), 60, 300, "cuda-x2"),
