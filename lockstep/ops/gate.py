@@ -35,7 +35,10 @@ Outcome = Literal["kept", "replaced", "broken"]
 
 CPU_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17)
 CPU_WEIGHTS = 1 << 22  # elements of the weights that a CPU is checked with; columns are alike
-SOURCES = ("gate.py", "linear_table.py", "linear_table.json", "backend.py", "kernels/linear.py", "kernels/fused.py")
+SOURCES = (
+    *("gate.py", "linear_table.py", "linear_table.json", "backend.py"),
+    *("kernels/linear.py", "kernels/linear_async.py", "kernels/fused.py"),
+)
 
 
 class Product(NamedTuple):

@@ -33,13 +33,23 @@ class Choice(NamedTuple):
     prefetch: bool = False
 
 
+class AsyncChoice(NamedTuple):
+    """Tile sizes of `kernels.linear_async`, and the stages of its rows and of its weights."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    x_stages: int
+    w_stages: int
+
+
 CHAIN = Choice(128, 128, 64, 8, 4)  # what every other choice, and the library, is held to
 overrides: dict[tuple[int, int], Choice] = {}  # of (columns, depth), where `gate.check` found another choice to differ
 used: set[tuple[Kind, int, int, int]] = set()  # what was asked for so far
 
 
-def choose(kind: Kind, rows: int, columns: int, depth: int) -> Choice | None:
-    """The Triton kernel for `rows` x `depth` times `columns` x `depth`; None: cuBLASLt, and row operators around it.
+def choose(kind: Kind, rows: int, columns: int, depth: int) -> Choice | AsyncChoice | None:
+    """The kernel for `rows` x `depth` times `columns` x `depth`; None: cuBLASLt, and row operators around it.
 
     `columns` counts the weight's rows, gate and up together.
     """
@@ -49,7 +59,13 @@ def choose(kind: Kind, rows: int, columns: int, depth: int) -> Choice | None:
     for bound, choice in table()[kind].get((columns, depth), ()):
         if rows <= bound:
             return choice
-    return rule(rows, columns // (2 if kind == "norm_gate_up" else 1), 2 if kind == "norm_gate_up" else 1)
+    return by_rule(kind, rows, columns)
+
+
+def by_rule(kind: Kind, rows: int, columns: int) -> Choice | None:
+    """What `choose` gives where nothing was measured."""
+    weights = 2 if kind == "norm_gate_up" else 1
+    return rule(rows, columns // weights, weights)
 
 
 def rule(rows: int, columns: int, weights: int) -> Choice | None:
@@ -72,7 +88,7 @@ def rule(rows: int, columns: int, weights: int) -> Choice | None:
 
 
 @functools.cache
-def table() -> dict[str, dict[tuple[int, int], list[tuple[int, Choice | None]]]]:
+def table() -> dict[str, dict[tuple[int, int], list[tuple[int, Choice | AsyncChoice | None]]]]:
     """Of each kind and (columns, depth): bounds on the rows, ascending, and what was fastest up to each."""
     raw: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
     return {
@@ -85,5 +101,11 @@ def _shape(name: str) -> tuple[int, int]:
     return int(columns), int(depth)
 
 
-def _entries(raw: list[tuple[int, Any]]) -> list[tuple[int, Choice | None]]:
-    return [(bound, entry and Choice(*entry[:5], *map(bool, entry[5:]))) for bound, entry in raw]
+def _entries(raw: list[tuple[int, Any]]) -> list[tuple[int, Choice | AsyncChoice | None]]:
+    return [(bound, entry and _entry(entry)) for bound, entry in raw]
+
+
+def _entry(raw: list[Any]) -> Choice | AsyncChoice:
+    if raw[0] == "async":
+        return AsyncChoice(*raw[1:])
+    return Choice(*raw[:5], *map(bool, raw[5:]))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops import backend
-from lockstep.ops.linear_table import Choice
+from lockstep.ops.linear_table import AsyncChoice, Choice
 
 DEVICE = "cuda"
 ROWS = (1, 2, 7, 16, 40, 64, 100, 256, 700)
@@ -23,6 +23,16 @@ TILES = (
     Choice(64, 64, 128, 4, 4),
     Choice(128, 64, 64, 4, 5, prefetch=True),
     Choice(128, 128, 64, 8, 4),
+)
+ASYNC_TILES = (
+    AsyncChoice(16, 16, 128, 4, 6),
+    AsyncChoice(16, 32, 256, 3, 3),
+    AsyncChoice(16, 64, 64, 8, 10),
+    AsyncChoice(64, 8, 128, 3, 32),
+    AsyncChoice(64, 32, 64, 4, 8),
+    AsyncChoice(64, 64, 128, 3, 3),
+    AsyncChoice(64, 16, 256, 3, 12),
+    AsyncChoice(128, 64, 64, 4, 4),
 )
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 
@@ -58,6 +68,22 @@ def test_every_tile_is_one_chain(census, n, k):
             assert census("linear: any tile = one chain", linear.product(x[:m], weight, tile), chain[:m]) == 0
             added = linear.product(x[:m], weight, tile, residual_MN=residual[:m])
             assert census("linear_add: any tile = separate", added, residual[:m] + chain[:m]) == 0
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 2048), (1024, 3072), (2048, 128)])
+def test_every_asynchronous_tile_is_one_chain(census, n, k):
+    from lockstep.ops.kernels import linear, linear_async
+
+    x, weight, residual = wide(max(ROWS), k), wide(n, k) * 0.02, wide(max(ROWS), n)
+    for m in ROWS:
+        chain, name = linear.linear_bf16(x[:m], weight), "linear, asynchronous"
+        for tile in ASYNC_TILES:
+            if k % tile.block_k == 0:
+                assert census(name, linear_async.product(x[:m], weight, tile), chain) == 0
+                added = linear_async.product(x[:m], weight, tile, residual_MN=residual[:m])
+                assert census(f"{name}, add", added, residual[:m] + chain) == 0
+                gated = linear_async.product(x[:m], weight, tile, gated=True)
+                assert census(f"{name}, gated", gated, ops.silu_mul(chain)) == 0
 
 
 @pytest.mark.parametrize(("n", "k"), [(1024, 2048), (1024, 3072), (2560, 4096)])

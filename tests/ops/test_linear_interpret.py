@@ -12,7 +12,7 @@ import torch
 from processes import run_interpreted
 
 from lockstep.ops import linear_table
-from lockstep.ops.linear_table import Choice
+from lockstep.ops.linear_table import AsyncChoice, Choice
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.kernels import linear, rows
@@ -75,8 +75,14 @@ def test_every_shape_has_a_choice(kind, m, columns, depth):
     choice = linear_table.choose(kind, m, columns, depth)
     if choice is None:
         assert m > 8, "few rows are ours: the library may take a matrix-vector kernel"
+        return
+    weights = 2 if kind == "norm_gate_up" else 1
+    if isinstance(choice, AsyncChoice):
+        wide, steps = weights * choice.block_n, depth // choice.block_k
+        used = 2 * choice.block_k * (choice.block_m * choice.x_stages + wide * choice.w_stages)
+        assert used <= 224 * 1024, "shared memory of a multiprocessor"
+        assert depth % choice.block_k == 0 and choice.x_stages >= 2 and choice.w_stages >= min(choice.x_stages, steps)
     else:
-        weights = 2 if kind == "norm_gate_up" else 1
         stage = 2 * choice.block_k * (choice.block_m + weights * choice.block_n)
         assert choice.block_m >= 16 and choice.block_k % 16 == 0 and choice.num_stages >= 2
         assert stage * choice.num_stages <= 224 * 1024, "shared memory of a multiprocessor"

@@ -135,3 +135,48 @@ def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) 
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout == "1\n"  # all but the one that was not listed are there, and loaded
     assert sorted((tmp_path / "cache").rglob("*.cubin")) == before and len(before) == 2
+
+
+GLUON = (
+    DRIVER
+    + """
+import json, sys
+from lockstep.ops.kernels import linear_async, pdl
+from lockstep.ops.kernels.precompile import preload
+from lockstep.ops.linear_table import AsyncChoice
+
+def launch(*tile):
+    linear_async.product(x, w, AsyncChoice(*tile), residual_MN=torch.empty(40, 64, dtype=x.dtype))
+
+pdl._supported = lambda _: True
+x, w = torch.empty(40, 512, dtype=torch.bfloat16), torch.empty(64, 512, dtype=torch.bfloat16)
+if sys.argv[1] == "list":
+    with compiling_only() as kernels:
+        launch(16, 32, 128, 3, 4)
+        launch(64, 16, 64, 4, 4)
+    print(json.dumps(kernels))
+else:
+    assert preload(json.loads(sys.stdin.read())) == 2
+    missed = []
+    triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
+    with compiling_only():
+        launch(16, 32, 128, 3, 4)
+        launch(64, 16, 64, 4, 4)
+        launch(64, 16, 128, 4, 4)
+    print(len(missed))
+"""
+)
+
+
+def test_gluon_kernels_are_compiled_listed_and_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    (tmp_path / "script.py").write_text(GLUON)
+    paths = os.pathsep.join(map(str, (Path(__file__).parents[2], *sys.path)))
+    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    listed = finished([*command, "list"], env={**os.environ, **cache})
+    assert listed.returncode == 0, listed.stderr
+    assert len(list((tmp_path / "cache").rglob("_async_kernel.cubin"))) == 2
+    loaded = finished([*command, "load"], env={**os.environ, **cache}, input=listed.stdout, stdin=None)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.split("\n")[0] == "1"

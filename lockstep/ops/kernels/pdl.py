@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel's start overlaps with the end of the one before it on the stream (Hopper on).
 
-A kernel that is launched so waits before its first access to memory, until the one before it is complete. Every such
-kernel waits, so those before that one are complete too, and it may let its own dependents start at once: they wait for
-it in turn. Short kernels do; matrix products do where the table says that it pays.
+A kernel that is launched so waits before its first access to memory that another may have written, until the one
+before it is complete (`linear_async` reads weights sooner, and says when it may). Every such kernel waits, so those
+before that one are complete too, and it may let its own dependents start at once: they wait for it in turn. Short
+kernels do; matrix products do where the table says that it pays.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def _supported(device: torch.device) -> bool:
     return gdc_wait is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
 
 
+def supported(x: Tensor) -> bool:
+    """Whether kernels on the device of `x` are launched so."""
+    return _supported(x.device)
+
+
 def options(x: Tensor) -> dict[str, Any]:
     """Launch options for a kernel with a `PDL` constant, on the device of `x`."""
-    supported = _supported(x.device)
-    return {"PDL": True, "launch_pdl": True} if supported else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if supported(x) else {"PDL": False}
