@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+import triton
 from common import arguments, finish, graph_us
 from decode_layer import BANDWIDTH, DEVICE, DTYPE, EPS, Stack, contract, stock
 from torch import Tensor
@@ -31,8 +32,8 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.models.init import architecture
 from lockstep.ops import backend, linear_table
-from lockstep.ops.kernels import linear, rows
-from lockstep.ops.linear_table import Choice, Kind
+from lockstep.ops.kernels import linear, linear_async, rows
+from lockstep.ops.linear_table import AsyncChoice, Choice, Kind
 
 ARCHITECTURES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
 LAYER: dict[str, Kind] = {
@@ -42,7 +43,8 @@ LAYER: dict[str, Kind] = {
     "down": "linear_add",
 }
 PROBES = {  # bound on the rows: rows measured
-    8: (1, 8),
+    1: (1,),
+    8: (8,),
     16: (16,),
     32: (24, 32),
     64: (40, 48, 64),
@@ -51,16 +53,20 @@ PROBES = {  # bound on the rows: rows measured
 }
 UNEVEN = 1.5  # the library's slowest over its median within a range, from which on it is not taken
 LARGE = (512, 1024, 2048, 4096, 8192)  # left to the library; measured for the report
-BLOCK_M = {8: (16,), 16: (16,), 32: (32, 16), 64: (64, 32, 16), 128: (64, 128), 256: (64, 128)}
+BLOCK_M = {1: (16,), 8: (16,), 16: (16,), 32: (32, 16), 64: (64, 32, 16), 128: (64, 128), 256: (64, 128)}
+ASYNC_BLOCK_M = {1: (16, 64), 8: (16, 64), 16: (16, 64), 32: (16, 64), 64: (16, 64), 128: (64,), 256: (64,)}
+ASYNC_STAGES = {64: (4, 8), 128: (3, 4), 256: (3, 4)}  # of the rows, by the depth of one; the weights fill the rest
+ASYNC_KIB = (74, 110, 220)  # three programs a multiprocessor, two, or one
 PIPELINE_KIB = (110, 200)  # a program's stages: two programs a multiprocessor, or one
 SHARED_BYTES = 220 * 2**10
 COLD_BYTES = 250 * 2**20  # weights that one graph reads
 MIN_LAYERS, MAX_LAYERS = 3, 12
 FEW_ROWS = 16  # whose tile suits more of them too, in several blocks
-ROUNDS = 2  # over the products of a layer
+AGAIN = 6  # of the fastest tiles, tried once more when the other products have theirs
 GAIN = 0.997  # what a change must bring to be taken
 
-Configuration = dict[str, Choice | None]
+Kernel = Choice | AsyncChoice | None  # None: the library
+Configuration = dict[str, Kernel]
 
 
 def candidates(kind: Kind, bucket: int, columns: int, depth: int) -> list[Choice]:
@@ -81,7 +87,26 @@ def candidates(kind: Kind, bucket: int, columns: int, depth: int) -> list[Choice
     return list(found)
 
 
-def product(kind: Kind, choice: Choice | None, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
+def async_candidates(kind: Kind, bucket: int, columns: int, depth: int) -> list[AsyncChoice]:
+    """Tiles of the asynchronous kernel worth timing."""
+    if kind in ("linear", "linear_fp32"):
+        return []
+    found: dict[AsyncChoice, None] = {}
+    weights = 2 if kind == "norm_gate_up" else 1
+    for block_m, block_n, block_k in itertools.product(ASYNC_BLOCK_M[bucket], (8, 16, 32, 64, 128), ASYNC_STAGES):
+        programs, steps = -(-PROBES[bucket][0] // block_m) * (columns // weights // block_n), depth // block_k
+        narrow = weights * block_n < (16 if block_m == 16 or bucket > 64 else 8)
+        if narrow or weights * block_n > 128 or not 32 <= programs <= 400 or depth % block_k:
+            continue
+        row_stage, weight_stage = 2 * block_k * block_m, 2 * block_k * block_n * weights
+        for x_stages, kib in itertools.product(ASYNC_STAGES[block_k], ASYNC_KIB):
+            w_stages = min((kib * 1024 - x_stages * row_stage) // weight_stage, steps)
+            if w_stages >= min(x_stages, steps) and x_stages <= steps + 1:
+                found[AsyncChoice(block_m, block_n, block_k, x_stages, w_stages)] = None
+    return list(found)
+
+
+def product(kind: Kind, choice: Kernel, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
     """The product by one kernel of ours after the norm, or by the library and the row operators."""
     gated, added = kind == "norm_gate_up", kind == "linear_add"
     dtype = torch.float32 if kind == "linear_fp32" else torch.bfloat16
@@ -89,6 +114,8 @@ def product(kind: Kind, choice: Choice | None, x: Tensor, weight: Tensor, norm: 
         return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // (2 if gated else 1)]
     if kind in ("norm_linear", "norm_gate_up"):
         x = rows.rms_norm(x, norm, EPS)
+    if isinstance(choice, AsyncChoice):
+        return linear_async.product(x, weight, choice, gated=gated, residual_MN=residual if added else None)
     if choice:
         return linear.product(x, weight, choice, dtype, gated=gated, residual_MN=residual if added else None)
     out = backend.cublaslt_linear(x, weight, dtype)
@@ -129,49 +156,43 @@ class LayerProblem:
         return sum(times) / len(times) / len(self.stack.layers)
 
     def tune(self) -> tuple[Configuration, float]:
-        """The best configuration that descents from the present table and from the rule find; microseconds a layer."""
+        """The best configuration that a descent from the present table finds; microseconds a layer."""
         m = PROBES[self.bucket][-1]
-        present = {name: linear_table.choose(LAYER[name], m, *shape) for name, shape in self.shapes.items()}
-        rule = self._rule(min(m, linear_table.MAX_ROWS))
-        present = {n: rule[n] if c is None and not self.library_is_even(n) else c for n, c in present.items()}
-        starts = [present, *(self._rule(rows) for rows in {FEW_ROWS, min(max(m, FEW_ROWS), linear_table.MAX_ROWS)})]
-        return min((self._descend(start) for start in starts), key=lambda found: found[1])
-
-    def _rule(self, rows: int) -> Configuration:
-        weights = {name: 2 if name == "gate_up" else 1 for name in self.shapes}
-        return {
-            name: linear_table.rule(rows, n // weights[name], weights[name]) for name, (n, _) in self.shapes.items()
-        }
-
-    def _descend(self, best: Configuration) -> tuple[Configuration, float]:
-        """Coordinate descent."""
+        best: Configuration = {name: linear_table.choose(LAYER[name], m, *shape) for name, shape in self.shapes.items()}
+        for name, (columns, _) in self.shapes.items():
+            if best[name] is None and not self.library_is_even(name):
+                best[name] = linear_table.by_rule(LAYER[name], min(m, linear_table.MAX_ROWS), columns)
         time = self.us(best)
-        for _ in range(ROUNDS):
+        tries = {name: list(dict.fromkeys([best[name], *self._tiles(name)])) for name in self.shapes}
+        for _ in range(2):
             for name in self.shapes:
-                for variants in (self._tiles, self._flags):
-                    for choice in variants(name, best[name]):
-                        us = self.us({**best, name: choice})
-                        if us < GAIN * time:
-                            best, time = {**best, name: choice}, us
+                times = {choice: self.us({**best, name: choice}) for choice in tries[name]}
+                tries[name] = sorted(times, key=times.__getitem__)[:AGAIN]
+                flags = self._flags(tries[name][0])
+                times |= {choice: self.us({**best, name: choice}) for choice in flags}
+                choice = min(times, key=times.__getitem__)
+                if times[choice] < GAIN * time:
+                    best, time = {**best, name: choice}, times[choice]
         return best, time
 
-    def _tiles(self, name: str, choice: Choice | None) -> list[Choice | None]:
-        """Other tiles with the flags of `choice`, and the library."""
-        early, prefetch = (choice.early, choice.prefetch) if choice else (True, False)
-        tiles = candidates(LAYER[name], self.bucket, *self.shapes[name])
-        library = [None] if self.library_is_even(name) else []
-        return [*library, *(tile._replace(early=early, prefetch=prefetch) for tile in tiles)]
+    def _tiles(self, name: str) -> list[Kernel]:
+        """Tiles that release early and do not prefetch, asynchronous ones, and the library."""
+        of = LAYER[name], self.bucket, *self.shapes[name]
+        library: list[Kernel] = [None] if self.library_is_even(name) else []
+        return [*library, *(tile._replace(early=True) for tile in candidates(*of)), *async_candidates(*of)]
 
-    def _flags(self, name: str, choice: Choice | None) -> list[Choice]:
+    def _flags(self, choice: Kernel) -> list[Kernel]:
         """The tile of `choice` with other flags."""
-        flags = itertools.product((False, True), repeat=2) if choice else ()
+        if not isinstance(choice, Choice):
+            return []
+        flags = itertools.product((False, True), repeat=2)
         return [choice._replace(early=early, prefetch=prefetch) for early, prefetch in flags]
 
 
 def range_of(bucket: int) -> range:
     """The multiples of eight that an entry with this bound is for."""
     smaller = max((bound for bound in PROBES if bound < bucket), default=0)
-    return range(smaller + 8, bucket + 1, 8)
+    return range(smaller // 8 * 8 + 8, max(bucket, 8) + 1, 8)
 
 
 def is_even(kind: Kind, weights: Tensor, bucket: int) -> bool:
@@ -235,13 +256,13 @@ class PlainProblem:
         return best, times[best]
 
 
-def compile_one(job: tuple[Kind, Choice]) -> None:
+def compile_one(job: tuple[Kind, int, int, int, Choice | AsyncChoice]) -> None:
     """Put a kernel into Triton's cache. Runs in a process of its own."""
-    kind, choice = job
-    depth, columns = choice.block_k, choice.block_n * (2 if kind == "norm_gate_up" else 1)
-    weight, x, residual = (
-        torch.zeros(n, k, device=DEVICE, dtype=DTYPE) for n, k in ((columns, depth), (16, depth), (16, columns))
-    )
+    kind, rows_, columns, depth, choice = job
+    if isinstance(choice, Choice):
+        rows_, depth, columns = 16, choice.block_k, choice.block_n * (2 if kind == "norm_gate_up" else 1)
+    shapes = (columns, depth), (rows_, depth), (rows_, columns)
+    weight, x, residual = (torch.zeros(shape, device=DEVICE, dtype=DTYPE) for shape in shapes)
     product(kind, choice, x, weight, weight[0], residual)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -249,16 +270,16 @@ def compile_one(job: tuple[Kind, Choice]) -> None:
 
 def compile_all(shapes: list[tuple[Kind, int, int]]) -> int:
     """Compile what will be timed, on all processors."""
-    plain: dict[Kind, Kind] = {"norm_linear": "linear"}
-    jobs = {
-        (plain.get(s[0], s[0]), choice)
-        for s in shapes
-        for bucket in PROBES
-        for choice in candidates(s[0], bucket, *s[1:])
-    }
+    jobs: dict[object, tuple[Kind, int, int, int, Choice | AsyncChoice]] = {}
+    for (kind, *shape), (bucket, probes) in itertools.product(shapes, PROBES.items()):
+        for choice in candidates(kind, bucket, *shape):
+            jobs[kind.removeprefix("norm_"), choice] = kind, 16, *shape, choice
+        for choice, m in itertools.product(async_candidates(kind, bucket, *shape), probes):
+            block = triton.next_power_of_2(min(m, choice.block_m))
+            jobs[kind, *shape, choice, max(block, linear_async.MIN_COPIED)] = kind, m, *shape, choice
     workers = max(1, (os.cpu_count() or 2) - 2)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, sorted(jobs), chunksize=4))
+        list(pool.map(compile_one, jobs.values(), chunksize=4))
     return len(jobs)
 
 
@@ -266,13 +287,13 @@ class Table:
     """What was chosen, kind by kind, shape by shape, for each bound on the rows; other shapes keep what they have."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, dict[str, dict[int, Choice | None]]] = {
+        self.entries: dict[str, dict[str, dict[int, Kernel]]] = {
             kind: {f"{n}x{k}": dict(found) for (n, k), found in shapes.items()}
             for kind, shapes in linear_table.table().items()
         }
         self.lines = [["what", "shape", "rows", "us", "library us", "floor us", "choice"]]
 
-    def add(self, kind: Kind, shape: tuple[int, ...], bucket: int, choice: Choice | None) -> None:
+    def add(self, kind: Kind, shape: tuple[int, ...], bucket: int, choice: Kernel) -> None:
         self.entries[kind].setdefault("x".join(map(str, shape)), {})[bucket] = choice
 
     def line(self, *cells: object) -> None:
@@ -283,12 +304,14 @@ class Table:
         """One line a shape."""
         parts = []
         for kind, shapes in self.entries.items():
-            found = (
-                (n, [[b, c and [*c[:5], *map(int, c[5:])]] for b, c in sorted(e.items())]) for n, e in shapes.items()
-            )
+            found = ((n, [[bound, c and self._entry(c)] for bound, c in sorted(e.items())]) for n, e in shapes.items())
             lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entries)}" for name, entries in found)
             parts.append(f"  {json.dumps(kind)}: {{\n{lines}\n  }}")
         path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+    @staticmethod
+    def _entry(choice: Choice | AsyncChoice) -> list[str | int]:
+        return [*(["async"] if isinstance(choice, AsyncChoice) else []), *map(int, choice)]
 
 
 def tune_layers(arch: str, table: Table) -> None:
@@ -320,6 +343,7 @@ def main() -> int:
     names = ARCHITECTURES if DEVICE == "cuda" else ("tiny",)
     parser.add_argument("--arch", nargs="*", default=list(names), help=f"default: {' '.join(names)}")
     parser.add_argument("--out", type=Path, default=linear_table.PATH, help="default: the table in the package")
+    parser.add_argument("--layers", action="store_true", help="leave the plain products as they are")
     args = parser.parse_args()
     if DEVICE == "cpu" and args.out == linear_table.PATH:
         parser.error("torch sees no GPU: give an --out, the table in the package is not measured on a CPU")
@@ -329,6 +353,7 @@ def main() -> int:
     }
     plain: list[tuple[Kind, int, int]] = sorted({("linear", *shape[1:]) for shape in layers})
     plain += sorted({("linear_fp32", c.vocab_size, c.hidden_size) for c in configs})
+    plain = [] if args.layers else plain
     print(f"{compile_all([*sorted(layers), *plain])} kernels compiled", file=sys.stderr, flush=True)
     contract()
     table, ratios = Table(), []
@@ -339,9 +364,11 @@ def main() -> int:
             found = tune_plain(*problem, table)
             ratios += found if problem[0] == "linear" else []
     table.write(args.out)
-    figures = {"geometric_mean": math.prod(ratios) ** (1 / len(ratios)), "worst": max(ratios)}
+    figures = {"geometric_mean": math.prod(ratios) ** (1 / len(ratios)), "worst": max(ratios)} if ratios else {}
     finish("tune_linear", {**figures, "rows": table.lines}, table.lines, args.json)
-    print(f"linear over the library: geometric mean {figures['geometric_mean']:.3f}, worst {figures['worst']:.3f}")
+    if figures:
+        mean, worst = figures.values()
+        print(f"linear over the library: geometric mean {mean:.3f}, worst {worst:.3f}")
     return 0
 
 
