@@ -22,7 +22,7 @@ from .config import RunConfig
 from .errors import LockstepError, NonFiniteError
 from .parity import Certificate, raise_mismatch
 from .timings import Span, totals
-from .trainer import StepResult, learning_rate, loss_weights, pack_shards, packed_slots
+from .trainer import PendingResult, StepResult, learning_rate, loss_weights, pack_shards, packed_slots
 from .types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
@@ -77,7 +77,8 @@ class Loop:
                         trainer.check(batch)
                 updates = config.trainer.num_iterations if batches else 0
                 lr = learning_rate(config.optimizer, step, config.steps)
-                results = [self._update(batches, lr, first=i == 0, last=i == updates - 1) for i in range(updates)]
+                pending = [self._update(batches, lr, first=i == 0, last=i == updates - 1) for i in range(updates)]
+                results = [update.get() for update in pending]  # the host waits here, once
                 result = results[0] if results else trainer.finish_check()
                 if self.world.size > 1 and any(r.applied for r in results):
                     with timings.measured("sync", on_device=True):
@@ -191,8 +192,8 @@ class Loop:
         )
         return [batch.to(self.device) for batch in packed]
 
-    def _update(self, batches: list[PackedBatch], lr: float, first: bool, last: bool) -> StepResult:
-        """One optimizer update on all micro-batches; only the first on a rollout can match the generator's bits."""
+    def _update(self, batches: list[PackedBatch], lr: float, first: bool, last: bool) -> PendingResult:
+        """Launch one optimizer update on all micro-batches; only a rollout's first can match the generator's bits."""
         trainer = self.run.trainer
         with self.run.timings.measured("forward_backward", on_device=True):
             for batch in batches:
@@ -201,7 +202,7 @@ class Loop:
                 trainer.forward_backward(batch, keep_support=first and not last)
                 batch.check_parity = False
         with self.run.timings.measured("optim_step", on_device=True):
-            return trainer.optim_step(lr)
+            return trainer.launch_optim_step(lr)
 
     def _verify(self, step: int, result: StepResult, groups: list[RolloutGroup]) -> None:
         self._latest = (groups, result)

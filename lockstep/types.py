@@ -5,6 +5,7 @@ Shape suffixes: T packed tokens, C completion tokens, S segments (packed sequenc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ FinishReason = Literal["stop", "length", "abort"]
 # Sampling domains: a part of the identity that keys the random numbers, so that validation or a one-off
 # `generate` never consumes or repeats what training draws.
 TRAIN_DOMAIN, VALIDATION_DOMAIN, GENERATE_DOMAIN, WARMUP_DOMAIN = 0, 1, 2, 3
+
+ALIGNMENT = 64  # bytes, of a batch's tensors in their buffer: more than any kernel asks for
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,17 @@ class PackedBatch:
     old_route_C: Tensor | None = None  # int32, `Completion.route_digests`, where they are to be compared
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch with its tensors on `device` (`sequence_C` stays on the host)."""
-        moved: dict[str, Any] = {
-            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) and k != "sequence_C" else v
-            for k, v in vars(self).items()
-        }
-        return PackedBatch(**moved)
+        """The same batch with its tensors on `device`, side by side; `sequence_C` stays on the host."""
+        moving = {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
+        return PackedBatch(**{**vars(self), **side_by_side(moving, device)})
+
+
+def side_by_side(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Contiguous tensors of the host on `device`, as parts of one buffer that one copy brings there."""
+    gap = torch.zeros(ALIGNMENT, dtype=torch.uint8)
+    pieces = [p for t in tensors.values() for p in (t.view(-1).view(torch.uint8), gap[: -t.nbytes % ALIGNMENT])]
+    sizes = [piece.numel() for piece in pieces]
+    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    moved = torch.cat(pieces, out=staged).to(device, non_blocking=True)  # the host does not wait
+    parts = zip(tensors.items(), moved.split(sizes)[::2], strict=True)
+    return {name: part.view(t.dtype).view(t.shape) for (name, t), part in parts}

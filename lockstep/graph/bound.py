@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from . import compat
 from .cudagraph import Recorder, Recording
 from .ir import Captured, GraphError, Inputs
+from .own_inputs import OwnInputs
 from .piecewise import Piecewise
 from .rehearsal import rehearse
 from .values import tensors_in
@@ -49,9 +49,11 @@ class BoundGraph:
             raise GraphError(f"{captured.title}: captured for sizes with {', '.join(broken)}")
         self._specs = inputs.described({})  # every size fixed, from here on
         with torch.inference_mode(False):
-            for i in self._user.values():  # a recorded graph's own; otherwise empty, each launch brings its tensors
-                own = self._arguments[i].shape if self._recorder else (0,)
-                self._arguments[i] = self._arguments[i].new_empty(own)
+            given = [self._arguments[i] for i in self._user.values()]
+            self._own = OwnInputs(given if self._recorder else [])
+            empty = [x.new_empty(0) for x in given]  # each launch brings its tensors
+            for i, x in zip(self._user.values(), self._own.tensors or empty, strict=True):
+                self._arguments[i] = x
         self._statics = [self._arguments[i] for i in self._static]
         self._addresses = list(map(Tensor.data_ptr, self._statics))
 
@@ -100,8 +102,7 @@ class BoundGraph:
         return lambda: self._run(arguments)
 
     def _replay_with(self, recorder: Recorder, user: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
-        if user:
-            compat.copy_all([self._arguments[i] for i in self._user.values()], [user[name] for name in self._user])
+        self._own.fill([user[name] for name in self._user])
 
         def run() -> list[Tensor]:
             if self._recording is None:
@@ -144,3 +145,4 @@ class BoundGraph:
         if self._recording is not None:
             self._recording.close()
         self._recording, self._arguments, self._statics, self._closed = None, [], [], True
+        self._own = OwnInputs([])

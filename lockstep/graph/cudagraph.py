@@ -69,6 +69,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
 
     def record(self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = ()) -> _CudaRecording:
+        torch.cuda.empty_cache()  # memory that others left is of no use to the pool, which takes its own from here on
         results = [r.clone() for r in self.run(run, arguments)]  # outside the pool
         graph = torch.cuda.CUDAGraph()
         pool = compat.graph_pool(self._open_pool())

@@ -3,9 +3,10 @@
 from .losses import LOSSES
 from .optimizer import AdamW, FlatParameters, learning_rate
 from .packing import loss_weights, pack, pack_shards, packed_slots
+from .result import PendingResult, StepResult
 from .routing import RoutingResult
 from .shapes import BatchShape, batch_shapes, bucket
-from .trainer import Mismatch, StepResult, Trainer
+from .trainer import Mismatch, Trainer
 
 __all__ = [
     "LOSSES",
@@ -13,6 +14,7 @@ __all__ = [
     "BatchShape",
     "FlatParameters",
     "Mismatch",
+    "PendingResult",
     "RoutingResult",
     "StepResult",
     "Trainer",

@@ -1,14 +1,13 @@
 """The policy step: `forward_backward` on each micro-batch, then `optim_step`.
 
-Between two updates everything stays on the device: gradients, statistics, the parity comparison and the flag that
-decides whether the optimizer writes. The host looks once, at the end of `optim_step`.
+Everything stays on the device: gradients, statistics, the parity comparison and the flag that decides whether the
+optimizer writes. The host looks once an update, at its result.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,33 +23,12 @@ from ..types import PackedBatch, SamplingParams
 from .mismatches import MAX_MISMATCHES, Mismatch, mismatches
 from .optimizer import AdamW, FlatParameters
 from .packing import blank_batch
+from .result import PendingResult, StepResult
 from .routing import RoutingResult, spread, statistics_of
 from .runs import EagerRuns, GraphRuns
 from .shapes import BatchShape
 from .step import STATISTICS, Scored, named, names
 from .trust_cases import Work, trust_cases
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one update (or one check without an update) found. Averages are a token, over the tokens trained on;
-    `entropy` (nats) is over the checked ones too. `kl` is None without a reference, `routing` without experts. Of the
-    tokens checked, those are different that have another log-probability or other experts than in the generator."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    applied: bool
-    finite: bool
-    clip_ratio: float
-    kl: float | None
-    entropy: float
-    tokens: int
-    tokens_checked: int
-    tokens_different: int
-    logprob_diff_max: float
-    mismatches: list[Mismatch] = field(default_factory=list)
-    routing: RoutingResult | None = None
 
 
 class Trainer:
@@ -65,7 +43,7 @@ class Trainer:
             same order, on batches of its own, as many as the others.
 
     Attributes:
-        weights_version: updates applied so far.
+        weights_version: updates applied so far, of those whose results the host has.
 
     Raises:
         InputError: `loss.router_aux_loss_coef` is set, and the model has no experts chosen by a softmax; or
@@ -194,11 +172,15 @@ class Trainer:
         batch.ref_logprob_C = self._runs.reference_logprobs(batch)
 
     def optim_step(self, lr: float) -> StepResult:
-        """Update the weights with the accumulated gradients and clear them; the host waits here, once.
+        """Update the weights with the accumulated gradients and clear them; the host waits for the result.
 
         Nothing is written when the loss or the gradient norm is not finite or, under `enforce_parity`, when any
         log-probability differed since the last call.
         """
+        return self.launch_optim_step(lr).get()
+
+    def launch_optim_step(self, lr: float) -> PendingResult:
+        """`optim_step` without waiting: the next update can be launched before this one's result is taken."""
         self._lr.fill_(lr)
         return self._finish(lr, *self._runs.optim_step())
 
@@ -210,7 +192,7 @@ class Trainer:
         """The result of a step in which batches were only checked; no update, and gradients are cleared."""
         self.flat.grad.zero_()
         zero = torch.zeros((), device=self.flat.grad.device)
-        return self._finish(0.0, zero, zero.bool())
+        return self._finish(0.0, zero, zero.bool()).get()
 
     @property
     def checked(self) -> list[Tensor]:
@@ -250,19 +232,22 @@ class Trainer:
     def _reset_step(self) -> None:
         """Forget the statistics that micro-batches added up."""
         self._values.zero_()
-        self._scored.clear()
+        self._scored = []
 
-    def _finish(self, lr: float, grad_norm: Tensor, applied: Tensor) -> StepResult:
-        """Bring the statistics to the host, in one transfer, and start them anew."""
+    def _finish(self, lr: float, grad_norm: Tensor, applied: Tensor) -> PendingResult:
+        """Send the statistics to the host, in one transfer, and start them anew."""
         known = names(self._values)
         parts = [self._values[: len(known)], torch.stack((grad_norm, applied)).double()]
         known += ("grad_norm", "applied")
         if self._moe is not None:
             parts.append(spread(named(self._values)["loads"].view(-1, self._moe.num_experts)))
             known += ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
-        s = dict(zip(known, torch.cat(parts).tolist(), strict=True))
-        differing = self._mismatches() if s["different"] else []
+        numbers, scored = torch.cat(parts), self._scored
         self._reset_step()
+        return PendingResult(numbers, lambda found: self._result(lr, dict(zip(known, found, strict=True)), scored))
+
+    def _result(self, lr: float, s: dict[str, float], scored: list[tuple[PackedBatch, Scored]]) -> StepResult:
+        """What the numbers of an update say, and those of its checked batches that differ."""
         self.weights_version += int(s["applied"])
         tokens = max(s["tokens"], 1.0)
         return StepResult(
@@ -278,13 +263,13 @@ class Trainer:
             tokens_checked=int(s["checked"]),
             tokens_different=int(s["different"]),
             logprob_diff_max=s["diff_max"],
-            mismatches=differing,
+            mismatches=self._mismatches(scored) if s["different"] else [],
             routing=self._routing(s),
         )
 
-    def _mismatches(self) -> list[Mismatch]:
+    def _mismatches(self, scored: list[tuple[PackedBatch, Scored]]) -> list[Mismatch]:
         """Of all ranks, which know alike that there are some."""
-        found = self.world.gather(mismatches(self._scored))
+        found = self.world.gather(mismatches(scored))
         return [mismatch for one in found for mismatch in one][:MAX_MISMATCHES]
 
     def _routing(self, s: dict[str, float]) -> RoutingResult | None:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import InputError
 from lockstep.trainer import bucket, loss_weights, pack, packed_slots
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import ALIGNMENT, SamplingParams, TrainGroup, TrainSequence
 
 
 def sequence(token_ids, **fields):
@@ -175,3 +175,16 @@ def test_shared_and_repeated_prompts_give_the_same_bits(make_model, make_groups,
         assert torch.equal(a[:n], b[:n])
     wrong = score(model, pack(make_groups(seed=1), max_tokens=4096, check_parity=False)[0])
     assert not torch.equal(wrong.logprob_C[:n], score(model, shared).logprob_C[:n])
+
+
+def test_a_batch_that_moves_keeps_its_values_in_one_aligned_buffer():
+    (batch,) = pack(hand_groups(), max_tokens=64, check_parity=True)
+    moved = batch.to(torch.device("cpu"))
+    tensors = {name: value for name, value in vars(moved).items() if isinstance(value, torch.Tensor)}
+    assert tensors.pop("sequence_C") is batch.sequence_C and len(tensors) == 17
+    for name, tensor in tensors.items():
+        own = getattr(batch, name)
+        assert torch.equal(tensor, own) and tensor.dtype == own.dtype and tensor.data_ptr() != own.data_ptr()
+        assert tensor.data_ptr() % ALIGNMENT == 0
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
+    assert (moved.sequences, moved.max_len, moved.support_C) == (batch.sequences, batch.max_len, None)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from updates import FILTERED, LR, MAX_TOKENS, WARM, bits, gradients, make_trainer, one_batch, same
+from updates import FILTERED, LR, MAX_TOKENS, WARM, NoHostReads, bits, gradients, make_trainer, one_batch, same
 
 from lockstep.models import save_model
 from lockstep.models.weight_map import weight_map
@@ -288,3 +288,35 @@ def test_supervised_steps_lower_the_loss(make_model, make_groups):
         trainer.forward_backward(batch, loss_type="sft")
         losses.append(trainer.optim_step(LR).loss)
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_updates_launched_before_their_results_are_taken_are_the_same(make_model, make_groups, record):
+    def updates(launch_all):
+        model = make_model()
+        groups = record(model, make_groups())
+        trainer = make_trainer(model, enforce_parity=False)
+        groups[0].sequences[0].logprobs[0] += 1.0  # the first update's alone
+        pending, results = [], []
+        for i in range(3):
+            groups[1].sequences[0].advantage = math.nan if i == 1 else 0.5  # the second is not applied
+            trainer.forward_backward(one_batch(groups, check_parity=i == 0))
+            pending.append(trainer.launch_optim_step(LR))
+            results += [] if launch_all else [pending[-1].get()]
+        assert trainer.weights_version == (0 if launch_all else 2)
+        results = results or [update.get() for update in pending]
+        assert all(update.get() is result for update, result in zip(pending, results, strict=True))
+        assert trainer.weights_version == 2 and [r.applied for r in results] == [True, False, True]
+        assert [len(r.mismatches) for r in results] == [1, 0, 0]
+        return [repr(result) for result in results], bits(trainer)
+
+    (one_by_one, expected), (later, found) = updates(False), updates(True)
+    assert one_by_one == later and same(expected, found)
+
+
+def test_launching_an_update_reads_nothing_from_the_device(make_model, make_groups, record):
+    model = make_model()
+    trainer = make_trainer(model)
+    trainer.forward_backward(one_batch(record(model, make_groups())))
+    with NoHostReads():
+        pending = trainer.launch_optim_step(LR)
+    assert pending.get().applied

@@ -1,6 +1,7 @@
 """Updates of a trainer, and the bits that they leave."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.trainer import Trainer, pack
@@ -38,3 +39,19 @@ def bits(trainer):
 
 def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where Python looks at a tensor's value or a shape depends on one: what a CUDA graph could not hold."""
+
+    READS = {
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.is_nonzero.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.equal.default,
+    }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in self.READS, func
+        return func(*args, **(kwargs or {}))

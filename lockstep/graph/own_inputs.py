@@ -1,0 +1,61 @@
+"""A recorded graph's own memory for the inputs that come with each launch, and the copying into it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import compat
+
+
+class OwnInputs:
+    """Buffers for inputs like the given ones; their addresses stay.
+
+    Inputs that lie side by side in one buffer have buffers that lie alike in one. Then a launch whose inputs lie so too
+    costs one copy, and one more for each input that lies elsewhere.
+
+    Attributes:
+        tensors: the buffers, in the order of the inputs.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self._places = _places(inputs)
+        self._first = min(self._places, default=None)
+        self._run: Tensor | None = None
+        self.tensors = [x.new_empty(x.shape) for x in inputs]
+        if self._first is None:
+            return
+        first = inputs[self._first]
+        self._run = first.new_empty(first.untyped_storage().nbytes(), dtype=torch.uint8)
+        for i, place in self._places.items():
+            own = self._run[place : place + inputs[i].nbytes]
+            self.tensors[i] = own.view(inputs[i].dtype).view(inputs[i].shape)
+
+    def fill(self, inputs: Sequence[Tensor]) -> None:
+        """Copy a launch's inputs in; their shapes, dtypes and device are those of the first ones."""
+        elsewhere: Sequence[int] = range(len(inputs))
+        if self._run is not None and self._first is not None:
+            storage = inputs[self._first].untyped_storage()
+            begin = storage.data_ptr()
+            lie_alike = {i for i, place in self._places.items() if inputs[i].data_ptr() == begin + place}
+            if self._first in lie_alike and storage.nbytes() == self._run.numel():
+                self._run.copy_(self._run.new_empty(0).set_(storage))
+                elsewhere = [i for i in elsewhere if i not in lie_alike]
+        if elsewhere:
+            compat.copy_all([self.tensors[i] for i in elsewhere], [inputs[i] for i in elsewhere])
+
+
+def _places(inputs: Sequence[Tensor]) -> dict[int, int]:
+    """Where inputs begin in the buffer that most of them share, in bytes, by number; empty if they fill less than half
+    of it, or are fewer than two."""
+    sizes: Counter[int] = Counter()
+    for x in inputs:
+        sizes[x.untyped_storage().data_ptr()] += x.nbytes
+    for begin, size in sizes.most_common(1):
+        lie_in = [i for i, x in enumerate(inputs) if x.untyped_storage().data_ptr() == begin and x.is_contiguous()]
+        if len(lie_in) > 1 and 2 * size >= inputs[lie_in[0]].untyped_storage().nbytes():
+            return {i: inputs[i].data_ptr() - begin for i in lie_in if inputs[i].numel()}
+    return {}
