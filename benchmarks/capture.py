@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ def make_compiler(way: str, device: torch.device) -> Compiler | None:
 
 
 def train_batch(model: Decoder, prompts: int, prompt_length: int, length: int) -> PackedBatch:
-    """Random tokens; random old log-probs, so that ratios, clips and differences are all there."""
+    """Random tokens; random old log-probs, so that ratios, clips and differences are all there. On the host."""
     generator = torch.Generator().manual_seed(1)
 
     def tokens(count: int) -> list[int]:
@@ -75,7 +74,7 @@ def train_batch(model: Decoder, prompts: int, prompt_length: int, length: int) -
         for _ in range(prompts)
     ]
     (batch,) = pack(groups, max_tokens=1 << 17, check_parity=True)
-    return batch.to(model.embed.device)
+    return batch
 
 
 class Memory:
@@ -99,7 +98,7 @@ class Memory:
 
 
 def timed(run: Callable[[], object], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median milliseconds, the device's work included, and of the host alone."""
+    """Median milliseconds, the device's work included, and of the host alone, to the end of its launches."""
     total = [seconds(run, device.type) for _ in range(repeats)]
     host = []
     for _ in range(repeats):
@@ -111,9 +110,11 @@ def timed(run: Callable[[], object], repeats: int, device: torch.device) -> dict
     return {"ms": statistics.median(total) * 1e3, "host_ms": statistics.median(host) * 1e3, "min_ms": min(total) * 1e3}
 
 
-def train_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tuple[list[Any], dict[str, Any]]:
-    """Hashes of all gradients, weights and moments that `UPDATES` updates leave behind, and the times of each part."""
+def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> tuple[list[Any], dict[str, Any]]:
+    """Hashes of all gradients, weights and moments that `UPDATES` updates leave behind, and the times of each part and
+    of both, one behind the other."""
     device = source.embed.device
+    batch = packed.to(device)
     compiler = make_compiler(way, device)
     with Memory(device) as memory:
         model = copy.deepcopy(source)
@@ -130,10 +131,17 @@ def train_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tu
         evidence += [int(fingerprint(t)) for t in (trainer.flat.data, *trainer.state()[0].values())]
         with torch.no_grad():
             scores = score(model, batch)[1]  # from here on no difference is found, and with a rate of 0 none arises
-        on_policy = replace(batch, old_logprob_C=scores.logprob_C, old_model_logprob_C=scores.model_logprob_C)
+        batch.old_logprob_C.copy_(scores.logprob_C)
+        batch.old_model_logprob_C.copy_(scores.model_logprob_C)
+
+        def step() -> None:
+            trainer.forward_backward(batch)
+            trainer.launch_optim_step(0.0)
+
         figures: dict[str, Any] = {
-            "forward_backward": timed(lambda: trainer.forward_backward(on_policy), repeats, device),
-            "optim_step": timed(lambda: trainer.optim_step(0.0), repeats, device),
+            "forward_backward": timed(lambda: trainer.forward_backward(batch), repeats, device),
+            "optim_step": timed(lambda: trainer.launch_optim_step(0.0), repeats, device),
+            "step": timed(step, repeats, device),
             "first_steps_s": first_steps,
         }
     figures |= memory.figures
@@ -219,7 +227,7 @@ def train_rows(figures: dict[str, Any]) -> list[list[str]]:
         if "failed" in f:
             rows.append(["train", way, "FAILED", f["failed"][:60], "", ""])
             continue
-        for part in ("forward_backward", "optim_step"):
+        for part in ("forward_backward", "optim_step", "step"):
             t, peak = f[part], f"{f.get('peak_gib', 0):.1f}/{f.get('reserved_gib', 0):.1f}"
             rows.append([part, way, str(f["identical"]), f"{t['ms']:.2f}", f"{t['host_ms']:.2f}", peak])
     return rows

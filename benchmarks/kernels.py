@@ -123,7 +123,7 @@ def train(model: Decoder) -> tuple[list[Kernel], dict[str, float]]:
     trainer = Trainer(
         model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=make_compiler("CUDA graph", device)
     )
-    batch = train_batch(model, *((5, 145, 100) if device.type == "cuda" else (1, 20, 8)))
+    batch = train_batch(model, *((5, 145, 100) if device.type == "cuda" else (1, 20, 8))).to(device)
 
     def steps(count: int) -> int:
         for _ in range(count):

@@ -60,7 +60,7 @@ def parts(arch: str, checked: bool, repeats: int, device: str) -> dict[str, list
     compiler = make_compiler("CUDA graph", model.embed.device)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
     generate = Ours(model, case, random_prompts(case.prompts, lambda: case.prompt))  # weights stay now
-    batch = train_batch(model, case.prompts, case.prompt, case.new)
+    batch = train_batch(model, case.prompts, case.prompt, case.new).to(model.embed.device)
     batch.check_parity = checked
 
     def train() -> None:

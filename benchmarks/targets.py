@@ -91,7 +91,7 @@ def capture(f: Figures) -> Lines:
             memory = ways["CUDA graph"].get("reserved_gib", 0) / (ways["captured"].get("reserved_gib") or math.inf)
             yield at_most(f"{part}: memory with CUDA graphs over without", memory, 1.07)
             graph = ways["CUDA graph"]
-            host = graph["forward_backward"]["host_ms"] if part == "train" else graph["host_ms_a_step"]
+            host = graph["step"]["host_ms"] if part == "train" else graph["host_ms_a_step"]
             yield at_most(f"{part}: host ms", host, 0.2)
 
 
