@@ -26,7 +26,6 @@ from lockstep.graph.bits import fingerprint
 from lockstep.models import Decoder
 from lockstep.timings import Span, Timings
 from lockstep.trainer import Trainer, pack
-from lockstep.trainer.step import score
 from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
 WAYS: dict[str, CompileConfig | None] = {
@@ -97,17 +96,41 @@ class Memory:
             self.figures = {"peak_gib": allocated / GIB, "reserved_gib": reserved / GIB}
 
 
-def timed(run: Callable[[], object], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median milliseconds, the device's work included, and of the host alone, to the end of its launches."""
+class Replays:
+    """Seconds that replays of a compiler's recorded graphs take on the host: what the driver needs to launch them."""
+
+    def __init__(self, compiler: Compiler | None) -> None:
+        self.seconds = 0.0
+        for function in compiler.functions if compiler else ():
+            for graph in function.graphs.values():
+                if graph._recording is not None:
+                    graph._recording.replay = self._watched(graph._recording.replay)
+
+    def _watched(self, replay: Callable[[], None]) -> Callable[[], None]:
+        def watched() -> None:
+            began = time.perf_counter()
+            replay()
+            self.seconds += time.perf_counter() - began
+
+        return watched
+
+
+def timed(
+    run: Callable[[], object], repeats: int, device: torch.device, replays: Replays | None = None
+) -> dict[str, float]:
+    """Median milliseconds: in all; of the host, to the end of its launches; and of that without the graphs' replays."""
+    replays = replays or Replays(None)
     total = [seconds(run, device.type) for _ in range(repeats)]
-    host = []
+    host, python = [], []
     for _ in range(repeats):
         if device.type == "cuda":
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        began, before = time.perf_counter(), replays.seconds
         run()
         host.append(time.perf_counter() - began)
-    return {"ms": statistics.median(total) * 1e3, "host_ms": statistics.median(host) * 1e3, "min_ms": min(total) * 1e3}
+        python.append(host[-1] - (replays.seconds - before))
+    medians = {"ms": total, "host_ms": host, "python_ms": python}
+    return {name: statistics.median(times) * 1e3 for name, times in medians.items()} | {"min_ms": min(total) * 1e3}
 
 
 def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> tuple[list[Any], dict[str, Any]]:
@@ -129,19 +152,20 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
             evidence.append(trainer.optim_step(LEARNING_RATE))
         first_steps = time.perf_counter() - began
         evidence += [int(fingerprint(t)) for t in (trainer.flat.data, *trainer.state()[0].values())]
-        with torch.no_grad():
-            scores = score(model, batch)[1]  # from here on no difference is found, and with a rate of 0 none arises
-        batch.old_logprob_C.copy_(scores.logprob_C)
-        batch.old_model_logprob_C.copy_(scores.model_logprob_C)
+        scored = trainer._runs.forward_backward(batch, trainer.loss.loss_type, False)
+        batch.old_logprob_C.copy_(scored.logprob_C)  # so no difference is found, and with a rate of 0 none arises
+        batch.old_model_logprob_C.copy_(scored.model_logprob_C)
+        trainer.optim_step(0.0)
+        replays = Replays(compiler)
 
         def step() -> None:
             trainer.forward_backward(batch)
             trainer.launch_optim_step(0.0)
 
         figures: dict[str, Any] = {
-            "forward_backward": timed(lambda: trainer.forward_backward(batch), repeats, device),
-            "optim_step": timed(lambda: trainer.launch_optim_step(0.0), repeats, device),
-            "step": timed(step, repeats, device),
+            "forward_backward": timed(lambda: trainer.forward_backward(batch), repeats, device, replays),
+            "optim_step": timed(lambda: trainer.launch_optim_step(0.0), repeats, device, replays),
+            "step": timed(step, repeats, device, replays),
             "first_steps_s": first_steps,
         }
     figures |= memory.figures
@@ -225,11 +249,12 @@ def train_rows(figures: dict[str, Any]) -> list[list[str]]:
     rows = []
     for way, f in figures.items():
         if "failed" in f:
-            rows.append(["train", way, "FAILED", f["failed"][:60], "", ""])
+            rows.append(["train", way, "FAILED", f["failed"][:60], "", "", ""])
             continue
         for part in ("forward_backward", "optim_step", "step"):
             t, peak = f[part], f"{f.get('peak_gib', 0):.1f}/{f.get('reserved_gib', 0):.1f}"
-            rows.append([part, way, str(f["identical"]), f"{t['ms']:.2f}", f"{t['host_ms']:.2f}", peak])
+            times = (f"{t[name]:.2f}" for name in ("ms", "host_ms", "python_ms"))
+            rows.append([part, way, str(f["identical"]), *times, peak])
     return rows
 
 
@@ -237,11 +262,11 @@ def decode_rows(name: str, figures: dict[str, Any]) -> list[list[str]]:
     rows = []
     for way, f in figures.items():
         if "failed" in f:
-            rows.append([name, way, "FAILED", f["failed"][:60], "", ""])
+            rows.append([name, way, "FAILED", f["failed"][:60], "", "", ""])
         else:
             peak = f"{f.get('peak_gib', 0):.1f}/{f.get('reserved_gib', 0):.1f}"
             times = f"{f['ms_a_step']:.3f}", f"{f['host_ms_a_step']:.3f}"
-            rows.append([name, way, str(f["identical"]), *times, peak])
+            rows.append([name, way, str(f["identical"]), *times, "", peak])
     return rows
 
 
@@ -266,7 +291,7 @@ def main() -> int:
         "length": length,
         "decoded": decoded,
     }
-    rows = [["part", "way", "identical", "ms", "host ms", "GiB peak/reserved"]]
+    rows = [["part", "way", "identical", "ms", "host ms", "without replays", "GiB peak/reserved"]]
     if "train" not in args.skip:
         batch = train_batch(model, args.prompts, prompt_length, length)
         figures["packed_tokens"] = batch.tokens_T.numel()

@@ -49,13 +49,12 @@ class OwnInputs:
 
 
 def _places(inputs: Sequence[Tensor]) -> dict[int, int]:
-    """Where inputs begin in the buffer that most of them share, in bytes, by number; empty if they fill less than half
+    """Where inputs begin in the buffer that most of them lie in, in bytes, by number; empty if they fill less than half
     of it, or are fewer than two."""
-    sizes: Counter[int] = Counter()
-    for x in inputs:
-        sizes[x.untyped_storage().data_ptr()] += x.nbytes
-    for begin, size in sizes.most_common(1):
-        lie_in = [i for i, x in enumerate(inputs) if x.untyped_storage().data_ptr() == begin and x.is_contiguous()]
-        if len(lie_in) > 1 and 2 * size >= inputs[lie_in[0]].untyped_storage().nbytes():
-            return {i: inputs[i].data_ptr() - begin for i in lie_in if inputs[i].numel()}
+    begins = [x.untyped_storage().data_ptr() for x in inputs]
+    for begin, count in Counter(begins).most_common(1):
+        lie_in = [i for i, x in enumerate(inputs) if begins[i] == begin and x.numel() and x.is_contiguous()]
+        size = sum(inputs[i].nbytes for i in lie_in)
+        if count > 1 and lie_in and 2 * size >= inputs[lie_in[0]].untyped_storage().nbytes():
+            return {i: inputs[i].data_ptr() - begin for i in lie_in}
     return {}

@@ -67,6 +67,12 @@ def test_inputs_side_by_side_take_one_copy_and_each_that_lies_elsewhere_another(
     assert sum(filled(own, batch(6, token=torch.arange(5) * 100))) <= 5  # the first: nothing tells where the rest lies
 
 
+def test_a_large_input_elsewhere_leaves_the_others_together() -> None:
+    large = torch.ones(100_000)
+    own = OwnInputs([*batch(), large])
+    assert sum(filled(own, [*batch(1), large * 2])) <= 3
+
+
 def test_another_order_in_a_buffer_of_the_same_size_is_no_other_content() -> None:
     own = OwnInputs(batch())
     names = list(values())
