@@ -164,7 +164,7 @@ class EagerRuns:
 class GraphRuns:
     """The same as captured graphs: one a bucket of the batch for each way to score it, and one for the update.
 
-    Gradients and statistics grow inside the graphs. What a call returns is copied out of the graphs' memory.
+    Gradients and statistics grow inside the graphs. What a batch's call returns is copied out of the graphs' memory.
     """
 
     def __init__(self, eager: EagerRuns, compiler: graph.Compiler) -> None:
@@ -240,9 +240,9 @@ class GraphRuns:
         return self._reference(tensors_of(batch), **statics_of(batch))["model_logprob_C"].clone()
 
     def optim_step(self) -> tuple[Tensor, Tensor]:
-        """See `EagerRuns.optim_step`."""
+        """See `EagerRuns.optim_step`. What this returns lies in the graphs' memory: use it before the next launch."""
         outputs = self._optim()
-        return outputs["grad_norm"].clone(), outputs["applied"].clone()
+        return outputs["grad_norm"], outputs["applied"]
 
     def gather_weights(self) -> None:
         """See `EagerRuns.gather_weights`."""

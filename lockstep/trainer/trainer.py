@@ -237,7 +237,7 @@ class Trainer:
     def _finish(self, lr: float, grad_norm: Tensor, applied: Tensor) -> PendingResult:
         """Send the statistics to the host, in one transfer, and start them anew."""
         known = names(self._values)
-        parts = [self._values[: len(known)], torch.stack((grad_norm, applied)).double()]
+        parts = [self._values[: len(known)], grad_norm.view(1), applied.view(1)]  # float64 together
         known += ("grad_norm", "applied")
         if self._moe is not None:
             parts.append(spread(named(self._values)["loads"].view(-1, self._moe.num_experts)))
