@@ -34,11 +34,12 @@ def _learning(limit: int, *flags: str) -> tuple[str, ...]:
 
 
 LINEAR_MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
-WORDS = ("word-arithmetic", "--steps", "250")
+WORDS = ("word-arithmetic",)
 DIGITS = (
     *("sum-digits", "--arch", "qwen3-100m", "--task.no-easy", "--sampling.max-completion-length", "64"),
-    *("--trainer.warmup-learning-rate", "1e-3", "--trainer.warmup-loss", "0.02", "--optimizer.learning-rate", "2e-5"),
-    *("--task.validation-interval", "25", "--steps", "150"),
+    *("--trainer.warmup-steps", "2000", "--trainer.warmup-learning-rate", "5e-4", "--trainer.warmup-loss", "0"),
+    *("--trainer.warmup-reward", "0.6", "--optimizer.learning-rate", "5e-5", "--task.validation-interval", "25"),
+    *("--checkpoint.interval", "0", "--steps", "200"),
 )
 
 PARTS = (
@@ -48,7 +49,7 @@ PARTS = (
     Part("tests-compile", _tests("compile"), 90, 260),
     Part("capture", _script("capture"), 90, 180),
     Part("compile_ways", _script("compile_ways"), 120, 300),
-    Part("learning-words", _learning(240, *WORDS), 120, 260),
+    Part("learning-words", _learning(240, *WORDS), 140, 260),
     Part("families", _script("families"), 110, 240),
     Part("generate", _script("generate", "--peer", "none", "--case", "seed", "--case", "seed, top-p", "--case", "one",
                              "--case", "mid", "--case", "mixed"), 120, 220),
@@ -67,7 +68,7 @@ PARTS = (
     Part("startup", _script("startup", "--repeats", "2"), 140, 280),
     Part("flex", _script("flex"), 90, 200),
     Part("decode_layer", _script("decode_layer"), 20, 60),
-    Part("learning-digits", _learning(300, *DIGITS), 200, 320),
+    Part("learning-digits", _learning(300, *DIGITS), 160, 320),
     Part("growth", _script("growth"), 170, 300),
     Part("generate-big", _script("generate", "--peer", "none", "--case", "big", "--repeats", "3"), 75, 130),
     Part("generate-peer", _script("generate", "--peer", "transformers", "--case", "seed"), 50, 100),

@@ -36,17 +36,17 @@ def sum_digits(model: str | None) -> RunConfig:
 def word_arithmetic(model: str | None) -> RunConfig:
     """Short stories of additions and subtractions. Without a model, a random one of 100 million parameters
     trains on them, a supervised warm-up first: meant for a GPU."""
-    warm_up = 600 if model is None else 0
+    warm_up, rate = (2000, 5e-5) if model is None else (0, 2e-5)
     return RunConfig(
         recipe="word-arithmetic",
         model=model,
         arch="qwen3-100m",
-        steps=150,
+        steps=300,
         task=TaskConfig(name="word-arithmetic", validation_prompts=200, validation_interval=25),
         sampling=SamplingConfig(max_completion_length=64),
-        trainer=TrainerConfig(prompts_per_step=64, warmup_steps=warm_up, warmup_loss=0.08),
+        trainer=TrainerConfig(prompts_per_step=64, warmup_steps=warm_up, warmup_learning_rate=4e-4, warmup_reward=0.6),
         loss=LossConfig(scale_rewards="group"),
-        optimizer=OptimizerConfig(learning_rate=2e-5, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
+        optimizer=OptimizerConfig(learning_rate=rate, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
     )
 
 

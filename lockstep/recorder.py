@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any, ClassVar
 
 from . import __version__, checkpoint, config_file
@@ -31,8 +30,8 @@ from .parallel import ONE, World
 from .parity import Certificate
 from .report import write_report
 from .resume import CHECKPOINTS, FINAL_MODEL
-from .signals import raise_received
 from .startup import warm_up
+from .supervised import imitate
 from .timeline import TIMELINE_FILE, Timeline
 from .timings import Span
 from .trackers import Trackers
@@ -198,24 +197,16 @@ class Recorder:
 
     def warmup(self, loop: Loop, display: Display) -> None:
         """Supervised steps on worked examples before reinforcement learning."""
-        t = self.config.trainer
-        steps = t.warmup_steps
+        steps = self.config.trainer.warmup_steps
         if not steps:
             return
         began = time.perf_counter()
         display.note(f"warm-up: at most {steps} supervised steps on worked examples")
-        losses: list[float] = []
         with loop.run.timings.measured("warmup"):
-            while len(losses) < steps and not (len(losses) >= 10 and mean(losses[-10:]) < t.warmup_loss):
-                raise_received()
-                losses.append(loop.warmup_step(len(losses)).loss)
-                if len(losses) % 25 == 0:
-                    display.note(f"warm-up step {len(losses)}: loss {losses[-1]:.3f}")
-        loop.run.trainer.reset_optimizer()
-        seconds = time.perf_counter() - began
-        display.note(f"warm-up: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps, {seconds:.1f} s")
-        self.summary["warmup"] = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1]}
-        self.summary["warmup_s"] = seconds
+            self.summary["warmup"] = done = imitate(loop, display.note)
+        self.summary["warmup_s"] = seconds = time.perf_counter() - began
+        losses = f"loss {done['loss_first']:.3f} to {done['loss_last']:.3f}"
+        display.note(f"warm-up: {losses} in {done['steps']} steps, {seconds:.1f} s")
 
     def validate(self, loop: Loop, display: Display, step: int) -> dict[str, float]:
         """Greedy completions of held-out problems after `step` steps."""

@@ -46,6 +46,16 @@ def warm_up(config: RunConfig, run: Run) -> None:
     )
 
 
+def prepare_validation(config: RunConfig, run: Run) -> None:
+    """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
+    if isinstance(run.compiler, Compiler):
+        if run.policy.model.embed.is_cuda:
+            with run.compiler.rehearsal():
+                _make_validation_graphs(config, run)
+        with run.compiler.making():
+            _make_validation_graphs(config, run)
+
+
 def make_ready(
     compiler: Compiler | LayerCompiler,
     make_graphs: Callable[[], None],
@@ -98,7 +108,12 @@ def _make_graphs(config: RunConfig, run: Run) -> None:
     tokens = run.shapes[0].max_len
     ranks = run.world.size
     run.engine.warm_up(config.trainer.prompts_per_step // ranks * run.sampling.n, tokens, run.sampling)
-    run.engine.warm_up(-(-config.task.validation_prompts // ranks), tokens, run.validation_sampling)
+    _make_validation_graphs(config, run)
+
+
+def _make_validation_graphs(config: RunConfig, run: Run) -> None:
+    sequences = -(-config.task.validation_prompts // run.world.size)
+    run.engine.warm_up(sequences, run.shapes[0].max_len, run.validation_sampling)
 
 
 def _batches(config: RunConfig) -> dict[str, Any]:

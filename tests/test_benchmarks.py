@@ -30,7 +30,7 @@ for name in sys.argv[2:]:
             importlib.import_module(name).main()
     except SystemExit as end:
         assert end.code == 0, (name, end.code)
-    assert "--json" in text.getvalue() or name == "all", name
+    assert "--json" in text.getvalue() or name in ("all", "learning_page"), name
 """
 
 
@@ -129,6 +129,31 @@ def test_results_are_unpacked_by_part_and_device(driver: ModuleType, tmp_path: P
     assert [path.name for path in written] == ["ops_linear-h200.json", "growth-h200.json"]
     assert json.loads(written[0].read_text()) == {"device": "NVIDIA H200", "rows": 1}
     assert json.loads(written[1].read_text())["note"] == "incomplete: killed after 9 s"
+
+
+def test_the_page_of_real_runs_has_their_figures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    page = importlib.import_module("learning_page")
+    held_out = {"9": 0.5, "10": 0.75, "0": 0.25}  # in no order
+    group = {"prompt": "Rules.\n\n1 + 2?\n", "samples": [{"text": "3", "reward": 1.3}]}
+    figures = {
+        "flags": ["sum-digits", "--steps", "10"], "device": "a GPU", "date": "today", "torch": "2", "steps_done": 10,
+        "summary": {"warmup": {"steps": 7}, "warmup_s": 4.4, "total_s": 61.0, "reward_first_10": 0.5,
+                    "reward_last_10": 1.0},
+        "certificate": {"tokens_checked": 12345, "tokens_different": 0},
+        "validation": {step: {page.SOLVED: v, page.REWARD: v + 0.3} for step, v in held_out.items()},
+        "rollouts": {"first": [group], "last": [group]},
+    }  # fmt: skip
+    found = page.filled(f"above\n\n{page.BEGIN}\n\nold\n\n{page.END}\nbelow\n", [page.section("digits", figures)])
+    words = " ".join(found.split())
+    assert "lockstep train sum-digits --steps 10" in found and "old" not in found and "Rules" not in found
+    assert "7 supervised steps in 4 s, 10 of reinforcement learning, 61 s in all" in words
+    assert "25.0% were solved before and 75.0% after; their mean reward went from 0.550 to 1.050" in words
+    assert "12,345 tokens checked, 0 different" in words and "```text\n1 + 2?\n3\n```" in found
+    assert page.filled(found, [page.section("digits", figures)]) == found, "again changes nothing"
+    assert page.name_of(Path("learning_words-h200.json")) == "words"
+    with pytest.raises(SystemExit, match="the page has no"):
+        page.filled("nothing", [])
 
 
 def test_figures_stand_beside_their_targets(driver: ModuleType) -> None:

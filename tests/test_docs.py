@@ -61,7 +61,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.findall(r"(?:<!-- (.*?) -->\n)?```(\w+)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.findall(r"(?:<!-- ([^\n]*?) -->\n)?```(\w+)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     return [Block(language, code, note) for note, language, code in found]
 
 

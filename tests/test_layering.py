@@ -51,10 +51,11 @@ ALLOWED: dict[str, set[str]] = {
     "startup": {"build", "graph", "ops", "parallel"},
     "parity": {"attention", "build", "generator", "graph", "models", "ops", "startup", "trainer"},
     "loop": {"rollout", "advantage", "build", "parity", "trainer"},
+    "supervised": {"loop", "signals", "startup"},
     "resume": {"checkpoint", "config_file", "metrics"},
     "recorder": {
         *("loop", "build", "parallel", "parity", "checkpoint", "metrics", "report", "config_file"),
-        *("display", "environment", "resume", "signals", "startup", "timeline", "trackers"),
+        *("display", "environment", "resume", "startup", "supervised", "timeline", "trackers"),
     },
     "run": {"recorder", "loop", "build", "parallel", "display", "resume", "signals", "timeline", "trackers"},
     "precompile": {"build", "graph", "startup"},

@@ -53,6 +53,8 @@ def _ranges(c: RunConfig) -> list[tuple[str, float, float, float]]:
         ("trainer.warmup_steps", t.warmup_steps, 0, inf),
         ("trainer.warmup_learning_rate", t.warmup_learning_rate, 0, inf),
         ("trainer.warmup_loss", t.warmup_loss, 0, inf),
+        ("trainer.warmup_reward", t.warmup_reward, 0, inf),
+        ("trainer.warmup_interval", t.warmup_interval, 1, inf),
         ("trainer.warmup_batch_size", t.warmup_batch_size, 1, inf),
         ("loss.epsilon", lo.epsilon, 0, inf),
         ("loss.epsilon_high", lo.epsilon if lo.epsilon_high is None else lo.epsilon_high, 0, inf),
@@ -134,6 +136,10 @@ def _check_combinations(c: RunConfig) -> None:
     refuse(
         c.trainer.warmup_steps > 0 and t.name in _DATA_TASKS,
         f"trainer.warmup_steps needs worked examples, which task {t.name} does not have; set it to 0",
+    )
+    refuse(
+        c.trainer.warmup_reward > 0 and t.validation_prompts == 0 and t.name not in _DATA_TASKS,
+        "trainer.warmup_reward needs held-out problems; set task.validation_prompts above 0, or warmup_reward to 0",
     )
     refuse(
         s.num_generations == 1 and c.trainer.skip_zero_variance,
