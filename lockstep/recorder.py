@@ -50,7 +50,8 @@ class Recorder:
     """The run folder of one training run: metrics, rollouts, checkpoints, summary, report. Only the first rank writes
     it; the others keep the summary alone."""
 
-    _imports: ClassVar[float] = time.process_time()  # of the CPU, until here: part of the process's first run
+    # CPU seconds until here, part of the process's first run: of this thread, as NumPy's others spin beside it
+    _imports: ClassVar[float] = time.thread_time()
 
     def __init__(self, config: RunConfig, run_dir: Path, world: World = ONE) -> None:
         self.config, self.world = config, world

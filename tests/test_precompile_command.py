@@ -116,7 +116,8 @@ def test_a_warm_start_imports_no_tracer(cache: Path, tmp_path: Path) -> None:
         "import sys\n"
         "from lockstep.cli import main\n"
         "assert main(sys.argv[1:]) == 0\n"
-        "heavy = ('sympy', 'torch._dynamo', 'torch._inductor', 'triton', 'transformers', 'datasets', 'rich')\n"
+        "heavy = ['sympy', 'torch._dynamo', 'torch._inductor', 'torch.onnx', 'triton', 'transformers', 'datasets']\n"
+        "heavy += ['rich', 'matplotlib', 'wandb']\n"
         "print([name for name in heavy if name in sys.modules])\n"
     )
     flags = ["train", *SMALL, "--steps", "1", "--run-dir", str(tmp_path / "run")]
