@@ -175,7 +175,9 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
 
 @rope_table.register_kernel("cuda")
 def _(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
-    return reference.rope_table(positions_T, inv_freq)
+    from .kernels import rows
+
+    return rows.rope_table(positions_T, inv_freq)
 
 
 @rope_table.register_fake

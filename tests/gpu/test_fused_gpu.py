@@ -211,3 +211,32 @@ def test_captured_layers_are_eager_ones(census, m):
         with torch.enable_grad():
             expected = step()
         assert census("layers: replayed fused = eager separate", captured, expected) == 0
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "norms"), [(16, 8, 128, True), (64, 8, 64, False)])
+def test_grouped_decode_is_its_parts(census, heads, kv_heads, head_dim, norms):
+    """Groups of eight after prompts of 300 tokens, the last groups with places left: beside rows that read alone."""
+    count, page, pages, shared = 21, 16, 40, 288
+    context = torch.randint(301, 640, (count,), device=DEVICE).int()
+    table = torch.randperm(count * pages, device=DEVICE).int().view(count, pages)
+    groups = torch.full((4, 8), -1, dtype=torch.int32, device=DEVICE)
+    shared_len = torch.zeros(count, dtype=torch.int32, device=DEVICE)
+    for group, members in enumerate((range(8), range(8, 16), range(16, 19))):
+        rows = torch.tensor(members, device=DEVICE)
+        groups[group, : len(members)] = rows.int()
+        table[rows, : shared // page] = table[rows[0], : shared // page].clone()
+        shared_len[rows] = shared
+    position = context.long() - 1
+    slots = table.gather(1, (position // page).unsqueeze(1)).squeeze(1) * page + position % page
+    weights = (wide(head_dim), wide(head_dim)) if norms else (None, None)
+    rotation = *weights, torch.randn(count, head_dim, device=DEVICE), heads, kv_heads, 1e-6
+    caches = torch.randn(2, count * pages, page, kv_heads, head_dim, device=DEVICE).bfloat16()
+    expected, starts = caches.clone(), torch.arange(count + 1, device=DEVICE).int()
+    for _ in range(3):
+        qkv = wide(count, (heads + 2 * kv_heads) * head_dim)
+        with torch.no_grad():
+            out = ops.attention_decode(qkv, *rotation, *caches, slots, table, context, pages * page, groups, shared_len)
+            q = ops.qk_norm_rope_write_kv(qkv, *rotation, *expected, slots)
+            alone = ops.attention_paged(q, *expected, table, starts, context, 1, pages * page)
+        assert census("attention_decode, grouped = its parts, alone", out, alone) == 0
+        assert census("attention_decode, grouped: cache", caches, expected) == 0

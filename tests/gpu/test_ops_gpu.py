@@ -11,7 +11,7 @@ from attention_cases import cache_of, qkv_rows
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops import backend, logprobs_reference, philox
+from lockstep.ops import backend, logprobs_reference, philox, reference
 from lockstep.ops.linear import linear_fp32
 
 DEVICE = "cuda"
@@ -119,6 +119,14 @@ def test_qk_norm_rope_is_invariant_to_batch_and_place(census, norm):
     for n in BATCHES:
         some = ops.qk_norm_rope(qkv[-n:], *weights, table[-n:], HEADS, KV_HEADS, 1e-6)
         assert census("qk_norm_rope: n rows = all rows", some, whole[-n:]) == 0
+
+
+def test_rope_table_has_the_words_of_torch(census):
+    inv_freq = 1e6 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
+    positions = torch.arange(1 << 17, device=DEVICE).flip(0)
+    table = ops.rope_table(positions, inv_freq)
+    assert census("rope_table = torch", table, reference.rope_table(positions, inv_freq)) == 0
+    assert census("rope_table: n rows = all rows", ops.rope_table(positions[5:12], inv_freq), table[5:12]) == 0
 
 
 def test_silu_mul_is_invariant_to_batch_and_place(census):

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention_reference import KEY_SPLIT, KEY_TILE
-from . import pdl
+from . import pdl, prefetch
 from .attention_tiles import MIN_BLOCK, attend, empty_state, merge_states, rows_last
 from .rows import aligned_rows, rotated_heads
 
@@ -173,7 +173,7 @@ def _group_kernel(
     _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, shift_M, sum_M, acc_MH, HEAD_DIM, BLOCK_H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "cache_rows"])
 def _decode_kernel(
     q_ptr,  # [S, N, H], or [S, (N + 2K) * H] when PROJECTED
     k_ptr,  # [P * page_size, K, H]
@@ -190,6 +190,8 @@ def _decode_kernel(
     cos_sin_ptr,  # [S, H]
     cos_sin_stride,
     eps,
+    table_width,
+    cache_rows,
     table_stride,
     q_stride,
     q_head_stride,
@@ -201,6 +203,7 @@ def _decode_kernel(
     PROJECTED: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,  # whether a sequence may have more than one
@@ -217,6 +220,16 @@ def _decode_kernel(
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     table_ptr += sequence.to(tl.int64) * table_stride
+    if AHEAD > 0:
+        stored = tl.load(context_len_ptr + sequence, cache_modifier=".cg") - 1
+        prefetch.paged(
+            k_ptr, v_ptr, table_ptr, begin, tl.minimum(stored, begin + SPLIT), table_width, cache_rows, k_stride,
+            v_stride, PAGE_SIZE, HEAD_DIM, AHEAD,
+        )  # fmt: skip
+        if NORM:
+            lane = tl.arange(0, AHEAD)
+            prefetch.rows(q_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
+            prefetch.rows(k_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
     if PDL:
         pdl.begin()
     context = tl.load(context_len_ptr + sequence)
@@ -346,8 +359,11 @@ def decode(
         )  # fmt: skip
     rows, warps = _rows_and_warps(group + (projected is not None))
     lengths = (context_len_S, shared_len_S if grouped else context_len_S)
+    bounds = block_table.shape[1], k_RKH.shape[0]
+    ahead = prefetch.keys(kv_heads * sequences * splits, k_RKH, v_RKH) if dims["PDL"] and not grouped else 0
     _decode_kernel[kv_heads, sequences, splits](
-        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(q, projected), *strides, scale,
+        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(q, projected), *bounds, *strides,
+        scale, AHEAD=ahead,
         PROJECTED=projected is not None, NORM=projected is not None and projected.q_weight_H is not None,
         SPLITS=splits > 1, GROUPED=grouped, BLOCK_M=rows, num_warps=warps, **tiles,
     )  # fmt: skip

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import pdl
+
 BLOCK = 128
 NUM_WARPS = 4
 
@@ -77,8 +79,11 @@ def _advance_kernel(
     STEPS: tl.constexpr,
     STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program does all rows, so that the step's number can move on after the last of them."""
+    if PDL:
+        pdl.begin()
     step = tl.load(next_ptr)
     for first in range(0, rows, BLOCK):
         row_B = first + tl.arange(0, BLOCK)
@@ -136,4 +141,5 @@ def advance(
         STOPS=stop_RK.shape[1],
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
+        **pdl.options(token_R),
     )

@@ -13,16 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import pdl
+from .noise import gumbel, gumbel_bound, philox_words
 from .rows import aligned_rows
 from .support import Mass, blocks_of, search, tempered, tempered_row
 
 NUM_WARPS = 8  # of a program that sums a block; with the block's size, the order of the sum
 SCORES_BLOCK = 32
 DRAW_BLOCK, DRAW_WARPS, DRAW_REGISTERS = 2048, 4, 80  # the largest of a row is the same in any order
-MAX_UNIFORM = tl.constexpr(1 - 2.0**-24)
-LN_2 = tl.constexpr(0.6931471805599453)
-BITS_OF_2_32 = tl.constexpr(0x4F800000)  # of the float32
-MARGIN = tl.constexpr(2.0**-15)
 
 
 @triton.jit
@@ -57,7 +55,10 @@ def _block_sums_kernel(
     support_stride,
     HAS_SUPPORT: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        pdl.begin()
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     column_L, x_L = _load_block(logits_ptr, row, vocabulary, BLOCK)
     maximum = tl.max(x_L, axis=0)
@@ -88,8 +89,11 @@ def _fold_kept(block_maximum, block_total):
 
 
 @triton.jit(do_not_specialize=["out_stride"])
-def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.constexpr):
-    """out [5, C]: log-sum-exp, entropy; log-sum-exp of the kept; the maximum; sum of exp(z - maximum) of the kept."""
+def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """out [6, C]: log-sum-exp, entropy; log-sum-exp of the kept; the maximum; sum of exp(z - maximum) of the kept; the
+    threshold of a row without a filter."""
+    if PDL:
+        pdl.begin()
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     partial, inside = partial_ptr + row * 5 * blocks + b, b < blocks
@@ -111,15 +115,16 @@ def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.const
     tl.store(out + 2 * out_stride, kept_maximum + tl.log(kept_total))
     tl.store(out + 3 * out_stride, maximum)
     tl.store(out + 4 * out_stride, kept_total)
+    tl.store(out + 5 * out_stride, float("-inf"))
 
 
 def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | None) -> Tensor:
-    """Float32 [5, C], in `_fold_sums_kernel`'s order. Kept is what the support's bits say; without them, all."""
+    """Float32 [6, C], in `_fold_sums_kernel`'s order. Kept is what the support's bits say; without them, all."""
     rows, vocabulary = logits_CV.shape
     cut, device = blocks_of(vocabulary), logits_CV.device
     partial = torch.empty((rows, 5, cut.count), dtype=torch.float32, device=device)
-    padded_rows = triton.cdiv(rows, 4) * 4  # keeps each of the five aligned
-    out = torch.empty((5, padded_rows), dtype=torch.float32, device=device)[:, :rows]
+    padded_rows = triton.cdiv(rows, 4) * 4  # keeps each of the six aligned
+    out = torch.empty((6, padded_rows), dtype=torch.float32, device=device)[:, :rows]
     _block_sums_kernel[(rows, cut.count)](
         logits_CV,
         temperature_C,
@@ -131,15 +136,21 @@ def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | Non
         BLOCK=cut.size,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
+        **pdl.options(logits_CV),
     )
     _fold_sums_kernel[(rows,)](
-        partial, out, out.stride(0), cut.count, BLOCKS=cut.padded_count, num_warps=1, enable_fp_fusion=False
-    )
+        partial, out, out.stride(0), cut.count, BLOCKS=cut.padded_count, num_warps=1, enable_fp_fusion=False,
+        **pdl.options(logits_CV),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _kept_sums_kernel(logits_ptr, temperature_ptr, least_ptr, partial_ptr, vocabulary, BLOCK: tl.constexpr):
+def _kept_sums_kernel(
+    logits_ptr, temperature_ptr, least_ptr, partial_ptr, vocabulary, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        pdl.begin()
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     least = tl.load(least_ptr + row)
     if least > float("-inf"):
@@ -149,7 +160,9 @@ def _kept_sums_kernel(logits_ptr, temperature_ptr, least_ptr, partial_ptr, vocab
 
 
 @triton.jit
-def _fold_kept_kernel(partial_ptr, least_ptr, lse_ptr, blocks, BLOCKS: tl.constexpr):
+def _fold_kept_kernel(partial_ptr, least_ptr, lse_ptr, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        pdl.begin()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(least_ptr + row) > float("-inf"):
         b = tl.arange(0, BLOCKS)
@@ -173,10 +186,12 @@ def _keep(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C:
         BLOCK=cut.size,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
+        **pdl.options(logits_CV),
     )
     _fold_kept_kernel[(rows,)](
-        partial, least_C, kept_lse_C, cut.count, BLOCKS=cut.padded_count, num_warps=1, enable_fp_fusion=False
-    )
+        partial, least_C, kept_lse_C, cut.count, BLOCKS=cut.padded_count, num_warps=1, enable_fp_fusion=False,
+        **pdl.options(logits_CV),
+    )  # fmt: skip
 
 
 def statistics(
@@ -191,9 +206,10 @@ def statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `logprobs.RowStatistics`. The entropy comes with the same pass, so it is there without being asked for."""
     logits_CV = aligned_rows(logits_CV)
-    lse_C, entropy_C, kept_lse_C, maximum_C, total_C = _row_sums(logits_CV, temperature_C, support_CB).unbind()
+    sums = _row_sums(logits_CV, temperature_C, support_CB)
+    lse_C, entropy_C, kept_lse_C, maximum_C, total_C, no_threshold_C = sums.unbind()
     if not truncated or support_CB is not None:
-        return lse_C, kept_lse_C, torch.full_like(temperature_C, float("-inf")), entropy_C
+        return lse_C, kept_lse_C, no_threshold_C, entropy_C
     _, top_k_least_C = search(logits_CV, temperature_C, top_k_C, maximum_C)
     mass = Mass(total_C, min_p_C, top_k_least_C)
     threshold_C, least_C = search(logits_CV, temperature_C, top_p_C, maximum_C, mass)
@@ -213,7 +229,10 @@ def _scores_kernel(
     rows,
     vocabulary,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        pdl.begin()
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     logit = tl.load(logits_ptr + row * vocabulary + tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
@@ -242,36 +261,9 @@ def scores(
         BLOCK=SCORES_BLOCK,
         num_warps=1,
         enable_fp_fusion=False,
+        **pdl.options(logits_CV),
     )
     return sampled_C, model_C
-
-
-@triton.jit
-def philox_words(key_ptr, position, quad):
-    """A word a column: column 4 * quad + i has word i of Philox4x32-10 at counter (position, quad, key[2], key[3])."""
-    k0, k1 = tl.load(key_ptr).to(tl.uint64), tl.load(key_ptr + 1).to(tl.uint64)
-    c2, c3 = tl.load(key_ptr + 2).to(tl.uint32), tl.load(key_ptr + 3).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox((k1 << 32) | k0, position.to(tl.uint32), quad.to(tl.uint32), c2, c3)
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-
-
-@triton.jit
-def gumbel(words):
-    """Standard Gumbel noise of uniform 32-bit words: -log(e) of e = -log1p(-u), which is -log(1 - u) corrected for the
-    rounding of 1 - u (Goldberg 1991, "What every computer scientist should know about floating-point", theorem 4)."""
-    uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, MAX_UNIFORM)
-    rest = 1.0 - uniform
-    exponential = tl.where(rest == 1.0, uniform, -tl.log(rest) * tl.div_rn(uniform, 1.0 - rest))
-    return -tl.log(exponential)
-
-
-@triton.jit
-def gumbel_bound(words):
-    """No less than `gumbel` of the same words, at most 0.06 more where they are small, and cheap: -log1p(-u) is no less
-    than u, and log2(x) no less than x's exponent plus its fraction, which are its bits. `MARGIN` is more than all
-    rounding errors."""
-    bits = (words.to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
-    return (bits - BITS_OF_2_32).to(tl.float32) * (-LN_2 * 2.0**-23) + MARGIN
 
 
 @triton.jit
@@ -280,18 +272,24 @@ def _first(is_wanted_L, column_L, otherwise):
 
 
 @triton.jit
-def _best_noisy(z_L, column_L, words_L, otherwise):
-    """The largest of z plus Gumbel noise, and its first column. Where bounds leave one candidate, the only noise that
-    is computed is its own: rounding preserves order, so z plus a bound on its noise bounds the sum."""
-    bound_L = z_L + gumbel_bound(words_L)
-    column = _first(bound_L == tl.max(bound_L, axis=0), column_L, otherwise)
-    is_it_L = column_L == column
-    word = tl.sum(tl.where(is_it_L, words_L, 0), axis=0)
-    best = tl.max(tl.where(is_it_L, z_L, float("-inf")), axis=0) + gumbel(word)
-    if tl.sum((bound_L >= best).to(tl.int32), axis=0) != 1:
-        noisy_L = z_L + gumbel(words_L)
-        best = tl.max(noisy_L, axis=0)
-        column = _first(noisy_L == best, column_L, otherwise)
+def _best_noisy(z_L, column_L, words_L, first, otherwise):
+    """The largest of z plus Gumbel noise, and its first column; the column `first` where all of z is -inf.
+
+    Noise is computed for one column after the other, the one of the largest bound first, until no bound reaches the
+    best so far: rounding preserves order, so z plus a bound on its noise bounds the sum. One or two mostly do.
+    """
+    left_L = z_L + gumbel_bound(words_L)
+    top = tl.max(left_L, axis=0)
+    best, column = tl.full((), float("-inf"), tl.float32), first
+    while (top >= best) & (top > float("-inf")):
+        candidate = _first(left_L == top, column_L, otherwise)
+        is_it_L = column_L == candidate
+        word = tl.sum(tl.where(is_it_L, words_L, 0), axis=0)
+        noisy = tl.max(tl.where(is_it_L, z_L, float("-inf")), axis=0) + gumbel(word)
+        column = tl.where((noisy > best) | ((noisy == best) & (candidate < column)), candidate, column)
+        best = tl.maximum(best, noisy)
+        left_L = tl.where(is_it_L, float("-inf"), left_L)
+        top = tl.max(left_L, axis=0)
     return best, column
 
 
@@ -306,27 +304,32 @@ def _draw_kernel(
     column_ptr,
     vocabulary,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        pdl.begin()
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     column_L = block * BLOCK + tl.arange(0, BLOCK)
     z_L = tl.load(logits_ptr + row * vocabulary + column_L, mask=column_L < vocabulary, other=float("-inf"))
     temperature, otherwise = tl.load(temperature_ptr + row), vocabulary - 1
     if temperature > 0:
-        z_L = tempered_row(z_L, temperature)
+        if temperature != 1.0:
+            z_L = tempered_row(z_L, temperature)
         z_L = tl.where(z_L >= tl.load(threshold_ptr + row), z_L, float("-inf"))
-    best = tl.max(z_L, axis=0)
-    if (temperature > 0) & (best > float("-inf")):
         quad = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         words_L = philox_words(key_ptr + row * 4, tl.load(position_ptr + row), quad)
-        best, column = _best_noisy(z_L, column_L, words_L, otherwise)
+        best, column = _best_noisy(z_L, column_L, words_L, block * BLOCK, otherwise)
     else:
+        best = tl.max(z_L, axis=0)
         column = _first(z_L == best, column_L, otherwise)
     tl.store(score_ptr + row * blocks + block, best)
     tl.store(column_ptr + row * blocks + block, column)
 
 
 @triton.jit
-def _fold_draw_kernel(score_ptr, column_ptr, token_ptr, vocabulary, blocks, BLOCKS: tl.constexpr):
+def _fold_draw_kernel(score_ptr, column_ptr, token_ptr, vocabulary, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        pdl.begin()
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     score = tl.load(score_ptr + row * blocks + b, mask=b < blocks, other=float("-inf"))
@@ -358,8 +361,10 @@ def draw(
         num_warps=DRAW_WARPS,
         maxnreg=DRAW_REGISTERS,
         enable_fp_fusion=False,
+        **pdl.options(logits_CV),
     )
     _fold_draw_kernel[(rows,)](
-        score, column, token_C, vocabulary, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1
-    )
+        score, column, token_C, vocabulary, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1,
+        **pdl.options(logits_CV),
+    )  # fmt: skip
     return token_C

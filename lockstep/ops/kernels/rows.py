@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from . import pdl
 
@@ -236,6 +237,38 @@ def qk_norm_rope(
         **pdl.options(qkv_TE),
     )
     return out
+
+
+@triton.jit
+def _rope_table_kernel(
+    position_ptr, inv_freq_ptr, out_ptr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, PDL: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_HALF)
+    mask = column < HALF
+    if PDL:
+        pdl.begin()
+    angle = tl.load(position_ptr + token).to(tl.float32) * tl.load(inv_freq_ptr + column, mask=mask, other=0.0)
+    out_ptr += token * (2 * HALF) + column
+    tl.store(out_ptr, libdevice.cos(angle), mask=mask)
+    tl.store(out_ptr + HALF, libdevice.sin(angle), mask=mask)
+
+
+def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
+    """See `rows.rope_table`."""
+    tokens, half = positions_T.shape[0], inv_freq.shape[0]
+    out_TH = torch.empty((tokens, 2 * half), dtype=torch.float32, device=positions_T.device)
+    _rope_table_kernel[(tokens,)](
+        positions_T.contiguous(),
+        inv_freq.contiguous(),
+        out_TH,
+        HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        num_warps=_warps(triton.next_power_of_2(half), 1),
+        enable_fp_fusion=False,
+        **pdl.options(inv_freq),
+    )
+    return out_TH
 
 
 @triton.jit

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..logprobs_reference import MASS_SCALE as _MASS_SCALE
+from . import pdl
 
 MAX_BLOCK = 8192
 TALLY_RUNS, TALLY_RUN, TALLY_WARPS = 512, 4, 4  # logits a program: runs of a few, so that counting them is cheap
@@ -167,8 +168,11 @@ def _bracket_kernel(
     vocabulary,
     BY_MASS: tl.constexpr,
     SAMPLES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Where the threshold probably lies: at or above the first number and below the second. Clears the tally."""
+    if PDL:
+        pdl.begin()
     row, is_high = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tl.store(tally_ptr + row * 4 + is_high * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
     amount, maximum = tl.load(amount_ptr + row), tl.load(maximum_ptr + row)
@@ -224,8 +228,11 @@ def _tally_kernel(
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
     CAPACITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sum up the weights outside the bracket and list the logits inside."""
+    if PDL:
+        pdl.begin()
     row = tl.program_id(0).to(tl.int64)
     if _active(tl.load(amount_ptr + row), BY_MASS):
         column = (tl.program_id(1) * RUNS + tl.arange(0, RUNS))[:, None] * RUN + tl.arange(0, RUN)[None, :]
@@ -286,9 +293,12 @@ def _threshold_kernel(
     vocabulary,
     BY_MASS: tl.constexpr,
     CAPACITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Top-k's threshold among logits; or (BY_MASS) the largest of top-k's, top-p's and min-p's among tempered ones, and
     the smallest logit that reaches it."""
+    if PDL:
+        pdl.begin()
     row = tl.program_id(0).to(tl.int64)
     amount, maximum, temperature = tl.load(amount_ptr + row), tl.load(maximum_ptr + row), tl.load(temperature_ptr + row)
     threshold = tl.full((), float("-inf"), tl.float32)
@@ -354,19 +364,11 @@ def search(
     listed = torch.empty((rows, CAPACITY), dtype=torch.float32, device=device)
     threshold_C, least_out_C = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     row = logits_CV, temperature_C, amount_C, maximum_C
-    options = {"BY_MASS": mass is not None, "enable_fp_fusion": False}
+    options = {"BY_MASS": mass is not None, "enable_fp_fusion": False, **pdl.options(logits_CV)}
     _bracket_kernel[(rows, 2)](
-        *row,
-        total_C,
-        least_C,
-        bracket,
-        tally,
-        vocabulary,
-        SAMPLES=SAMPLES,
-        num_warps=SAMPLE_WARPS,
-        maxnreg=REGISTERS,
+        *row, total_C, least_C, bracket, tally, vocabulary, SAMPLES=SAMPLES, num_warps=SAMPLE_WARPS, maxnreg=REGISTERS,
         **options,
-    )
+    )  # fmt: skip
     _tally_kernel[(rows, triton.cdiv(vocabulary, TALLY_RUNS * TALLY_RUN))](
         *row,
         least_C,

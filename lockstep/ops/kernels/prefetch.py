@@ -1,0 +1,61 @@
+"""Bringing keys and values into the L2 cache while a program waits for the kernel before it (`pdl`).
+
+What a program reads to find them may be stale by then: it is kept within bounds, kept out of the L1 cache, and used for
+nothing else.
+
+Shape suffixes: L keys or rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+AHEAD = 256  # keys a program
+FEW = 16  # programs up to which it pays: more keep the memory busy without
+BULK = 16  # bytes: what an asynchronous copy's address and size are multiples of
+
+
+def keys(programs: int, *caches: Tensor) -> int:
+    """How many keys each of so many programs asks for, from caches [rows, K, H]: 0 or `AHEAD`."""
+    sizes = (n * cache.element_size() for cache in caches for n in (*cache.stride()[:2], cache.shape[2]))
+    aligned = not any(size % BULK for size in (*sizes, *(cache.data_ptr() for cache in caches)))
+    return AHEAD if aligned and programs <= FEW else 0
+
+
+@triton.jit
+def paged(
+    k_ptr,  # of the kv head
+    v_ptr,
+    table_ptr,  # of the sequence
+    begin,
+    end,
+    table_width,
+    cache_rows,
+    k_stride,
+    v_stride,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Ask for the keys and values at up to `AHEAD` positions from `begin` on, below `end`."""
+    position_L = begin + tl.arange(0, AHEAD)
+    wanted_L = position_L < tl.minimum(end, table_width * PAGE_SIZE)
+    page_L = tl.load(table_ptr + position_L // PAGE_SIZE, mask=wanted_L, other=0, cache_modifier=".cg")
+    row_L = tl.minimum(tl.maximum(page_L * PAGE_SIZE + position_L % PAGE_SIZE, 0), cache_rows - 1).to(tl.int64)
+    rows(k_ptr + row_L * k_stride, wanted_L, HEAD_DIM)
+    rows(v_ptr + row_L * v_stride, wanted_L, HEAD_DIM)
+
+
+@triton.jit
+def rows(ptr_L, wanted_L, HEAD_DIM: tl.constexpr):
+    """Ask for rows of `HEAD_DIM` elements."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0;}",
+        "=r,l,r,r",
+        [ptr_L.to(tl.int64), wanted_L.to(tl.int32), HEAD_DIM * (ptr_L.dtype.element_ty.primitive_bitwidth // 8)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
