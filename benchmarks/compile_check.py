@@ -38,6 +38,7 @@ from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import architecture
 from lockstep.ops import backend
 from lockstep.ops.fused_backward import add_gradient, rms_norm_add, rotated_attention_packed
+from lockstep.ops.kernels import grouped as grouped_kernels
 from lockstep.ops.kernels import linear, pdl
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
@@ -50,6 +51,7 @@ ARCHITECTURES = (
 )
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_KIB = 227  # that a block can have
+MULTIPROCESSORS = 132
 PAGE_SIZE, PAGES, RESULTS = 16, 1024, 16
 ROWS = (1, 16, 32, 40, 128, 256)  # decoded at once: one for each bound of `linear_table`
 LENGTHS = (256, 8192)  # of the longest sequence: one split of its keys, and several
@@ -108,6 +110,7 @@ class Kernels:
             mock.patch.object(FakeTensor, "is_cuda", True),
             mock.patch.object(FakeTensor, "data_ptr", lambda x: int(x.storage_offset()) * x.element_size()),
             mock.patch.object(pdl, "_supported", lambda _: pdl.gdc_wait is not None),
+            mock.patch.object(grouped_kernels, "_multiprocessors", lambda _: MULTIPROCESSORS),
             mock.patch.object(backend, "cublaslt_linear", product),
             FakeTensorMode(allow_non_fake_inputs=True),
             Implementations(),

@@ -59,7 +59,7 @@ def test_a_token_is_routed_and_combined_alike_in_any_batch(census, settings):
             assert census(f"{name}: in any batch", some, all_[last]) == 0
 
 
-@pytest.mark.parametrize("tokens", [1, 40, 300, 1200])
+@pytest.mark.parametrize("tokens", [1, 40, 300, 1200, 3000])
 @pytest.mark.parametrize(("columns", "depth"), [(2 * FEED_FORWARD, DIM), (DIM, FEED_FORWARD)])
 def test_grouped_products_are_the_chain_at_any_sizes(census, tokens, columns, depth):
     experts = torch.rand(tokens, EXPERTS, device=DEVICE).pow(3).topk(SLOTS).indices  # uneven, some without rows
@@ -123,7 +123,7 @@ def test_grouped_products_are_as_fast_as_torchs(tokens, columns, depth):
         f"\n{tokens} x {SLOTS} rows, {columns} x {depth}: {ours:.4f} ms, torch {theirs:.4f} "
         f"({ours / theirs:.2f}x its time), floor {floor:.4f}"
     )
-    assert ours < 1.15 * theirs
+    assert ours < 1.1 * theirs
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 9800])

@@ -1,20 +1,24 @@
 """Matrix products of rows that lie sorted by group, each group with weights of its own, at any sizes of the groups.
 
-The grid is the most tiles that so many rows in so many groups can need; a program finds its group from the offsets on
-the device, and one beyond the last tile returns. The forward is contract C1: `acc = tl.dot(a, b, acc)` over ascending
-K, K never split, so tiles do not change a bit.
+A program finds a tile's group from the offsets on the device. Where groups have many rows, a program a multiprocessor
+walks the tiles and copies blocks by tensor descriptors; the loops over tiles and over K are one pipeline, so the next
+tile is being read while the last is stored. Where they have few, reading weights is all there is to it: the grid is the
+most tiles that so many rows in so many groups can need, and a program beyond the last returns. The forward is contract
+C1: `acc = tl.dot(a, b, acc)` over ascending K, K never split, so neither tiles nor kernels change a bit.
 
 Shape suffixes: R rows, G groups, K contracted dim, N columns of the result.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 SWIZZLE = 8  # row tiles that share a column tile's weights in the L2 cache
 
@@ -29,16 +33,23 @@ class _Config(NamedTuple):
     num_stages: int
 
 
-_CONFIGS = (  # (mean rows a group up to, configuration)
-    (16, _Config(16, 128, 128, 4, 4)),
-    (48, _Config(64, 128, 64, 4, 4)),
-)
-_LARGE = _Config(128, 128, 64, 8, 4)
+_SMALL = _Config(16, 128, 128, 4, 4)
+_MEDIUM = _Config(64, 256, 64, 4, 4)
+_LARGE = _Config(128, 256, 64, 8, 4)
+_ODD = _Config(64, 128, 64, 4, 3)  # for what has no descriptor
+_SMALL_ROWS, _MEDIUM_ROWS = 16, 96  # mean rows a group that they are for, at most
 _OUTER = _Config(64, 128, 128, 8, 3)  # block_m rows contracted at a time, a tile of block_n x block_k
 
 
 def _config(rows: int, groups: int) -> _Config:
-    return next((config for bound, config in _CONFIGS if rows <= bound * groups), _LARGE)
+    if rows <= _SMALL_ROWS * groups:
+        return _SMALL
+    return _MEDIUM if rows <= _MEDIUM_ROWS * groups else _LARGE
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -103,33 +114,95 @@ def _matmul_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < columns)[None, :])
 
 
+@triton.jit
+def _walking_kernel(
+    x_desc,
+    w_desc,
+    out_ptr,
+    offsets_ptr,
+    columns,
+    depth,
+    groups,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K_INNERMOST: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SWIZZLE_M: tl.constexpr,
+):
+    """A block may reach into the next group: such rows are masked when they are stored, and so are such columns."""
+    g = tl.arange(0, GROUPS)
+    start_G = tl.load(offsets_ptr + g, mask=g < groups, other=0)
+    end_G = tl.load(offsets_ptr + g + 1, mask=g < groups, other=0)
+    tiles_G = tl.where(g < groups, (end_G - start_G + BLOCK_M - 1) // BLOCK_M, 0)
+    last_G = tl.cumsum(tiles_G, axis=0)
+    tiles_m, tiles_n = tl.sum(tiles_G, axis=0), tl.cdiv(columns, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        first_tile = tile // (SWIZZLE_M * tiles_n) * SWIZZLE_M
+        span = tl.minimum(tiles_m - first_tile, SWIZZLE_M)
+        within = tile % (SWIZZLE_M * tiles_n)
+        tile_m, tile_n = first_tile + within % span, within // span
+        passed_G = last_G <= tile_m
+        group = tl.sum(passed_G.to(tl.int32), axis=0)
+        before = tl.sum(tl.where(passed_G, tiles_G, 0), axis=0)
+        first = tl.load(offsets_ptr + group) + (tile_m - before) * BLOCK_M
+        end = tl.load(offsets_ptr + group + 1)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(0, depth, BLOCK_K):
+            a = x_desc.load([first, k])
+            if K_INNERMOST:
+                b = w_desc.load([group * columns + tile_n * BLOCK_N, k]).T
+            else:
+                b = w_desc.load([group * depth + k, tile_n * BLOCK_N])
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        m = first + tl.arange(0, BLOCK_M)
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < columns)[None, :])
+
+
 def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor) -> Tensor:
     """`x[r] @ w[g]` for each row r of group g, [R, N] in x's dtype; `w` may be a transposed view."""
     x_RK = x_RK.contiguous()
     (rows, depth), (groups, _, columns) = x_RK.shape, w_GKN.shape
     out_RN = torch.empty((rows, columns), dtype=x_RK.dtype, device=x_RK.device)
     c = _config(rows, groups)
-    tiles = triton.cdiv(rows, c.block_m) + min(groups, rows)
-    _matmul_kernel[(tiles * triton.cdiv(columns, c.block_n),)](
-        x_RK,
-        w_GKN,
-        out_RN,
-        offsets,
-        tiles,
-        columns,
-        depth,
-        groups,
-        *w_GKN.stride(),
-        BLOCK_M=c.block_m,
-        BLOCK_N=c.block_n,
-        BLOCK_K=c.block_k,
-        EVEN_K=depth % c.block_k == 0,
-        GROUPS=triton.next_power_of_2(groups),
-        SWIZZLE_M=SWIZZLE,
-        num_warps=c.num_warps,
-        num_stages=c.num_stages,
-    )
+    described = None if c is _SMALL else _described(x_RK, w_GKN, c)
+    if not described and c is not _SMALL:
+        c = _ODD
+    tiles, tiles_n = triton.cdiv(rows, c.block_m) + min(groups, rows), triton.cdiv(columns, c.block_n)
+    constants = {
+        **{"BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "BLOCK_K": c.block_k},
+        **{"GROUPS": triton.next_power_of_2(groups), "SWIZZLE_M": SWIZZLE},
+        **{"num_warps": c.num_warps, "num_stages": c.num_stages},
+    }
+    if described:
+        grid = (min(tiles * tiles_n, _multiprocessors(x_RK.device)),)
+        arguments = (*described, out_RN, offsets, columns, depth, groups)
+        _walking_kernel[grid](*arguments, K_INNERMOST=w_GKN.stride(1) == 1, **constants)
+    else:
+        arguments = (x_RK, w_GKN, out_RN, offsets, tiles, columns, depth, groups, *w_GKN.stride())
+        _matmul_kernel[(tiles * tiles_n,)](*arguments, EVEN_K=depth % c.block_k == 0, **constants)
     return out_RN
+
+
+def _described(x_RK: Tensor, w_GKN: Tensor, c: _Config) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """The rows, and the weights of all groups below one another, along K or along N; None if descriptors cannot tell.
+
+    Weights along N are read in blocks of whole K: one that reached into the next group would multiply its weights by
+    zero, which is not zero for all weights.
+    """
+    groups, depth, columns = w_GKN.shape
+    if w_GKN.element_size() != 2 or depth % 8 or x_RK.data_ptr() % 16 or w_GKN.data_ptr() % 16:
+        return None
+    if w_GKN.transpose(1, 2).is_contiguous():
+        shape, block = [groups * columns, depth], [c.block_n, c.block_k]
+    elif w_GKN.is_contiguous() and columns % 8 == 0 and depth % c.block_k == 0:
+        shape, block = [groups * depth, columns], [c.block_k, c.block_n]
+    else:
+        return None
+    rows = TensorDescriptor.from_tensor(x_RK, [c.block_m, c.block_k])
+    return rows, TensorDescriptor(w_GKN, shape, [shape[1], 1], block)
 
 
 @triton.jit
