@@ -34,6 +34,7 @@ ASYNC_TILES = (
     AsyncChoice(64, 16, 256, 3, 12),
     AsyncChoice(128, 64, 64, 4, 4),
 )
+SHARED_BYTES = 227 * 1024  # that a program may have
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 
 
@@ -82,8 +83,10 @@ def test_every_asynchronous_tile_is_one_chain(census, n, k):
                 assert census(name, linear_async.product(x[:m], weight, tile), chain) == 0
                 added = linear_async.product(x[:m], weight, tile, residual_MN=residual[:m])
                 assert census(f"{name}, add", added, residual[:m] + chain) == 0
-                gated = linear_async.product(x[:m], weight, tile, gated=True)
-                assert census(f"{name}, gated", gated, ops.silu_mul(chain)) == 0
+                staged = tile.x_stages * tile.block_m + tile.w_stages * 2 * tile.block_n
+                if 2 * staged * tile.block_k <= SHARED_BYTES:  # gate and up double the weights
+                    gated = linear_async.product(x[:m], weight, tile, gated=True)
+                    assert census(f"{name}, gated", gated, ops.silu_mul(chain)) == 0
 
 
 @pytest.mark.parametrize(("n", "k"), [(1024, 2048), (1024, 3072), (2560, 4096)])
