@@ -114,7 +114,7 @@ class EagerRuns:
 
     def check_on(self, inputs: graph.Inputs, batch: PackedBatch) -> step.Scored:
         """`check` as a function of tensors like those of `scoring`."""
-        with self.sharding.substituted(self.model, inputs):
+        with self.sharding.substituted(self.model, inputs, differentiated=False):
             return step.check(self.model, inputs.buffer["statistics"], batch, self.sharding)
 
     def gather_weights(self) -> None:

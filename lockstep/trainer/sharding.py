@@ -34,11 +34,13 @@ class Sharding:
         return Sharding(flat.world.size, dict(zip(flat.names, flat.layout.shapes, strict=True)))
 
     @contextmanager
-    def substituted(self, model: nn.Module, inputs: graph.Inputs) -> Iterator[list[Tensor]]:
+    def substituted(
+        self, model: nn.Module, inputs: graph.Inputs, differentiated: bool = True
+    ) -> Iterator[list[Tensor]]:
         """`model` with the whole weights of `inputs.param`, which are what to differentiate by, in order."""
         weights = dict(inputs.param)
         if self.ranks > 1:
-            weights = {name: self.gathered(name, part).requires_grad_() for name, part in weights.items()}
+            weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in weights.items()}
         with graph.substituted(model, replace(inputs, param=weights)):
             yield [weights[name] for name in self.shapes]
 

@@ -121,10 +121,14 @@ def forward_backward(
     return scored
 
 
-@torch.no_grad()
 def check(model: Decoder, values: Tensor, batch: PackedBatch, sharding: Sharding) -> Scored:
-    """Compare the batch's log-probs with the generator's, in `values`, and train on nothing."""
-    with sharding.statistics(values, _MAXIMA) as own:
+    """Compare the batch's log-probs with the generator's, in `values`, and train on nothing.
+
+    On several ranks by the separate operators: fused products read weights before the kernel before is complete, and
+    there the weights are gathered in the same graph. The model's weights then need no gradients.
+    """
+    separate = sharding.ranks > 1
+    with torch.set_grad_enabled(separate), sharding.statistics(values, _MAXIMA) as own:
         return _record(named(own), batch, *_score(model, batch)[1:])
 
 

@@ -163,6 +163,8 @@ def graphs(world: World) -> Any:
         log = [line for title, lines in compiler.nodes.items() if "forward_backward" in title for line in lines]
         found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
         found[name]["captures"] = on_all(world, compiler.captures)
+        checks = [g.captured.module.graph for f in compiler.functions if f.name == "check" for g in f.graphs.values()]
+        found[name]["scoring"] = on_all(world, sorted({str(node.target) for nodes in checks for node in nodes.nodes}))
         compiler.close()
     return found
 

@@ -42,6 +42,13 @@ def test_graphs_compute_what_eager_does_and_are_alike_on_all_ranks(found: dict[s
     assert first == second and first.keys() == {"forward_backward", "check", "optim_step", "gather_weights"}
 
 
+@pytest.mark.parametrize("way", ["recomputed", "all"])
+def test_a_graph_that_gathers_weights_has_no_product_that_reads_them_early(found: dict[str, Any], way: str) -> None:
+    for targets in found["graphs"][way]["scoring"]:
+        assert "lockstep.linear.default" in targets
+        assert not [name for name in targets if "norm_linear" in name or "norm_gate_up" in name or "linear_add" in name]
+
+
 def test_one_rank_traces_for_all(found: dict[str, Any]) -> None:
     for way in found["graphs"].values():
         traced, taken = way["captures"]

@@ -5,8 +5,9 @@ does. Launched early (`pdl`), a program here asks for the first stages of its we
 they fit, and only then waits; what is left between two kernels is the way of the rows, the chain of MMAs and the way of
 the result. Triton's pipeliner cannot part the two kinds of loads; Gluon, the language below it, can.
 
-Weights are asked for ahead only in a captured graph, and no graph that holds these products writes a weight: what wrote
-it was complete before the graph began. Launched one by one, a kernel waits first.
+Weights are asked for ahead only in a captured graph, and no graph that holds these products writes a weight (one that
+gathers weights has the separate operators): what wrote it was complete before the graph began. Launched one by one, a
+kernel waits first.
 
 GATED and ADD are those of `linear`. Blocks of 16 rows use `mma.sync`, of 64 or more `wgmma`: the same bits.
 
