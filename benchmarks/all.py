@@ -7,6 +7,7 @@ has saved so far is in `results.json` at once, also when it is killed. `--skip-d
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ RESULTS, LOG = "results.json", "log.txt"
 TAIL_LINES, TAIL_CHARACTERS = 40, 4000
 SPARE_S = 4.0  # at the end, to stop a part and write
 POLL_S = 0.2
+IMPORTED = ("torch", "triton", "numpy", "sympy", "mpmath", "transformers", "tokenizers", "safetensors", "yaml")
 
 
 def write_json(content: Any, path: Path) -> None:
@@ -104,6 +106,19 @@ class Running:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def keep_bytecode() -> None:
+    """Compile what is imported, as pip does at installation, where an image has left that out and forbids it: every
+    process would compile torch anew, which is most of a warm start."""
+    found = (importlib.util.find_spec(name) for name in IMPORTED)
+    origins = [Path(spec.origin) for spec in found if spec and spec.origin]
+    if all(Path(importlib.util.cache_from_source(str(origin))).exists() for origin in origins):
+        return
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir()) / "lockstep-bytecode"))
+    folders = [str(origin.parent) for origin in origins]
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", *folders], stdout=subprocess.DEVNULL)
 
 
 def start(part: Part, scratch: Path) -> Running:
@@ -203,6 +218,8 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a part's record is written on the way out
     parts, results = chosen(args.only, args.device), Results(args.out)
+    if args.device != "cpu":
+        keep_bytecode()
     try:
         run_all(parts, results, args.budget, args.skip_done)
     finally:
