@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +54,7 @@ class BoundGraph:
             given = [self._arguments[i] for i in self._user.values()]
             self._own = OwnInputs(given if self._recorder else [])
             empty = [x.new_empty(0) for x in given]  # each launch brings its tensors
+            self._expected = _described(given)
             for i, x in zip(self._user.values(), self._own.tensors or empty, strict=True):
                 self._arguments[i] = x
         self._statics = [self._arguments[i] for i in self._static]
@@ -126,6 +129,8 @@ class BoundGraph:
         if user.keys() != self._user.keys():
             odd = ", ".join(sorted(user.keys() ^ self._user.keys()))
             raise GraphError(f"{self.captured.title}: user inputs that are missing or unknown: {odd}")
+        if _described([user[name] for name in self._user]) == self._expected:
+            return
         for name, i in self._user.items():
             if problem := self._specs[i].mismatch(user[name]):
                 raise GraphError(f"{self.captured.title}: {problem}")
@@ -146,3 +151,11 @@ class BoundGraph:
             self._recording.close()
         self._recording, self._arguments, self._statics, self._closed = None, [], [], True
         self._own = OwnInputs([])
+
+
+_looks = attrgetter("shape", "dtype", "device")
+
+
+def _described(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+    """All that a launch's inputs must share with those before, to be compared at once."""
+    return list(map(_looks, tensors)), list(map(Tensor.stride, tensors))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from .text import write_stages
 
 if TYPE_CHECKING:
     from .compiler import Compiler
+
+_shape = attrgetter("shape")
 
 
 @dataclass
@@ -90,7 +93,7 @@ class GraphFunction:
 
     def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> BoundGraph:
         """The graph for such inputs, made if the key is new."""
-        key = (*statics.items(), *((name, tensor.shape) for name, tensor in user.items()))
+        key = (*statics.items(), *user, *map(_shape, user.values()))
         if key not in self.graphs:
             self._compiler.graph_made()
             inputs = replace(self.inputs, user=user)

@@ -39,11 +39,10 @@ class OwnInputs:
         elsewhere: Sequence[int] = range(len(inputs))
         if self._run is not None and self._first is not None:
             storage = inputs[self._first].untyped_storage()
-            begin = storage.data_ptr()
-            lie_alike = {i for i, place in self._places.items() if inputs[i].data_ptr() == begin + place}
-            if self._first in lie_alike and storage.nbytes() == self._run.numel():
+            begin, at = storage.data_ptr(), list(map(Tensor.data_ptr, inputs))
+            if at[self._first] == begin + self._places[self._first] and storage.nbytes() == self._run.numel():
                 self._run.copy_(self._run.new_empty(0).set_(storage))
-                elsewhere = [i for i in elsewhere if i not in lie_alike]
+                elsewhere = [i for i in elsewhere if at[i] != begin + self._places.get(i, -1)]
         if elsewhere:
             compat.copy_all([self.tensors[i] for i in elsewhere], [inputs[i] for i in elsewhere])
 

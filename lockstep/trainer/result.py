@@ -38,17 +38,17 @@ class PendingResult:
     """The result of an update that the device has been given and may not have come to yet.
 
     Args:
-        numbers: what the host is to know of it, on the device.
+        numbers: what the host is to know of it, on the device; copied, in order with what was launched before.
         finish: makes the result of them, once.
     """
 
     def __init__(self, numbers: Tensor, finish: Callable[[Sequence[float]], StepResult]) -> None:
         self._finish: Callable[[Sequence[float]], StepResult] | None = finish
         self._result: StepResult | None = None
-        self._numbers, self._arrived = numbers, None
+        self._arrived: torch.cuda.Event | None = None
+        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        self._numbers.copy_(numbers, non_blocking=True)
         if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 

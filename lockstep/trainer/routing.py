@@ -109,5 +109,6 @@ def balance(biases: Sequence[Tensor], loads: Tensor, rate: float, applied: Tenso
 
 def spread(loads_LE: Tensor) -> Tensor:
     """The load imbalance, and the fewest and the most tokens of an expert, [3], float64."""
-    imbalance = loads_LE.amax(1) / loads_LE.mean(1).clamp(min=1e-9)
-    return torch.stack((imbalance.mean(), loads_LE.min(), loads_LE.max()))
+    layers, experts = loads_LE.shape
+    imbalance = loads_LE.amax(1) / (loads_LE.sum(1) / experts).clamp(min=1e-9)
+    return torch.stack((imbalance.sum() / layers, loads_LE.min(), loads_LE.max()))

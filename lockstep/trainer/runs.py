@@ -40,6 +40,8 @@ class EagerRuns:
     router_biases: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        moe = self.model.config.moe if self.model.config.moe_layers else None
+        self.experts = moe.num_experts if moe else 0
         flat, own = self.flat, graph.module_inputs(self.model)
         self.sharding = Sharding.of(flat)
         buffers = {**own.buffer, "statistics": self.values}
@@ -68,6 +70,7 @@ class EagerRuns:
                 "matrix_elements": self.flat.num_matrix_elements,
                 "enforce_parity": self.enforce_parity,
                 "router_biases": tuple(self.router_biases),
+                "experts": self.experts,
                 "ranks": self.sharding.ranks,
             },
             "gather_weights": {"sharding": sharding},
@@ -142,13 +145,11 @@ class EagerRuns:
         assert self.reference is not None
         return step.score(self.reference, batch)[1].model_logprob_C
 
-    def optim_step(self) -> tuple[Tensor, Tensor]:
-        """Update at the rate `lr` if the statistics allow it; the gradient norm and whether it was applied, 0-dim."""
+    def optim_step(self) -> Tensor:
+        """Update at the rate `lr` if the statistics allow it; see `step.take`."""
         return self.update(self.optimizer.tensors(), self.values, self.lr, self.router_biases)
 
-    def update(
-        self, tensors: AdamWTensors, values: Tensor, lr: Tensor, router_biases: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, tensors: AdamWTensors, values: Tensor, lr: Tensor, router_biases: Mapping[str, Tensor]) -> Tensor:
         """`optim_step` on these tensors."""
         s = step.named(values)
         ok = torch.isfinite(s["loss"])
@@ -158,7 +159,7 @@ class EagerRuns:
         grad_norm, applied = adamw_step(tensors, self.flat, config, lr, ok)
         if router_biases:
             routing.balance(list(router_biases.values()), s["loads"], config.router_bias_rate, applied)
-        return grad_norm, applied
+        return step.take(values, grad_norm, applied, self.experts)
 
 
 class GraphRuns:
@@ -198,7 +199,7 @@ class GraphRuns:
             "optim_step",
             self._optim_body,
             updating,
-            {"param", "grad", "optimizer", "buffer"} if eager.router_biases else {"param", "grad", "optimizer"},
+            {"param", "grad", "optimizer", "buffer"},
             constants=baked["optim_step"],
         )
         self._gather = None
@@ -239,10 +240,9 @@ class GraphRuns:
         """See `EagerRuns.reference_logprobs`."""
         return self._reference(tensors_of(batch), **statics_of(batch))["model_logprob_C"].clone()
 
-    def optim_step(self) -> tuple[Tensor, Tensor]:
+    def optim_step(self) -> Tensor:
         """See `EagerRuns.optim_step`. What this returns lies in the graphs' memory: use it before the next launch."""
-        outputs = self._optim()
-        return outputs["grad_norm"], outputs["applied"]
+        return self._optim()["found"]
 
     def gather_weights(self) -> None:
         """See `EagerRuns.gather_weights`."""
@@ -281,8 +281,7 @@ class GraphRuns:
         order = inputs.buffer.get("norm_order")
         tensors = AdamWTensors(**state, weights=weights, grad=inputs.grad["grad"], norm_order=order)
         biases = {name: inputs.buffer[name] for name in self.eager.router_biases}
-        grad_norm, applied = self.eager.update(tensors, inputs.buffer["statistics"], inputs.buffer["lr"], biases)
-        return {"grad_norm": grad_norm, "applied": applied}
+        return {"found": self.eager.update(tensors, inputs.buffer["statistics"], inputs.buffer["lr"], biases)}
 
 
 def _outputs(scored: step.Scored) -> dict[str, Tensor]:
@@ -290,4 +289,6 @@ def _outputs(scored: step.Scored) -> dict[str, Tensor]:
 
 
 def _scored(outputs: dict[str, Tensor]) -> step.Scored:
-    return step.Scored(**{name: tensor.clone() for name, tensor in outputs.items()})
+    """Copies, of both log-probs in one launch."""
+    both = torch.stack((outputs.pop("logprob_C"), outputs.pop("model_logprob_C"))).unbind()
+    return step.Scored(*both, **{name: tensor.clone() for name, tensor in outputs.items()})

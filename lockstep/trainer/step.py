@@ -50,6 +50,26 @@ def names(values: Tensor) -> tuple[str, ...]:
     return STATISTICS if len(values) == len(STATISTICS) else STATISTICS + routing.STATISTICS
 
 
+def found_names(values: Tensor) -> tuple[str, ...]:
+    """The names of what `take` returns, in order."""
+    loads = ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
+    return names(values) + ("grad_norm", "applied") + (() if names(values) is STATISTICS else loads)
+
+
+def take(values: Tensor, grad_norm: Tensor, applied: Tensor, experts: int) -> Tensor:
+    """What the host is to know of an update, float64 (`found_names`), from its statistics, which start anew.
+
+    Args:
+        grad_norm, applied: 0-dim. experts: of each layer that has some; 0 without.
+    """
+    parts = [values[: len(names(values))], grad_norm.view(1), applied.view(1)]  # float64 together
+    if experts:
+        parts.append(routing.spread(named(values)["loads"].view(-1, experts)))
+    found = torch.cat(parts)
+    values.zero_()
+    return found
+
+
 def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = None) -> tuple[Tensor, ops.TokenLogprobs]:
     """Hidden rows that predict the completion tokens, [C, D], and the tokens' log-probs; `routes` as in `Decoder`."""
     layout = batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len

@@ -24,8 +24,7 @@ OPEN_SIZES = _open_sizes()
 
 def tensors_of(batch: PackedBatch) -> dict[str, Tensor]:
     """What a graph takes of a batch; `sequence_C` is for messages."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "sequence_C"}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return {k: v for k, v in vars(batch).items() if isinstance(v, Tensor) and k != "sequence_C"}
 
 
 def statics_of(batch: PackedBatch) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from .mismatches import MAX_MISMATCHES, Mismatch, mismatches
 from .optimizer import AdamW, FlatParameters
 from .packing import blank_batch
 from .result import PendingResult, StepResult
-from .routing import RoutingResult, spread, statistics_of
+from .routing import RoutingResult, statistics_of
 from .runs import EagerRuns, GraphRuns
 from .shapes import BatchShape
-from .step import STATISTICS, Scored, named, names
+from .step import STATISTICS, Scored, found_names, take
 from .trust_cases import Work, trust_cases
 
 
@@ -85,8 +85,8 @@ class Trainer:
         size = len(STATISTICS) + statistics_of(model.config)
         self._values = torch.zeros(size, dtype=torch.float64, device=device)
         state = self._values, self._lr, enforce_parity, self._biases if optimizer.router_bias_rate > 0 else {}
-        runs = EagerRuns(model, reference, self.flat, self.optimizer, loss, *state)
-        self._runs = GraphRuns(runs, compiler) if isinstance(compiler, Compiler) else runs
+        self._eager = EagerRuns(model, reference, self.flat, self.optimizer, loss, *state)
+        self._runs = GraphRuns(self._eager, compiler) if isinstance(compiler, Compiler) else self._eager
         self._compiled = compiler is not None
         if isinstance(compiler, LayerCompiler):
             for own in filter(None, (model, reference)):
@@ -182,7 +182,7 @@ class Trainer:
     def launch_optim_step(self, lr: float) -> PendingResult:
         """`optim_step` without waiting: the next update can be launched before this one's result is taken."""
         self._lr.fill_(lr)
-        return self._finish(lr, *self._runs.optim_step())
+        return self._finish(lr, self._runs.optim_step())
 
     def gather_weights(self) -> None:
         """Give the model the weights of the last update, for whoever generates with it. In one process it has them."""
@@ -192,7 +192,7 @@ class Trainer:
         """The result of a step in which batches were only checked; no update, and gradients are cleared."""
         self.flat.grad.zero_()
         zero = torch.zeros((), device=self.flat.grad.device)
-        return self._finish(0.0, zero, zero.bool()).get()
+        return self._finish(0.0, take(self._values, zero, zero.bool(), self._eager.experts)).get()
 
     @property
     def checked(self) -> list[Tensor]:
@@ -234,17 +234,10 @@ class Trainer:
         self._values.zero_()
         self._scored = []
 
-    def _finish(self, lr: float, grad_norm: Tensor, applied: Tensor) -> PendingResult:
-        """Send the statistics to the host, in one transfer, and start them anew."""
-        known = names(self._values)
-        parts = [self._values[: len(known)], grad_norm.view(1), applied.view(1)]  # float64 together
-        known += ("grad_norm", "applied")
-        if self._moe is not None:
-            parts.append(spread(named(self._values)["loads"].view(-1, self._moe.num_experts)))
-            known += ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
-        numbers, scored = torch.cat(parts), self._scored
-        self._reset_step()
-        return PendingResult(numbers, lambda found: self._result(lr, dict(zip(known, found, strict=True)), scored))
+    def _finish(self, lr: float, found: Tensor) -> PendingResult:
+        """Send what an update found to the host, in one transfer."""
+        known, scored, self._scored = found_names(self._values), self._scored, []
+        return PendingResult(found, lambda values: self._result(lr, dict(zip(known, values, strict=True)), scored))
 
     def _result(self, lr: float, s: dict[str, float], scored: list[tuple[PackedBatch, Scored]]) -> StepResult:
         """What the numbers of an update say, and those of its checked batches that differ."""

@@ -108,3 +108,34 @@ def test_a_packed_batch_is_copied_in_at_once(decoder, rollout, compiler_of) -> N
             seen.append((copies.counts, len(given)))
         assert trainer.optim_step(1e-2).applied
     assert seen == [([1], 17)] * 2
+
+
+class Calls(TorchDispatchMode):
+    """The operators that are called, but for those that launch nothing on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if name not in ("empty", "new_empty", "set_", "unbind"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_around_its_two_graphs_a_step_launches_four_small_things(decoder, rollout, compiler_of, monkeypatch) -> None:
+    compiler = compiler_of(recorded=True)
+    model = decoder()
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
+    moved = batch.to(CPU)
+    trainer.forward_backward(moved)
+    assert trainer.optim_step(1e-2).applied
+    for graph in (g for f in compiler.functions for g in f.graphs.values()):
+        monkeypatch.setattr(graph._recording, "replay", lambda: None)
+    with Calls() as calls:
+        trainer.forward_backward(moved)
+        trainer.launch_optim_step(1e-2)
+    # The batch in, both log-probabilities out, the rate in, the result out; the graphs do all else.
+    assert calls.names == ["copy_", "stack", "fill_", "copy_"]
