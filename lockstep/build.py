@@ -33,6 +33,7 @@ from .graph import (
     missing_compiler,
     replay_metrics,
 )
+from .kernel_lists import load_beside
 from .models import Decoder, ModelConfig, load_model, resolve_folder
 from .models.checks import require_memory
 from .models.init import architecture, initialize
@@ -83,6 +84,7 @@ class Run:
     world: World = ONE
     compiler: Compiler | LayerCompiler | None = None
     verdicts: list[Verdict] = field(default_factory=list)  # of the check of captured graphs
+    preloaded: Path | None = None  # the list of the kernels that were loaded beside the weights
 
     def graph_metrics(self) -> dict[str, int]:
         """Graphs made late, and replays so far."""
@@ -148,7 +150,9 @@ def load_policy(
 
 def build(config: RunConfig, world: World = ONE) -> Run:
     """All parts of a run, with memory planned and inputs checked before the first step; of each rank of `world`."""
-    timings = Timings(keep_spans=True, event=_event_of(resolve_device(config.device)))
+    device = resolve_device(config.device)
+    timings = Timings(keep_spans=True, event=_event_of(device))
+    loaded_kernels = load_beside(config, device.type, world.size, timings)
     with timings.measured("task"):
         task = make_task(config.task, config.trainer.prompts_per_step)
     with timings.measured("load"):
@@ -175,7 +179,8 @@ def build(config: RunConfig, world: World = ONE) -> Run:
     engine = Engine(weights, config.generator, capacity, policy.decode, compiler, timings=timings)
     longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step)
     shapes = train_shapes(config, longest, prompt_limit(config, policy.model.config).tokens)
-    return Run(policy, task, trainer, engine, sampling, validation, shapes, timings, world, compiler)
+    parts = policy, task, trainer, engine, sampling, validation, shapes, timings, world, compiler
+    return Run(*parts, preloaded=loaded_kernels())
 
 
 def _event_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:

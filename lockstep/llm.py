@@ -23,8 +23,9 @@ from .config import (
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
 from .graph import Compiler, compile_report
+from .kernel_lists import kernel_list
 from .ops import gate
-from .startup import kernel_list, make_ready
+from .startup import make_ready
 from .types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
 
 Prompt = str | list[dict[str, Any]]  # text as it is, or chat messages through the model's template

@@ -23,9 +23,10 @@ from .config import (
 from .errors import InputError, ParityError
 from .generator import Engine, SharedWeights, plan_cache_tokens
 from .graph import Compiler, LayerCompiler, Work
+from .kernel_lists import kernel_list
 from .models import Decoder
 from .ops import gate
-from .startup import kernel_list, make_ready
+from .startup import make_ready
 from .trainer import BatchShape, StepResult, Trainer, pack
 from .types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 

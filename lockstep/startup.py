@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +13,11 @@ import torch
 from .build import Run
 from .config import RunConfig
 from .errors import LockstepError
-from .graph import Compiler, LayerCompiler, Verdict, Verdicts, Work, origin, trust
+from .graph import Compiler, LayerCompiler, Verdict, Verdicts, Work, trust
+from .kernel_lists import KEPT, kernel_list, remember
 from .ops import gate, linear_table, user_cache
 from .parallel import ONE, World
 
-_KERNEL_LISTS = 64  # that are kept
 _log = logging.getLogger("lockstep")
 
 
@@ -34,16 +33,20 @@ def warm_up(config: RunConfig, run: Run) -> None:
     embed = run.policy.model.embed
     gate.restore(embed.device, embed.dtype)
     _share_overrides(run)
+    kernels = _kernel_list(config, run) if embed.is_cuda else None
     run.verdicts = make_ready(
         run.compiler,
         partial(_make_graphs, config, run),
         partial(_trust_cases, config, run),
         config.compile.verify,
-        kernels=_kernel_list(config, run) if embed.is_cuda else None,
+        kernels=kernels,
+        preloaded=run.preloaded,
         rehearse_check=partial(_rehearse_check, run),
         check_machine=partial(_check_machine, config, run),
         world=run.world,
     )
+    if kernels is not None and kernels != run.preloaded and run.world.first:
+        remember(config, kernels)
 
 
 def prepare_validation(config: RunConfig, run: Run) -> None:
@@ -63,6 +66,7 @@ def make_ready(
     verify: Literal["strict", "warn", "off"],
     *,
     kernels: Path | None = None,
+    preloaded: Path | None = None,
     rehearse_check: Callable[[], None] = lambda: None,
     check_machine: Callable[[], bool] = lambda: False,
     world: World = ONE,
@@ -73,6 +77,7 @@ def make_ready(
         make_graphs: calls each function whose graphs are needed; called again when all are to be made anew.
         trust_cases: launches of them to check, unless `verify` (`compile.verify`) is off.
         kernels: where the kernels they launch are listed (`kernel_list`); None where none are compiled, on a CPU.
+        preloaded: the list of kernels that were loaded already.
         check_machine: whether a check of this machine, of what was launched, replaced a kernel that graphs may hold.
         rehearse_check: launches the kernels of that check.
     """
@@ -81,7 +86,7 @@ def make_ready(
         check_machine()
         compiler.end_warm_up()
         return []
-    if kernels is not None:
+    if kernels is not None and kernels != preloaded:
         _precompile(compiler, kernels, make_graphs, rehearse_check, world)
     with compiler.making():
         make_graphs()
@@ -94,13 +99,6 @@ def make_ready(
     verdicts = [] if verify == "off" else trust(compiler, trust_cases(), verify, Verdicts())
     compiler.end_warm_up()
     return verdicts
-
-
-def kernel_list(*about: object) -> Path:
-    """Where the kernels of a start that depends on these are listed, each told by its `repr`. A list that is not quite
-    right costs time and nothing else."""
-    key = hashlib.sha256(repr([sorted(origin().items()), *about]).encode()).hexdigest()
-    return user_cache.cache_folder() / "kernels" / f"{key[:32]}.json"
 
 
 def _make_graphs(config: RunConfig, run: Run) -> None:
@@ -144,7 +142,7 @@ def _precompile(
             make_graphs()
             rehearse_check()
         if world.first:
-            user_cache.write(path, kernels, keep=_KERNEL_LISTS)
+            user_cache.write(path, kernels, keep=KEPT)
     except Exception as error:
         if world.size > 1:  # the others are in the middle of theirs
             raise

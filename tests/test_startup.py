@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import startup
+from lockstep import kernel_lists, startup
 from lockstep.build import Run, build
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.errors import LockstepError
 from lockstep.graph import Compiler, GraphError
 from lockstep.loop import Loop
-from lockstep.ops import gate, linear_table
+from lockstep.ops import gate, linear_table, user_cache
+from lockstep.ops.kernels import precompile as precompiling
+from lockstep.timings import Timings
 
 
 def config_of(parity: str = "strict", captured: bool = False) -> RunConfig:
@@ -126,3 +128,63 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
     changed = replace(config, generator=replace(config.generator, page_size=32))
     precompile(changed, run)
     assert rehearsed == [0, 1] and preloaded == [[], [["module", "kernel", "{}"]], []]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[list[str]]]:
+    """Lists whose kernels were loaded on a thread, none of them from a module of the kernels."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    found: list[list[list[str]]] = []
+    monkeypatch.setattr(precompiling, "preload", lambda kernels: found.append(kernels) or len(kernels))
+    return found
+
+
+LISTED = [["module", "kernel", "{}"], ["module", "other", "{}"]]
+
+
+def test_kernels_of_the_last_start_are_loaded_beside_the_weights(loaded: list) -> None:
+    config, timings = config_of(captured=True), Timings()
+    path = kernel_lists.kernel_list("what is known after the weights are read")
+    assert kernel_lists.load_beside(config, "cuda", 1, timings)() is None and not loaded  # there was no start
+    user_cache.write(path, LISTED)
+    kernel_lists.remember(config, path)
+    for device, ranks in (("cpu", 1), ("cuda", 2)):
+        assert kernel_lists.load_beside(config, device, ranks, timings)() is None and not loaded
+    changed = replace(config, generator=replace(config.generator, page_size=32))
+    assert kernel_lists.load_beside(changed, "cuda", 1, timings)() is None and not loaded
+    before = timings.seconds["compile"]
+    assert kernel_lists.load_beside(config, "cuda", 1, timings)() == path and loaded == [LISTED]
+    assert timings.seconds["compile"] > before
+
+
+@pytest.mark.parametrize("listed", [[], [["one"]], {"a": 1}, "text", 3])
+def test_a_list_that_cannot_be_loaded_is_left_to_the_warm_up(listed: object, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    config, path = config_of(captured=True), kernel_lists.kernel_list()
+    user_cache.write(path, listed)
+    kernel_lists.remember(config, path)
+    assert kernel_lists.load_beside(config, "cuda", 1, Timings())() is None
+
+
+def test_a_failure_beside_the_weights_is_left_to_the_warm_up(loaded: list, monkeypatch) -> None:
+    def fails(kernels: list) -> int:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(precompiling, "preload", fails)
+    config, path = config_of(captured=True), kernel_lists.kernel_list()
+    user_cache.write(path, LISTED)
+    kernel_lists.remember(config, path)
+    assert kernel_lists.load_beside(config, "cuda", 1, Timings())() is None
+
+
+def test_what_was_loaded_beside_the_weights_is_not_loaded_again(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    config = config_of(captured=True)
+    run = build(config)
+    assert run.compiler is not None and run.preloaded is None
+    asked: list[object] = []
+    monkeypatch.setattr(run.compiler, "preload", lambda kernels: asked.append(kernels) or 1)
+    path = kernel_lists.kernel_list("its list")
+    for preloaded, times in ((path, 0), (path.with_name("another.json"), 1), (None, 2)):
+        startup.make_ready(run.compiler, lambda: None, list, "off", kernels=path, preloaded=preloaded)
+        assert len(asked) == times

@@ -91,7 +91,7 @@ LISTED = (
     + """
 import json, sys
 from lockstep.ops.kernels import adamw
-from lockstep.ops.kernels.precompile import preload
+from lockstep.ops.kernels.precompile import preload, preload_beside
 
 def launch(warp_count):
     adamw._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count)
@@ -106,7 +106,8 @@ else:
     kernels = json.loads(sys.stdin.read())
     others = [["os", "system", "{}"], ["lockstep.ops.kernels.adamw", "absent", "{}"]]
     changed = [[module, name, text.replace("f32", "f64")[:-9]] for module, name, text in kernels]
-    assert preload([*others, *changed]) == 0 and preload([*kernels, *others]) == 2
+    load = preload if sys.argv[1] == "load" else lambda kernels: preload_beside(kernels).result()
+    assert load([*others, *changed]) == 0 and load([*kernels, *others]) == 2
     assert len(threads) == 2 and threading.get_ident() not in threads
     missed = []
     triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
@@ -117,7 +118,8 @@ else:
 )
 
 
-def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["load", "load beside"])
+def test_kernels_that_were_listed_are_loaded_by_another_process(how: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LISTED)
     paths = os.pathsep.join(map(str, (Path(__file__).parents[2], *sys.path)))
     environment = {
@@ -131,7 +133,7 @@ def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) 
     assert listed.returncode == 0, listed.stderr
     assert len(json.loads(listed.stdout)) == 2
     before = sorted((tmp_path / "cache").rglob("*.cubin"))
-    loaded = finished([*command, "load"], env=environment, input=listed.stdout, stdin=None)
+    loaded = finished([*command, how], env=environment, input=listed.stdout, stdin=None)
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout == "1\n"  # all but the one that was not listed are there, and loaded
     assert sorted((tmp_path / "cache").rglob("*.cubin")) == before and len(before) == 2

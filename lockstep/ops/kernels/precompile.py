@@ -100,3 +100,18 @@ def preload(kernels: Iterable[Kernel]) -> int:
                     getattr(import_module(module), name).preload(description)
                     count += 1
     return count
+
+
+def preload_beside(kernels: Iterable[Kernel]) -> Future[int]:
+    """`preload` on a thread of its own, beside what this one does next; it must launch none of them before they are
+    there. Modules are imported here, so that no two threads import the same."""
+    kernels = list(kernels)
+    for module in {module for module, *_ in kernels}:
+        if module.startswith(f"{__package__}."):
+            with suppress(ImportError):
+                import_module(module)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    thread = ThreadPoolExecutor(1, initializer=_use, initargs=(device,))
+    loading = thread.submit(preload, kernels)
+    thread.shutdown(wait=False)  # it ends with its work
+    return loading
