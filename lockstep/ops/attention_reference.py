@@ -107,7 +107,9 @@ def _decode(
         visible_SL = visible(last_S1.int(), keys_L)
     bias_S1L = torch.where(visible_SL, 0.0, -torch.inf).unsqueeze(1)
     caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    return _softmax_attention(q_SNH.unsqueeze(1), *caches, rows_SL, bias_S1L, visible is not None).squeeze(1)
+    return (
+        _softmax_attention(q_SNH.unsqueeze(1), *caches, rows_SL, bias_S1L, visible is not None).squeeze(1).contiguous()
+    )
 
 
 @functools.lru_cache(maxsize=64)

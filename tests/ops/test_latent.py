@@ -25,7 +25,8 @@ def packed(case: Case) -> Tensor:
 def test_every_layout_has_the_same_bits(dtype: torch.dtype) -> None:
     case = Case([150], heads=3, rank=20, dtype=dtype)
     whole = packed(case)
-    torch.testing.assert_close(whole, exact(case))
+    few_ulps = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {}
+    torch.testing.assert_close(whole, exact(case), **few_ulps)
     for cuts in ([150], [1, 64, 150], [63, 65, 100, 150]):
         assert same_bits(case.prefilled(ops.latent_attention_paged, cuts), whole)
     rows = [0, 5, 63, 64, 65, 127, 128, 149]
