@@ -18,7 +18,6 @@ from lockstep.errors import LockstepError
 from lockstep.graph import Compiler, GraphError
 from lockstep.loop import Loop
 from lockstep.ops import gate, linear_table, user_cache
-from lockstep.ops.kernels import precompile as precompiling
 from lockstep.timings import Timings
 
 
@@ -135,6 +134,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[list[st
     """Lists whose kernels were loaded on a thread, none of them from a module of the kernels."""
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     found: list[list[list[str]]] = []
+    precompiling = pytest.importorskip("lockstep.ops.kernels.precompile")
     monkeypatch.setattr(precompiling, "preload", lambda kernels: found.append(kernels) or len(kernels))
     return found
 
@@ -170,7 +170,7 @@ def test_a_failure_beside_the_weights_is_left_to_the_warm_up(loaded: list, monke
     def fails(kernels: list) -> int:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(precompiling, "preload", fails)
+    monkeypatch.setattr("lockstep.ops.kernels.precompile.preload", fails)
     config, path = config_of(captured=True), kernel_lists.kernel_list()
     user_cache.write(path, LISTED)
     kernel_lists.remember(config, path)
