@@ -54,7 +54,7 @@ PROBES = {  # bound on the rows: rows measured
 UNEVEN = 1.5  # the library's slowest over its median within a range, from which on it is not taken
 LARGE = (512, 1024, 2048, 4096, 8192)  # left to the library; measured for the report
 BLOCK_M = {1: (16,), 8: (16,), 16: (16,), 32: (32, 16), 64: (64, 32, 16), 128: (64, 128), 256: (64, 128)}
-ASYNC_BLOCK_M = {1: (16, 64), 8: (16, 64), 16: (16, 64), 32: (16, 64), 64: (16, 64), 128: (64,), 256: (64,)}
+ASYNC_BLOCK_M = {1: (16, 64), 8: (16, 64), 16: (16, 64), 32: (16, 64), 64: (16, 64), 128: (64, 128), 256: (64, 128)}
 ASYNC_STAGES = {64: (4, 8), 128: (3, 4), 256: (3, 4)}  # of the rows, by the depth of one; the weights fill the rest
 ASYNC_KIB = (74, 110, 220)  # three programs a multiprocessor, two, or one
 PIPELINE_KIB = (110, 200)  # a program's stages: two programs a multiprocessor, or one
@@ -268,10 +268,11 @@ def compile_one(job: tuple[Kind, int, int, int, Choice | AsyncChoice]) -> None:
         torch.cuda.synchronize()
 
 
-def compile_all(shapes: list[tuple[Kind, int, int]]) -> int:
+def compile_all(shapes: list[tuple[Kind, int, int]], bounds: list[int]) -> int:
     """Compile what will be timed, on all processors."""
     jobs: dict[object, tuple[Kind, int, int, int, Choice | AsyncChoice]] = {}
-    for (kind, *shape), (bucket, probes) in itertools.product(shapes, PROBES.items()):
+    for (kind, *shape), bucket in itertools.product(shapes, bounds):
+        probes = PROBES[bucket]
         for choice in candidates(kind, bucket, *shape):
             jobs[kind.removeprefix("norm_"), choice] = kind, 16, *shape, choice
         for choice, m in itertools.product(async_candidates(kind, bucket, *shape), probes):
@@ -314,8 +315,8 @@ class Table:
         return [*(["async"] if isinstance(choice, AsyncChoice) else []), *map(int, choice)]
 
 
-def tune_layers(arch: str, table: Table) -> None:
-    for bucket in PROBES:
+def tune_layers(arch: str, bounds: list[int], table: Table) -> None:
+    for bucket in bounds:
         problem = LayerProblem(arch, bucket)
         chosen, us = problem.tune()
         floor = sum(2 * w.numel() for w in problem.stack.layers[0]) / BANDWIDTH
@@ -324,12 +325,12 @@ def tune_layers(arch: str, table: Table) -> None:
             table.add(LAYER[name], shape, bucket, chosen[name])
 
 
-def tune_plain(kind: Kind, columns: int, depth: int, table: Table) -> list[float]:
+def tune_plain(kind: Kind, columns: int, depth: int, bounds: list[int], table: Table) -> list[float]:
     """Our times over the library's."""
     problem, ratios, floor = PlainProblem(kind, columns, depth), [], 2 * columns * depth / BANDWIDTH
-    for bucket, probes in PROBES.items():
+    for bucket in bounds:
         choice, us = problem.tune(bucket)
-        library = sum(problem.library_us(max(m, 2)) for m in probes) / len(probes)
+        library = sum(problem.library_us(max(m, 2)) for m in PROBES[bucket]) / len(PROBES[bucket])
         ratios.append(us / library)
         table.add(kind, (columns, depth), bucket, choice)
         table.line(kind, f"{columns}x{depth}", bucket, us, library, floor, choice and tuple(map(int, choice)))
@@ -344,6 +345,10 @@ def main() -> int:
     parser.add_argument("--arch", nargs="*", default=list(names), help=f"default: {' '.join(names)}")
     parser.add_argument("--out", type=Path, default=linear_table.PATH, help="default: the table in the package")
     parser.add_argument("--layers", action="store_true", help="leave the plain products as they are")
+    bounds = list(PROBES)
+    parser.add_argument(
+        "--bounds", type=int, nargs="*", choices=bounds, default=bounds, help="of the rows; default: all"
+    )
     args = parser.parse_args()
     if DEVICE == "cpu" and args.out == linear_table.PATH:
         parser.error("torch sees no GPU: give an --out, the table in the package is not measured on a CPU")
@@ -354,14 +359,14 @@ def main() -> int:
     plain: list[tuple[Kind, int, int]] = sorted({("linear", *shape[1:]) for shape in layers})
     plain += sorted({("linear_fp32", c.vocab_size, c.hidden_size) for c in configs})
     plain = [] if args.layers else plain
-    print(f"{compile_all([*sorted(layers), *plain])} kernels compiled", file=sys.stderr, flush=True)
+    print(f"{compile_all([*sorted(layers), *plain], args.bounds)} kernels compiled", file=sys.stderr, flush=True)
     contract()
     table, ratios = Table(), []
     with torch.inference_mode():
         for arch in args.arch:
-            tune_layers(arch, table)
+            tune_layers(arch, args.bounds, table)
         for problem in plain:
-            found = tune_plain(*problem, table)
+            found = tune_plain(*problem, args.bounds, table)
             ratios += found if problem[0] == "linear" else []
     table.write(args.out)
     figures = {"geometric_mean": math.prod(ratios) ** (1 / len(ratios)), "worst": max(ratios)} if ratios else {}

@@ -32,6 +32,8 @@ ASYNC_TILES = (
     AsyncChoice(64, 32, 64, 4, 8),
     AsyncChoice(64, 64, 128, 3, 3),
     AsyncChoice(64, 16, 256, 3, 12),
+    AsyncChoice(64, 128, 128, 4, 4),
+    AsyncChoice(64, 32, 256, 4, 5),
     AsyncChoice(128, 64, 64, 4, 4),
 )
 SHARED_BYTES = 227 * 1024  # that a program may have
@@ -71,22 +73,32 @@ def test_every_tile_is_one_chain(census, n, k):
             assert census("linear_add: any tile = separate", added, residual[:m] + chain[:m]) == 0
 
 
+def asynchronous(x: Tensor, weight: Tensor, residual: Tensor, tile: AsyncChoice) -> dict[str, Tensor]:
+    """What a tile makes of its three forms, as far as they fit."""
+    from lockstep.ops.kernels.linear_async import product
+
+    made = {"plain": product(x, weight, tile), "add": product(x, weight, tile, residual_MN=residual)}
+    staged = tile.x_stages * tile.block_m + tile.w_stages * 2 * tile.block_n
+    if 2 * staged * tile.block_k <= SHARED_BYTES:  # gate and up double the weights
+        made["gated"] = product(x, weight, tile, gated=True)
+    return made
+
+
 @pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 2048), (1024, 3072), (2048, 128)])
 def test_every_asynchronous_tile_is_one_chain(census, n, k):
-    from lockstep.ops.kernels import linear, linear_async
+    from lockstep.ops.kernels import linear
+    from lockstep.ops.kernels.precompile import compiling_only
 
     x, weight, residual = wide(max(ROWS), k), wide(n, k) * 0.02, wide(max(ROWS), n)
-    for m in ROWS:
-        chain, name = linear.linear_bf16(x[:m], weight), "linear, asynchronous"
-        for tile in ASYNC_TILES:
-            if k % tile.block_k == 0:
-                assert census(name, linear_async.product(x[:m], weight, tile), chain) == 0
-                added = linear_async.product(x[:m], weight, tile, residual_MN=residual[:m])
-                assert census(f"{name}, add", added, residual[:m] + chain) == 0
-                staged = tile.x_stages * tile.block_m + tile.w_stages * 2 * tile.block_n
-                if 2 * staged * tile.block_k <= SHARED_BYTES:  # gate and up double the weights
-                    gated = linear_async.product(x[:m], weight, tile, gated=True)
-                    assert census(f"{name}, gated", gated, ops.silu_mul(chain)) == 0
+    cases = [(m, tile) for m in ROWS for tile in ASYNC_TILES if k % tile.block_k == 0]
+    with compiling_only():  # side by side
+        for m, tile in cases:
+            asynchronous(x[:m], weight, residual[:m], tile)
+    for m, tile in cases:
+        chain = linear.linear_bf16(x[:m], weight)
+        expected = {"plain": chain, "add": residual[:m] + chain, "gated": ops.silu_mul(chain)}
+        for form, found in asynchronous(x[:m], weight, residual[:m], tile).items():
+            assert census(f"linear, asynchronous, {form}", found, expected[form]) == 0
 
 
 @pytest.mark.parametrize(("n", "k"), [(1024, 2048), (1024, 3072), (2560, 4096)])

@@ -9,7 +9,8 @@ Weights are asked for ahead only in a captured graph, and no graph that holds th
 gathers weights has the separate operators): what wrote it was complete before the graph began. Launched one by one, a
 kernel waits first.
 
-GATED and ADD are those of `linear`. Blocks of 16 rows use `mma.sync`, of 64 or more `wgmma`: the same bits.
+GATED and ADD are those of `linear`. Blocks of 16 rows use `mma.sync`, of 64 or more `wgmma`: the same bits. A `wgmma`
+runs while the next tiles are asked for.
 
 Shape suffixes: M rows, N columns of the result, K depth.
 """
@@ -57,16 +58,22 @@ def _copy_columns(
 
 
 @gluon.jit
-def _multiplied(a, b, acc, WGMMA: gl.constexpr):
+def _multiplied(a, b, acc):
     """`acc + a @ b.T`, of tiles in shared memory."""
-    if WGMMA:
-        hopper.fence_async_shared()
-        _barrier()
-        acc = hopper.warpgroup_mma(a, b.permute((1, 0)), acc)
-    else:
-        left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-        right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
-        acc = mma_v2(a.load(left), b.permute((1, 0)).load(right), acc)
+    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
+    return mma_v2(a.load(left), b.permute((1, 0)).load(right), acc)
+
+
+@gluon.jit
+def _begun(a, b, acc):
+    """The same by the tensor core on its own, while the program goes on. The one begun before has ended, in all warps:
+    its tiles may be overwritten."""
+    hopper.fence_async_shared()
+    _barrier()
+    acc = hopper.warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
+    acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+    _barrier()
     return acc
 
 
@@ -136,6 +143,9 @@ def _async_kernel(
     acc = gl.zeros([BLOCK_M, WIDE], gl.float32, layout=result)
     for step in range(steps):
         async_copy.wait_group(x_lead - 1)
+        x, w = x_shared.index(step % X_STAGES), w_shared.index(step % W_STAGES)
+        if WGMMA:
+            acc = _begun(x, w, acc)
         if w_lead < steps:
             next_w = step + w_lead
             if next_w < steps:
@@ -146,7 +156,10 @@ def _async_kernel(
             to_x = x_shared.index(next_x % X_STAGES).slice(0, COPIED, dim=0)
             _copy_columns(to_x, x_ptr, x_stride, first_m, rows, next_x * BLOCK_K, COPIED, BLOCK_K, False)
         async_copy.commit_group()
-        acc = _multiplied(x_shared.index(step % X_STAGES), w_shared.index(step % W_STAGES), acc, WGMMA)
+        if not WGMMA:
+            acc = _multiplied(x, w, acc)
+    if WGMMA:
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     if GATED:
         gate, up = gl.split(gl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
         gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
