@@ -279,6 +279,9 @@ def main() -> int:
     parser.add_argument("--decode-length", type=int, help="new tokens decoded; default: 40 on a GPU, 20 on a CPU")
     parser.add_argument("--sequences", type=int, nargs="*", help="decoded at once; default: 1 40 256 on a GPU, 1 16")
     parser.add_argument("--skip", choices=["train", "decode"], nargs="*", default=[])
+    parser.add_argument(
+        "--ways", choices=list(WAYS), nargs="*", default=list(WAYS), help="of the train step; default: all"
+    )
     args = parser.parse_args()
     on_cpu = args.device == "cpu"
     prompt_length, length = args.prompt_length or (30 if on_cpu else 145), args.length or (20 if on_cpu else 100)
@@ -295,7 +298,7 @@ def main() -> int:
     if "train" not in args.skip:
         batch = train_batch(model, args.prompts, prompt_length, length)
         figures["packed_tokens"] = batch.tokens_T.numel()
-        ways = {way: (lambda way=way: train_way(way, model, batch, args.repeats)) for way in WAYS}
+        ways = {way: (lambda way=way: train_way(way, model, batch, args.repeats)) for way in args.ways}
         figures["train"] = section("train", ways)
         rows += train_rows(figures["train"])
         save("capture", figures, args.json)

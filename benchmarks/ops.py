@@ -59,11 +59,24 @@ def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def linear(bench: Bench, models: dict[str, ModelConfig]) -> None:
     """bfloat16 products of every projection against cuBLAS as torch sets it up, and cuBLASLt without split-K."""
+    if ON_GPU:
+        compile_linear(models)
     for model, config in models.items():
         for projection, (n, k) in projections(config).items():
             weights = [normal(n, k, scale=k**-0.5) for _ in range(math.ceil(COLD_BYTES / (2 * n * k)))]
             for m in ROWS:
                 linear_case(bench, f"{model} {projection} {m}x{n}x{k}", normal(m, k), weights)
+
+
+def compile_linear(models: dict[str, ModelConfig]) -> None:
+    """The kernels that the table names, side by side."""
+    from lockstep.ops.kernels.precompile import compiling_only
+
+    with compiling_only():
+        for n, k in {shape for config in models.values() for shape in projections(config).values()}:
+            weight = normal(n, k)
+            for m in ROWS:
+                ops.linear(normal(m, k), weight)
 
 
 def linear_case(bench: Bench, case: str, x: Tensor, weights: list[Tensor]) -> None:

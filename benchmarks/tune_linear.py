@@ -89,7 +89,7 @@ def candidates(kind: Kind, bucket: int, columns: int, depth: int) -> list[Choice
 
 def async_candidates(kind: Kind, bucket: int, columns: int, depth: int) -> list[AsyncChoice]:
     """Tiles of the asynchronous kernel worth timing."""
-    if kind in ("linear", "linear_fp32"):
+    if kind == "linear_fp32":
         return []
     found: dict[AsyncChoice, None] = {}
     weights = 2 if kind == "norm_gate_up" else 1
@@ -115,7 +115,8 @@ def product(kind: Kind, choice: Kernel, x: Tensor, weight: Tensor, norm: Tensor,
     if kind in ("norm_linear", "norm_gate_up"):
         x = rows.rms_norm(x, norm, EPS)
     if isinstance(choice, AsyncChoice):
-        return linear_async.product(x, weight, choice, gated=gated, residual_MN=residual if added else None)
+        added_to = residual if added else None
+        return linear_async.product(x, weight, choice, gated=gated, residual_MN=added_to, ahead=kind != "linear")
     if choice:
         return linear.product(x, weight, choice, dtype, gated=gated, residual_MN=residual if added else None)
     out = backend.cublaslt_linear(x, weight, dtype)
@@ -223,7 +224,7 @@ class PlainProblem:
             PlainProblem.pool = torch.randn(layers * size, device=DEVICE, dtype=DTYPE)
         self.weights = PlainProblem.pool[: layers * size].view(layers, columns, depth)
 
-    def us(self, m: int, choice: Choice | None) -> float:
+    def us(self, m: int, choice: Kernel) -> float:
         x = torch.randn(m, self.depth, device=DEVICE).to(DTYPE)
         return self._us(lambda w: product(self.kind, choice, x, w, x, x))
 
@@ -245,9 +246,9 @@ class PlainProblem:
     def _us(self, call) -> float:
         return graph_us(lambda: [call(w) for w in self.weights], 3, 5) / len(self.weights)
 
-    def tune(self, bucket: int) -> tuple[Choice | None, float]:
-        tiles = candidates(self.kind, bucket, self.columns, self.depth)
-        choices: list[Choice | None] = [tile._replace(early=True) for tile in tiles]
+    def tune(self, bucket: int) -> tuple[Kernel, float]:
+        of = self.kind, bucket, self.columns, self.depth
+        choices: list[Kernel] = [*(tile._replace(early=True) for tile in candidates(*of)), *async_candidates(*of)]
         if not choices or is_even(self.kind, self.weights, bucket):
             choices.append(None)
         probes = PROBES[bucket]

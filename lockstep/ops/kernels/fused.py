@@ -19,8 +19,12 @@ except ImportError:  # Triton without Gluon
 def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """See `linear.linear`."""
     backend.check_dtype(x_TK)
-    choice = linear_table.choose("linear", x_TK.shape[0], *weight_NK.shape)
-    return product(x_TK, weight_NK, choice) if choice else backend.cublaslt_linear(x_TK, weight_NK)
+    choice = _choose("linear", x_TK, weight_NK)
+    if choice is None:
+        return backend.cublaslt_linear(x_TK, weight_NK)
+    if isinstance(choice, AsyncChoice):
+        return linear_async.product(x_TK, weight_NK, choice, ahead=False)
+    return product(x_TK, weight_NK, choice)
 
 
 def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:

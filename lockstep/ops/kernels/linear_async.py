@@ -7,7 +7,7 @@ the result. Triton's pipeliner cannot part the two kinds of loads; Gluon, the la
 
 Weights are asked for ahead only in a captured graph, and no graph that holds these products writes a weight (one that
 gathers weights has the separate operators): what wrote it was complete before the graph began. Launched one by one, a
-kernel waits first.
+kernel waits first, and so does one of the plain product, which any graph may hold.
 
 GATED and ADD are those of `linear`. Blocks of 16 rows use `mma.sync`, of 64 or more `wgmma`: the same bits. A `wgmma`
 runs while the next tiles are asked for.
@@ -183,11 +183,13 @@ def product(
     *,
     gated: bool = False,
     residual_MN: Tensor | None = None,
+    ahead: bool = True,
 ) -> Tensor:
     """`x @ w.T` in bfloat16, or one of its fused forms; see the top of this file.
 
     Args:
         w_NK: `usable`; its depth is a multiple of `choice.block_k`.
+        ahead: nothing that runs just before writes the weight, so a captured graph may ask for it early.
     """
     x_MK = aligned_rows(x_MK)
     (rows, depth), columns = x_MK.shape, w_NK.shape[0] // (2 if gated else 1)
@@ -204,7 +206,7 @@ def product(
         x_MK.stride(0),
         w_NK.stride(0),
         residual.stride(0),
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing(),
+        ahead and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing(),
         DEPTH=depth,
         GATED=gated,
         ADD=residual_MN is not None,
