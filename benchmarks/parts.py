@@ -34,12 +34,12 @@ def _learning(limit: int, *flags: str) -> tuple[str, ...]:
 
 
 LINEAR_MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
-WORDS = ("word-arithmetic",)
+WORDS = ("word-arithmetic", "--steps", "150")
 DIGITS = (
     *("sum-digits", "--arch", "qwen3-100m", "--task.no-easy", "--sampling.max-completion-length", "64"),
     *("--trainer.warmup-steps", "2000", "--trainer.warmup-learning-rate", "5e-4", "--trainer.warmup-loss", "0"),
     *("--trainer.warmup-reward", "0.6", "--optimizer.learning-rate", "5e-5", "--task.validation-interval", "25"),
-    *("--checkpoint.interval", "0", "--steps", "200"),
+    *("--checkpoint.interval", "0", "--steps", "100"),
 )
 
 PARTS = (
@@ -64,13 +64,13 @@ PARTS = (
     Part("tests-flex", _tests("flex"), 100, 260),
     Part("tests-fsdp", _tests("fsdp"), 60, 300, "cuda-x2"),
     Part("ops", _script("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),
-    Part("ops-linear", _script("ops", "--only", "linear", "--models", *LINEAR_MODELS), 100, 240),
+    Part("ops-linear", _script("ops", "--only", "linear", "--models", *LINEAR_MODELS), 60, 240),
     Part("moe", _script("moe"), 60, 150),
     Part("startup", _script("startup", "--repeats", "2"), 140, 280),
     Part("flex", _script("flex"), 90, 200),
     Part("decode_layer", _script("decode_layer"), 20, 60),
     Part("learning-digits", _learning(300, *DIGITS), 60, 320),
-    Part("growth", _script("growth"), 170, 300),
+    Part("growth", _script("growth", "--repeats", "3"), 60, 300),
     Part("generate-big", _script("generate", "--peer", "none", "--case", "big", "--repeats", "3"), 75, 130),
     Part("generate-peer", _script("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
     Part("fsdp", _script("fsdp"), 180, 420, "cuda-x2"),
