@@ -2,7 +2,8 @@
 
 Layers are Qwen3-30B-A3B's, the depth is what one GPU trains. Grouped products are timed in CUDA graphs, on rows sorted
 by expert, each token's eight experts drawn evenly and unevenly. The floor of a decode step is reading the weights that
-its tokens reach, once, and their keys and values; of a train step, the products of the weights that a token uses.
+one token reaches, once, and all keys and values; beside it stands what tokens would read that draw their experts
+evenly, which samples of one prompt do not. Of a train step it is the products of the weights that a token uses.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ def reached(c: ModelConfig, tokens: int) -> float:
     return of_all - c.moe_layers * c.moe.num_experts * expert * (1 - share)
 
 
-def decode_floor_s(c: ModelConfig, case: Case) -> float:
-    """Of all decode steps of a round."""
-    weights = 2 * (reached(c, case.sequences) + c.vocab_size * c.hidden_size)
+def decode_floor_s(c: ModelConfig, case: Case, tokens: int) -> float:
+    """Of all decode steps of a round, if a step reaches the experts that so many tokens do."""
+    weights = 2 * (reached(c, tokens) + c.vocab_size * c.hidden_size)
     token = 2 * 2 * c.num_kv_heads * c.head_dim * c.num_layers
     own = case.sequences * case.new * (case.new - 1) / 2
     return (case.new * weights + token * (case.new * case.prompts * case.prompt + own)) / BYTES_PER_S
@@ -98,7 +99,8 @@ def decode(c: ModelConfig, case: Case, repeats: int) -> dict[str, Any]:
     model = random_weights(c, DEVICE)
     run = Ours(model, case, random_prompts(case.prompts, lambda: case.prompt))
     found = measured(run, repeats, DEVICE)
-    return {**vars(case), **found, "floor_s": decode_floor_s(c, case), "tokens": case.sequences * case.new}
+    floors = {"floor_s": decode_floor_s(c, case, 1), "even_s": decode_floor_s(c, case, case.sequences)}
+    return {**vars(case), **found, **floors, "tokens": case.sequences * case.new}
 
 
 def train(c: ModelConfig, repeats: int) -> dict[str, Any]:
