@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -73,7 +74,8 @@ def main() -> None:
         raise SystemExit(f"--processes is {given.processes}, and there are {torch.cuda.device_count()} GPUs")
     arch = given.arch or ("qwen3-0.6b" if on_gpu else "tiny")
     prompts, samples, tokens = (16, 8, 256) if on_gpu else (4, 4, 12)
-    figures: dict[str, Any] = {"arch": arch, "processes": given.processes, "ways": {}}
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    figures: dict[str, Any] = {"arch": arch, "processes": given.processes, "allocator": allocator, "ways": {}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         seed_workload.prepare(folder, arch)
