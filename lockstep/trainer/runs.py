@@ -24,7 +24,7 @@ class EagerRuns:
     """Calls the step's functions on the live tensors.
 
     Attributes:
-        values: the statistics, float64 (`step.named`). lr: float32, 0-dim.
+        values: the statistics, float64 (`step.named`). results: of updates (`step.take`). lr: float32, 0-dim.
         enforce_parity: no update when a log-probability or a choice of experts differed.
         router_biases: those that an update balances, by name, layer by layer.
     """
@@ -35,6 +35,7 @@ class EagerRuns:
     optimizer: AdamW
     loss: LossConfig
     values: Tensor
+    results: Tensor
     lr: Tensor
     enforce_parity: bool
     router_biases: dict[str, Tensor] = field(default_factory=dict)
@@ -145,11 +146,18 @@ class EagerRuns:
         assert self.reference is not None
         return step.score(self.reference, batch)[1].model_logprob_C
 
-    def optim_step(self) -> Tensor:
-        """Update at the rate `lr` if the statistics allow it; see `step.take`."""
-        return self.update(self.optimizer.tensors(), self.values, self.lr, self.router_biases)
+    def optim_step(self) -> None:
+        """Update at the rate `lr` if the statistics allow it, and write what was found (`step.take`)."""
+        self.update(self.optimizer.tensors(), self.values, self.results, self.lr, self.router_biases)
 
-    def update(self, tensors: AdamWTensors, values: Tensor, lr: Tensor, router_biases: Mapping[str, Tensor]) -> Tensor:
+    def update(
+        self,
+        tensors: AdamWTensors,
+        values: Tensor,
+        results: Tensor,
+        lr: Tensor,
+        router_biases: Mapping[str, Tensor],
+    ) -> None:
         """`optim_step` on these tensors."""
         s = step.named(values)
         ok = torch.isfinite(s["loss"])
@@ -159,7 +167,7 @@ class EagerRuns:
         grad_norm, applied = adamw_step(tensors, self.flat, config, lr, ok)
         if router_biases:
             routing.balance(list(router_biases.values()), s["loads"], config.router_bias_rate, applied)
-        return step.take(values, grad_norm, applied, self.experts)
+        step.take(values, results, grad_norm, applied, self.experts)
 
 
 class GraphRuns:
@@ -175,10 +183,11 @@ class GraphRuns:
         if t["master"] is weights:
             del t["master"]
         order = {"norm_order": t.pop("norm_order")} if "norm_order" in t else {}
+        own = {"statistics": eager.values, "results": eager.results, "lr": eager.lr}
         updating = graph.Inputs(
             param={"weights": weights},
             grad={"grad": grad},
-            buffer={"statistics": eager.values, "lr": eager.lr, **order, **eager.router_biases},
+            buffer={**own, **order, **eager.router_biases},
             optimizer=t,
         )
         baked = eager.constants()
@@ -240,9 +249,9 @@ class GraphRuns:
         """See `EagerRuns.reference_logprobs`."""
         return self._reference(tensors_of(batch), **statics_of(batch))["model_logprob_C"].clone()
 
-    def optim_step(self) -> Tensor:
-        """See `EagerRuns.optim_step`. What this returns lies in the graphs' memory: use it before the next launch."""
-        return self._optim()["found"]
+    def optim_step(self) -> None:
+        """See `EagerRuns.optim_step`."""
+        self._optim()
 
     def gather_weights(self) -> None:
         """See `EagerRuns.gather_weights`."""
@@ -281,7 +290,9 @@ class GraphRuns:
         order = inputs.buffer.get("norm_order")
         tensors = AdamWTensors(**state, weights=weights, grad=inputs.grad["grad"], norm_order=order)
         biases = {name: inputs.buffer[name] for name in self.eager.router_biases}
-        return {"found": self.eager.update(tensors, inputs.buffer["statistics"], inputs.buffer["lr"], biases)}
+        b = inputs.buffer
+        self.eager.update(tensors, b["statistics"], b["results"], b["lr"], biases)
+        return {}
 
 
 def _outputs(scored: step.Scored) -> dict[str, Tensor]:
