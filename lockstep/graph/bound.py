@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .addresses import Addresses
 from .cudagraph import Recorder, Recording
 from .ir import Captured, GraphError, Inputs
 from .own_inputs import OwnInputs
@@ -21,9 +22,9 @@ from .verify import overlapping
 class BoundGraph:
     """Launches one captured graph at one choice of its open sizes, as a CUDA graph when its passes decided so.
 
-    Static inputs are the tensors given here, by address; user inputs come with each launch, and a recorded graph copies
-    them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of any graph of the
-    same recorder: read or copy them before.
+    Static inputs are the tensors given here, by address (`Addresses`); user inputs come with each launch, and a
+    recorded graph copies them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of
+    any graph of the same recorder: read or copy them before.
 
     Attributes:
         launches: runs so far, replays among them.
@@ -57,8 +58,7 @@ class BoundGraph:
             self._expected = _described(given)
             for i, x in zip(self._user.values(), self._own.tensors or empty, strict=True):
                 self._arguments[i] = x
-        self._statics = [self._arguments[i] for i in self._static]
-        self._addresses = list(map(Tensor.data_ptr, self._statics))
+        self._addresses = Addresses([self._arguments[i] for i in self._static])
 
     def __call__(self, user: Mapping[str, Tensor], times: int = 1) -> dict[str, Tensor]:
         """Launch `times` times in a row, at least once; returns the last outputs by name.
@@ -136,12 +136,12 @@ class BoundGraph:
                 raise GraphError(f"{self.captured.title}: {problem}")
 
     def _check_addresses(self) -> None:
-        now = list(map(Tensor.data_ptr, self._statics))
-        if now == self._addresses:
+        moved = self._addresses.moved()
+        if moved is None:
             return
-        (i, *_) = (i for i, a, b in zip(self._static, now, self._addresses, strict=True) if a != b)
+        spec = self.captured.inputs[self._static[moved]]
         raise GraphError(
-            f"{self.captured.title}: static input {self.captured.inputs[i]} has moved in memory since the graph was "
+            f"{self.captured.title}: static input {spec} has moved in memory since the graph was "
             "bound; write new values in place"
         )
 
@@ -149,8 +149,8 @@ class BoundGraph:
         """Give back the recording's memory and let go of every tensor."""
         if self._recording is not None:
             self._recording.close()
-        self._recording, self._arguments, self._statics, self._closed = None, [], [], True
-        self._own = OwnInputs([])
+        self._recording, self._arguments, self._closed = None, [], True
+        self._own, self._addresses = OwnInputs([]), Addresses([])
 
 
 _looks = attrgetter("shape", "dtype", "device")
