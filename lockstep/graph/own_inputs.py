@@ -36,6 +36,12 @@ class OwnInputs:
 
     def fill(self, inputs: Sequence[Tensor]) -> None:
         """Copy a launch's inputs in; their shapes, dtypes and device are those of the first ones."""
+        if not inputs:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._fill(inputs)
+
+    def _fill(self, inputs: Sequence[Tensor]) -> None:
         elsewhere: Sequence[int] = range(len(inputs))
         if self._run is not None and self._first is not None:
             storage = inputs[self._first].untyped_storage()

@@ -82,13 +82,13 @@ class EagerRuns:
         """Whether the loss has the KL term."""
         return self.reference is not None and loss_type != "sft"
 
-    def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> step.Scored:
-        """See `step.forward_backward`."""
+    def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> dict[str, Tensor]:
+        """See `step.forward_backward`; what it returns, by name."""
+        how = batch, loss_type, with_support
         if self.sharding.ranks == 1:
-            return self._forward_backward(
-                self.flat.parameters, self.flat.grads, self.values, batch, loss_type, with_support
-            )
-        return self.forward_backward_on(self.training, batch, loss_type, with_support)
+            own = self.flat.parameters, self.flat.grads, self.values
+            return self._forward_backward(*own, *how).tensors()
+        return self.forward_backward_on(self.training, *how).tensors()
 
     def forward_backward_on(
         self, inputs: graph.Inputs, batch: PackedBatch, loss_type: LossType, with_support: bool
@@ -110,11 +110,11 @@ class EagerRuns:
         settings = self.loss, loss_type, self.with_kl(loss_type), with_support, self.sharding
         return step.forward_backward(self.model, parameters, grads, values, batch, *settings)
 
-    def check(self, batch: PackedBatch) -> step.Scored:
-        """See `step.check`."""
+    def check(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """See `step.check`; what it returns, by name."""
         if self.sharding.ranks == 1:
-            return step.check(self.model, self.values, batch, self.sharding)
-        return self.check_on(self.scoring, batch)
+            return step.check(self.model, self.values, batch, self.sharding).tensors()
+        return self.check_on(self.scoring, batch).tensors()
 
     def check_on(self, inputs: graph.Inputs, batch: PackedBatch) -> step.Scored:
         """`check` as a function of tensors like those of `scoring`."""
@@ -173,7 +173,8 @@ class EagerRuns:
 class GraphRuns:
     """The same as captured graphs: one a bucket of the batch for each way to score it, and one for the update.
 
-    Gradients and statistics grow inside the graphs. What a batch's call returns is copied out of the graphs' memory.
+    Gradients and statistics grow inside the graphs. What a batch's call returns lies in the graphs' memory, to be used
+    before the next call; what was compared (`step.COMPARED`) stays right where it is returned.
     """
 
     def __init__(self, eager: EagerRuns, compiler: graph.Compiler) -> None:
@@ -200,9 +201,10 @@ class GraphRuns:
             {"grad", "buffer"},
             OPEN_SIZES,
             baked["forward_backward"],
+            step.COMPARED,
         )
         self._check = compiler.function(
-            "check", self._check_body, eager.scoring, {"buffer"}, OPEN_SIZES, baked["check"]
+            "check", self._check_body, eager.scoring, {"buffer"}, OPEN_SIZES, baked["check"], step.COMPARED
         )
         self._optim = compiler.function(
             "optim_step",
@@ -236,14 +238,14 @@ class GraphRuns:
         """A launch on `batch`, to be checked."""
         return graph.Case(name, tensors_of(batch), {**statics_of(batch), **statics}, load)
 
-    def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> step.Scored:
+    def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> dict[str, Tensor]:
         """See `EagerRuns.forward_backward`."""
         statics = {**statics_of(batch), "loss_type": loss_type, "with_support": with_support}
-        return _scored(self._train(tensors_of(batch), **statics))
+        return self._train(tensors_of(batch), **statics)
 
-    def check(self, batch: PackedBatch) -> step.Scored:
-        """See `step.check`."""
-        return _scored(self._check(tensors_of(batch), **statics_of(batch)))
+    def check(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """See `EagerRuns.check`."""
+        return self._check(tensors_of(batch), **statics_of(batch))
 
     def reference_logprobs(self, batch: PackedBatch) -> Tensor:
         """See `EagerRuns.reference_logprobs`."""
@@ -261,7 +263,8 @@ class GraphRuns:
     def _train_body(
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> dict[str, Tensor]:
-        return _outputs(self.eager.forward_backward_on(inputs, batch_of(inputs, **statics), loss_type, with_support))
+        batch = batch_of(inputs, **statics)
+        return self.eager.forward_backward_on(inputs, batch, loss_type, with_support).tensors()
 
     def _train_forward(
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
@@ -269,10 +272,10 @@ class GraphRuns:
         e, values, batch = self.eager, inputs.buffer["statistics"], batch_of(inputs, **statics)
         with graph.substituted(e.model, inputs):
             loss, scored = step.forward(e.model, values, batch, e.loss, loss_type, e.with_kl(loss_type), with_support)
-        return loss, _outputs(scored)
+        return loss, scored.tensors()
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
-        return _outputs(self.eager.check_on(inputs, batch_of(inputs, **statics)))
+        return self.eager.check_on(inputs, batch_of(inputs, **statics)).tensors()
 
     def _gather_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         self.eager.gather_weights_on(inputs)
@@ -293,13 +296,3 @@ class GraphRuns:
         b = inputs.buffer
         self.eager.update(tensors, b["statistics"], b["results"], b["lr"], biases)
         return {}
-
-
-def _outputs(scored: step.Scored) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in scored._asdict().items() if tensor is not None}
-
-
-def _scored(outputs: dict[str, Tensor]) -> step.Scored:
-    """Copies, of both log-probs in one launch."""
-    both = torch.stack((outputs.pop("logprob_C"), outputs.pop("model_logprob_C"))).unbind()
-    return step.Scored(*both, **{name: tensor.clone() for name, tensor in outputs.items()})

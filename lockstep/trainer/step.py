@@ -36,6 +36,13 @@ class Scored(NamedTuple):
     threshold_C: Tensor | None = None
     route_C: Tensor | None = None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
+
+
+COMPARED = "logprob_C", "model_logprob_C", "route_C"  # of `Scored`, what the generator's is compared with
+
 
 def named(values: Tensor) -> dict[str, Tensor]:
     """Views of the statistics by name; `values` is float64, one element each and, where there are experts, last their

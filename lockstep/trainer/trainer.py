@@ -20,14 +20,14 @@ from ..graph import Compiler, LayerCompiler
 from ..models import Decoder
 from ..parallel import ONE, World
 from ..types import PackedBatch, SamplingParams
-from .mismatches import MAX_MISMATCHES, Mismatch, mismatches
+from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
 from .optimizer import AdamW, FlatParameters
 from .packing import blank_batch
 from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
 from .runs import EagerRuns, GraphRuns
 from .shapes import BatchShape
-from .step import STATISTICS, Scored, found_names, take
+from .step import STATISTICS, found_names, take
 from .trust_cases import Work, trust_cases
 
 
@@ -94,7 +94,7 @@ class Trainer:
         if isinstance(compiler, LayerCompiler):
             for own in filter(None, (model, reference)):
                 own.call_layer = compiler
-        self._scored: list[tuple[PackedBatch, Scored]] = []  # checked batches and their log-probs
+        self._scored: Checked = []  # checked batches and their log-probs
 
     def forward_backward(
         self, batch: PackedBatch, loss_type: LossType | None = None, keep_support: bool = False
@@ -108,11 +108,10 @@ class Trainer:
         """
         with_support = keep_support and batch.truncated and batch.support_C is None
         scored = self._runs.forward_backward(batch, loss_type or self.loss.loss_type, with_support)
+        if with_support:
+            rows_CD, threshold_C = scored.pop("rows_CD"), scored.pop("threshold_C")
+            batch.support_C = ops.support_mask(rows_CD, self.model.lm_head, batch.temperature_C, threshold_C)
         self._remember(batch, scored)
-        if scored.rows_CD is not None and scored.threshold_C is not None:
-            batch.support_C = ops.support_mask(
-                scored.rows_CD, self.model.lm_head, batch.temperature_C, scored.threshold_C
-            )
 
     def warm_up(
         self,
@@ -167,11 +166,10 @@ class Trainer:
         """Compare the batch's log-probs with the generator's and train on nothing."""
         self._remember(batch, self._runs.check(batch))
 
-    def _remember(self, batch: PackedBatch, scored: Scored) -> None:
+    def _remember(self, batch: PackedBatch, scored: dict[str, Tensor]) -> None:
         """Keep what names a mismatch."""
         if batch.check_parity:
-            kept = Scored(scored.logprob_C, scored.model_logprob_C, route_C=scored.route_C)
-            self._scored.append((batch, kept))
+            self._scored.append((batch, scored))
 
     def reference_logprobs(self, batch: PackedBatch) -> None:
         """Fill `batch.ref_logprob_C` with the reference's log-probs (temperature 1, untruncated)."""
@@ -213,7 +211,7 @@ class Trainer:
     @property
     def checked(self) -> list[Tensor]:
         """The model's log-probabilities of each batch that was compared since the last update, float32 [C]."""
-        return [scored.model_logprob_C for _, scored in self._scored]
+        return [scored["model_logprob_C"].clone() for _, scored in self._scored]
 
     def reset_optimizer(self) -> None:
         """Start the moments anew (between supervised and reinforcement steps)."""
@@ -255,7 +253,7 @@ class Trainer:
         scored, self._scored = self._scored, []
         return self._results.launched(lambda found: self._result(lr, found, scored))
 
-    def _result(self, lr: float, found: Sequence[float], scored: list[tuple[PackedBatch, Scored]]) -> StepResult:
+    def _result(self, lr: float, found: Sequence[float], scored: Checked) -> StepResult:
         """What the numbers of an update say, and those of its checked batches that differ."""
         s = dict(zip(found_names(self._values), found, strict=True))
         self.weights_version += int(s["applied"])
@@ -277,7 +275,7 @@ class Trainer:
             routing=self._routing(s),
         )
 
-    def _mismatches(self, scored: list[tuple[PackedBatch, Scored]]) -> list[Mismatch]:
+    def _mismatches(self, scored: Checked) -> list[Mismatch]:
         """Of all ranks, which know alike that there are some."""
         found = self.world.gather(mismatches(scored))
         return [mismatch for one in found for mismatch in one][:MAX_MISMATCHES]
