@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..types import SideBySide
 from .addresses import Addresses
 from .cudagraph import Recorder, Recording
 from .ir import Captured, GraphError, Inputs
@@ -49,6 +50,7 @@ class BoundGraph:
         self._recording: Recording | None = None
         self._lasting = [i for i, name in enumerate(captured.outputs) if name in lasting] if self._recorder else []
         self._latest: weakref.ref[Outputs] | None = None
+        self._layout: str | None = None  # of batches that were found right, and are copied whole
         self._closed = False
         self._arguments: list[Tensor] = [tensor for _, _, tensor in inputs.flat()]
         self._static = [i for i, spec in enumerate(captured.inputs) if spec.role != "user"]
@@ -82,11 +84,11 @@ class BoundGraph:
         if self._closed:
             raise GraphError(f"{self.captured.title}: launched after close()")
         self._check_addresses()
-        self._check_user(user)
         if self._recorder is None:
+            self._check_user(user)
             return self._named(self._run_with(user, times))
         self._save_latest()
-        self._own.fill([user[name] for name in self._user])
+        self._bring(user)
         if self._recording is None:
             self._recording = self._record(self._recorder)
             self.launches, times = self.launches + 1, times - 1
@@ -128,6 +130,16 @@ class BoundGraph:
                 outputs = self._run(arguments)
                 self.launches += 1
         return outputs
+
+    def _bring(self, user: Mapping[str, Tensor]) -> None:
+        """Check a launch's tensors, and copy them to the graph's own."""
+        layout = user.layout if isinstance(user, SideBySide) else None
+        if isinstance(user, SideBySide) and layout == self._layout:
+            self._own.fill_whole(user.buffer)
+            return
+        self._check_user(user)
+        if self._own.fill([user[name] for name in self._user]):
+            self._layout = layout
 
     def _save_latest(self) -> None:
         """Copy what the last launch returned and is to last, if someone holds it."""

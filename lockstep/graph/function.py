@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..types import SideBySide
 from .bound import BoundGraph
 from .capture import GraphBody
 from .constants import Constants
@@ -70,6 +71,7 @@ class GraphFunction:
         assert not inputs.user, "user inputs come with each call"
         self.name = name
         self.graphs: dict[tuple, BoundGraph] = {}
+        self._by_layout: dict[tuple, BoundGraph] = {}  # the same, found without a look at each tensor
         self.body, self.inputs = body, inputs
         self._compiler, self._writes, self._dynamic = compiler, writes, dynamic
         self._constants, self._known, self._lasting = constants, known or _Known(), lasting
@@ -94,6 +96,14 @@ class GraphFunction:
 
     def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> BoundGraph:
         """The graph for such inputs, made if the key is new."""
+        if not isinstance(user, SideBySide):
+            return self._graph(user, statics)
+        known = (*statics.items(), user.layout)
+        if known not in self._by_layout:
+            self._by_layout[known] = self._graph(user, statics)
+        return self._by_layout[known]
+
+    def _graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> BoundGraph:
         key = (*statics.items(), *user, *map(_shape, user.values()))
         if key not in self.graphs:
             self._compiler.graph_made()
@@ -230,3 +240,4 @@ class GraphFunction:
         for graph in self.graphs.values():
             graph.close()
         self.graphs.clear()
+        self._by_layout.clear()

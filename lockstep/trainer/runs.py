@@ -16,7 +16,7 @@ from ..types import PackedBatch
 from . import routing, step
 from .optimizer import AdamW, AdamWTensors, FlatParameters, accumulate, adamw_step
 from .sharding import Sharding
-from .traced import OPEN_SIZES, batch_of, statics_of, tensors_of
+from .traced import OPEN_SIZES, batch_of, statics_of
 
 
 @dataclass
@@ -236,20 +236,20 @@ class GraphRuns:
 
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
         """A launch on `batch`, to be checked."""
-        return graph.Case(name, tensors_of(batch), {**statics_of(batch), **statics}, load)
+        return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
     def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> dict[str, Tensor]:
         """See `EagerRuns.forward_backward`."""
         statics = {**statics_of(batch), "loss_type": loss_type, "with_support": with_support}
-        return self._train(tensors_of(batch), **statics)
+        return self._train(batch.tensors(), **statics)
 
     def check(self, batch: PackedBatch) -> dict[str, Tensor]:
         """See `EagerRuns.check`."""
-        return self._check(tensors_of(batch), **statics_of(batch))
+        return self._check(batch.tensors(), **statics_of(batch))
 
     def reference_logprobs(self, batch: PackedBatch) -> Tensor:
         """See `EagerRuns.reference_logprobs`."""
-        return self._reference(tensors_of(batch), **statics_of(batch))["model_logprob_C"].clone()
+        return self._reference(batch.tensors(), **statics_of(batch))["model_logprob_C"]
 
     def optim_step(self) -> None:
         """See `EagerRuns.optim_step`."""

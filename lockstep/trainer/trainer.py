@@ -173,7 +173,7 @@ class Trainer:
 
     def reference_logprobs(self, batch: PackedBatch) -> None:
         """Fill `batch.ref_logprob_C` with the reference's log-probs (temperature 1, untruncated)."""
-        batch.ref_logprob_C = self._runs.reference_logprobs(batch)
+        batch.ref_logprob_C.copy_(self._runs.reference_logprobs(batch))
 
     def optim_step(self, lr: float) -> StepResult:
         """Update the weights with the accumulated gradients and clear them; the host waits for the result.
