@@ -133,6 +133,8 @@ class BoundGraph:
 
     def _bring(self, user: Mapping[str, Tensor]) -> None:
         """Check a launch's tensors, and copy them to the graph's own."""
+        if not user and not self._user:
+            return
         layout = user.layout if isinstance(user, SideBySide) else None
         if isinstance(user, SideBySide) and layout == self._layout:
             self._own.fill_whole(user.buffer)
