@@ -63,7 +63,8 @@ def one_step(trainer: Trainer, batch: PackedBatch) -> Evidence:
     """Gradients from zero, and an update of rate 0."""
     scored = trainer._runs.forward_backward(batch, "grpo", False)
     evidence = Evidence(
-        int(fingerprint(torch.cat((scored.logprob_C, scored.model_logprob_C)))), trainer.flat.grad.to("cpu", copy=True)
+        int(fingerprint(torch.cat((scored["logprob_C"], scored["model_logprob_C"])))),
+        trainer.flat.grad.to("cpu", copy=True),
     )
     trainer.optim_step(0.0)
     return evidence

@@ -5,8 +5,9 @@ Shape suffixes: T packed tokens, C completion tokens, S segments (packed sequenc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -155,14 +156,48 @@ class PackedBatch:
     sequences: list[TrainSequence] = field(default_factory=list)
     support_C: Tensor | None = None  # uint8 [C, ceil(V / 8)], the sampled support, for updates after the first
     old_route_C: Tensor | None = None  # int32, `Completion.route_digests`, where they are to be compared
+    together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A tensor that is replaced, added or taken away leaves the others no longer `together`."""
+        super().__setattr__(name, value)
+        if name not in _APART:
+            super().__setattr__("together", None)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device`, side by side; `sequence_C` stays on the host."""
-        moving = {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
-        return PackedBatch(**{**vars(self), **side_by_side(moving, device)})
+        moved = side_by_side(self.tensors(), device)
+        values: dict[str, Any] = dict(moved)
+        batch = replace(self, **values)
+        batch.together = moved
+        return batch
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All but `sequence_C`, by name."""
+        if self.together is not None:
+            return self.together
+        return {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
 
 
-def side_by_side(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+_APART = {"together", "max_len", "check_parity", "truncated", "sequence_C", "sequences"}
+
+
+class SideBySide(dict[str, Tensor]):
+    """Contiguous tensors by name that are all of one buffer; not to be changed.
+
+    Attributes:
+        buffer: uint8, of its memory the whole.
+        layout: the same text for the same names, dtypes, shapes and places in a buffer on the same device.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], buffer: Tensor) -> None:
+        super().__init__(tensors)
+        self.buffer = buffer
+        parts = "; ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items())
+        self.layout = sys.intern(f"{parts} on {buffer.device}")
+
+
+def side_by_side(tensors: Mapping[str, Tensor], device: torch.device) -> SideBySide:
     """Contiguous tensors of the host on `device`, as parts of one buffer that one copy brings there."""
     gap = torch.zeros(ALIGNMENT, dtype=torch.uint8)
     pieces = [p for t in tensors.values() for p in (t.view(-1).view(torch.uint8), gap[: -t.nbytes % ALIGNMENT])]
@@ -170,4 +205,4 @@ def side_by_side(tensors: Mapping[str, Tensor], device: torch.device) -> dict[st
     staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     moved = torch.cat(pieces, out=staged).to(device, non_blocking=True)  # the host does not wait
     parts = zip(tensors.items(), moved.split(sizes)[::2], strict=True)
-    return {name: part.view(t.dtype).view(t.shape) for (name, t), part in parts}
+    return SideBySide({name: part.view(t.dtype).view(t.shape) for (name, t), part in parts}, moved)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..types import SideBySide
+from .addresses import Addresses
 from .cudagraph import Recorder, Recording
 from .ir import Captured, GraphError, Inputs
+from .outputs import Outputs
 from .own_inputs import OwnInputs
 from .piecewise import Piecewise
 from .rehearsal import rehearse
@@ -21,22 +25,32 @@ from .verify import overlapping
 class BoundGraph:
     """Launches one captured graph at one choice of its open sizes, as a CUDA graph when its passes decided so.
 
-    Static inputs are the tensors given here, by address; user inputs come with each launch, and a recorded graph copies
-    them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of any graph of the
-    same recorder: read or copy them before.
+    Static inputs are the tensors given here, by address (`Addresses`); user inputs come with each launch, and a
+    recorded graph copies them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of
+    any graph of the same recorder: read or copy them before. Those in `lasting` are overwritten by the next launch of
+    this graph alone, and copied before if someone holds what the last one returned (`Outputs`).
 
     Attributes:
         launches: runs so far, replays among them.
         replays: runs as a recorded graph.
     """
 
-    def __init__(self, captured: Captured, inputs: Inputs, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        inputs: Inputs,
+        recorder: Recorder | None = None,
+        lasting: Collection[str] = (),
+    ) -> None:
         self.captured = captured
         self.launches = self.replays = 0
         self._recorder = recorder if captured.recorded else None
         if captured.recorded and recorder is None:
             raise GraphError(f"{captured.title}: a CUDA graph needs a recorder")
         self._recording: Recording | None = None
+        self._lasting = [i for i, name in enumerate(captured.outputs) if name in lasting] if self._recorder else []
+        self._latest: weakref.ref[Outputs] | None = None
+        self._layout: str | None = None  # of batches that were found right, and are copied whole
         self._closed = False
         self._arguments: list[Tensor] = [tensor for _, _, tensor in inputs.flat()]
         self._static = [i for i, spec in enumerate(captured.inputs) if spec.role != "user"]
@@ -57,10 +71,9 @@ class BoundGraph:
             self._expected = _described(given)
             for i, x in zip(self._user.values(), self._own.tensors or empty, strict=True):
                 self._arguments[i] = x
-        self._statics = [self._arguments[i] for i in self._static]
-        self._addresses = list(map(Tensor.data_ptr, self._statics))
+        self._addresses = Addresses([self._arguments[i] for i in self._static])
 
-    def __call__(self, user: Mapping[str, Tensor], times: int = 1) -> dict[str, Tensor]:
+    def __call__(self, user: Mapping[str, Tensor], times: int = 1) -> Outputs:
         """Launch `times` times in a row, at least once; returns the last outputs by name.
 
         Raises:
@@ -71,13 +84,20 @@ class BoundGraph:
         if self._closed:
             raise GraphError(f"{self.captured.title}: launched after close()")
         self._check_addresses()
-        self._check_user(user)
-        with torch.inference_mode(False), torch.no_grad():
-            run = self._replay_with(self._recorder, user) if self._recorder else self._run_with(user)
-            for _ in range(times):
-                outputs = run()
-                self.launches += 1
-        return dict(zip(self.captured.outputs, outputs, strict=True))
+        if self._recorder is None:
+            self._check_user(user)
+            return self._named(self._run_with(user, times))
+        self._save_latest()
+        self._bring(user)
+        if self._recording is None:
+            self._recording = self._record(self._recorder)
+            self.launches, times = self.launches + 1, times - 1
+        for _ in range(times):
+            self._recording.replay()
+        self.launches, self.replays = self.launches + times, self.replays + times
+        found = self._named(self._recording.outputs)
+        self._latest = weakref.ref(found) if self._lasting else None
+        return found
 
     def rehearse(self, user: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for outputs, and nothing launched; see `rehearsal.rehearse`."""
@@ -98,29 +118,41 @@ class BoundGraph:
         zeros = [torch.zeros(s, dtype=v.dtype, device=home) for s, v in zip(shapes, values, strict=True)]  # type: ignore[arg-type]
         return dict(zip(self.captured.outputs, zeros, strict=True))
 
-    def _run_with(self, user: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
+    def _named(self, outputs: Sequence[Tensor]) -> Outputs:
+        return Outputs(zip(self.captured.outputs, outputs, strict=True))
+
+    def _run_with(self, user: Mapping[str, Tensor], times: int) -> list[Tensor]:
         arguments = list(self._arguments)
         for name, i in self._user.items():
             arguments[i] = user[name]
-        return lambda: self._run(arguments)
+        with torch.inference_mode(False), torch.no_grad():
+            for _ in range(times):
+                outputs = self._run(arguments)
+                self.launches += 1
+        return outputs
 
-    def _replay_with(self, recorder: Recorder, user: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
-        self._own.fill([user[name] for name in self._user])
+    def _bring(self, user: Mapping[str, Tensor]) -> None:
+        """Check a launch's tensors, and copy them to the graph's own."""
+        if not user and not self._user:
+            return
+        layout = user.layout if isinstance(user, SideBySide) else None
+        if isinstance(user, SideBySide) and layout == self._layout:
+            self._own.fill_whole(user.buffer)
+            return
+        self._check_user(user)
+        if self._own.fill([user[name] for name in self._user]):
+            self._layout = layout
 
-        def run() -> list[Tensor]:
-            if self._recording is None:
-                self._recording = self._record(recorder)
-            else:
-                self._recording.replay()
-                self.replays += 1
-            return self._recording.outputs
-
-        return run
+    def _save_latest(self) -> None:
+        """Copy what the last launch returned and is to last, if someone holds it."""
+        if self._latest is not None and (held := self._latest()) is not None:
+            held.save(self.captured.outputs[i] for i in self._lasting)
 
     def _record(self, recorder: Recorder) -> Recording:
-        if self.captured.split_at:
-            return Piecewise(self.captured, recorder, self._arguments)
-        return recorder.record(self._run, self._arguments)
+        with torch.inference_mode(False), torch.no_grad():
+            if self.captured.split_at:
+                return Piecewise(self.captured, recorder, self._arguments, self._lasting)
+            return recorder.record(self._run, self._arguments, lasting=self._lasting)
 
     def _run(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         return self.captured.module.forward(*arguments)
@@ -136,12 +168,12 @@ class BoundGraph:
                 raise GraphError(f"{self.captured.title}: {problem}")
 
     def _check_addresses(self) -> None:
-        now = list(map(Tensor.data_ptr, self._statics))
-        if now == self._addresses:
+        moved = self._addresses.moved()
+        if moved is None:
             return
-        (i, *_) = (i for i, a, b in zip(self._static, now, self._addresses, strict=True) if a != b)
+        spec = self.captured.inputs[self._static[moved]]
         raise GraphError(
-            f"{self.captured.title}: static input {self.captured.inputs[i]} has moved in memory since the graph was "
+            f"{self.captured.title}: static input {spec} has moved in memory since the graph was "
             "bound; write new values in place"
         )
 
@@ -149,8 +181,8 @@ class BoundGraph:
         """Give back the recording's memory and let go of every tensor."""
         if self._recording is not None:
             self._recording.close()
-        self._recording, self._arguments, self._statics, self._closed = None, [], [], True
-        self._own = OwnInputs([])
+        self._recording, self._arguments, self._closed = None, [], True
+        self._own, self._addresses = OwnInputs([]), Addresses([])
 
 
 _looks = attrgetter("shape", "dtype", "device")

@@ -387,6 +387,14 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def viewed_tensor(tensor: Tensor) -> Tensor:
+    """The tensor whose memory this one is a view of; itself, if it is none or was given other memory since."""
+    base = tensor._base
+    if base is None or base.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        return tensor
+    return base
+
+
 def graph_pool(pool: torch.cuda.MemPool) -> Any:
     """A memory pool as `torch.cuda.graph` takes it."""
     return pool.id

@@ -111,14 +111,16 @@ class Compiler:
         writes: Collection[Role] = (),
         dynamic: Dynamic | None = None,
         constants: Constants | None = None,
+        lasting: Collection[str] = (),
     ) -> GraphFunction:
         """`body` as graphs bound to the static tensors of `inputs`; see `capture.capture` and `GraphFunction`.
 
         Args:
             constants: every Python value that the body takes from elsewhere than its arguments and that a trace bakes
                 in, by name. None: unknown, and the graphs are not kept for other processes.
+            lasting: names of small outputs that stay right while other graphs are launched; see `Outputs`.
         """
-        return self.add(GraphFunction(self, name, body, inputs, writes, dynamic or {}, constants))
+        return self.add(GraphFunction(self, name, body, inputs, writes, dynamic or {}, constants, lasting=lasting))
 
     def add(self, function: GraphFunction) -> GraphFunction:
         """Keep count of a function's graphs, and close them in the end."""

@@ -21,7 +21,7 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Recording(Protocol):
-    """One recorded graph. `outputs` are the same tensors after every replay."""
+    """One recorded graph. `outputs` are the same tensors after every replay. It is replayed in any mode of autograd."""
 
     outputs: list[Tensor]
 
@@ -35,7 +35,9 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Makes recordings that share one pool. Record the largest first: its temporaries' memory serves the others."""
 
-    def record(self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = ()) -> Recording:
+    def record(
+        self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
+    ) -> Recording:
         """Run once for real with the pool's memory, which also compiles and loads kernels, then record.
 
         The recording's outputs are those of the real run.
@@ -43,6 +45,7 @@ class Recorder(Protocol):
         Args:
             keep: tensors of the pool whose values this run or a later one needs. Memory that someone holds is never
                 given to a recording, so only a recorder that checks its caller looks at them.
+            lasting: numbers of outputs that the recording copies out of the pool, where no other overwrites them.
         """
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
@@ -68,15 +71,21 @@ class CudaRecorder:
         self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(device)
 
-    def record(self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = ()) -> _CudaRecording:
+    def record(
+        self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
+    ) -> _CudaRecording:
         torch.cuda.empty_cache()  # memory that others left is of no use to the pool, which takes its own from here on
         results = [r.clone() for r in self.run(run, arguments)]  # outside the pool
         graph = torch.cuda.CUDAGraph()
         pool = compat.graph_pool(self._open_pool())
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = run(arguments)
-        if outputs:
-            compat.copy_all(outputs, results)
+            if lasting:
+                compat.copy_all([results[i] for i in lasting], [outputs[i] for i in lasting])
+        for i in lasting:
+            outputs[i] = results[i]
+        if in_pool := [i for i in range(len(outputs)) if i not in lasting]:
+            compat.copy_all([outputs[i] for i in in_pool], [results[i] for i in in_pool])
         return _CudaRecording(graph, outputs)
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
@@ -150,9 +159,14 @@ class FakeRecorder:
     def __init__(self) -> None:
         self._in_pool: list[weakref.ref[Tensor]] = []
 
-    def record(self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = ()) -> _FakeRecording:
+    def record(
+        self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
+    ) -> _FakeRecording:
         self.poison(keep)
-        return _FakeRecording(self, run, arguments, keep, self.run(run, arguments))
+        outputs = self.run(run, arguments)
+        for i in lasting:
+            outputs[i] = outputs[i].clone()
+        return _FakeRecording(self, run, arguments, keep, outputs)
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
         outputs = [r.clone() for r in run(arguments)]
@@ -192,9 +206,10 @@ class _FakeRecording:
         self._memory = [a.detach() for a in arguments]  # tensors of its own on the memory of now
 
     def replay(self) -> None:
-        self._recorder.poison(self._keep)
-        for output, result in zip(self.outputs, self._run(self._memory), strict=True):
-            output.copy_(result)
+        with torch.inference_mode(False), torch.no_grad():
+            self._recorder.poison(self._keep)
+            for output, result in zip(self.outputs, self._run(self._memory), strict=True):
+                output.copy_(result)
 
     def close(self) -> None:
         self.outputs, self._keep, self._memory = [], [], []

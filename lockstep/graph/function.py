@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..types import SideBySide
 from .bound import BoundGraph
 from .capture import GraphBody
 from .constants import Constants
@@ -46,7 +47,7 @@ class GraphFunction:
     A graph for other values of open sizes is bound to the trace that there is.
 
     Args:
-        constants: see `Compiler.function`.
+        constants, lasting: see `Compiler.function`.
         known: what was traced before, shared with the function that this one is `bound_to` other tensors.
 
     Attributes:
@@ -65,13 +66,15 @@ class GraphFunction:
         dynamic: Dynamic,
         constants: Constants | None = None,
         known: _Known | None = None,
+        lasting: Collection[str] = (),
     ) -> None:
         assert not inputs.user, "user inputs come with each call"
         self.name = name
         self.graphs: dict[tuple, BoundGraph] = {}
+        self._by_layout: dict[tuple, BoundGraph] = {}  # the same, found without a look at each tensor
         self.body, self.inputs = body, inputs
         self._compiler, self._writes, self._dynamic = compiler, writes, dynamic
-        self._constants, self._known = constants, known or _Known()
+        self._constants, self._known, self._lasting = constants, known or _Known(), lasting
         self.one_shape = False
 
     def __call__(
@@ -93,11 +96,21 @@ class GraphFunction:
 
     def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> BoundGraph:
         """The graph for such inputs, made if the key is new."""
+        if not isinstance(user, SideBySide):
+            return self._graph(user, statics)
+        known = (*statics.items(), user.layout)
+        if known not in self._by_layout:
+            self._by_layout[known] = self._graph(user, statics)
+        return self._by_layout[known]
+
+    def _graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> BoundGraph:
         key = (*statics.items(), *user, *map(_shape, user.values()))
         if key not in self.graphs:
             self._compiler.graph_made()
             inputs = replace(self.inputs, user=user)
-            self.graphs[key] = BoundGraph(self._captured(inputs, statics), inputs, self._compiler.recorder)
+            self.graphs[key] = BoundGraph(
+                self._captured(inputs, statics), inputs, self._compiler.recorder, self._lasting
+            )
         return self.graphs[key]
 
     def _eager(self, user: Mapping[str, Tensor], times: int, statics: Mapping[str, Static]) -> dict[str, Tensor]:
@@ -110,7 +123,7 @@ class GraphFunction:
     def bound_to(self, inputs: Inputs) -> GraphFunction:
         """The same function of other static tensors. Traces serve both, where only open sizes differ."""
         arguments = self._compiler, self.name, self.body, inputs, self._writes, self._dynamic
-        return self._compiler.add(GraphFunction(*arguments, self._constants, self._known))
+        return self._compiler.add(GraphFunction(*arguments, self._constants, self._known, self._lasting))
 
     def _captured(self, inputs: Inputs, statics: Mapping[str, Static]) -> Captured:
         """A graph that holds for these inputs, made if there is none; with fixed sizes if an open one's does not."""
@@ -227,3 +240,4 @@ class GraphFunction:
         for graph in self.graphs.values():
             graph.close()
         self.graphs.clear()
+        self._by_layout.clear()

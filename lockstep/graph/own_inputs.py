@@ -34,8 +34,23 @@ class OwnInputs:
             own = self._run[place : place + inputs[i].nbytes]
             self.tensors[i] = own.view(inputs[i].dtype).view(inputs[i].shape)
 
-    def fill(self, inputs: Sequence[Tensor]) -> None:
-        """Copy a launch's inputs in; their shapes, dtypes and device are those of the first ones."""
+    def fill(self, inputs: Sequence[Tensor]) -> bool:
+        """Copy a launch's inputs in; their shapes, dtypes and device are those of the first ones.
+
+        Returns:
+            whether the buffer that they lie in has all of them, and they lie in it as here: `fill_whole` would do.
+        """
+        if not inputs:
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            return self._fill(inputs)
+
+    def fill_whole(self, buffer: Tensor) -> None:
+        """Copy a launch's inputs in, which lie in a buffer, uint8, like others for which `fill` returned True."""
+        assert self._run is not None
+        self._run.copy_(buffer)
+
+    def _fill(self, inputs: Sequence[Tensor]) -> bool:
         elsewhere: Sequence[int] = range(len(inputs))
         if self._run is not None and self._first is not None:
             storage = inputs[self._first].untyped_storage()
@@ -45,6 +60,7 @@ class OwnInputs:
                 elsewhere = [i for i in elsewhere if at[i] != begin + self._places.get(i, -1)]
         if elsewhere:
             compat.copy_all([self.tensors[i] for i in elsewhere], [inputs[i] for i in elsewhere])
+        return not elsewhere
 
 
 def _places(inputs: Sequence[Tensor]) -> dict[int, int]:

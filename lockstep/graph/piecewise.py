@@ -11,8 +11,10 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 
+from . import compat
 from .cudagraph import Recorder, Recording
 from .ir import Captured, mutates, op_name, viewed
 from .values import Number
@@ -114,8 +116,14 @@ def _part(captured: Captured, nodes: Sequence[fx.Node], results: Sequence[fx.Nod
 class Piecewise:
     """The recorded pieces of one graph and the calls between them; replayed as one recording."""
 
-    def __init__(self, captured: Captured, recorder: Recorder, arguments: Sequence[Tensor]) -> None:
-        """Run the parts in order, recording the pieces; `arguments` are the graph's inputs, where they will stay."""
+    def __init__(
+        self, captured: Captured, recorder: Recorder, arguments: Sequence[Tensor], lasting: Sequence[int] = ()
+    ) -> None:
+        """Run the parts in order, recording the pieces.
+
+        Args:
+            arguments: the graph's inputs, where they will stay. lasting: see `Recorder.record`.
+        """
         *parts, last = split(captured)
         inputs = dict(zip((n for n in captured.graph.nodes if n.op == "placeholder"), arguments, strict=True))
         final = {node: i for i, part in enumerate([*parts, last]) for node in part.reads}
@@ -129,6 +137,12 @@ class Piecewise:
             crossing = {node: tensor for node, tensor in crossing.items() if final[node] > i}
             del reads, results  # the pool may use the memory again once nothing later reads it
         self.outputs = last.run([inputs[n] if n in inputs else crossing[n] for n in last.reads])
+        if lasting:
+            in_pool = [self.outputs[i] for i in lasting]
+            copies = [tensor.clone() for tensor in in_pool]
+            for i, copy in zip(lasting, copies, strict=True):
+                self.outputs[i] = copy
+            self._steps.append(lambda: compat.copy_all(copies, in_pool))
 
     def _record(
         self, part: Part, recorder: Recorder, reads: Sequence[Tensor], keep: Sequence[Tensor]
@@ -158,8 +172,9 @@ class Piecewise:
 
     def replay(self) -> None:
         """Run the parts again; does not wait for the device."""
-        for step in self._steps:
-            step()
+        with torch.inference_mode(False), torch.no_grad():
+            for step in self._steps:
+                step()
 
     def close(self) -> None:
         """Give the memory back."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+from torch import Tensor
+
 from ..types import PackedBatch
-from .step import Scored, differs
+from .step import differs
 
 MAX_MISMATCHES = 8
+Checked = list[tuple[PackedBatch, dict[str, Tensor]]]  # batches, each with its `step.Scored` by name
 
 
 @dataclass(frozen=True)
@@ -23,17 +26,17 @@ class Mismatch:
     trainer: float
 
 
-def mismatches(checked: list[tuple[PackedBatch, Scored]]) -> list[Mismatch]:
+def mismatches(checked: Checked) -> list[Mismatch]:
     """Name the first differing tokens, in packed order. Reads from the device, but only after a difference."""
     found: list[Mismatch] = []
     for batch, scored in checked:
         starts = [0, *accumulate(len(s.token_ids) for s in batch.sequences)]
         compared = [
-            ("sampled", scored.logprob_C, batch.old_logprob_C),
-            ("model", scored.model_logprob_C, batch.old_model_logprob_C),
+            ("sampled", scored["logprob_C"], batch.old_logprob_C),
+            ("model", scored["model_logprob_C"], batch.old_model_logprob_C),
         ]
-        if scored.route_C is not None and batch.old_route_C is not None:
-            compared.insert(0, ("experts", scored.route_C, batch.old_route_C))
+        if "route_C" in scored and batch.old_route_C is not None:
+            compared.insert(0, ("experts", scored["route_C"], batch.old_route_C))
         for kind, trainer_C, generator_C in compared:
             rows = (differs(trainer_C, generator_C) & batch.valid_C).nonzero().flatten().tolist()
             for row in rows[:MAX_MISMATCHES]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from .mismatches import Mismatch
 from .routing import RoutingResult
+
+ROWS = 8  # updates whose results may wait to be taken
 
 
 @dataclass(frozen=True)
@@ -34,29 +37,64 @@ class StepResult:
     routing: RoutingResult | None = None
 
 
-class PendingResult:
-    """The result of an update that the device has been given and may not have come to yet.
+class Results:
+    """What the latest updates found: written on the device behind each, read by the host when it asks.
 
-    Args:
-        numbers: what the host is to know of it, on the device; copied, in order with what was launched before.
-        finish: makes the result of them, once.
+    Attributes:
+        rows: float64 [ROWS, size + 1], the latest update first; each ends with the update's number, from 1 on. See
+            `step.take`, which writes them.
     """
 
-    def __init__(self, numbers: Tensor, finish: Callable[[Sequence[float]], StepResult]) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.rows = torch.zeros(ROWS, size + 1, dtype=torch.float64, device=device)
+        self._launched = 0
+        self._latest: deque[weakref.ref[PendingResult]] = deque(maxlen=ROWS)  # one a row, in the order of launches
+
+    def make_room(self) -> None:
+        """Before an update is launched: take the result whose row it pushes out, if anyone still wants that."""
+        if len(self._latest) == ROWS and (oldest := self._latest[0]()) is not None:
+            oldest.get()
+
+    def launched(self, finish: Callable[[Sequence[float]], StepResult]) -> PendingResult:
+        """The result to be of the update that was just launched; `finish` makes it of the numbers, once."""
+        self._launched += 1
+        pending = PendingResult(self, self._launched, finish)
+        self._latest.append(weakref.ref(pending))
+        return pending
+
+    def read(self, number: int) -> list[float]:
+        """What an update found. Waits for the device.
+
+        Raises:
+            RuntimeError: the device has no such row: the update was not launched by `Trainer`, or too many were since.
+        """
+        rows = self.rows.tolist()
+        for *found, last in rows:
+            if last == number:
+                return found
+        raise RuntimeError(f"the result of update {number} is gone: the device has those of {[r[-1] for r in rows]}")
+
+    def reset(self) -> None:
+        """Begin to count anew, after a launch that was no update; results that someone still wants are taken before."""
+        for pending in [reference() for reference in self._latest]:
+            if pending is not None:
+                pending.get()
+        self._latest.clear()
+        self._launched = 0
+        self.rows.zero_()
+
+
+class PendingResult:
+    """The result of an update that the device has been given and may not have come to yet."""
+
+    def __init__(self, results: Results, number: int, finish: Callable[[Sequence[float]], StepResult]) -> None:
+        self._results, self._number = results, number
         self._finish: Callable[[Sequence[float]], StepResult] | None = finish
         self._result: StepResult | None = None
-        self._arrived: torch.cuda.Event | None = None
-        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
-        self._numbers.copy_(numbers, non_blocking=True)
-        if numbers.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
 
     def get(self) -> StepResult:
         """The result, once the device has come to it; take those of several updates in their order."""
         if self._finish is not None:
-            if self._arrived is not None:
-                self._arrived.synchronize()
-            self._result, self._finish = self._finish(self._numbers.tolist()), None
+            self._result, self._finish = self._finish(self._results.read(self._number)), None
         assert self._result is not None
         return self._result

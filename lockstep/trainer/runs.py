@@ -16,7 +16,7 @@ from ..types import PackedBatch
 from . import routing, step
 from .optimizer import AdamW, AdamWTensors, FlatParameters, accumulate, adamw_step
 from .sharding import Sharding
-from .traced import OPEN_SIZES, batch_of, statics_of, tensors_of
+from .traced import OPEN_SIZES, batch_of, statics_of
 
 
 @dataclass
@@ -24,7 +24,7 @@ class EagerRuns:
     """Calls the step's functions on the live tensors.
 
     Attributes:
-        values: the statistics, float64 (`step.named`). lr: float32, 0-dim.
+        values: the statistics, float64 (`step.named`). results: of updates (`step.take`). lr: float32, 0-dim.
         enforce_parity: no update when a log-probability or a choice of experts differed.
         router_biases: those that an update balances, by name, layer by layer.
     """
@@ -35,6 +35,7 @@ class EagerRuns:
     optimizer: AdamW
     loss: LossConfig
     values: Tensor
+    results: Tensor
     lr: Tensor
     enforce_parity: bool
     router_biases: dict[str, Tensor] = field(default_factory=dict)
@@ -81,13 +82,13 @@ class EagerRuns:
         """Whether the loss has the KL term."""
         return self.reference is not None and loss_type != "sft"
 
-    def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> step.Scored:
-        """See `step.forward_backward`."""
+    def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> dict[str, Tensor]:
+        """See `step.forward_backward`; what it returns, by name."""
+        how = batch, loss_type, with_support
         if self.sharding.ranks == 1:
-            return self._forward_backward(
-                self.flat.parameters, self.flat.grads, self.values, batch, loss_type, with_support
-            )
-        return self.forward_backward_on(self.training, batch, loss_type, with_support)
+            own = self.flat.parameters, self.flat.grads, self.values
+            return self._forward_backward(*own, *how).tensors()
+        return self.forward_backward_on(self.training, *how).tensors()
 
     def forward_backward_on(
         self, inputs: graph.Inputs, batch: PackedBatch, loss_type: LossType, with_support: bool
@@ -109,11 +110,11 @@ class EagerRuns:
         settings = self.loss, loss_type, self.with_kl(loss_type), with_support, self.sharding
         return step.forward_backward(self.model, parameters, grads, values, batch, *settings)
 
-    def check(self, batch: PackedBatch) -> step.Scored:
-        """See `step.check`."""
+    def check(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """See `step.check`; what it returns, by name."""
         if self.sharding.ranks == 1:
-            return step.check(self.model, self.values, batch, self.sharding)
-        return self.check_on(self.scoring, batch)
+            return step.check(self.model, self.values, batch, self.sharding).tensors()
+        return self.check_on(self.scoring, batch).tensors()
 
     def check_on(self, inputs: graph.Inputs, batch: PackedBatch) -> step.Scored:
         """`check` as a function of tensors like those of `scoring`."""
@@ -145,11 +146,18 @@ class EagerRuns:
         assert self.reference is not None
         return step.score(self.reference, batch)[1].model_logprob_C
 
-    def optim_step(self) -> Tensor:
-        """Update at the rate `lr` if the statistics allow it; see `step.take`."""
-        return self.update(self.optimizer.tensors(), self.values, self.lr, self.router_biases)
+    def optim_step(self) -> None:
+        """Update at the rate `lr` if the statistics allow it, and write what was found (`step.take`)."""
+        self.update(self.optimizer.tensors(), self.values, self.results, self.lr, self.router_biases)
 
-    def update(self, tensors: AdamWTensors, values: Tensor, lr: Tensor, router_biases: Mapping[str, Tensor]) -> Tensor:
+    def update(
+        self,
+        tensors: AdamWTensors,
+        values: Tensor,
+        results: Tensor,
+        lr: Tensor,
+        router_biases: Mapping[str, Tensor],
+    ) -> None:
         """`optim_step` on these tensors."""
         s = step.named(values)
         ok = torch.isfinite(s["loss"])
@@ -159,13 +167,14 @@ class EagerRuns:
         grad_norm, applied = adamw_step(tensors, self.flat, config, lr, ok)
         if router_biases:
             routing.balance(list(router_biases.values()), s["loads"], config.router_bias_rate, applied)
-        return step.take(values, grad_norm, applied, self.experts)
+        step.take(values, results, grad_norm, applied, self.experts)
 
 
 class GraphRuns:
     """The same as captured graphs: one a bucket of the batch for each way to score it, and one for the update.
 
-    Gradients and statistics grow inside the graphs. What a batch's call returns is copied out of the graphs' memory.
+    Gradients and statistics grow inside the graphs. What a batch's call returns lies in the graphs' memory, to be used
+    before the next call; what was compared (`step.COMPARED`) stays right where it is returned.
     """
 
     def __init__(self, eager: EagerRuns, compiler: graph.Compiler) -> None:
@@ -175,10 +184,11 @@ class GraphRuns:
         if t["master"] is weights:
             del t["master"]
         order = {"norm_order": t.pop("norm_order")} if "norm_order" in t else {}
+        own = {"statistics": eager.values, "results": eager.results, "lr": eager.lr}
         updating = graph.Inputs(
             param={"weights": weights},
             grad={"grad": grad},
-            buffer={"statistics": eager.values, "lr": eager.lr, **order, **eager.router_biases},
+            buffer={**own, **order, **eager.router_biases},
             optimizer=t,
         )
         baked = eager.constants()
@@ -191,9 +201,10 @@ class GraphRuns:
             {"grad", "buffer"},
             OPEN_SIZES,
             baked["forward_backward"],
+            step.COMPARED,
         )
         self._check = compiler.function(
-            "check", self._check_body, eager.scoring, {"buffer"}, OPEN_SIZES, baked["check"]
+            "check", self._check_body, eager.scoring, {"buffer"}, OPEN_SIZES, baked["check"], step.COMPARED
         )
         self._optim = compiler.function(
             "optim_step",
@@ -225,24 +236,24 @@ class GraphRuns:
 
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
         """A launch on `batch`, to be checked."""
-        return graph.Case(name, tensors_of(batch), {**statics_of(batch), **statics}, load)
+        return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
-    def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> step.Scored:
+    def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> dict[str, Tensor]:
         """See `EagerRuns.forward_backward`."""
         statics = {**statics_of(batch), "loss_type": loss_type, "with_support": with_support}
-        return _scored(self._train(tensors_of(batch), **statics))
+        return self._train(batch.tensors(), **statics)
 
-    def check(self, batch: PackedBatch) -> step.Scored:
-        """See `step.check`."""
-        return _scored(self._check(tensors_of(batch), **statics_of(batch)))
+    def check(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """See `EagerRuns.check`."""
+        return self._check(batch.tensors(), **statics_of(batch))
 
     def reference_logprobs(self, batch: PackedBatch) -> Tensor:
         """See `EagerRuns.reference_logprobs`."""
-        return self._reference(tensors_of(batch), **statics_of(batch))["model_logprob_C"].clone()
+        return self._reference(batch.tensors(), **statics_of(batch))["model_logprob_C"]
 
-    def optim_step(self) -> Tensor:
-        """See `EagerRuns.optim_step`. What this returns lies in the graphs' memory: use it before the next launch."""
-        return self._optim()["found"]
+    def optim_step(self) -> None:
+        """See `EagerRuns.optim_step`."""
+        self._optim()
 
     def gather_weights(self) -> None:
         """See `EagerRuns.gather_weights`."""
@@ -252,7 +263,8 @@ class GraphRuns:
     def _train_body(
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> dict[str, Tensor]:
-        return _outputs(self.eager.forward_backward_on(inputs, batch_of(inputs, **statics), loss_type, with_support))
+        batch = batch_of(inputs, **statics)
+        return self.eager.forward_backward_on(inputs, batch, loss_type, with_support).tensors()
 
     def _train_forward(
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
@@ -260,10 +272,10 @@ class GraphRuns:
         e, values, batch = self.eager, inputs.buffer["statistics"], batch_of(inputs, **statics)
         with graph.substituted(e.model, inputs):
             loss, scored = step.forward(e.model, values, batch, e.loss, loss_type, e.with_kl(loss_type), with_support)
-        return loss, _outputs(scored)
+        return loss, scored.tensors()
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
-        return _outputs(self.eager.check_on(inputs, batch_of(inputs, **statics)))
+        return self.eager.check_on(inputs, batch_of(inputs, **statics)).tensors()
 
     def _gather_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         self.eager.gather_weights_on(inputs)
@@ -281,14 +293,6 @@ class GraphRuns:
         order = inputs.buffer.get("norm_order")
         tensors = AdamWTensors(**state, weights=weights, grad=inputs.grad["grad"], norm_order=order)
         biases = {name: inputs.buffer[name] for name in self.eager.router_biases}
-        return {"found": self.eager.update(tensors, inputs.buffer["statistics"], inputs.buffer["lr"], biases)}
-
-
-def _outputs(scored: step.Scored) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in scored._asdict().items() if tensor is not None}
-
-
-def _scored(outputs: dict[str, Tensor]) -> step.Scored:
-    """Copies, of both log-probs in one launch."""
-    both = torch.stack((outputs.pop("logprob_C"), outputs.pop("model_logprob_C"))).unbind()
-    return step.Scored(*both, **{name: tensor.clone() for name, tensor in outputs.items()})
+        b = inputs.buffer
+        self.eager.update(tensors, b["statistics"], b["results"], b["lr"], biases)
+        return {}

@@ -36,6 +36,13 @@ class Scored(NamedTuple):
     threshold_C: Tensor | None = None
     route_C: Tensor | None = None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
+
+
+COMPARED = "logprob_C", "model_logprob_C", "route_C"  # of `Scored`, what the generator's is compared with
+
 
 def named(values: Tensor) -> dict[str, Tensor]:
     """Views of the statistics by name; `values` is float64, one element each and, where there are experts, last their
@@ -51,23 +58,25 @@ def names(values: Tensor) -> tuple[str, ...]:
 
 
 def found_names(values: Tensor) -> tuple[str, ...]:
-    """The names of what `take` returns, in order."""
+    """The names of what `take` writes of an update, in order."""
     loads = ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
     return names(values) + ("grad_norm", "applied") + (() if names(values) is STATISTICS else loads)
 
 
-def take(values: Tensor, grad_norm: Tensor, applied: Tensor, experts: int) -> Tensor:
-    """What the host is to know of an update, float64 (`found_names`), from its statistics, which start anew.
+def take(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, experts: int) -> None:
+    """Write what the host is to know of an update (`found_names`) and the update's number before the results that there
+    are, the oldest of which is lost; the statistics start anew.
 
     Args:
+        results: float64, one an update, the latest first (`result.Results`).
         grad_norm, applied: 0-dim. experts: of each layer that has some; 0 without.
     """
-    parts = [values[: len(names(values))], grad_norm.view(1), applied.view(1)]  # float64 together
+    parts = [values[: len(names(values))], grad_norm.view(1), applied.view(1)]
     if experts:
         parts.append(routing.spread(named(values)["loads"].view(-1, experts)))
-    found = torch.cat(parts)
+    number, older = results[0, -1:] + 1, results[:-1].view(-1)
+    results.view(-1).copy_(torch.cat((*parts, number, older)))  # float64 together
     values.zero_()
-    return found
 
 
 def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = None) -> tuple[Tensor, ops.TokenLogprobs]:

@@ -6,7 +6,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import graph
 from ..types import PackedBatch
@@ -20,11 +19,6 @@ def _open_sizes() -> graph.Dynamic:
 
 
 OPEN_SIZES = _open_sizes()
-
-
-def tensors_of(batch: PackedBatch) -> dict[str, Tensor]:
-    """What a graph takes of a batch; `sequence_C` is for messages."""
-    return {k: v for k, v in vars(batch).items() if isinstance(v, Tensor) and k != "sequence_C"}
 
 
 def statics_of(batch: PackedBatch) -> dict[str, Any]:

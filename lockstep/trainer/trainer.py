@@ -20,14 +20,14 @@ from ..graph import Compiler, LayerCompiler
 from ..models import Decoder
 from ..parallel import ONE, World
 from ..types import PackedBatch, SamplingParams
-from .mismatches import MAX_MISMATCHES, Mismatch, mismatches
+from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
 from .optimizer import AdamW, FlatParameters
 from .packing import blank_batch
-from .result import PendingResult, StepResult
+from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
 from .runs import EagerRuns, GraphRuns
 from .shapes import BatchShape
-from .step import STATISTICS, Scored, found_names, take
+from .step import STATISTICS, found_names, take
 from .trust_cases import Work, trust_cases
 
 
@@ -82,16 +82,19 @@ class Trainer:
         self.weights_version = 0
         device = self.flat.data.device
         self._lr = torch.zeros((), device=device)
+        self._rate: float | None = None  # what `_lr` holds; None: unknown
         size = len(STATISTICS) + statistics_of(model.config)
         self._values = torch.zeros(size, dtype=torch.float64, device=device)
-        state = self._values, self._lr, enforce_parity, self._biases if optimizer.router_bias_rate > 0 else {}
+        self._results = Results(len(found_names(self._values)), device)
+        balanced = self._biases if optimizer.router_bias_rate > 0 else {}
+        state = self._values, self._results.rows, self._lr, enforce_parity, balanced
         self._eager = EagerRuns(model, reference, self.flat, self.optimizer, loss, *state)
         self._runs = GraphRuns(self._eager, compiler) if isinstance(compiler, Compiler) else self._eager
         self._compiled = compiler is not None
         if isinstance(compiler, LayerCompiler):
             for own in filter(None, (model, reference)):
                 own.call_layer = compiler
-        self._scored: list[tuple[PackedBatch, Scored]] = []  # checked batches and their log-probs
+        self._scored: Checked = []  # checked batches and their log-probs
 
     def forward_backward(
         self, batch: PackedBatch, loss_type: LossType | None = None, keep_support: bool = False
@@ -105,11 +108,10 @@ class Trainer:
         """
         with_support = keep_support and batch.truncated and batch.support_C is None
         scored = self._runs.forward_backward(batch, loss_type or self.loss.loss_type, with_support)
+        if with_support:
+            rows_CD, threshold_C = scored.pop("rows_CD"), scored.pop("threshold_C")
+            batch.support_C = ops.support_mask(rows_CD, self.model.lm_head, batch.temperature_C, threshold_C)
         self._remember(batch, scored)
-        if scored.rows_CD is not None and scored.threshold_C is not None:
-            batch.support_C = ops.support_mask(
-                scored.rows_CD, self.model.lm_head, batch.temperature_C, scored.threshold_C
-            )
 
     def warm_up(
         self,
@@ -147,29 +149,31 @@ class Trainer:
             if with_checks:
                 self.check(batch)
         self.gather_weights()
+        self._results.make_room()
         self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
         try:
             self._runs.optim_step()  # clears the gradients
         finally:
+            self._results.reset()
             self._reset_step()
 
     def trust_cases(self, shapes: Sequence[BatchShape], sampling: SamplingParams, **options: Any) -> Work:
         """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""
+        self._rate = None  # cases write rates of their own
         return trust_cases(self._runs, shapes, sampling, **options) if isinstance(self._runs, GraphRuns) else []
 
     def check(self, batch: PackedBatch) -> None:
         """Compare the batch's log-probs with the generator's and train on nothing."""
         self._remember(batch, self._runs.check(batch))
 
-    def _remember(self, batch: PackedBatch, scored: Scored) -> None:
+    def _remember(self, batch: PackedBatch, scored: dict[str, Tensor]) -> None:
         """Keep what names a mismatch."""
         if batch.check_parity:
-            kept = Scored(scored.logprob_C, scored.model_logprob_C, route_C=scored.route_C)
-            self._scored.append((batch, kept))
+            self._scored.append((batch, scored))
 
     def reference_logprobs(self, batch: PackedBatch) -> None:
         """Fill `batch.ref_logprob_C` with the reference's log-probs (temperature 1, untruncated)."""
-        batch.ref_logprob_C = self._runs.reference_logprobs(batch)
+        batch.ref_logprob_C.copy_(self._runs.reference_logprobs(batch))
 
     def optim_step(self, lr: float) -> StepResult:
         """Update the weights with the accumulated gradients and clear them; the host waits for the result.
@@ -180,9 +184,17 @@ class Trainer:
         return self.launch_optim_step(lr).get()
 
     def launch_optim_step(self, lr: float) -> PendingResult:
-        """`optim_step` without waiting: the next update can be launched before this one's result is taken."""
-        self._lr.fill_(lr)
-        return self._finish(lr, self._runs.optim_step())
+        """`optim_step` without waiting: the next update can be launched before this one's result is taken. Only where
+        `result.ROWS` are waiting to be taken, it waits for the first of them."""
+        self._results.make_room()
+        self._write_rate(lr)
+        self._runs.optim_step()
+        return self._launched(lr)
+
+    def _write_rate(self, lr: float) -> None:
+        if lr != self._rate:
+            self._lr.fill_(lr)
+            self._rate = lr
 
     def gather_weights(self) -> None:
         """Give the model the weights of the last update, for whoever generates with it. In one process it has them."""
@@ -191,13 +203,15 @@ class Trainer:
     def finish_check(self) -> StepResult:
         """The result of a step in which batches were only checked; no update, and gradients are cleared."""
         self.flat.grad.zero_()
+        self._results.make_room()
         zero = torch.zeros((), device=self.flat.grad.device)
-        return self._finish(0.0, take(self._values, zero, zero.bool(), self._eager.experts)).get()
+        take(self._values, self._results.rows, zero, zero.bool(), self._eager.experts)
+        return self._launched(0.0).get()
 
     @property
     def checked(self) -> list[Tensor]:
         """The model's log-probabilities of each batch that was compared since the last update, float32 [C]."""
-        return [scored.model_logprob_C for _, scored in self._scored]
+        return [scored["model_logprob_C"].clone() for _, scored in self._scored]
 
     def reset_optimizer(self) -> None:
         """Start the moments anew (between supervised and reinforcement steps)."""
@@ -234,13 +248,14 @@ class Trainer:
         self._values.zero_()
         self._scored = []
 
-    def _finish(self, lr: float, found: Tensor) -> PendingResult:
-        """Send what an update found to the host, in one transfer."""
-        known, scored, self._scored = found_names(self._values), self._scored, []
-        return PendingResult(found, lambda values: self._result(lr, dict(zip(known, values, strict=True)), scored))
+    def _launched(self, lr: float) -> PendingResult:
+        """The result of the update that was just launched, when the host asks for it."""
+        scored, self._scored = self._scored, []
+        return self._results.launched(lambda found: self._result(lr, found, scored))
 
-    def _result(self, lr: float, s: dict[str, float], scored: list[tuple[PackedBatch, Scored]]) -> StepResult:
+    def _result(self, lr: float, found: Sequence[float], scored: Checked) -> StepResult:
         """What the numbers of an update say, and those of its checked batches that differ."""
+        s = dict(zip(found_names(self._values), found, strict=True))
         self.weights_version += int(s["applied"])
         tokens = max(s["tokens"], 1.0)
         return StepResult(
@@ -260,7 +275,7 @@ class Trainer:
             routing=self._routing(s),
         )
 
-    def _mismatches(self, scored: list[tuple[PackedBatch, Scored]]) -> list[Mismatch]:
+    def _mismatches(self, scored: Checked) -> list[Mismatch]:
         """Of all ranks, which know alike that there are some."""
         found = self.world.gather(mismatches(scored))
         return [mismatch for one in found for mismatch in one][:MAX_MISMATCHES]

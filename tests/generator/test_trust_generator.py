@@ -41,8 +41,8 @@ def test_every_graph_passes_and_the_cache_is_as_it_was(mode: str, cache_tokens: 
 class Stale(FakeRecorder):
     """Replays read a copy of the cache: what they write, nobody else sees."""
 
-    def record(self, run, arguments, keep=()):
-        recording = super().record(run, arguments, keep)
+    def record(self, run, arguments, keep=(), lasting=()):
+        recording = super().record(run, arguments, keep, lasting)
         recording._memory = [m.clone() if m.dim() == 5 else m for m in recording._memory]
         return recording
 

@@ -55,9 +55,9 @@ def test_every_function_gives_eagers_bits(mode: str) -> None:
 class Stale(CudaRecorder):
     """Recordings of copies of every input: replays work on what was there when they were recorded."""
 
-    def record(self, run, arguments, keep=()):
+    def record(self, run, arguments, keep=(), lasting=()):
         self.held = [*getattr(self, "held", []), *(a.clone() for a in arguments)]
-        return super().record(run, self.held[len(self.held) - len(arguments) :], keep)
+        return super().record(run, self.held[len(self.held) - len(arguments) :], keep, lasting)
 
 
 def test_a_recording_of_other_memory_is_found() -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Compiler, FakeRecorder, GraphError
+from lockstep.graph import BoundGraph, Compiler, FakeRecorder, GraphError
 from lockstep.models import Decoder
-from lockstep.trainer import Trainer, loss_weights, pack
+from lockstep.trainer import BatchShape, Trainer, loss_weights, pack
 from lockstep.trainer import runs as trainer_runs
 from lockstep.types import SamplingParams
 
@@ -121,17 +121,70 @@ def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, r
     assert not trainer.flat.grad.any()
 
 
-def test_keeping_outputs_across_launches_would_be_noticed(decoder, rollout, compiler_of, monkeypatch) -> None:
-    """The mutant of the test above: log-probs that are not copied out of the graphs' memory."""
-    monkeypatch.setattr(trainer_runs, "_scored", lambda outputs: trainer_runs.step.Scored(**outputs))
+def mismatches_of_two(decoder, rollout, compiler: Compiler | None, shapes: list[BatchShape]) -> list[Any]:
+    """Micro-batches, the first of which has a token whose log-probabilities both differ: what is said of it, and what
+    `checked` was before."""
+    model = decoder()
+    groups = [rollout(model, step) for step in range(2)]
+    sequence = groups[0][0].sequences[0]
+    assert sequence.logprobs is not None and sequence.model_logprobs is not None
+    sequence.logprobs[1] *= 2
+    sequence.model_logprobs[1] *= 2
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    for some in groups:
+        for batch in pack(some, max_tokens=256 if shapes else 44, check_parity=True, shapes=shapes):
+            trainer.forward_backward(batch)
+    checked = [logprobs.clone() for logprobs in trainer.checked]
+    result = trainer.optim_step(1e-2)
+    assert not result.applied and result.tokens_different == 1
+    return [*result.mismatches, *checked]
+
+
+SHAPES = {"several": [], "one": [BatchShape(256, 64, 16, 64)]}
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("mode", ["none", "full", "piecewise"])
+def test_mismatches_of_any_micro_batch_are_named(decoder, rollout, shapes: str, mode: str) -> None:
+    compiler = Compiler(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe={})
+    expected = mismatches_of_two(decoder, rollout, None, SHAPES[shapes])
+    assert [(m.position, m.kind) for m in expected[:2]] == [(1, "sampled"), (1, "model")]
+    assert same(mismatches_of_two(decoder, rollout, compiler, SHAPES[shapes]), expected)
+
+
+def test_a_result_taken_after_the_next_steps_launch_names_its_own_mismatches(decoder, rollout, compiler_of) -> None:
     model = decoder()
     groups = rollout(model, 0)
-    groups[0].sequences[0].logprobs[0] *= 2
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
-    for batch in pack(groups, max_tokens=44, check_parity=True):
+    right, values = groups[0].sequences[0].logprobs, []
+    for i in range(3):
+        groups[0].sequences[0].logprobs = [*right[:i], right[i] * 2, *right[i + 1 :]]
+        groups[1].sequences[0].logprobs[0] *= 1.5
+        (batch,) = pack(groups, max_tokens=256, check_parity=True)
         trainer.forward_backward(batch)
-    result = trainer.optim_step(1e-2)
-    assert result.tokens_different == 1 and len(result.mismatches) > 1  # names tokens that never differed
+        values.append(trainer.launch_optim_step(1e-2))
+    found = [value.get().mismatches for value in values]
+    assert [m[0].position for m in found] == [0, 1, 2]
+    assert [m[0].trainer for m in found] == right[:3] and all(len(m) == 2 for m in found)
+
+
+def unlasting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs that are left in the graphs' memory."""
+    monkeypatch.setattr(trainer_runs.step, "COMPARED", ())
+
+
+def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs that the graph's own next launch overwrites."""
+    monkeypatch.setattr(BoundGraph, "_save_latest", lambda self: None)
+
+
+@pytest.mark.parametrize(("mutant", "shapes"), [(unlasting, "several"), (unsaved, "one")])
+def test_keeping_outputs_across_launches_would_be_noticed(decoder, rollout, monkeypatch, mutant, shapes) -> None:
+    expected = mismatches_of_two(decoder, rollout, None, SHAPES[shapes])
+    mutant(monkeypatch)
+    compiler = Compiler(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe={})
+    found = mismatches_of_two(decoder, rollout, compiler, SHAPES[shapes])
+    assert len(found) != len(expected) or not same(found, expected)
 
 
 def test_weights_that_moved_are_noticed(decoder, rollout, compiler_of) -> None:

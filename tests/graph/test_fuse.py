@@ -24,7 +24,7 @@ from lockstep.models import ModelConfig
 from lockstep.ops.attention import attention_packed_backward
 from lockstep.ops.operator import recording_gradients
 from lockstep.trainer import Trainer, pack
-from lockstep.trainer.traced import statics_of, tensors_of
+from lockstep.trainer.traced import statics_of
 from lockstep.types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
 
 SEPARATE = ("lockstep.attention_packed_backward", "lockstep.qk_norm_rope_backward", "lockstep.rms_norm_backward")
@@ -108,8 +108,8 @@ def traced(config: ModelConfig, joint: bool = False) -> tuple[Captured, Inputs]:
     tokens = batch()
     statics = {**statics_of(tokens), "loss_type": "grpo", "with_support": False}
     with mock.patch.object(FakeTensor, "is_cuda", True), mock.patch.object(FunctionalTensor, "is_cuda", True):
-        graph = function.graph(tensors_of(tokens), statics)
-    return graph.captured, replace(function.inputs, user=tensors_of(tokens))
+        graph = function.graph(tokens.tensors(), statics)
+    return graph.captured, replace(function.inputs, user=tokens.tensors())
 
 
 def calls(captured: Captured) -> Counter[str]:

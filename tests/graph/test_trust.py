@@ -163,8 +163,8 @@ class Stale(FakeRecorder):
         super().__init__()
         self._shape = shape
 
-    def record(self, run, arguments, keep=()):
-        recording = super().record(run, arguments, keep)
+    def record(self, run, arguments, keep=(), lasting=()):
+        recording = super().record(run, arguments, keep, lasting)
         recording._memory = [m.clone() if m.shape == self._shape else m for m in recording._memory]
         return recording
 

@@ -13,9 +13,9 @@ WARM = SamplingParams(temperature=0.7)
 FILTERED = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.02)
 
 
-def make_trainer(model, *, reference=None, enforce_parity=True, **loss):
-    optimizer = OptimizerConfig(weight_decay=0.1)
-    return Trainer(model, optimizer, LossConfig(**loss), reference=reference, enforce_parity=enforce_parity)
+def make_trainer(model, *, reference=None, enforce_parity=True, compiler=None, **loss):
+    options = {"reference": reference, "enforce_parity": enforce_parity, "compiler": compiler}
+    return Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(**loss), **options)
 
 
 def one_batch(groups, **options):
