@@ -65,6 +65,7 @@ CASES = {
     "one": Case(1, 1, 64, 256),
 }
 MIXED = "mixed"
+MIXED_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -114,22 +115,26 @@ def random_prompts(count: int, lengths: Callable[[], int]) -> list[list[int]]:
     return [[draw.randrange(256) for _ in range(lengths())] for _ in range(count)]
 
 
-def mixed(model: Decoder, case: Mixed) -> dict[str, float]:
+def mixed(model: Decoder, case: Mixed) -> dict[str, Any]:
     """Groups of mixed lengths that arrive twice as fast as they can be served, and as many of the mean lengths at once.
 
     Rates are of the time in which every slot is taken: from the first moment that so many sequences run until nothing
-    waits any more.
+    waits any more. Medians over rounds of both in turn.
     """
     draw = random.Random(2)
     shapes = [(draw.randint(*case.prompt), draw.randint(*case.new)) for _ in range(case.groups)]
     prompt, new = (round(statistics.mean(column)) for column in zip(*shapes, strict=True))
     base = SamplingParams(n=case.samples, ignore_eos=True)
     engine = make_engine(model, case.running, case.prompt[1] + case.new[1], base)
-    fixed = saturated_rate(engine, [(prompt, new)] * case.groups, base, 0.0, 1)
-    arrival = case.samples * new / fixed / 2
-    rate = saturated_rate(engine, shapes, base, arrival, 2)
+    fixed, rates = [], []
+    for turn in range(MIXED_ROUNDS):
+        fixed.append(saturated_rate(engine, [(prompt, new)] * case.groups, base, 0.0, 2 * turn))
+        arrival = case.samples * new / fixed[-1] / 2
+        rates.append(saturated_rate(engine, shapes, base, arrival, 2 * turn + 1))
+    ratios = [rate / of for rate, of in zip(rates, fixed, strict=True)]
+    found = {"mixed_tokens_per_s": rates, "fixed_tokens_per_s": fixed, "ratio": ratios}
     recompiles = engine.compiler.recompiles if engine.compiler else 0
-    return {"mixed_tokens_per_s": rate, "fixed_tokens_per_s": fixed, "ratio": rate / fixed, "recompiles": recompiles}
+    return {name: statistics.median(of) for name, of in found.items()} | {"ratios": ratios, "recompiles": recompiles}
 
 
 def saturated_rate(

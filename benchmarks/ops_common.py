@@ -18,6 +18,7 @@ DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
 if not ON_GPU:  # the times mean nothing; that every section runs does
     os.environ["TRITON_INTERPRET"] = "1"
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # an H200's memory and bfloat16 matrix products, measured
+WARM_ROUNDS = 2
 Run = Callable[[], Any]
 Record = dict[str, Any]
 
@@ -31,9 +32,23 @@ class Bench:
 
     def time(self, runs: list[Run], least: int = 4) -> dict[str, float]:
         """Seconds of one call: median, minimum and maximum of graphs that call each of `runs` in turn."""
+        (found,) = self.time_all({"": runs}, least).values()
+        return found
+
+    def time_all(self, systems: dict[str, list[Run]], least: int = 4) -> dict[str, dict[str, float]]:
+        """`time` of each system, taken in turn, so that a clock that drifts meets all alike."""
         if not ON_GPU:
-            return self._summary([_wall(runs[0]) for _ in range(2)])
-        runs = runs * math.ceil(least / len(runs))
+            return {name: self._summary([_wall(runs[0]) for _ in range(2)]) for name, runs in systems.items()}
+        graphs = {name: self._graph(runs * math.ceil(least / len(runs))) for name, runs in systems.items()}
+        times: dict[str, list[float]] = {name: [] for name in systems}
+        for _ in range(self.repeats + WARM_ROUNDS):
+            for name, (graph, calls) in graphs.items():
+                times[name].append(self._replay(graph) / calls)
+        return {name: self._summary(found[WARM_ROUNDS:]) for name, found in times.items()}
+
+    @staticmethod
+    def _graph(runs: list[Run]) -> tuple[torch.cuda.CUDAGraph, int]:
+        """A graph of these calls, and their number."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -43,7 +58,7 @@ class Bench:
         with torch.cuda.graph(graph):
             for run in runs:
                 run()
-        return self._summary([self._replay(graph) / len(runs) for _ in range(self.repeats + 1)][1:])
+        return graph, len(runs)
 
     @staticmethod
     def _summary(times: list[float]) -> dict[str, float]:
