@@ -15,6 +15,7 @@ from .config import RunConfig
 from .errors import LockstepError
 from .graph import Compiler, LayerCompiler, Verdict, Verdicts, Work, trust
 from .kernel_lists import KEPT, kernel_list, remember
+from .models.config import ModelConfig, MoEConfig
 from .ops import gate, linear_table, user_cache
 from .parallel import ONE, World
 
@@ -183,11 +184,25 @@ def _share_overrides(run: Run) -> None:
         linear_table.overrides.update(of_rank)
 
 
-def _checked(run: Run) -> tuple[list[gate.Product], list[gate.Heads], torch.device, torch.dtype]:
-    """The shapes to check. On a GPU the products are those that were computed; on a CPU one row of each, as any number
-    of rows must give its bits. Latent attention has no check of its own."""
+def _checked(run: Run) -> tuple[list[gate.Product], list[gate.Heads | gate.LatentHeads], torch.device, torch.dtype]:
+    """The shapes to check. On a GPU the products are those that were computed, and latent attention has no check of its
+    own; on a CPU one row of each product, as any number of rows must give its bits."""
     c, embed = run.policy.model.config, run.policy.model.embed
-    heads = gate.Heads(c.num_heads, c.num_kv_heads, c.head_dim)
-    sizes = c.hidden_size, heads, c.intermediate_size, c.vocab_size
-    products = gate.used() if embed.is_cuda else gate.decoder_products([1], [1], [1], *sizes)
-    return products, [] if c.mla else [heads], embed.device, embed.dtype
+    heads = _heads(c)
+    if embed.is_cuda:
+        return gate.used(), [] if c.mla else [heads], embed.device, embed.dtype
+    dense = c.intermediate_size if c.moe_layers < c.num_layers else 0
+    sizes = c.hidden_size, heads, dense, c.vocab_size, _experts(c.moe)
+    return gate.decoder_products([1], [1], [1], *sizes), [heads], embed.device, embed.dtype
+
+
+def _heads(c: ModelConfig) -> gate.Heads | gate.LatentHeads:
+    if c.mla is None:
+        return gate.Heads(c.num_heads, c.num_kv_heads, c.head_dim)
+    return gate.LatentHeads(c.num_heads, c.mla.kv_rank, c.mla.nope_dim, c.mla.rope_dim, c.mla.v_dim, c.mla.q_rank)
+
+
+def _experts(moe: MoEConfig | None) -> gate.Experts | None:
+    if moe is None:
+        return None
+    return gate.Experts(moe.num_experts, moe.intermediate_size, moe.shared_experts * moe.intermediate_size)

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import CONFIG, assert_no_schedule_changes_a_bit, generate, make_model, requests, train_groups, words
+from small import (
+    CONFIG,
+    assert_no_schedule_changes_a_bit,
+    compare,
+    generate,
+    make_model,
+    requests,
+    train_groups,
+    words,
+)
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
@@ -15,6 +24,7 @@ from lockstep.graph import Compiler
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.rope import RopeScaling, YarnScaling
+from lockstep.ops.native import library
 from lockstep.trainer import Trainer, pack
 
 LLAMA = replace(CONFIG, family="llama", tie_word_embeddings=False)
@@ -35,6 +45,30 @@ FAMILIES = {
     "llama, scaled positions, tied": replace(LLAMA, rope_scaling=SCALING, tie_word_embeddings=True),
     "deepseek_v3": DEEPSEEK,
 }
+
+ODD = replace(CONFIG, hidden_size=70, intermediate_size=5, num_layers=2)
+ODD_SIZES = {
+    "5 heads of 6": replace(ODD, num_heads=5, num_kv_heads=5, head_dim=6),
+    "6 heads of 10 on 2": replace(ODD, num_kv_heads=2, head_dim=10, family="llama"),
+    "3 experts": replace(ODD, head_dim=10, family="qwen3_moe", moe=MoEConfig(3, 2, 7)),
+    "latent of 5": replace(
+        DEEPSEEK, hidden_size=70, head_dim=2, mla=MLAConfig(5, 6, 2, 3, 9), moe=MoEConfig(3, 2, 7, (0,), True)
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ["native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+def test_odd_sizes_agree(sizes: str, dtype: torch.dtype, path: str, engine_of: Callable[..., Engine]) -> None:
+    if path == "native" and library.built is None:
+        pytest.skip("the C library is not built")
+    with library.using(library.built if path == "native" else None):
+        model = make_model(dtype, config=ODD_SIZES[sizes])
+        prompts, sampling = requests(4, length=12)
+        completions = generate(engine_of(model), prompts, sampling)
+        result = compare(model, train_groups(prompts, sampling, completions), max_tokens=200)
+    assert result.tokens_different == 0 < result.tokens_checked
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         *("attention", "parallel", "generator", "trainer", "graph", "kernel_lists"),
         *("models", "models.init", "tasks", "tokenizer"),
     },
-    "startup": {"build", "graph", "kernel_lists", "ops", "parallel"},
+    "startup": {"build", "graph", "kernel_lists", "models", "ops", "parallel"},
     "parity": {"attention", "build", "generator", "graph", "kernel_lists", "models", "ops", "startup", "trainer"},
     "loop": {"rollout", "advantage", "build", "parity", "trainer"},
     "supervised": {"loop", "signals", "startup"},

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masks import MaskFunction
+from .reference import MIN_COLUMNS
 
 KEY_TILE = 64
 KEY_SPLIT = 4096  # a multiple of KEY_TILE
@@ -190,6 +191,7 @@ def _softmax_attention(
     rows = (key_rows_BL.unsqueeze(1) * kv_heads + _heads(kv_heads)).flatten()
     k = k_RKH.reshape(-1, head_dim).index_select(0, rows).float().view(-1, length, head_dim)
     v = v_RKH.reshape(-1, head_dim).index_select(0, rows).float().view(-1, length, head_dim)
+    v = F.pad(v, (0, MIN_COLUMNS - head_dim)) if head_dim < MIN_COLUMNS else v
 
     scores = torch.bmm(q, k.transpose(1, 2))
     scores[:, : width * group].view(blocks, kv_heads, width, group, length).add_(bias_BWL[:, None, :, None])
@@ -197,7 +199,7 @@ def _softmax_attention(
         out, _ = _attend_split(scores, v)
     else:
         out = _merge_splits(scores, v)
-    out = out[:, : width * group].view(blocks, kv_heads, width, group, head_dim)
+    out = out[:, : width * group, :head_dim].view(blocks, kv_heads, width, group, head_dim)
     if masked:
         out = out.masked_fill((bias_BWL == -torch.inf).all(-1)[:, None, :, None, None], 0.0)
     return out.transpose(1, 2).reshape(blocks, width, heads, head_dim).to(q_BWNH.dtype)

@@ -16,60 +16,45 @@ import ctypes
 import functools
 import hashlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from . import attention, fused, linear_table, user_cache
-from .attention import attention_packed, attention_paged
+from . import fused, linear_table, user_cache
+from .gate_attention import attention_agrees, latent_agrees
+from .gate_inputs import cancel, same_bits, wide
+from .gate_shapes import Experts as Experts
+from .gate_shapes import Heads, LatentHeads, Product
+from .gate_shapes import decoder_products as decoder_products
 from .linear import linear, linear_fp32
 from .linear_table import CHAIN, Kind
-from .logprobs import CHUNK
 from .native.library import cpu_backend
 from .rows import rms_norm, silu_mul
 
 Outcome = Literal["kept", "replaced", "broken"]
 
-CPU_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17)
+Shape = Product | Heads | LatentHeads
+
+CPU_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33)
 CPU_WEIGHTS = 1 << 22  # elements of the weights that a CPU is checked with; columns are alike
 SOURCES = (
-    *("gate.py", "linear_table.py", "linear_table.json", "backend.py"),
+    *("gate.py", "gate_attention.py", "gate_inputs.py", "linear_table.py", "linear_table.json", "backend.py"),
+    *("reference.py", "attention_reference.py", "latent_reference.py"),
     *("kernels/linear.py", "kernels/linear_async.py", "kernels/fused.py"),
 )
 
 
-class Product(NamedTuple):
-    """`rows` x `depth` times `columns` x `depth`; `columns` counts the weight's rows, gate and up together."""
-
-    kind: Kind
-    rows: int
-    columns: int
-    depth: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.rows}x{self.columns}x{self.depth}"
-
-
-class Heads(NamedTuple):
-    """The shape of an attention layer."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        return f"attention {self.heads}/{self.kv_heads}x{self.head_dim}"
-
-
 class Verdict(NamedTuple):
-    """How many shapes were looked at, which products another kernel computes now, and what breaks the contract."""
+    """How many shapes were looked at, which products another kernel computes now, what breaks the contract, and what
+    else could compute it."""
 
     checked: int
     replaced: tuple[str, ...]
     broken: tuple[str, ...]
+    cure: str
 
     @property
     def holds(self) -> bool:
@@ -80,7 +65,7 @@ class Verdict(NamedTuple):
         if self.broken:
             return (
                 f"this machine does not keep the bitwise contract for {_several(self.broken)}; "
-                "use --parity warn or off, or another torch, Triton or driver version"
+                f"use --parity warn or off, or {self.cure}"
             )
         if self.replaced:
             return f"{self.checked} shapes keep the contract; Triton replaces the library for {_several(self.replaced)}"
@@ -91,35 +76,6 @@ def _several(names: tuple[str, ...]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def decoder_products(
-    rows: Collection[int],
-    trained: Collection[int],
-    scored: Collection[int],
-    hidden: int,
-    heads: Heads,
-    feed_forward: int,
-    vocabulary: int,
-) -> list[Product]:
-    """The products of a dense decoder.
-
-    Args:
-        rows: tokens of a pass without gradient: decode and prefill buckets.
-        trained: packed tokens of a pass with gradient, whose operators run separately.
-        scored: rows of the LM head, which sees a chunk of them at a time.
-    """
-    qkv, attended = (heads.heads + 2 * heads.kv_heads) * heads.head_dim, heads.heads * heads.head_dim
-    shapes: dict[tuple[int, int], Kind] = {
-        (qkv, hidden): "norm_linear",
-        (hidden, attended): "linear_add",
-        (2 * feed_forward, hidden): "norm_gate_up",
-        (hidden, feed_forward): "linear_add",
-    }
-    fused_kinds = [Product(kind, m, n, k) for m in sorted({*rows}) for (n, k), kind in shapes.items()]
-    plain = [Product("linear", m, n, k) for m in sorted({*trained}) for n, k in shapes]
-    chunks = {piece for m in scored for piece in (min(m, CHUNK), m % CHUNK) if piece}
-    return [*fused_kinds, *plain, *(Product("linear_fp32", m, vocabulary, hidden) for m in sorted(chunks))]
-
-
 def used() -> list[Product]:
     """The products that this process has computed on a GPU: after warm-up, exactly those that were captured."""
     return sorted(Product(*key) for key in linear_table.used)
@@ -127,7 +83,7 @@ def used() -> list[Product]:
 
 def check(
     products: Iterable[Product],
-    heads: Iterable[Heads],
+    heads: Iterable[Heads | LatentHeads],
     device: torch.device,
     dtype: torch.dtype,
     folder: Path | None = None,
@@ -140,7 +96,7 @@ def check(
         dtype: the compute dtype.
         folder: where verdicts are kept; default `user_cache.cache_folder()`.
     """
-    shapes: list[Product | Heads] = [*products, *heads]
+    shapes: list[Shape] = [*products, *heads]
     wanted = {str(shape): shape for shape in shapes}
     path = _path(device, dtype, folder)
     outcomes = _known(path)
@@ -149,7 +105,17 @@ def check(
         user_cache.write(path, outcomes)
     _replace(name for name in wanted if outcomes[name] == "replaced")
     found = {outcome: tuple(n for n in wanted if outcomes[n] == outcome) for outcome in get_args(Outcome)}
-    return Verdict(len(wanted), found["replaced"], found["broken"])
+    return Verdict(len(wanted), found["replaced"], found["broken"], _cure(device, dtype))
+
+
+def _cure(device: torch.device, dtype: torch.dtype) -> str:
+    """What to use where this machine breaks the contract."""
+    if device.type == "cuda":
+        return "another torch, Triton or driver version"
+    if dtype == torch.float32 and cpu_backend() == "native":
+        return "another torch version"
+    operators = "the C operators, which are built where lockstep is installed with a C compiler"
+    return f"{'' if dtype == torch.float32 else 'float32 and '}{operators}, or another torch version"
 
 
 def restore(device: torch.device, dtype: torch.dtype, folder: Path | None = None) -> None:
@@ -161,7 +127,7 @@ def restore(device: torch.device, dtype: torch.dtype, folder: Path | None = None
 
 def rehearse(
     products: Iterable[Product],
-    heads: Iterable[Heads],
+    heads: Iterable[Heads | LatentHeads],
     device: torch.device,
     dtype: torch.dtype,
     folder: Path | None = None,
@@ -169,7 +135,7 @@ def rehearse(
     """Go through the motions of `check`, and forget what is found: where launches only compile
     (`kernels.precompile`), this compiles what it launches."""
     outcomes = _known(_path(device, dtype, folder))
-    shapes: list[Product | Heads] = [*products, *heads]
+    shapes: list[Shape] = [*products, *heads]
     for shape in shapes:
         if str(shape) not in outcomes:
             _check(shape, device, dtype)
@@ -191,25 +157,16 @@ def _replace(names: Iterable[str]) -> None:
             linear_table.overrides[int(found[1]), int(found[2])] = CHAIN
 
 
-def _check(shape: Product | Heads, device: torch.device, dtype: torch.dtype) -> Outcome:
+def _check(shape: Shape, device: torch.device, dtype: torch.dtype) -> Outcome:
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         if isinstance(shape, Heads):
-            return "kept" if _attention_agrees(shape, device, dtype) else "broken"
+            return "kept" if attention_agrees(shape, device, dtype) else "broken"
+        if isinstance(shape, LatentHeads):
+            return "kept" if latent_agrees(shape, device, dtype) else "broken"
         if device.type == "cuda":
             return _cuda_product(shape, device)
         return "kept" if _cpu_product(shape, dtype) else "broken"
-
-
-def wide(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """N(0, 1) * exp(2 N(0, 1)): exponents wide enough for a change in the order of additions to show."""
-    return (torch.randn(*shape, device=device) * torch.exp(2 * torch.randn(*shape, device=device))).to(dtype)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equality of words."""
-    words = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(words), b.contiguous().view(words))
 
 
 def _cuda_product(p: Product, device: torch.device) -> Outcome:
@@ -248,43 +205,15 @@ def _expected(kind: Kind, chain: Tensor, residual: Tensor) -> Tensor:
 
 
 def _cpu_product(p: Product, dtype: torch.dtype) -> bool:
-    """Whether rows have the same bits among few as among many."""
+    """Whether rows have the same bits among few as among many, wherever they lie in memory."""
     operator = linear_fp32 if p.kind == "linear_fp32" else linear
     device, columns = torch.device("cpu"), min(p.columns, max(CPU_WEIGHTS // p.depth, 1))
     count = max(CPU_ROWS) + 2
     x, weight = (wide(n, p.depth, device=device, dtype=dtype) for n in (count, columns))
+    cancel(x, weight)
     whole = operator(x, weight)
-    return all(same_bits(operator(x[-m:].clone(), weight), whole[-m:]) for m in CPU_ROWS)
-
-
-def _attention_agrees(shape: Heads, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether decoding, a token at a time and all in one batch, has the bits of one packed pass; so for a prompt's
-    second chunk."""
-    tokens, page = attention.KEY_TILE + 6, 16
-    qk = torch.randn(tokens, shape.heads + shape.kv_heads, shape.head_dim, device=device).to(dtype)
-    q, k, v = qk[:, : shape.heads], qk[:, shape.heads :], wide(tokens, *shape[1:], device=device, dtype=dtype)
-
-    def ints(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    packed = attention_packed(q, k, v, ints(0, tokens), ints(0), ints(0), tokens)
-    pages = -(-tokens // page)
-    table = torch.arange(pages, dtype=torch.int32, device=device).flip(0).unsqueeze(0)
-    caches = [_paged(x, table[0], page) for x in (k, v)]
-    steps = torch.arange(tokens + 1, dtype=torch.int32, device=device)
-    tables = table.expand(tokens, -1).contiguous()
-    decoded = attention_paged(q, *caches, tables, steps, steps[1:].clone(), 1, tokens)
-    chunk = tokens // 3
-    rest = attention_paged(q[chunk:], *caches, table, ints(0, tokens - chunk), ints(tokens), tokens - chunk, tokens)
-    return same_bits(decoded, packed) and same_bits(rest, packed[chunk:])
-
-
-def _paged(x: Tensor, pages: Tensor, page: int) -> Tensor:
-    """A sequence's keys or values in the pages of its block table."""
-    cache = torch.zeros(len(pages), page, *x.shape[1:], dtype=x.dtype, device=x.device)
-    position = torch.arange(len(x), device=x.device)
-    cache[pages[position // page].long(), position % page] = x
-    return cache
+    pieces = [(m, rows) for m in CPU_ROWS for rows in (x[-m:], x[-m:].clone())]
+    return all(same_bits(operator(rows, weight), whole[-m:]) for m, rows in pieces)
 
 
 def fingerprint(device: torch.device, dtype: torch.dtype) -> str:

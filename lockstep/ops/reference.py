@@ -1,7 +1,8 @@
 """The reference path: every operator in plain torch, bitwise invariant to batch, position and padding on a CPU.
 
-What makes it so was measured, not assumed (`docs/numerics.md`): matrix products see a multiple of `ROW_BLOCK` rows,
-attention sees fixed key tiles at absolute positions, and no kernel whose vector body and scalar tail differ is used.
+What makes it so was measured, not assumed (`docs/numerics.md`): matrix products see a multiple of `ROW_BLOCK` rows and
+at least `MIN_COLUMNS` columns, attention sees fixed key tiles at absolute positions, and no kernel whose vector body
+and scalar tail differ is used.
 
 Shape suffixes as in `rows.py` and `attention.py`.
 """
@@ -13,10 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_BLOCK = 16
+MIN_COLUMNS = 16  # measured: with 12 and more a row's bits are its own; with fewer they change with rows and addresses
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """Matrix product with the rows padded to a multiple of `ROW_BLOCK`."""
+    """Matrix product with the rows padded to a multiple of `ROW_BLOCK`, and few columns to `MIN_COLUMNS`."""
+    columns = weight_NK.shape[0]
+    if columns < MIN_COLUMNS:
+        return linear(x_TK, F.pad(weight_NK, (0, 0, 0, MIN_COLUMNS - columns)))[:, :columns].contiguous()
     rows = x_TK.shape[0]
     padding = -rows % ROW_BLOCK
     if padding:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.ops import gate, linear_table, user_cache
-from lockstep.ops.gate import Heads, Product
+from lockstep.ops import attention_reference, gate, gate_attention, linear_table, user_cache
+from lockstep.ops.gate import Experts, Heads, LatentHeads, Product
+from lockstep.ops.native import library
 
 CPU = torch.device("cpu")
 PRODUCTS = gate.decoder_products([1, 4], [70], [1, 2050], 24, Heads(4, 2, 8), 40, 100)
@@ -44,6 +45,15 @@ def test_shapes_of_a_decoder():
     ]  # fmt: skip
 
 
+def test_shapes_of_experts_and_latent_attention():
+    heads = LatentHeads(5, 20, 10, 6, 14, 24)
+    assert list(map(str, gate.decoder_products([2], [], [2], 70, heads, 0, 100, Experts(3, 40, 80)))) == [
+        "linear 2x80x70", "linear 2x70x40", "linear 2x160x70", "linear_add 2x70x80",
+        "norm_linear 2x50x70", "norm_linear 2x80x24", "linear 2x20x10", "linear 2x14x20", "linear_add 2x70x70",
+        "linear_fp32 2x3x70", "linear_fp32 2x100x70",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_this_machine_holds(folder, dtype):
     verdict = check(folder, dtype)
@@ -72,14 +82,68 @@ def test_rows_that_change_with_the_batch_are_found(folder, monkeypatch):
 
 
 def test_attention_that_depends_on_the_batch_is_found(folder, monkeypatch):
-    paged = gate.attention_paged
+    paged = gate_attention.attention_paged
 
     def decode_differs(*arguments):
         out = paged(*arguments)
         return torch.nextafter(out, out + 1) if arguments[6] == 1 else out
 
-    monkeypatch.setattr(gate, "attention_paged", decode_differs)
+    monkeypatch.setattr(gate_attention, "attention_paged", decode_differs)
     assert check(folder).broken == ("attention 4/2x8",)
+
+
+ODD_HEADS = (Heads(5, 5, 6), Heads(6, 2, 10), LatentHeads(3, 5, 7, 6, 9), LatentHeads(2, 9, 6, 2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_odd_attention_holds(folder, dtype):
+    assert gate.check([], ODD_HEADS, CPU, dtype, folder).broken == ()
+
+
+class BySize:
+    """torch's product, but with few rows even and odd elements are summed apart, as two accumulators would."""
+
+    def __init__(self, product, rows: int) -> None:
+        self.product, self.rows = product, rows
+
+    def __call__(self, a, b):
+        if a.shape[-2] >= self.rows:
+            return self.product(a, b)
+        return sum(self.product(a[..., i::2].contiguous(), b[..., i::2, :].contiguous()) for i in (0, 1))
+
+
+@pytest.mark.parametrize("heads", ODD_HEADS, ids=str)
+@pytest.mark.parametrize("broken", ["scores", "values"])
+def test_float32_sums_in_another_order_are_found_behind_a_rounding_to_bfloat16(folder, monkeypatch, heads, broken):
+    """The negative control of the probe: in the reference attention only the order of float32 additions changes."""
+    torch_bmm, other = torch.bmm, BySize(torch.bmm, 32)
+
+    def bmm(a, b):
+        scores = b.shape[-1] % attention_reference.KEY_TILE == 0
+        return (other if scores == (broken == "scores") else torch_bmm)(a, b)
+
+    monkeypatch.setattr(attention_reference.torch, "bmm", bmm)
+    assert gate.check([], [heads], CPU, torch.bfloat16, folder).broken == (str(heads),)
+
+
+@pytest.mark.parametrize("shape", [(6, 70), (3, 70), (64, 30)])
+def test_products_in_another_order_are_found_behind_a_rounding_to_bfloat16(folder, monkeypatch, shape):
+    other = BySize(torch.matmul, 8)
+    monkeypatch.setattr(gate, "linear", lambda x, w: other(x.double(), w.double().t()).float().to(x.dtype))
+    assert gate.check([Product("linear", 1, *shape)], [], CPU, torch.bfloat16, folder).holds, "exact enough in float64"
+    monkeypatch.setattr(gate, "linear", lambda x, w: other(x.float(), w.float().t()).to(x.dtype))
+    product = Product("linear", 2, *shape)
+    assert gate.check([product], [], CPU, torch.bfloat16, folder).broken == (str(product),)
+
+
+def test_a_cpu_without_c_operators_is_told_of_them(folder, monkeypatch):
+    monkeypatch.setattr(gate, "_check", lambda *_: "broken")
+    with library.using(None):
+        assert "or the C operators, which are built" in str(check(folder))
+    assert "float32 and the C operators" in str(check(folder, torch.bfloat16))
+    with library.using(object()):
+        assert str(check(folder)).endswith("or another torch version")
+    assert gate._cure(torch.device("cuda"), torch.bfloat16) == "another torch, Triton or driver version"
 
 
 def test_a_replaced_product_is_computed_by_the_chain(folder):

@@ -1,0 +1,35 @@
+"""Inputs on which a change in the order of additions shows, and the comparison of words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def wide(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """N(0, 1) * exp(2 N(0, 1)): exponents wide enough for a change in the order of additions to show."""
+    return (torch.randn(*shape, device=device) * torch.exp(2 * torch.randn(*shape, device=device))).to(dtype)
+
+
+def cancel(x_RK: Tensor, weight_NK: Tensor) -> None:
+    """Make every second row's products with the weight cancel, in pairs of elements drawn at random, in place.
+
+    What is left of the sums is their rounding errors alone, of which every digit is kept by rounding to bfloat16: a
+    float32 sum in another order would be the same bfloat16 number most of the time.
+    """
+    first, second, rest = pairs(x_RK.shape[-1])
+    weight_NK[..., second] = weight_NK[..., first]
+    x_RK[::2, ..., second] = -x_RK[::2, ..., first]
+    x_RK[::2, ..., rest] = 0
+
+
+def pairs(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Partners among `count` elements, and the element that is left over, if one is."""
+    order, half = torch.randperm(count), count // 2
+    return order[:half], order[half : 2 * half], order[2 * half :]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equality of words."""
+    words = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(words), b.contiguous().view(words))

@@ -1,0 +1,97 @@
+"""The reference path at odd sizes: a row's bits are its own, whatever stands beside it and wherever it lies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from latent_cases import same_bits
+from torch import Tensor
+
+from lockstep.ops import attention_reference, reference
+from lockstep.ops.gate_inputs import cancel
+from lockstep.ops.linear import linear, linear_fp32
+from lockstep.ops.native import library
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def wide(*shape: int) -> Tensor:
+    return torch.randn(*shape) * torch.exp(2 * torch.randn(*shape))
+
+
+def at(x: Tensor, offset: int) -> Tensor:
+    """A copy that begins so many elements behind an aligned address."""
+    moved = torch.empty(x.numel() + offset, dtype=x.dtype)[offset:].view(x.shape)
+    return moved.copy_(x)
+
+
+def changed_rows(product: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, count: int) -> int:
+    """In how many of so many random cases a row of `product` depends on the rows, their order or their addresses."""
+    torch.manual_seed(0)
+    draw, changed = random.Random(0), 0
+    for _ in range(count):
+        rows, depth, columns = draw.randint(1, 70), draw.randint(1, 300), draw.randint(1, 40)
+        x, weight = wide(rows, depth).to(dtype), wide(columns, depth).to(dtype)
+        if depth > 1 and draw.random() < 0.5:
+            cancel(x, weight)
+        whole, order = product(x, weight), torch.randperm(rows)
+        start = draw.randrange(rows)
+        end, offset = draw.randint(start + 1, rows), draw.randint(1, 16)
+        pairs = [
+            (product(x[start:end], weight), whole[start:end]),
+            (product(at(x[start : start + 1], offset), weight), whole[start : start + 1]),
+            (product(at(x, offset), at(weight, offset + 1)), whole),
+            (product(x[order], weight), whole[order]),
+            (product(torch.cat((x, wide(37, depth).to(dtype))), weight)[:rows], whole),
+        ]
+        changed += not all(same_bits(a, b) for a, b in pairs)
+    return changed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_s_rows_are_their_own(dtype: torch.dtype) -> None:
+    with library.using(None):
+        assert changed_rows(reference.linear, dtype, 150) == 0
+        assert changed_rows(linear_fp32, dtype, 50) == 0
+
+
+def test_rows_of_torch_s_product_are_not() -> None:
+    """The negative control."""
+    assert changed_rows(F.linear, torch.float32, 50) > 0
+
+
+@pytest.mark.parametrize("columns", [1, 3, 8, 15, 16, 17])
+def test_columns_that_fill_up_change_no_others_and_are_not_seen(columns: int) -> None:
+    x, weight = torch.randn(5, 33), torch.randn(columns, 33)
+    out = reference.linear(x, weight)
+    assert out.shape == (5, columns) and out.is_contiguous()
+    torch.testing.assert_close(out, (x.double() @ weight.double().t()).float())
+    assert same_bits(out, reference.linear(x, torch.cat((weight, torch.randn(20, 33))))[:, :columns])
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 10, 15, 16, 18])
+@pytest.mark.parametrize("group", [1, 3])
+def test_attention_of_a_query_alone_is_that_among_others(group: int, head_dim: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(150, 2 * group, head_dim), torch.randn(150, 2, head_dim), wide(150, 2, head_dim)
+    none, steps = torch.zeros(1, dtype=torch.int32), torch.arange(151, dtype=torch.int32)
+    packed = attention_reference.packed(q, k, v, steps[[0, 150]], none, none)
+    table = torch.zeros(150, 1, dtype=torch.int32)
+    alone = attention_reference.paged(q, k.unsqueeze(0), v.unsqueeze(0), table, steps, steps[1:], 1, 150)
+    assert same_bits(alone, packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_at_odd_sizes_are_the_same_every_time(dtype: torch.dtype) -> None:
+    x, weight, grad = wide(37, 70).to(dtype), wide(3, 70).to(dtype), wide(37, 3).to(dtype)
+    with library.using(None):
+        found = []
+        for _ in range(5):
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            found.append(torch.autograd.grad(linear(*leaves), leaves, grad))
+            torch.empty(random.randint(1, 1000))
+    assert all(same_bits(a, b) for again in found for a, b in zip(again, found[0], strict=True))
