@@ -18,7 +18,7 @@ from .api import resumed
 from .commands import COMMANDS, recipe
 from .config import RunConfig
 from .display import FailsafeStream, RequiredStream
-from .environment import several_processes
+from .environment import launched, several_processes
 from .errors import InputError, LockstepError, Terminated
 from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Train, spelled_out
 from .metrics import to_json
@@ -147,4 +147,8 @@ def _base(flags: Train | Precompile) -> RunConfig:
         return resumed(resume)
     if flags.config is not None:
         return config_file.load(flags.config)
-    return recipe(flags.recipe or recipes.DEFAULT, "recipe", flags.model)
+    name = flags.recipe or recipes.DEFAULT
+    begin = recipe(name, "recipe", flags.model)
+    if launched().rank == 0 and (remark := recipes.remark(name, flags.model)):
+        print(remark, file=sys.stderr)
+    return begin

@@ -141,7 +141,8 @@ class Loop:
         return self._batches(trained, weights), self._batches(checked, weights)
 
     def _weights(self, groups: list[RolloutGroup]) -> dict[int, float]:
-        """Each rollout's weight a token, normalized over the whole step (skipped groups count: their gradient is 0)."""
+        """Each rollout's weight a token in the policy loss, normalized over the whole step: skipped groups count, as
+        that loss of theirs has no gradient. The load-balancing loss has a weight of 1 over what is trained on."""
         loss = self.config.loss
         rollouts = [
             r

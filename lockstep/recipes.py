@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .config import CheckpointConfig, LossConfig, OptimizerConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from .random_weights import random_width
+
+_TINY_WIDTH, _WIDTH_100M = 128, 768  # `hidden_size` of the random models that rates were chosen on
 
 
 def sum_digits(model: str | None) -> RunConfig:
     """Add up digits. Without a model, a tiny random one learns an easy form: minutes on a laptop's CPU, a short
-    supervised warm-up first. With one, the full form: 5 prompts of 8 samples and 100 tokens."""
-    if model is not None:
+    supervised warm-up first. So does a folder with random weights that `lockstep init` made, at rates that fall with
+    its width. With another model, the full form: 5 prompts of 8 samples and 100 tokens."""
+    width = _random_width(model, _TINY_WIDTH)
+    if width is None:
         return RunConfig(
             recipe="sum-digits",
             model=model,
@@ -21,22 +26,28 @@ def sum_digits(model: str | None) -> RunConfig:
             sampling=SamplingConfig(temperature=0.8, top_p=0.95),
             optimizer=OptimizerConfig(learning_rate=2e-6, weight_decay=0.1, warmup_steps=2),
         )
+    narrower = _TINY_WIDTH / width
     return RunConfig(
         recipe="sum-digits",
+        model=model,
         steps=120,
         task=TaskConfig(easy=True, validation_prompts=200),
         sampling=SamplingConfig(max_completion_length=24),
-        trainer=TrainerConfig(prompts_per_step=64, warmup_steps=400, warmup_learning_rate=2e-3, warmup_loss=0.05),
+        trainer=TrainerConfig(
+            prompts_per_step=64, warmup_steps=400, warmup_learning_rate=2e-3 * narrower, warmup_loss=0.05
+        ),
         loss=LossConfig(scale_rewards="group"),
-        optimizer=OptimizerConfig(learning_rate=3e-4, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
-        checkpoint=CheckpointConfig(interval=25),
+        optimizer=OptimizerConfig(learning_rate=3e-4 * narrower, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
+        checkpoint=CheckpointConfig(interval=25 if model is None else 0),  # of a larger one it takes gigabytes
     )
 
 
 def word_arithmetic(model: str | None) -> RunConfig:
     """Short stories of additions and subtractions. Without a model, a random one of 100 million parameters
-    trains on them, a supervised warm-up first: meant for a GPU."""
-    warm_up, rate = (2000, 5e-5) if model is None else (0, 2e-5)
+    trains on them, a supervised warm-up first: meant for a GPU. So does a folder with random weights that
+    `lockstep init` made, at rates that fall with its width."""
+    width = _random_width(model, _WIDTH_100M)
+    warm_up, rate, narrower = (0, 2e-5, 1.0) if width is None else (2000, 5e-5, _WIDTH_100M / width)
     return RunConfig(
         recipe="word-arithmetic",
         model=model,
@@ -44,9 +55,11 @@ def word_arithmetic(model: str | None) -> RunConfig:
         steps=300,
         task=TaskConfig(name="word-arithmetic", validation_prompts=200, validation_interval=25),
         sampling=SamplingConfig(max_completion_length=64),
-        trainer=TrainerConfig(prompts_per_step=64, warmup_steps=warm_up, warmup_learning_rate=4e-4, warmup_reward=0.6),
+        trainer=TrainerConfig(
+            prompts_per_step=64, warmup_steps=warm_up, warmup_learning_rate=4e-4 * narrower, warmup_reward=0.6
+        ),
         loss=LossConfig(scale_rewards="group"),
-        optimizer=OptimizerConfig(learning_rate=rate, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
+        optimizer=OptimizerConfig(learning_rate=rate * narrower, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
     )
 
 
@@ -83,3 +96,18 @@ RECIPES: dict[str, Callable[[str | None], RunConfig]] = {
     "dataset": dataset,
 }
 DEFAULT = "sum-digits"
+
+
+def remark(name: str, model: str | None) -> str | None:
+    """A line for whoever trains the folder `model`: that the recipe `name` takes it for an untrained one, and why."""
+    if model is None or random_width(model) is None or not RECIPES[name](model).trainer.warmup_steps:
+        return None
+    return (
+        f"model {model} has random weights, as lockstep init made them: {name} takes its settings for a random model, "
+        "a supervised warm-up first; flags override them"
+    )
+
+
+def _random_width(model: str | None, without: int) -> int | None:
+    """The width of a random model: `without` when none is given, None for a model that is trained."""
+    return without if model is None else random_width(model)

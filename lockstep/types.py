@@ -142,6 +142,7 @@ class PackedBatch:
     targets_C: Tensor  # int64
     valid_C: Tensor  # bool
     weight_C: Tensor  # float32, includes the loss's normalization
+    share: Tensor  # float32 [1], of the packed tokens that are trained on together: those of this micro-batch
     advantage_C: Tensor  # float32
     old_logprob_C: Tensor  # float32, of the sampled distribution
     old_model_logprob_C: Tensor  # float32, temperature 1, untruncated

@@ -118,7 +118,7 @@ def small(arguments: list[str]) -> list[str]:
         return arguments
     of_hub = {"gsm8k", "dataset"} & set(arguments)
     extra = {"--model": "tiny-model"} if of_hub else {}
-    if not of_hub and not {"--model", "--config"} & set(arguments):
+    if not of_hub and "--config" not in arguments:
         extra = {"--trainer.warmup-steps": "2"}
     for flag, value in (SMALL | extra).items():
         arguments += [] if flag in arguments else [flag, value]

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": set(),
     "parallel": {"environment"},
     "models": {"ops"},
-    "models.init": {"models", "tokenizer"},
+    "models.init": {"models", "random_weights", "tokenizer"},
     "graph": {"ops"},
     "generator": {"models", "graph", "ops"},
     "trainer": {"models", "graph", "parallel", "ops"},
@@ -67,7 +67,8 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {"build", "llm", "rollout", "tasks"},
     "chat": {"llm"},
     "api": {"run", "build", "config_file", "environment", "parallel"},
-    "recipes": set(),
+    "random_weights": set(),
+    "recipes": {"random_weights"},
     "flags": set(),
     "commands": {
         "api",

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ from lockstep.ops import routing
 from lockstep.parity import Certificate, check_model, raise_mismatch
 from lockstep.startup import warm_up
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
-from lockstep.types import Completion, PackedBatch, SamplingParams, TrainGroup
+from lockstep.types import Completion, PackedBatch, RolloutGroup, SamplingParams, TrainGroup
 
 MOE = replace(CONFIG, num_layers=3, family="qwen3_moe", moe=MoEConfig(6, 2, 40, dense_layers=(1,)))
 CHOICES = 4  # a token's: two layers of two slots
@@ -220,11 +222,11 @@ def test_balancing_loss_and_gradient_are_those_of_transformers(capture: str) -> 
             trainer.forward_backward(batch)
         grads.append([grad.clone() for grad in trainer.flat.grads])
         losses.append(trainer.optim_step(0.0))
+    assert len(batches) > 1 and sum(batch.share.item() for batch in batches) == pytest.approx(1)
     expected, total = [torch.zeros_like(grad) for grad in grads[0]], 0.0
     for batch in batches:
         routes, valid = route(model, batch)
-        share = batch.weight_C.sum()
-        loss = share * theirs(tuple(r.logits_TE[:valid] for r in routes), num_experts=6, top_k=2)
+        loss = batch.share.sum() * theirs(tuple(r.logits_TE[:valid] for r in routes), num_experts=6, top_k=2)
         found = torch.autograd.grad(loss, trainer.flat.parameters, allow_unused=True)
         for sum_, grad in zip(expected, found, strict=True):
             sum_ += 0 if grad is None else coefficient * grad
@@ -237,6 +239,42 @@ def test_balancing_loss_and_gradient_are_those_of_transformers(capture: str) -> 
     assert sum(grad.abs().sum() > 0 for grad in expected) > len(parameters) // 2
     for before, after, change in zip(grads[0], grads[1], expected, strict=True):
         torch.testing.assert_close(after - before, change, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
+def test_balancing_weighs_as_much_when_groups_are_skipped(
+    loss_type: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the groups that are trained on, each step's loss is that of transformers."""
+    theirs = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe").load_balancing_loss_func
+    init_folder("tiny-qwen3-moe", tmp_path / "model", seed=0)
+    config = RunConfig(
+        model=str(tmp_path / "model"),
+        task=TaskConfig(easy=True, validation_prompts=0),
+        sampling=SamplingConfig(num_generations=2, max_completion_length=8),
+        trainer=TrainerConfig(prompts_per_step=4),
+        loss=LossConfig(loss_type=loss_type, router_aux_loss_coef=0.1),
+    )
+    loop = Loop(config, build(config))
+    trainer, found = loop.run.trainer, []
+    forward_backward = trainer.forward_backward
+
+    def recorded(batch: PackedBatch, **options: bool) -> None:
+        routes, valid = route(loop.run.policy.model, batch)
+        found.append(theirs(tuple(r.logits_TE[:valid] for r in routes), num_experts=8, top_k=2).item())
+        forward_backward(batch, **options)
+
+    def reward(uniform: int, groups: list[RolloutGroup]) -> None:
+        for group in groups:
+            for i, rollout in enumerate(group.rollouts):
+                rollout.advantage = 0.0 if group.group < uniform else 1.0 - 2 * i
+
+    monkeypatch.setattr(trainer, "forward_backward", recorded)
+    for step, uniform in enumerate((0, 3)):
+        monkeypatch.setattr(loop, "_advantages", partial(reward, uniform))
+        metrics, _ = loop.step(step)
+        assert len(found) == step + 1 and metrics["moe/aux_loss"] == pytest.approx(found[-1], rel=1e-5)
+        assert metrics["moe/aux_loss"] > 1.5 and metrics["parity/tokens_different"] == 0
 
 
 def test_balancing_needs_experts_chosen_by_a_softmax() -> None:

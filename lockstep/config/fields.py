@@ -148,7 +148,7 @@ class LossConfig:
     overlong_penalty: float = 1.0
     """dapo: the penalty at max_completion_length."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of a mixture of experts; 0 is off."""
+    """Weight of the load-balancing loss of a mixture of experts, of the tokens that an update trains on; 0 is off."""
     mask_truncated_completions: bool = False
     """Leave completions that did not finish out of the loss."""
 

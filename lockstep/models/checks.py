@@ -67,8 +67,9 @@ def check_fields(values: dict[str, Any], where: str) -> None:
         ids = there.get(name, [])
         if not all(map(_is_integer, ids if isinstance(ids, list) else [ids])):
             refuse(name, "a token id" if name != "eos_token_id" else "a token id, or a list of them")
-    if "rope_theta" in there.get("rope_parameters", {}):
-        check_fields({"rope_theta": there["rope_parameters"]["rope_theta"]}, f"{where}: rope_parameters")
+    for name in _MAPPINGS:
+        if "rope_theta" in there.get(name, {}):
+            check_fields({"rope_theta": there[name]["rope_theta"]}, f"{where}: {name}")
 
 
 def _check_layers(there: dict[str, Any], refuse: Callable[[str, str], None]) -> None:

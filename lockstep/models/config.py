@@ -119,6 +119,8 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise InputError(f"model config: head_dim is {self.head_dim}; rotary embedding needs an even number")
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            raise InputError(f"model config: rope_theta is {self.rope_theta}; yarn scaling needs a number above 1")
         if self.sliding_layers:
             self._check_windows()
         if self.mla is not None and (self.num_kv_heads, self.head_dim) != (1, self.mla.rope_dim):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from .config import MLAConfig, ModelConfig, MoEConfig
-from .rope import scaling_from_hf, scaling_to_hf
+from .rope import YarnScaling, rope_of_hf, scaling_from_hf, scaling_to_hf
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,12 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
 
 
+def without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are there. Null is absent, and false in a flag whose default may be true, as in transformers."""
+    flags = {name: False for name in ("norm_topk_prob", "rope_interleave") if name in values}
+    return flags | {name: value for name, value in values.items() if value is not None}
+
+
 def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
     """Read a parsed `config.json`; `where` names the file in errors."""
     name = values.get("model_type")
@@ -55,7 +61,7 @@ def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
         if values.get(key, allowed[0]) not in allowed:
             raise InputError(f"{where}: {key} is {values[key]!r}; supported: {allowed[0]!r}")
     raw = _Raw(values, where)
-    rope = values.get("rope_parameters") or {}
+    rope = rope_of_hf(values, where)
     eos = values.get("eos_token_id")
     fields: dict[str, Any] = {
         "num_heads": raw.integer("num_attention_heads"),
@@ -177,6 +183,9 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
 
 def _read_deepseek_v3(raw: _Raw) -> dict[str, Any]:
     get = raw.values.get
+    rope = rope_of_hf(raw.values, raw.where)
+    if rope.get("mscale_all_dim") and not isinstance(scaling_from_hf(raw.values, raw.where), YarnScaling | None):
+        raise InputError(f"{raw.where}: mscale_all_dim is {rope['mscale_all_dim']!r}; it is supported with yarn only")
     mla = MLAConfig(
         raw.integer("kv_lora_rank"),
         raw.integer("qk_nope_head_dim"),
@@ -194,7 +203,7 @@ def _read_deepseek_v3(raw: _Raw) -> dict[str, Any]:
         groups=raw.integer("n_group"),
         kept_groups=raw.integer("topk_group"),
         normalize=bool(get("norm_topk_prob", True)),
-        scale=float(get("routed_scaling_factor", 1.0)),
+        scale=float(get("routed_scaling_factor", 2.5)),  # as in transformers
         shared_experts=raw.integer("n_shared_experts"),
         router_bias=True,
     )
@@ -225,7 +234,7 @@ def _write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_FIXED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_bias": (False, None)}
+_FIXED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "attention_bias": (False, None)}
 _LLAMA = _FIXED | {"mlp_bias": (False, None), "pretraining_tp": (1, None)}
 _DEEPSEEK_V3 = _FIXED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 

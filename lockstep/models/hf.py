@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, LockstepError
-from ..json_file import read_json
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
-from .families import from_hf, to_hf
-from .weight_map import WeightSlice, fused_experts, is_left_out, weight_map
+from .families import from_hf, to_hf, without_nulls
+from .shards import read_object, read_tensors, weights_path
+from .weight_map import HEAD, WeightSlice, fused_experts, weight_map
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -45,17 +45,17 @@ def resolve_folder(model: str) -> Path:
 def read_config(folder: Path) -> ModelConfig:
     """The folder's configuration; generation_config.json's end-of-sequence ids are added."""
     path, generation = folder / "config.json", folder / "generation_config.json"
-    values = _read_json(path)
+    values = read_object(path)
     check_fields(values, str(path))
     try:
-        config = from_hf({name: value for name, value in values.items() if value is not None}, str(path))
+        config = from_hf(without_nulls(values), str(path))
     except InputError as error:
         raise error if str(path) in str(error) else InputError(f"{path}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # fields of one family only
         raise InputError(f"{path}: a field's value is of the wrong kind ({type(error).__name__}: {error})") from error
     check_end_of_sequence(config.eos_token_ids, config.vocab_size, str(path))
     if generation.exists():
-        values = _read_json(generation)
+        values = read_object(generation)
         check_fields(values, str(generation))
         eos = values.get("eos_token_id")
         more = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -68,39 +68,58 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     """The decoder of a Hugging Face folder with its weights, converted to `dtype` on `device`.
 
     Raises:
-        InputError: a file is missing or damaged, a tensor is missing, has the wrong shape, or values that are not
-            finite in `dtype`.
+        InputError: a file is missing or damaged; a tensor is missing, there twice, unknown, of the wrong shape, or has
+            values that are not finite in `dtype`; or there is a head that is not the embedding it is tied to.
     """
     config = read_config(folder)
     require_memory(config, dtype, device, str(folder))
     model = Decoder(config, dtype, device)
     tensors = _tensors(model)
-    wanted = {s.name: s for s in weight_map(config)}
+    pieces = {piece.name: piece for piece in weight_map(config)}
     fused = fused_experts(config)
+    wanted = {name: piece.parameter for name, piece in pieces.items()}
+    head: tuple[Path, Tensor] | None = None
     extremes: dict[tuple[Path, str], Tensor] = {}  # kept on the device, so that nothing waits for a tensor
     with torch.no_grad():
-        for name, tensor, file in _read_tensors(folder, wanted.keys() | fused, config):
-            if name in fused:
-                target, piece = tensors[fused[name]], None
-                wanted = {n: s for n, s in wanted.items() if s.parameter != fused[name]}
+        for name, tensor, file in read_tensors(folder, config):
+            piece, parameter = pieces.get(name), fused.get(name)
+            if piece is not None:
+                del wanted[name]
+            elif parameter is not None:
+                wanted = {n: p for n, p in wanted.items() if p != parameter}
             else:
-                piece = wanted.pop(name)
-                target = piece.of(tensors)
-            if tensor.shape != target.shape:
-                raise InputError(
-                    f"{file}: {name} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}"
-                )
-            if not tensor.is_floating_point() or tensor.itemsize < 2:
-                raise InputError(f"{file}: {name} is {tensor.dtype}; quantized weights are not supported, use bfloat16")
+                head = file, tensor
+                continue
+            target = piece.of(tensors) if piece else tensors[fused[name]]
+            _require_form(tensor, target, f"{file}: {name}")
             target.copy_(piece.from_hf(tensor) if piece else tensor)
             extremes[file, name] = torch.stack(torch.aminmax(target))  # a NaN is both
     if wanted:
         raise InputError(
-            f"{folder}: {len(wanted)} tensors are missing, first {next(iter(wanted))} "
-            f"(config.json asks for {len(weight_map(config))})"
+            f"{weights_path(folder)}: {len(wanted)} tensors are missing, first {next(iter(wanted))} "
+            f"(config.json asks for {len(pieces)})"
         )
     _require_finite(extremes, dtype)
+    if head is not None:
+        _require_tied(*head, model.embed)
     return model
+
+
+def _require_form(tensor: Tensor, target: Tensor, where: str) -> None:
+    """Raise `InputError` when a file's tensor is not of the target's shape, or quantized."""
+    if tensor.shape != target.shape:
+        raise InputError(f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}")
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise InputError(f"{where} is {tensor.dtype}; quantized weights are not supported, use bfloat16")
+
+
+def _require_tied(file: Path, head: Tensor, embed: Tensor) -> None:
+    """Raise `InputError` when a file has a head of its own where config.json ties it to the embedding."""
+    if not torch.equal(head.to(embed), embed):
+        raise InputError(
+            f"{file}: {HEAD} differs from the embedding, and tie_word_embeddings is true in config.json; set that to "
+            f"false to use {HEAD}, or remove the tensor"
+        )
 
 
 def _require_finite(extremes: dict[tuple[Path, str], Tensor], dtype: torch.dtype) -> None:
@@ -116,34 +135,14 @@ def _tensors(model: Decoder) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
 
 
-def _read_tensors(folder: Path, names: set[str], config: ModelConfig) -> Iterator[tuple[str, Tensor, Path]]:
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        placed = _read_json(index).get("weight_map")
-        if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
-            raise InputError(f"{index}: weight_map must be an object of tensor names and their files")
-        files = sorted({folder / placed[name] for name in names if name in placed})
-    else:
-        files = [folder / "model.safetensors"]
-    for file in files:
-        if not file.is_file():
-            named = f"{index.name} names it" if index.exists() else "a model folder needs it, or an index and shards"
-            raise InputError(f"{file}: missing ({named})")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    if name in names:
-                        yield name, tensors.get_tensor(name), file
-                    elif name.startswith("model.layers.") and not is_left_out(name, config):
-                        raise InputError(f"{file}: {name} has no place in the model that config.json describes")
-        except SafetensorError as error:
-            raise InputError(f"{file}: not a whole safetensors file ({error})") from error
-
-
-def save_model(model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def save_model(
+    model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write `config.json`, `generation_config.json` and the weights; `transformers` loads the folder.
+
+    Args:
+        max_shard_bytes: of tensors in one file of weights, unless one tensor has more.
+        metadata: of the files of weights, besides the format.
 
     Raises:
         LockstepError: a file cannot be written.
@@ -162,7 +161,7 @@ def save_model(model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BY
     for i, shard in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         file = {piece.name: piece.to_hf(rows).contiguous().cpu() for piece, rows in shard}
-        _write_tensors(folder / name, file)
+        _write_tensors(folder / name, file, metadata or {})
         placed |= dict.fromkeys(file, name)
     if len(shards) > 1:
         total = sum(t.numel() * t.element_size() for _, t in pieces)
@@ -191,18 +190,6 @@ def _generation_config(config: ModelConfig) -> dict:
     return {k: v for k, v in fields.items() if v not in (None, [])}
 
 
-def _read_json(path: Path) -> dict:
-    try:
-        value = read_json(path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing (is this a Hugging Face model folder?)") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
-    return value
-
-
 def _write_json(path: Path, value: dict) -> None:
     try:
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -210,13 +197,13 @@ def _write_json(path: Path, value: dict) -> None:
         raise LockstepError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
     """A safetensors file with the permissions of the files beside it, which the library keeps to the owner."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt", **metadata})
         shutil.copymode(path.with_name("config.json"), path)
     except (OSError, SafetensorError) as error:
         raise LockstepError(f"{path}: cannot be written ({error})") from error

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError
+from ..random_weights import MARK
 from .checks import require_memory
 from .config import MLAConfig, ModelConfig, MoEConfig
 from .decoder import Decoder
@@ -109,7 +110,8 @@ def initialize(model: Decoder, seed: int) -> Decoder:
 
 
 def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, vocab_size: int | None = None) -> dict:
-    """Write a random-weight Hugging Face folder (bfloat16; float32 for the tiny ones) with a tokenizer.
+    """Write a random-weight Hugging Face folder (bfloat16; float32 for the tiny ones) with a tokenizer. The weights are
+    marked as random, for recipes to know.
 
     Args:
         tokenizer: folder to take the tokenizer from; a byte-level one is made otherwise.
@@ -137,7 +139,7 @@ def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, v
     except OSError as error:
         raise InputError(f"--out {out}: the folder cannot be made ({error.strerror}); name another") from error
     model = initialize(Decoder(config, dtype), seed)
-    save_model(model, out)
+    save_model(model, out, metadata=MARK)
     save_tokenizer(tok, out)
     return {
         "arch": arch,

@@ -108,31 +108,57 @@ def is_positive(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
+def rope_of_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """What a `config.json` says of rotations: `rope_scaling` where it is there and not empty, as a whole, otherwise
+    `rope_parameters`. That is what transformers 5 does; 4 knows the first only.
+
+    Raises:
+        InputError: only a part of each head is rotated, or layers differ.
+    """
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    values = raw.get(name) or {}
+    for place in (raw, values):
+        if place.get("partial_rotary_factor") not in (1, None):
+            raise InputError(f"{where}: partial_rotary_factor is {place['partial_rotary_factor']!r}; supported: 1")
+    layers = next((key for key, value in values.items() if isinstance(value, dict)), None)
+    if layers is not None:
+        raise InputError(f"{where}: {name} has {layers!r} apart; the same for all layers is supported")
+    return values
+
+
 def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScaling | None:
-    """The scaling of a `config.json`: `rope_parameters` (transformers 5) or `rope_scaling` (4).
+    """The scaling of a `config.json` (`rope_of_hf`).
 
     Raises:
         InputError: its type is not in `ROPE_TYPES`, or a number is missing or is none.
     """
-    values = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    values = rope_of_hf(raw, where)
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise InputError(f"{where}: rope_type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
     if kind == "default":
         return None
 
-    def number(key: str) -> float:
-        value = values.get(key)
+    def number(key: str, value: Any = None) -> float:
+        value = value or values.get(key)
         if not is_positive(value):
             raise InputError(f"{where}: {key} of the {kind} rope scaling is {value!r}; it must be a number above 0")
         return float(value)
 
     if kind == "linear":
         return RopeScaling("linear", number("factor"))
-    factor, context = number("factor"), int(number("original_max_position_embeddings"))
+    key = "original_max_position_embeddings"
+    factor, context = (
+        number("factor"),
+        int(number(key, raw.get(key))),
+    )  # one beside the scaling wins, as in transformers
+    if context < 1:
+        raise InputError(f"{where}: {key} of the {kind} rope scaling is below 1")
     if kind == "yarn":
         optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
         given = {key: number(key) for key in optional if values.get(key)}
+        if values.get("attention_factor") == 0:  # the others' 0 is their default
+            number("attention_factor")
         truncate = values.get("truncate", True)
         if not isinstance(truncate, bool):
             raise InputError(f"{where}: truncate of the yarn rope scaling is {truncate!r}; it must be true or false")

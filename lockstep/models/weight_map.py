@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .config import MLAConfig, ModelConfig, MoEConfig
 
+HEAD = "lm_head.weight"  # the output's weights; those of the embedding where they are tied
+
 
 @dataclass(frozen=True)
 class WeightSlice:
@@ -56,7 +58,7 @@ def weight_map(config: ModelConfig) -> list[WeightSlice]:
         slices += _layer(config, i)
     slices.append(WeightSlice("model.norm.weight", "norm", 0, config.hidden_size))
     if not config.tie_word_embeddings:
-        slices.append(WeightSlice("lm_head.weight", "lm_head", 0, config.vocab_size))
+        slices.append(WeightSlice(HEAD, "lm_head", 0, config.vocab_size))
     return slices
 
 
@@ -71,12 +73,14 @@ def fused_experts(config: ModelConfig) -> dict[str, str]:
 
 
 def is_left_out(name: str, config: ModelConfig) -> bool:
-    """Whether a folder's tensor, a layer's, is nothing that the decoder has: rotary frequencies, and the layers after
+    """Whether a folder's tensor is one that the decoder does without: rotary frequencies, and the layers after
     DeepSeek-V3's last, which predict further tokens."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
-    layer = name.removeprefix("model.layers.").partition(".")[0]
-    return config.family == "deepseek_v3" and layer.isdecimal() and int(layer) >= config.num_layers
+    before, _, rest = name.partition("model.layers.")
+    layer = rest.partition(".")[0]
+    further = not before and layer.isdecimal() and int(layer) >= config.num_layers
+    return config.family == "deepseek_v3" and further
 
 
 _Rows = tuple[str, str, int, int]  # of a weight: its name and the parameter's in the layer, start, rows

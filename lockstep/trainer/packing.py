@@ -93,13 +93,14 @@ def pack_shards(
         shards: all of the step's. own: which to return batches of.
     """
     drafts = [_drafts(groups, max_tokens, mode, share_prefix, shapes) for groups in shards]
+    packed_tokens = sum(draft.used for of_shard in drafts for draft in of_shard)
     batches = []
     for i in range(max(map(len, drafts))):
         one_each = [of_shard[i] if i < len(of_shard) else _nothing() for of_shard in drafts]
         needed = BatchShape(*map(max, zip(*(draft.needed() for draft in one_each), strict=True)))
         shape = fit(needed, shapes, max_tokens)
         for shard in own:
-            batch = one_each[shard].batch(shape, check_parity)
+            batch = one_each[shard].batch(shape, check_parity, packed_tokens)
             if not batch.sequences:
                 _make_like(batch, next(draft for draft in one_each if draft.sequences))
             batches.append(batch)
@@ -227,8 +228,13 @@ class _Draft:
         """Its sizes without padding."""
         return BatchShape(len(self.tokens), len(self.logit_rows), len(self.segments), self.longest)
 
-    def batch(self, shape: BatchShape, check_parity: bool) -> PackedBatch:
-        """The micro-batch, padded to `shape`."""
+    @property
+    def used(self) -> int:
+        """Its tokens, none if it has no completion."""
+        return len(self.tokens) if self.sequences else 0
+
+    def batch(self, shape: BatchShape, check_parity: bool, packed_tokens: int) -> PackedBatch:
+        """The micro-batch, padded to `shape`; one of several that have so many tokens together."""
         T, C, S, max_len = shape
         ends, prefix_starts, prefix_lens = zip(*self.segments, strict=True)
         lengths = torch.tensor([len(s.token_ids) for s in self.sequences], dtype=torch.int64)
@@ -252,6 +258,7 @@ class _Draft:
             targets_C=listed([t for s in self.sequences for t in s.token_ids], C, torch.int64),
             valid_C=torch.arange(C) < len(self.logit_rows),
             weight_C=per_row([s.loss_weight for s in self.sequences], torch.float32),
+            share=torch.tensor([self.used / packed_tokens]),
             advantage_C=per_row([s.advantage for s in self.sequences], torch.float32),
             old_logprob_C=listed(old, C, torch.float32),
             old_model_logprob_C=listed(old_model, C, torch.float32),

@@ -29,7 +29,8 @@ class RoutingResult:
         tokens_different: tokens with any other expert, or the same in another order.
         load_imbalance: tokens of a layer's busiest expert over its experts' mean, averaged over layers; 1 is even.
         min_expert_tokens, max_expert_tokens: of the experts of all layers, in the packed tokens without padding.
-        aux_loss: the load-balancing loss before its coefficient; None when it is off.
+        aux_loss: the load-balancing loss before its coefficient, averaged over the update's micro-batches, each by its
+            packed tokens; None when it is off.
     """
 
     choices_checked: int

@@ -186,7 +186,7 @@ def _loss(
         loss_C = loss_C + config.beta * kl_C
     loss = (batch.weight_C * loss_C).sum()
     if routed is not None and config.router_aux_loss_coef > 0:
-        aux_loss = routing.load_balancing_loss(routed) * batch.weight_C.sum()  # by the batch's share in the step
+        aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # its mean over the tokens trained on
         statistics["aux_loss"].add_(aux_loss.detach())
         loss = loss + config.router_aux_loss_coef * aux_loss
     statistics["loss"].add_(loss.detach())

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError
-from lockstep.trainer import bucket, loss_weights, pack, packed_slots
+from lockstep.trainer import bucket, loss_weights, pack, pack_shards, packed_slots
 from lockstep.types import ALIGNMENT, SamplingParams, TrainGroup, TrainSequence
 
 
@@ -39,6 +39,7 @@ def test_layout_of_two_groups():
     assert head(b.targets_C, 6) == [8, 9, 10, 3, 4, 11, 0]
     assert head(b.valid_C, 6) == [True] * 6 + [False]
     assert head(b.weight_C, 6) == [0.25, 0.25, 0.5, 1, 1, 1, 0]
+    assert b.share.tolist() == [1]
     assert head(b.advantage_C, 6) == [0.5, 0.5, -0.5, 1, 1, 1, 0]
     assert head(b.old_logprob_C, 6) == [-1, -2, -5, -7, -8, -9, 0]
     assert head(b.old_model_logprob_C, 6) == [-3, -4, -6, -10, -11, -12, 0]
@@ -155,6 +156,15 @@ def test_buckets_are_few_and_waste_little():
     assert all(n <= bucket(n) < 1.25 * n for n in range(128, 16385))
 
 
+def test_shares_are_of_the_packed_tokens_of_all_shards():
+    first, second = hand_groups()  # 4 tokens each
+    shards = [[first, second], [second]]
+    for max_tokens, expected in ((8, [[2 / 3], [1 / 3]]), (6, [[1 / 3, 1 / 3], [1 / 3, 0]])):
+        for own in (0, 1):
+            found = pack_shards(shards, [own], max_tokens=max_tokens, check_parity=True)
+            assert [batch.share.item() for batch in found] == pytest.approx(expected[own])
+
+
 def test_loss_weights():
     assert loss_weights("grpo", [2, 5], 3, 10) == pytest.approx([1 / 6, 1 / 15])
     assert loss_weights("dr_grpo", [2, 5], 3, 10) == pytest.approx([1 / 30, 1 / 30])
@@ -181,7 +191,7 @@ def test_a_batch_that_moves_keeps_its_values_in_one_aligned_buffer():
     (batch,) = pack(hand_groups(), max_tokens=64, check_parity=True)
     moved = batch.to(torch.device("cpu"))
     tensors = {name: value for name, value in vars(moved).items() if isinstance(value, torch.Tensor)}
-    assert tensors.pop("sequence_C") is batch.sequence_C and len(tensors) == 17
+    assert tensors.pop("sequence_C") is batch.sequence_C and len(tensors) == 18
     for name, tensor in tensors.items():
         own = getattr(batch, name)
         assert torch.equal(tensor, own) and tensor.dtype == own.dtype and tensor.data_ptr() != own.data_ptr()

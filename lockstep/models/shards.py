@@ -1,0 +1,95 @@
+"""The tensors in a Hugging Face folder's files, each once, of those that the decoder has a place for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from ..errors import InputError
+from ..json_file import read_json
+from .config import ModelConfig
+from .weight_map import HEAD, fused_experts, is_left_out, weight_map
+
+
+def read_object(path: Path) -> dict:
+    """The JSON object that a file of the folder holds; `InputError` when it does not."""
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing (is this a Hugging Face model folder?)") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+    return value
+
+
+def weights_path(folder: Path) -> Path:
+    """What says where the weights are: the shards' index, or the one file that holds them."""
+    index = folder / "model.safetensors.index.json"
+    return index if index.exists() else folder / "model.safetensors"
+
+
+def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor, Path]]:
+    """Name, tensor and file of each tensor: those of `weight_map` or `fused_experts`, and a head beside tied weights.
+
+    Raises:
+        InputError: a file is missing or damaged; a tensor has no place in the model, or is there twice.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    once = _Once(config)
+    for file in _files(folder, config):
+        if not file.is_file():
+            index = weights_path(folder).name
+            named = "a model folder needs it, or an index and shards" if index == file.name else f"{index} names it"
+            raise InputError(f"{file}: missing ({named})")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    if name in once:
+                        once.add(name, file)
+                        yield name, tensors.get_tensor(name), file
+                    elif not is_left_out(name, config):
+                        raise InputError(f"{file}: {name} has no place in the model that config.json describes")
+        except SafetensorError as error:
+            raise InputError(f"{file}: not a whole safetensors file ({error})") from error
+
+
+def _files(folder: Path, config: ModelConfig) -> list[Path]:
+    """The files to read, without shards of which the decoder has nothing."""
+    path = weights_path(folder)
+    if path.suffix != ".json":
+        return [path]
+    placed = read_object(path).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise InputError(f"{path}: weight_map must be an object of tensor names and their files")
+    return sorted({folder / file for name, file in placed.items() if not is_left_out(name, config)})
+
+
+class _Once:
+    """Names that may come, each once, and of either form of a layer's experts only one."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._fused = fused_experts(config)
+        self._parameters = {piece.name: piece.parameter for piece in weight_map(config)} | self._fused | {HEAD: HEAD}
+        self._files: dict[str, Path] = {}
+        self._forms: dict[tuple[str, bool], str] = {}  # a parameter, whether it came fused, and its first tensor
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters
+
+    def add(self, name: str, file: Path) -> None:
+        """Note where a tensor is; `InputError` when it, or its parameter in the other form, is somewhere already."""
+        if name in self._files:
+            raise InputError(f"{file}: {name} is in {self._files[name]} too; remove one of them")
+        parameter, fused = self._parameters[name], name in self._fused
+        other = self._forms.get((parameter, not fused))
+        if other is not None:
+            raise InputError(
+                f"{file}: {name} and {other} in {self._files[other]} are the same weights; keep one of the two forms"
+            )
+        self._files[name] = file
+        self._forms.setdefault((parameter, fused), name)
