@@ -58,7 +58,7 @@ class Loop:
 
         Raises:
             ParityError: strict parity, and a log-probability or a choice of experts differs; the weights are unchanged.
-            NonFiniteError: the loss or the gradient norm is; the weights are unchanged.
+            NonFiniteError: the loss or the gradient norm is; the weights are what the updates before it made of them.
             LockstepError: `max_idle_steps` steps in a row had nothing to train on.
         """
         config, trainer, timings = self.config, self.run.trainer, self.run.timings
@@ -75,17 +75,14 @@ class Loop:
                 with timings.measured("forward_backward", on_device=True):
                     for batch in checks:
                         trainer.check(batch)
-                updates = config.trainer.num_iterations if batches else 0
-                lr = learning_rate(config.optimizer, step, config.steps)
-                pending = [self._update(batches, lr, first=i == 0, last=i == updates - 1) for i in range(updates)]
-                results = [update.get() for update in pending]  # the host waits here, once
+                results = self._updates(batches, learning_rate(config.optimizer, step, config.steps))
                 result = results[0] if results else trainer.finish_check()
                 if self.world.size > 1 and any(r.applied for r in results):
                     with timings.measured("sync", on_device=True):
                         trainer.gather_weights()
             self._verify(step, result, groups)
-            for later in results[1:]:
-                self._require_finite(f"step {step + 1}", later)
+            for i, later in enumerate(results[1:]):
+                self._require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)
             self._count_idle(step, trained=bool(batches))
         counts["updates"] = sum(r.applied for r in results)
         self.spans = [span for span in timings.take() if span.began >= began]
@@ -193,6 +190,15 @@ class Loop:
         )
         return [batch.to(self.device) for batch in packed]
 
+    def _updates(self, batches: list[PackedBatch], lr: float) -> list[StepResult]:
+        """A rollout's updates, up to the first that was not applied: none is launched after it."""
+        count, results = self.config.trainer.num_iterations if batches else 0, []
+        for i in range(count):
+            results.append(self._update(batches, lr, first=i == 0, last=i == count - 1).get())  # the host waits here
+            if not results[-1].applied:
+                break
+        return results
+
     def _update(self, batches: list[PackedBatch], lr: float, first: bool, last: bool) -> PendingResult:
         """Launch one optimizer update on all micro-batches; only a rollout's first can match the generator's bits."""
         trainer = self.run.trainer
@@ -219,7 +225,7 @@ class Loop:
         if not (result.finite and math.isfinite(result.entropy)):  # the entropy is of tokens that are only checked, too
             raise NonFiniteError(
                 f"{where}: loss is {result.loss}, gradient norm {result.grad_norm}, entropy {result.entropy}; "
-                "the weights were not changed"
+                f"the weights were {'changed' if result.applied else 'not changed'}"
             )
 
     def evidence(self) -> dict[str, Any]:

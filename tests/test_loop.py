@@ -27,6 +27,7 @@ from lockstep.loop import Loop
 from lockstep.metrics import listed
 from lockstep.run import train
 from lockstep.timings import Timings
+from lockstep.trainer.result import PendingResult
 
 REWARD = """
 def letters(completion_ids, **_):
@@ -182,13 +183,35 @@ def with_a_flipped_bit(run: Run) -> Run:
     return run
 
 
-def test_strict_parity_stops_before_weights_change(config: RunConfig) -> None:
+@pytest.mark.parametrize("capture", ["none", "step"])
+@pytest.mark.parametrize("updates", [1, 3])
+def test_strict_parity_stops_before_weights_change(config: RunConfig, updates: int, capture: str) -> None:
+    compiled = CompileConfig("step", verify="off") if capture == "step" else CompileConfig()
+    config = replace(config, compile=compiled, trainer=replace(config.trainer, num_iterations=updates))
     run = with_a_flipped_bit(build(config))
     before = weights(run)
     with pytest.raises(ParityError, match=r"step 1: \d+ of 192 .*\n  group \d sample \d, completion token \d+, "):
         Loop(config, run).step(0)
     assert all(map(torch.equal, before, weights(run)))
     assert run.trainer.weights_version == 0
+
+
+def test_no_update_follows_one_that_was_not_made(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(config, trainer=replace(config.trainer, num_iterations=3))
+    run, launched = build(config), []
+    launch = run.trainer.launch_optim_step
+
+    def second_overflows(lr: float) -> PendingResult:
+        launched.append(weights(run))
+        if len(launched) == 2:
+            run.trainer.flat.grad[0] = torch.inf
+        return launch(lr)
+
+    monkeypatch.setattr(run.trainer, "launch_optim_step", second_overflows)
+    with pytest.raises(NonFiniteError, match="step 1, update 2 of 3: loss is .* the weights were not changed"):
+        Loop(config, run).step(0)
+    assert len(launched) == 2 and run.trainer.weights_version == 1
+    assert all(map(torch.equal, launched[1], weights(run)))
 
 
 def test_warn_goes_on_and_records(config: RunConfig) -> None:
