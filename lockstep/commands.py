@@ -170,7 +170,7 @@ def _heading(index: int, total: int) -> str:
 
 
 def _eval(flags: Eval) -> Outcome:
-    base = recipe(flags.task, "task", flags.model)
+    base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
     check_generation(flags.compile)
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts
     if prompts < 1:

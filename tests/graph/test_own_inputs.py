@@ -107,7 +107,7 @@ def test_a_packed_batch_is_copied_in_at_once(decoder, rollout, compiler_of) -> N
                 graph._own.fill(given)
             seen.append((copies.counts, len(given)))
         assert trainer.optim_step(1e-2).applied
-    assert seen == [([1], 17)] * 2
+    assert seen == [([1], 18)] * 2
 
 
 class Calls(TorchDispatchMode):

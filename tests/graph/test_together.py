@@ -88,10 +88,10 @@ def test_launches_of_a_batch_in_its_buffer_look_at_no_tensor(decoder, rollout, c
         trainer.forward_backward(batch)
         batch.check_parity = False
         trainer.forward_backward(batch)
-    assert looked == [17, 17]  # each graph's first
+    assert looked == [18, 18]  # each graph's first
     batch.weight_C = batch.weight_C.clone()
     trainer.forward_backward(batch)
-    assert looked == [17, 17, 17]
+    assert looked == [18, 18, 18]
 
 
 @pytest.mark.parametrize(
