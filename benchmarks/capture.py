@@ -96,8 +96,8 @@ class Memory:
             self.figures = {"peak_gib": allocated / GIB, "reserved_gib": reserved / GIB}
 
 
-class Replays:
-    """Seconds that replays of a compiler's recorded graphs take on the host: what the driver needs to launch them."""
+class Driver:
+    """Seconds that the host spends in the driver to launch a compiler's recorded graphs, and to copy their inputs."""
 
     def __init__(self, compiler: Compiler | None) -> None:
         self.seconds = 0.0
@@ -105,31 +105,39 @@ class Replays:
             for graph in function.graphs.values():
                 if graph._recording is not None:
                     graph._recording.replay = self._watched(graph._recording.replay)
+                    graph._own.fill_whole = self._watched(graph._own.fill_whole)
 
-    def _watched(self, replay: Callable[[], None]) -> Callable[[], None]:
-        def watched() -> None:
+    def _watched(self, launch: Callable[..., None]) -> Callable[..., None]:
+        def watched(*args: object) -> None:
             began = time.perf_counter()
-            replay()
+            launch(*args)
             self.seconds += time.perf_counter() - began
 
         return watched
 
 
 def timed(
-    run: Callable[[], object], repeats: int, device: torch.device, replays: Replays | None = None
+    run: Callable[[], object], repeats: int, device: torch.device, driver: Driver | None = None
 ) -> dict[str, float]:
-    """Median milliseconds: in all; of the host, to the end of its launches; and of that without the graphs' replays."""
-    replays = replays or Replays(None)
+    """Median milliseconds: in all; of the host, to the end of its launches; and of that without the driver's part. The
+    host's from an idle device, where it has waited and its caches are cold, and `queued` behind a run that the device
+    is at."""
+    driver = driver or Driver(None)
     total = [seconds(run, device.type) for _ in range(repeats)]
-    host, python = [], []
+    host: dict[str, list[float]] = {"": [], "queued_": []}
+    python: dict[str, list[float]] = {"": [], "queued_": []}
     for _ in range(repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began, before = time.perf_counter(), replays.seconds
-        run()
-        host.append(time.perf_counter() - began)
-        python.append(host[-1] - (replays.seconds - before))
-    medians = {"ms": total, "host_ms": host, "python_ms": python}
+        for way in host:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if way:
+                run()
+            began, before = time.perf_counter(), driver.seconds
+            run()
+            host[way].append(time.perf_counter() - began)
+            python[way].append(host[way][-1] - (driver.seconds - before))
+    medians = {"ms": total} | {f"{way}host_ms": t for way, t in host.items()}
+    medians |= {f"{way}python_ms": t for way, t in python.items()}
     return {name: statistics.median(times) * 1e3 for name, times in medians.items()} | {"min_ms": min(total) * 1e3}
 
 
@@ -156,16 +164,16 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
         batch.old_logprob_C.copy_(scored["logprob_C"])  # so no difference is found, and with a rate of 0 none arises
         batch.old_model_logprob_C.copy_(scored["model_logprob_C"])
         trainer.optim_step(0.0)
-        replays = Replays(compiler)
+        driver = Driver(compiler)
 
         def step() -> None:
             trainer.forward_backward(batch)
             trainer.launch_optim_step(0.0)
 
         figures: dict[str, Any] = {
-            "forward_backward": timed(lambda: trainer.forward_backward(batch), repeats, device, replays),
-            "optim_step": timed(lambda: trainer.launch_optim_step(0.0), repeats, device, replays),
-            "step": timed(step, repeats, device, replays),
+            "forward_backward": timed(lambda: trainer.forward_backward(batch), repeats, device, driver),
+            "optim_step": timed(lambda: trainer.launch_optim_step(0.0), repeats, device, driver),
+            "step": timed(step, repeats, device, driver),
             "first_steps_s": first_steps,
         }
     figures |= memory.figures
@@ -249,11 +257,11 @@ def train_rows(figures: dict[str, Any]) -> list[list[str]]:
     rows = []
     for way, f in figures.items():
         if "failed" in f:
-            rows.append(["train", way, "FAILED", f["failed"][:60], "", "", ""])
+            rows.append(["train", way, "FAILED", f["failed"][:60], "", "", "", ""])
             continue
         for part in ("forward_backward", "optim_step", "step"):
             t, peak = f[part], f"{f.get('peak_gib', 0):.1f}/{f.get('reserved_gib', 0):.1f}"
-            times = (f"{t[name]:.2f}" for name in ("ms", "host_ms", "python_ms"))
+            times = (f"{t[name]:.2f}" for name in ("ms", "host_ms", "python_ms", "queued_python_ms"))
             rows.append([part, way, str(f["identical"]), *times, peak])
     return rows
 
@@ -262,11 +270,11 @@ def decode_rows(name: str, figures: dict[str, Any]) -> list[list[str]]:
     rows = []
     for way, f in figures.items():
         if "failed" in f:
-            rows.append([name, way, "FAILED", f["failed"][:60], "", "", ""])
+            rows.append([name, way, "FAILED", f["failed"][:60], "", "", "", ""])
         else:
             peak = f"{f.get('peak_gib', 0):.1f}/{f.get('reserved_gib', 0):.1f}"
             times = f"{f['ms_a_step']:.3f}", f"{f['host_ms_a_step']:.3f}"
-            rows.append([name, way, str(f["identical"]), *times, "", peak])
+            rows.append([name, way, str(f["identical"]), *times, "", "", peak])
     return rows
 
 
@@ -294,7 +302,7 @@ def main() -> int:
         "length": length,
         "decoded": decoded,
     }
-    rows = [["part", "way", "identical", "ms", "host ms", "without replays", "GiB peak/reserved"]]
+    rows = [["part", "way", "identical", "ms", "host ms", "Python ms", "queued", "GiB peak/reserved"]]
     if "train" not in args.skip:
         batch = train_batch(model, args.prompts, prompt_length, length)
         figures["packed_tokens"] = batch.tokens_T.numel()

@@ -47,14 +47,16 @@ PROBES = {  # bound on the rows: rows measured
     8: (8,),
     16: (16,),
     32: (24, 32),
-    64: (40, 48, 64),
+    56: (40, 48, 56),
+    64: (64,),
     128: (96, 128),
     256: (192, 256),
 }
 UNEVEN = 1.5  # the library's slowest over its median within a range, from which on it is not taken
 LARGE = (512, 1024, 2048, 4096, 8192)  # left to the library; measured for the report
-BLOCK_M = {1: (16,), 8: (16,), 16: (16,), 32: (32, 16), 64: (64, 32, 16), 128: (64, 128), 256: (64, 128)}
-ASYNC_BLOCK_M = {1: (16, 64), 8: (16, 64), 16: (16, 64), 32: (16, 64), 64: (16, 64), 128: (64, 128), 256: (64, 128)}
+_FEW, _SOME, _MANY = (16,), (64, 32, 16), (64, 128)
+BLOCK_M = {1: _FEW, 8: _FEW, 16: _FEW, 32: (32, 16), 56: _SOME, 64: _SOME, 128: _MANY, 256: _MANY}
+ASYNC_BLOCK_M = {bound: (16, 64) if bound <= 64 else _MANY for bound in PROBES}
 ASYNC_STAGES = {64: (4, 8), 128: (3, 4), 256: (3, 4)}  # of the rows, by the depth of one; the weights fill the rest
 ASYNC_KIB = (74, 110, 220)  # three programs a multiprocessor, two, or one
 PIPELINE_KIB = (110, 200)  # a program's stages: two programs a multiprocessor, or one
