@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -32,10 +33,11 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.models.init import architecture
 from lockstep.ops import backend, linear_table
-from lockstep.ops.kernels import linear, linear_async, rows
-from lockstep.ops.linear_table import AsyncChoice, Choice, Kind
+from lockstep.ops.kernels import linear, linear_async, linear_tma, rows
+from lockstep.ops.linear_table import AsyncChoice, Choice, Kernel, Kind, TmaChoice
 
 ARCHITECTURES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
+KERNELS = ("pipelined", "async", "tma")  # `kernels.linear`, `linear_async`, `linear_tma`
 LAYER: dict[str, Kind] = {
     "qkv": "norm_linear",
     "o": "linear_add",
@@ -67,8 +69,8 @@ FEW_ROWS = 16  # whose tile suits more of them too, in several blocks
 AGAIN = 6  # of the fastest tiles, tried once more when the other products have theirs
 GAIN = 0.997  # what a change must bring to be taken
 
-Kernel = Choice | AsyncChoice | None  # None: the library
-Configuration = dict[str, Kernel]
+Chosen = Kernel | None  # None: the library
+Configuration = dict[str, Chosen]
 
 
 def candidates(kind: Kind, bucket: int, columns: int, depth: int) -> list[Choice]:
@@ -108,7 +110,38 @@ def async_candidates(kind: Kind, bucket: int, columns: int, depth: int) -> list[
     return list(found)
 
 
-def product(kind: Kind, choice: Kernel, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
+def tma_candidates(kind: Kind, bucket: int, columns: int, depth: int) -> list[TmaChoice]:
+    """Tiles of the copy engine's kernel worth timing."""
+    rows_, parts = PROBES[bucket][0], 2 if kind == "norm_gate_up" else 1
+    if kind == "linear_fp32":
+        return []
+    found: dict[TmaChoice, None] = {}
+    for block_m, block_n, block_k in itertools.product((64, 128), (16, 32, 64, 128), (64, 128, 256)):
+        programs = -(-rows_ // block_m) * (columns // parts // block_n)
+        if rows_ <= block_m // 2 or not 28 <= programs <= 420 or depth % block_k:
+            continue
+        for kib in ASYNC_KIB:
+            stages = min(kib * 1024 // (2 * block_k * (block_m + parts * block_n)), depth // block_k + 1, 12)
+            if stages >= 3:
+                found[TmaChoice(block_m, block_n, block_k, stages)] = None
+    return list(found)
+
+
+def tiles(kind: Kind, bucket: int, columns: int, depth: int, kernels: Sequence[str]) -> list[Kernel]:
+    """Candidates of these kernels; those of `linear` release early and do not prefetch, and plain ones are tried
+    without the release too."""
+    of, found = (kind, bucket, columns, depth), list[Kernel]()
+    if "pipelined" in kernels:
+        early = (True, False) if kind in ("linear", "linear_fp32") else (True,)
+        found += [tile._replace(early=e) for tile in candidates(*of) for e in early]
+    if "async" in kernels:
+        found += async_candidates(*of)
+    if "tma" in kernels:
+        found += tma_candidates(*of)
+    return found
+
+
+def product(kind: Kind, choice: Chosen, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
     """The product by one kernel of ours after the norm, or by the library and the row operators."""
     gated, added = kind == "norm_gate_up", kind == "linear_add"
     dtype = torch.float32 if kind == "linear_fp32" else torch.bfloat16
@@ -116,9 +149,10 @@ def product(kind: Kind, choice: Kernel, x: Tensor, weight: Tensor, norm: Tensor,
         return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // (2 if gated else 1)]
     if kind in ("norm_linear", "norm_gate_up"):
         x = rows.rms_norm(x, norm, EPS)
-    if isinstance(choice, AsyncChoice):
+    if isinstance(choice, AsyncChoice | TmaChoice):
+        kernel = linear_async if isinstance(choice, AsyncChoice) else linear_tma
         added_to = residual if added else None
-        return linear_async.product(x, weight, choice, gated=gated, residual_MN=added_to, ahead=kind != "linear")
+        return kernel.product(x, weight, choice, gated=gated, residual_MN=added_to, ahead=kind != "linear")
     if choice:
         return linear.product(x, weight, choice, dtype, gated=gated, residual_MN=residual if added else None)
     out = backend.cublaslt_linear(x, weight, dtype)
@@ -128,12 +162,12 @@ def product(kind: Kind, choice: Kernel, x: Tensor, weight: Tensor, norm: Tensor,
 class LayerProblem:
     """The layers of an architecture at a number of rows."""
 
-    def __init__(self, arch: str, bucket: int) -> None:
+    def __init__(self, arch: str, bucket: int, kernels: Sequence[str]) -> None:
         size = sum(2 * w.numel() for w in Stack(arch, 1, 1, "meta").layers[0])
         self.stack = Stack(arch, 1, max(MIN_LAYERS, min(MAX_LAYERS, COLD_BYTES // size)))
         self.probes = [self.stack.with_rows(rows) for rows in PROBES[bucket]]
         self.shapes = {name: tuple(w.shape) for name, w in zip(LAYER, self.stack.layers[0], strict=True)}
-        self.bucket = bucket
+        self.bucket, self.kernels = bucket, kernels
 
     @functools.cache  # noqa: B019 (as many problems as there are ranges)
     def library_is_even(self, name: str) -> bool:
@@ -178,13 +212,12 @@ class LayerProblem:
                     best, time = {**best, name: choice}, times[choice]
         return best, time
 
-    def _tiles(self, name: str) -> list[Kernel]:
-        """Tiles that release early and do not prefetch, asynchronous ones, and the library."""
-        of = LAYER[name], self.bucket, *self.shapes[name]
-        library: list[Kernel] = [None] if self.library_is_even(name) else []
-        return [*library, *(tile._replace(early=True) for tile in candidates(*of)), *async_candidates(*of)]
+    def _tiles(self, name: str) -> list[Chosen]:
+        """Tiles, and the library."""
+        library: list[Chosen] = [None] if self.library_is_even(name) else []
+        return [*library, *tiles(LAYER[name], self.bucket, *self.shapes[name], self.kernels)]
 
-    def _flags(self, choice: Kernel) -> list[Kernel]:
+    def _flags(self, choice: Chosen) -> list[Chosen]:
         """The tile of `choice` with other flags."""
         if not isinstance(choice, Choice):
             return []
@@ -218,15 +251,15 @@ class PlainProblem:
 
     pool: Tensor | None = None  # random words, shared by all
 
-    def __init__(self, kind: Kind, columns: int, depth: int) -> None:
-        self.kind, self.columns, self.depth = kind, columns, depth
+    def __init__(self, kind: Kind, columns: int, depth: int, kernels: Sequence[str]) -> None:
+        self.kind, self.columns, self.depth, self.kernels = kind, columns, depth, kernels
         size = columns * depth
         layers = max(2, min(24, COLD_BYTES // (2 * size)))
         if PlainProblem.pool is None or PlainProblem.pool.numel() < layers * size:
             PlainProblem.pool = torch.randn(layers * size, device=DEVICE, dtype=DTYPE)
         self.weights = PlainProblem.pool[: layers * size].view(layers, columns, depth)
 
-    def us(self, m: int, choice: Kernel) -> float:
+    def us(self, m: int, choice: Chosen) -> float:
         x = torch.randn(m, self.depth, device=DEVICE).to(DTYPE)
         return self._us(lambda w: product(self.kind, choice, x, w, x, x))
 
@@ -248,18 +281,24 @@ class PlainProblem:
     def _us(self, call) -> float:
         return graph_us(lambda: [call(w) for w in self.weights], 3, 5) / len(self.weights)
 
-    def tune(self, bucket: int) -> tuple[Kernel, float]:
-        of = self.kind, bucket, self.columns, self.depth
-        choices: list[Kernel] = [*(tile._replace(early=True) for tile in candidates(*of)), *async_candidates(*of)]
+    def tune(self, bucket: int) -> tuple[Chosen, float]:
+        """The fastest of the present choice, the tiles and the library; microseconds, the mean over the rows."""
+        of, probes = (self.kind, bucket, self.columns, self.depth), PROBES[bucket]
+        now = linear_table.choose(self.kind, probes[-1], self.columns, self.depth)
+        choices: list[Chosen] = tiles(*of, self.kernels)
+        if now is not None:
+            choices.append(now)
         if not choices or is_even(self.kind, self.weights, bucket):
             choices.append(None)
-        probes = PROBES[bucket]
+        choices = list(dict.fromkeys(choices))
         times = {choice: sum(self.us(m, choice) for m in probes) / len(probes) for choice in choices}
+        for choice in sorted(choices, key=times.__getitem__)[:AGAIN]:
+            times[choice] = statistics.median(sum(self.us(m, choice) for m in probes) / len(probes) for _ in range(3))
         best = min(choices, key=times.__getitem__)
         return best, times[best]
 
 
-def compile_one(job: tuple[Kind, int, int, int, Choice | AsyncChoice]) -> None:
+def compile_one(job: tuple[Kind, int, int, int, Kernel]) -> None:
     """Put a kernel into Triton's cache. Runs in a process of its own."""
     kind, rows_, columns, depth, choice = job
     if isinstance(choice, Choice):
@@ -271,16 +310,17 @@ def compile_one(job: tuple[Kind, int, int, int, Choice | AsyncChoice]) -> None:
         torch.cuda.synchronize()
 
 
-def compile_all(shapes: list[tuple[Kind, int, int]], bounds: list[int]) -> int:
+def compile_all(shapes: list[tuple[Kind, int, int]], bounds: list[int], kernels: Sequence[str]) -> int:
     """Compile what will be timed, on all processors."""
-    jobs: dict[object, tuple[Kind, int, int, int, Choice | AsyncChoice]] = {}
+    jobs: dict[object, tuple[Kind, int, int, int, Kernel]] = {}
     for (kind, *shape), bucket in itertools.product(shapes, bounds):
-        probes = PROBES[bucket]
-        for choice in candidates(kind, bucket, *shape):
-            jobs[kind.removeprefix("norm_"), choice] = kind, 16, *shape, choice
-        for choice, m in itertools.product(async_candidates(kind, bucket, *shape), probes):
-            block = triton.next_power_of_2(min(m, choice.block_m))
-            jobs[kind, *shape, choice, max(block, linear_async.MIN_COPIED)] = kind, m, *shape, choice
+        for choice, m in itertools.product(tiles(kind, bucket, *shape, kernels), PROBES[bucket]):
+            key: list[object] = [kind.removeprefix("norm_"), choice]
+            if not isinstance(choice, Choice):
+                key += shape
+            if isinstance(choice, AsyncChoice):
+                key.append(max(triton.next_power_of_2(min(m, choice.block_m)), linear_async.MIN_COPIED))
+            jobs[tuple(key)] = kind, m, *shape, choice
     workers = max(1, (os.cpu_count() or 2) - 2)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs.values(), chunksize=4))
@@ -291,13 +331,13 @@ class Table:
     """What was chosen, kind by kind, shape by shape, for each bound on the rows; other shapes keep what they have."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, dict[str, dict[int, Kernel]]] = {
+        self.entries: dict[str, dict[str, dict[int, Chosen]]] = {
             kind: {f"{n}x{k}": dict(found) for (n, k), found in shapes.items()}
             for kind, shapes in linear_table.table().items()
         }
         self.lines = [["what", "shape", "rows", "us", "library us", "floor us", "choice"]]
 
-    def add(self, kind: Kind, shape: tuple[int, ...], bucket: int, choice: Kernel) -> None:
+    def add(self, kind: Kind, shape: tuple[int, ...], bucket: int, choice: Chosen) -> None:
         self.entries[kind].setdefault("x".join(map(str, shape)), {})[bucket] = choice
 
     def line(self, *cells: object) -> None:
@@ -308,19 +348,17 @@ class Table:
         """One line a shape."""
         parts = []
         for kind, shapes in self.entries.items():
-            found = ((n, [[bound, c and self._entry(c)] for bound, c in sorted(e.items())]) for n, e in shapes.items())
-            lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entries)}" for name, entries in found)
+            found = {
+                n: [[bound, c and linear_table.entry(c)] for bound, c in sorted(e.items())] for n, e in shapes.items()
+            }
+            lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entries)}" for name, entries in found.items())
             parts.append(f"  {json.dumps(kind)}: {{\n{lines}\n  }}")
         path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
-    @staticmethod
-    def _entry(choice: Choice | AsyncChoice) -> list[str | int]:
-        return [*(["async"] if isinstance(choice, AsyncChoice) else []), *map(int, choice)]
 
-
-def tune_layers(arch: str, bounds: list[int], table: Table) -> None:
+def tune_layers(arch: str, bounds: list[int], kernels: Sequence[str], table: Table) -> None:
     for bucket in bounds:
-        problem = LayerProblem(arch, bucket)
+        problem = LayerProblem(arch, bucket, kernels)
         chosen, us = problem.tune()
         floor = sum(2 * w.numel() for w in problem.stack.layers[0]) / BANDWIDTH
         table.line("layer", arch, bucket, us, "", floor, {n: c and tuple(map(int, c)) for n, c in chosen.items()})
@@ -328,9 +366,11 @@ def tune_layers(arch: str, bounds: list[int], table: Table) -> None:
             table.add(LAYER[name], shape, bucket, chosen[name])
 
 
-def tune_plain(kind: Kind, columns: int, depth: int, bounds: list[int], table: Table) -> list[float]:
+def tune_plain(
+    kind: Kind, columns: int, depth: int, bounds: list[int], kernels: Sequence[str], table: Table
+) -> list[float]:
     """Our times over the library's."""
-    problem, ratios, floor = PlainProblem(kind, columns, depth), [], 2 * columns * depth / BANDWIDTH
+    problem, ratios, floor = PlainProblem(kind, columns, depth, kernels), [], 2 * columns * depth / BANDWIDTH
     for bucket in bounds:
         choice, us = problem.tune(bucket)
         library = sum(problem.library_us(max(m, 2)) for m in PROBES[bucket]) / len(PROBES[bucket])
@@ -352,6 +392,9 @@ def main() -> int:
     parser.add_argument(
         "--bounds", type=int, nargs="*", choices=bounds, default=bounds, help="of the rows; default: all"
     )
+    parser.add_argument(
+        "--kernels", nargs="*", choices=KERNELS, default=list(KERNELS), help="tried beside what the table has"
+    )
     args = parser.parse_args()
     if DEVICE == "cpu" and args.out == linear_table.PATH:
         parser.error("torch sees no GPU: give an --out, the table in the package is not measured on a CPU")
@@ -362,14 +405,16 @@ def main() -> int:
     plain: list[tuple[Kind, int, int]] = sorted({("linear", *shape[1:]) for shape in layers})
     plain += sorted({("linear_fp32", c.vocab_size, c.hidden_size) for c in configs})
     plain = [] if args.layers else plain
-    print(f"{compile_all([*sorted(layers), *plain], args.bounds)} kernels compiled", file=sys.stderr, flush=True)
+    compiled = compile_all([*sorted(layers), *plain], args.bounds, args.kernels)
+    print(f"{compiled} kernels compiled", file=sys.stderr, flush=True)
     contract()
     table, ratios = Table(), []
     with torch.inference_mode():
         for arch in args.arch:
-            tune_layers(arch, args.bounds, table)
+            tune_layers(arch, args.bounds, args.kernels, table)
+            table.write(args.out)
         for problem in plain:
-            found = tune_plain(*problem, args.bounds, table)
+            found = tune_plain(*problem, args.bounds, args.kernels, table)
             ratios += found if problem[0] == "linear" else []
     table.write(args.out)
     figures = {"geometric_mean": math.prod(ratios) ** (1 / len(ratios)), "worst": max(ratios)} if ratios else {}

@@ -43,7 +43,7 @@ CPU_WEIGHTS = 1 << 22  # elements of the weights that a CPU is checked with; col
 SOURCES = (
     *("gate.py", "gate_attention.py", "gate_inputs.py", "linear_table.py", "linear_table.json", "backend.py"),
     *("reference.py", "attention_reference.py", "latent_reference.py"),
-    *("kernels/linear.py", "kernels/linear_async.py", "kernels/fused.py"),
+    *("kernels/linear.py", "kernels/linear_async.py", "kernels/linear_tma.py", "kernels/fused.py"),
 )
 
 

@@ -43,12 +43,24 @@ class AsyncChoice(NamedTuple):
     w_stages: int
 
 
+class TmaChoice(NamedTuple):
+    """Tile sizes of `kernels.linear_tma`, and the stages of both operands. `block_m` is 64 or 128; there are more rows
+    than half of it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+
+
+Kernel = Choice | AsyncChoice | TmaChoice
+_NAMED = {"async": AsyncChoice, "tma": TmaChoice}  # in the table
 CHAIN = Choice(128, 128, 64, 8, 4)  # what every other choice, and the library, is held to
 overrides: dict[tuple[int, int], Choice] = {}  # of (columns, depth), where `gate.check` found another choice to differ
 used: set[tuple[Kind, int, int, int]] = set()  # what was asked for so far
 
 
-def choose(kind: Kind, rows: int, columns: int, depth: int) -> Choice | AsyncChoice | None:
+def choose(kind: Kind, rows: int, columns: int, depth: int) -> Kernel | None:
     """The kernel for `rows` x `depth` times `columns` x `depth`; None: cuBLASLt, and row operators around it.
 
     `columns` counts the weight's rows, gate and up together.
@@ -88,7 +100,7 @@ def rule(rows: int, columns: int, weights: int) -> Choice | None:
 
 
 @functools.cache
-def table() -> dict[str, dict[tuple[int, int], list[tuple[int, Choice | AsyncChoice | None]]]]:
+def table() -> dict[str, dict[tuple[int, int], list[tuple[int, Kernel | None]]]]:
     """Of each kind and (columns, depth): bounds on the rows, ascending, and what was fastest up to each."""
     raw: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
     return {
@@ -101,11 +113,16 @@ def _shape(name: str) -> tuple[int, int]:
     return int(columns), int(depth)
 
 
-def _entries(raw: list[tuple[int, Any]]) -> list[tuple[int, Choice | AsyncChoice | None]]:
+def _entries(raw: list[tuple[int, Any]]) -> list[tuple[int, Kernel | None]]:
     return [(bound, entry and _entry(entry)) for bound, entry in raw]
 
 
-def _entry(raw: list[Any]) -> Choice | AsyncChoice:
-    if raw[0] == "async":
-        return AsyncChoice(*raw[1:])
+def _entry(raw: list[Any]) -> Kernel:
+    if raw[0] in _NAMED:
+        return _NAMED[raw[0]](*raw[1:])
     return Choice(*raw[:5], *map(bool, raw[5:]))
+
+
+def entry(choice: Kernel) -> list[str | int]:
+    """As the table's file has it."""
+    return [*(name for name, made in _NAMED.items() if isinstance(choice, made)), *map(int, choice)]

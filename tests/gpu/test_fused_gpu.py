@@ -9,10 +9,11 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops import backend
-from lockstep.ops.linear_table import AsyncChoice, Choice
+from lockstep.ops.linear_table import AsyncChoice, Choice, TmaChoice
 
 DEVICE = "cuda"
 ROWS = (1, 2, 7, 16, 40, 64, 100, 256, 700)
+TMA_ROWS = (33, 40, 63, 64, 65, 100, 127, 128, 129, 256, 700)
 TILES = (
     Choice(16, 16, 128, 4, 8, early=True, prefetch=True),
     Choice(16, 32, 256, 4, 3),
@@ -35,6 +36,14 @@ ASYNC_TILES = (
     AsyncChoice(64, 128, 128, 4, 4),
     AsyncChoice(64, 32, 256, 4, 5),
     AsyncChoice(128, 64, 64, 4, 4),
+)
+TMA_TILES = (
+    TmaChoice(64, 16, 256, 5),
+    TmaChoice(64, 32, 128, 6),
+    TmaChoice(64, 64, 64, 3),
+    TmaChoice(64, 128, 128, 2),
+    TmaChoice(128, 32, 128, 5),
+    TmaChoice(128, 128, 64, 4),
 )
 SHARED_BYTES = 227 * 1024  # that a program may have
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
@@ -99,6 +108,34 @@ def test_every_asynchronous_tile_is_one_chain(census, n, k):
         expected = {"plain": chain, "add": residual[:m] + chain, "gated": ops.silu_mul(chain)}
         for form, found in asynchronous(x[:m], weight, residual[:m], tile).items():
             assert census(f"linear, asynchronous, {form}", found, expected[form]) == 0
+
+
+def by_tma(x: Tensor, weight: Tensor, residual: Tensor, tile: TmaChoice) -> dict[str, Tensor]:
+    """As `asynchronous`."""
+    from lockstep.ops.kernels.linear_tma import product
+
+    made = {"plain": product(x, weight, tile), "add": product(x, weight, tile, residual_MN=residual)}
+    if 2 * (tile.block_m + 2 * tile.block_n) * tile.block_k * tile.stages < SHARED_BYTES:
+        made["gated"] = product(x, weight, tile, gated=True)
+    return made
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 3072), (1040, 256)])
+def test_every_tile_of_the_copy_engine_is_one_chain(census, n, k):
+    from lockstep.ops.kernels import linear
+    from lockstep.ops.kernels.precompile import compiling_only
+
+    rows = max(TMA_ROWS)
+    x, weight, residual = wide(rows, k + 16)[:, 16:], wide(n, k) * 0.02, wide(rows, n)
+    cases = [(m, tile) for m in TMA_ROWS for tile in TMA_TILES if m > tile.block_m // 2 and k % tile.block_k == 0]
+    with compiling_only():  # side by side
+        for m, tile in cases:
+            by_tma(x[:m], weight, residual[:m], tile)
+    for m, tile in cases:
+        chain = linear.linear_bf16(x[:m], weight)
+        expected = {"plain": chain, "add": residual[:m] + chain, "gated": ops.silu_mul(chain)}
+        for form, found in by_tma(x[:m], weight, residual[:m], tile).items():
+            assert census(f"linear by TMA, {form}", found, expected[form]) == 0
 
 
 @pytest.mark.parametrize(("n", "k"), [(1024, 2048), (1024, 3072), (2560, 4096)])

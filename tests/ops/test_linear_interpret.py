@@ -12,7 +12,7 @@ import torch
 from processes import run_interpreted
 
 from lockstep.ops import linear_table
-from lockstep.ops.linear_table import AsyncChoice, Choice
+from lockstep.ops.linear_table import AsyncChoice, Choice, TmaChoice
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.kernels import linear, rows
@@ -69,7 +69,7 @@ KINDS = get_args(linear_table.Kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("m", [1, 8, 9, 40, 128, 129, 9000])
+@pytest.mark.parametrize("m", [1, 8, 9, 33, 40, 57, 65, 128, 129, 9000])
 @pytest.mark.parametrize(("columns", "depth"), [(4096, 1024), (1024, 3072), (300, 72)])
 def test_every_shape_has_a_choice(kind, m, columns, depth):
     choice = linear_table.choose(kind, m, columns, depth)
@@ -82,6 +82,10 @@ def test_every_shape_has_a_choice(kind, m, columns, depth):
         used = 2 * choice.block_k * (choice.block_m * choice.x_stages + wide * choice.w_stages)
         assert used <= 224 * 1024, "shared memory of a multiprocessor"
         assert depth % choice.block_k == 0 and choice.x_stages >= 2 and choice.w_stages >= min(choice.x_stages, steps)
+    elif isinstance(choice, TmaChoice):
+        stage = 2 * choice.block_k * (choice.block_m + weights * choice.block_n)
+        assert choice.block_m in (64, 128) and m > choice.block_m // 2 and depth % choice.block_k == 0
+        assert stage * choice.stages <= 224 * 1024 and choice.stages >= 2
     else:
         stage = 2 * choice.block_k * (choice.block_m + weights * choice.block_n)
         assert choice.block_m >= 16 and choice.block_k % 16 == 0 and choice.num_stages >= 2

@@ -143,9 +143,12 @@ GLUON = (
     DRIVER
     + """
 import json, sys
-from lockstep.ops.kernels import linear_async, pdl
+from lockstep.ops.kernels import linear_async, linear_tma, pdl
 from lockstep.ops.kernels.precompile import preload
-from lockstep.ops.linear_table import AsyncChoice
+from lockstep.ops.linear_table import AsyncChoice, TmaChoice
+
+def by_tma(*tile):
+    linear_tma.product(x, w, TmaChoice(*tile))
 
 def launch(*tile):
     linear_async.product(x, w, AsyncChoice(*tile), residual_MN=torch.empty(40, 64, dtype=x.dtype))
@@ -156,14 +159,16 @@ if sys.argv[1] == "list":
     with compiling_only() as kernels:
         launch(16, 32, 128, 3, 4)
         launch(64, 16, 64, 4, 4)
+        by_tma(64, 32, 128, 3)
     print(json.dumps(kernels))
 else:
-    assert preload(json.loads(sys.stdin.read())) == 2
+    assert preload(json.loads(sys.stdin.read())) == 3
     missed = []
     triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
     with compiling_only():
         launch(16, 32, 128, 3, 4)
         launch(64, 16, 64, 4, 4)
+        by_tma(64, 32, 128, 3)
         launch(64, 16, 128, 4, 4)
     print(len(missed))
 """
@@ -179,6 +184,7 @@ def test_gluon_kernels_are_compiled_listed_and_loaded(tmp_path: Path) -> None:
     listed = finished([*command, "list"], env={**os.environ, **cache})
     assert listed.returncode == 0, listed.stderr
     assert len(list((tmp_path / "cache").rglob("_async_kernel.cubin"))) == 2
+    assert len(list((tmp_path / "cache").rglob("_tma_kernel.cubin"))) == 1
     loaded = finished([*command, "load"], env={**os.environ, **cache}, input=listed.stdout, stdin=None)
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout.split("\n")[0] == "1"

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import backend, linear_table
-from ..linear_table import AsyncChoice, Choice, Kind
+from ..linear_table import AsyncChoice, Choice, Kernel, Kind
 from . import rows
 from .linear import product
 
 try:
-    from . import linear_async
+    from . import linear_async, linear_tma
 except ImportError:  # Triton without Gluon
-    linear_async = None  # type: ignore[assignment]
+    linear_async = linear_tma = None  # type: ignore[assignment]
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """See `linear.linear`."""
     backend.check_dtype(x_TK)
     choice = _choose("linear", x_TK, weight_NK)
-    if choice is None:
-        return backend.cublaslt_linear(x_TK, weight_NK)
-    if isinstance(choice, AsyncChoice):
-        return linear_async.product(x_TK, weight_NK, choice, ahead=False)
-    return product(x_TK, weight_NK, choice)
+    return _product(x_TK, weight_NK, choice, ahead=False) if choice else backend.cublaslt_linear(x_TK, weight_NK)
 
 
 def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -33,6 +31,7 @@ def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     choice = linear_table.choose("linear_fp32", x_TK.shape[0], *weight_NK.shape)
     if choice is None:
         return backend.cublaslt_linear(x_TK, weight_NK, torch.float32)
+    assert isinstance(choice, Choice)
     return product(x_TK, weight_NK, choice, torch.float32)
 
 
@@ -42,9 +41,7 @@ def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
     choice = _choose("linear_add", x_TK, weight_NK)
     if choice is None:
         return backend.cublaslt_linear(x_TK, weight_NK).add_(residual_TN)
-    if isinstance(choice, AsyncChoice):
-        return linear_async.product(x_TK, weight_NK, choice, residual_MN=residual_TN)
-    return product(x_TK, weight_NK, choice, residual_MN=residual_TN)
+    return _product(x_TK, weight_NK, choice, residual_MN=residual_TN)
 
 
 def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ND: Tensor, eps: float) -> Tensor:
@@ -62,17 +59,24 @@ def _norm_product(kind: Kind, x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, e
     gated = kind == "norm_gate_up"
     choice = _choose(kind, x_TD, weight_ED)
     normed_TD = rows.rms_norm(x_TD, norm_D, eps)
-    if isinstance(choice, AsyncChoice):
-        return linear_async.product(normed_TD, weight_ED, choice, gated=gated)
     if choice:
-        return product(normed_TD, weight_ED, choice, gated=gated)
+        return _product(normed_TD, weight_ED, choice, gated=gated)
     out_TE = backend.cublaslt_linear(normed_TD, weight_ED)
     return rows.silu_mul(out_TE) if gated else out_TE
 
 
-def _choose(kind: Kind, x_TK: Tensor, weight_NK: Tensor) -> Choice | AsyncChoice | None:
+def _choose(kind: Kind, x_TK: Tensor, weight_NK: Tensor) -> Kernel | None:
     """By the table; by its rule where the kernel of the table cannot run."""
     choice = linear_table.choose(kind, x_TK.shape[0], *weight_NK.shape)
-    if isinstance(choice, AsyncChoice) and not (linear_async and linear_async.usable(weight_NK)):
-        return linear_table.by_rule(kind, x_TK.shape[0], weight_NK.shape[0])
-    return choice
+    if choice is None or isinstance(choice, Choice) or (linear_async and linear_async.usable(weight_NK)):
+        return choice
+    return linear_table.by_rule(kind, x_TK.shape[0], weight_NK.shape[0])
+
+
+def _product(x_TK: Tensor, weight_NK: Tensor, choice: Kernel, *, ahead: bool = True, **form: Any) -> Tensor:
+    """By the kernel that the choice is for; `ahead` as in `linear_async.product`."""
+    if isinstance(choice, Choice):
+        return product(x_TK, weight_NK, choice, **form)
+    if isinstance(choice, AsyncChoice):
+        return linear_async.product(x_TK, weight_NK, choice, ahead=ahead, **form)
+    return linear_tma.product(x_TK, weight_NK, choice, ahead=ahead, **form)
