@@ -348,12 +348,14 @@ class Table:
         """One line a shape."""
         parts = []
         for kind, shapes in self.entries.items():
-            found = {
-                n: [[bound, c and linear_table.entry(c)] for bound, c in sorted(e.items())] for n, e in shapes.items()
-            }
-            lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entries)}" for name, entries in found.items())
+            lines = ",\n".join(self._line(name, found) for name, found in shapes.items())
             parts.append(f"  {json.dumps(kind)}: {{\n{lines}\n  }}")
         path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+    @staticmethod
+    def _line(name: str, found: dict[int, Chosen]) -> str:
+        entries = [[bound, choice and linear_table.entry(choice)] for bound, choice in sorted(found.items())]
+        return f"    {json.dumps(name)}: {json.dumps(entries)}"
 
 
 def tune_layers(arch: str, bounds: list[int], kernels: Sequence[str], table: Table) -> None:
