@@ -44,7 +44,9 @@ GROUPS = {  # by what they do: patterns of kernels' names
     "gradient norm": r"_square_sums",
     "gradients added up": r"_add_gradient",
     "embedding, backward": r"_gather_",
-    "products, LM head among them": r"_linear_kernel|_async_kernel|_tma_kernel|gemm|nvjet|cutlass|xmma|cublas|addmm|aten::mm|aten::linear",
+    "products, LM head among them": (
+        r"_linear_kernel|_async_kernel|_tma_kernel|gemm|nvjet|cutlass|xmma|cublas|addmm|aten::mm|aten::linear"
+    ),
 }
 OTHER = "everything else"
 Kernel = tuple[str, float, float]  # name, microseconds a step, launches a step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lockstep.models.init import init_folder
 
 # Tests run beside each other and beside other work; threads that spin for each other would be many times slower.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
