@@ -109,7 +109,7 @@ class Kernels:
             mock.patch.object(JITFunction, "run", compile_only),
             mock.patch.object(FakeTensor, "is_cuda", True),
             mock.patch.object(FakeTensor, "data_ptr", lambda x: int(x.storage_offset()) * x.element_size()),
-            mock.patch.object(pdl, "_supported", lambda _: pdl.gdc_wait is not None),
+            mock.patch.object(pdl, "_capability", lambda _: pdl.HOPPER if pdl.gdc_wait else (0, 0)),
             mock.patch.object(grouped_kernels, "_multiprocessors", lambda _: MULTIPROCESSORS),
             mock.patch.object(backend, "cublaslt_linear", product),
             FakeTensorMode(allow_non_fake_inputs=True),

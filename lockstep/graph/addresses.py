@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -10,15 +10,15 @@ from . import compat
 
 
 class Addresses:
-    """Where tensors lie, by their numbers.
+    """Where tensors lie.
 
     Of views of one tensor, such as gradients in a flat buffer, that tensor alone is asked. A parameter is a tensor of
     its own, wherever its data lies, as anyone can give it other data.
     """
 
-    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
-        owners = {i: compat.viewed_tensor(tensor) for i, tensor in tensors.items()}
-        first = {id(owner): i for i, owner in reversed(owners.items())}
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        owners = [compat.viewed_tensor(tensor) for tensor in tensors]
+        first = {id(owner): i for i, owner in reversed(list(enumerate(owners)))}
         self._numbers = sorted(first.values())
         self._asked = [owners[i] for i in self._numbers]
         self._known = list(map(Tensor.data_ptr, self._asked))

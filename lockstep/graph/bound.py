@@ -25,11 +25,10 @@ from .verify import overlapping
 class BoundGraph:
     """Launches one captured graph at one choice of its open sizes, as a CUDA graph when its passes decided so.
 
-    Static inputs are the tensors given here, by address. A launch asks about those that it writes before, and a replay
-    about those that it reads after, when the device is at work; either way no result is returned. User inputs come with
-    each launch, and a recorded graph copies them into buffers of its own. A recorded graph's outputs are overwritten by
-    the next launch of any graph of the same recorder: read or copy them before. Those in `lasting` are overwritten by
-    the next launch of this graph alone, and copied before if someone holds what the last one returned (`Outputs`).
+    Static inputs are the tensors given here, by address (`Addresses`); user inputs come with each launch, and a
+    recorded graph copies them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of
+    any graph of the same recorder: read or copy them before. Those in `lasting` are overwritten by the next launch of
+    this graph alone, and copied before if someone holds what the last one returned (`Outputs`).
 
     Attributes:
         launches: runs so far, replays among them.
@@ -54,6 +53,7 @@ class BoundGraph:
         self._layout: str | None = None  # of batches that were found right, and are copied whole
         self._closed = False
         self._arguments: list[Tensor] = [tensor for _, _, tensor in inputs.flat()]
+        self._static = [i for i, spec in enumerate(captured.inputs) if spec.role != "user"]
         self._user = {spec.name: i for i, spec in enumerate(captured.inputs) if spec.role == "user"}
         for i, spec in enumerate(captured.inputs):
             if problem := spec.mismatch(self._arguments[i]):
@@ -71,10 +71,7 @@ class BoundGraph:
             self._expected = _described(given)
             for i, x in zip(self._user.values(), self._own.tensors or empty, strict=True):
                 self._arguments[i] = x
-        written = captured.written_inputs
-        static = {i: self._arguments[i] for i, spec in enumerate(captured.inputs) if spec.role != "user"}
-        self._written = Addresses({i: tensor for i, tensor in static.items() if i in written})
-        self._read = Addresses({i: tensor for i, tensor in static.items() if i not in written})
+        self._addresses = Addresses([self._arguments[i] for i in self._static])
 
     def __call__(self, user: Mapping[str, Tensor], times: int = 1) -> Outputs:
         """Launch `times` times in a row, at least once; returns the last outputs by name.
@@ -86,9 +83,8 @@ class BoundGraph:
         assert times > 0
         if self._closed:
             raise GraphError(f"{self.captured.title}: launched after close()")
-        self._check_addresses(self._written)
+        self._check_addresses()
         if self._recorder is None:
-            self._check_addresses(self._read)
             self._check_user(user)
             return self._named(self._run_with(user, times))
         self._save_latest()
@@ -99,7 +95,6 @@ class BoundGraph:
         for _ in range(times):
             self._recording.replay()
         self.launches, self.replays = self.launches + times, self.replays + times
-        self._check_addresses(self._read)  # the many weights, while the device is at work
         found = self._named(self._recording.outputs)
         self._latest = weakref.ref(found) if self._lasting else None
         return found
@@ -172,11 +167,11 @@ class BoundGraph:
             if problem := self._specs[i].mismatch(user[name]):
                 raise GraphError(f"{self.captured.title}: {problem}")
 
-    def _check_addresses(self, addresses: Addresses) -> None:
-        moved = addresses.moved()
+    def _check_addresses(self) -> None:
+        moved = self._addresses.moved()
         if moved is None:
             return
-        spec = self.captured.inputs[moved]
+        spec = self.captured.inputs[self._static[moved]]
         raise GraphError(
             f"{self.captured.title}: static input {spec} has moved in memory since the graph was "
             "bound; write new values in place"
@@ -187,7 +182,7 @@ class BoundGraph:
         if self._recording is not None:
             self._recording.close()
         self._recording, self._arguments, self._closed = None, [], True
-        self._own, self._written, self._read = OwnInputs([]), Addresses({}), Addresses({})
+        self._own, self._addresses = OwnInputs([]), Addresses([])
 
 
 _looks = attrgetter("shape", "dtype", "device")

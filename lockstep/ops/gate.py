@@ -44,6 +44,7 @@ SOURCES = (
     *("gate.py", "gate_attention.py", "gate_inputs.py", "linear_table.py", "linear_table.json", "backend.py"),
     *("reference.py", "attention_reference.py", "latent_reference.py"),
     *("kernels/linear.py", "kernels/linear_async.py", "kernels/linear_tma.py", "kernels/fused.py"),
+    *("kernels/rows.py", "kernels/pdl.py"),
 )
 
 

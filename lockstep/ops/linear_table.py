@@ -44,8 +44,8 @@ class AsyncChoice(NamedTuple):
 
 
 class TmaChoice(NamedTuple):
-    """Tile sizes of `kernels.linear_tma`, and the stages of both operands. `block_m` is 64 or 128; there are more rows
-    than half of it."""
+    """Tile sizes of `kernels.linear_tma`, and the stages of both operands, two at least. `block_m` is 64 or 128, and
+    there are more rows than half of it; the depth is `block_k` several times."""
 
     block_m: int
     block_n: int

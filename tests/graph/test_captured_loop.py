@@ -83,7 +83,7 @@ def test_a_captured_run_is_the_eager_run(config, compiler_of, monkeypatch, dtype
     assert all(m["parity/tokens_checked"] == 80 and m["parity/tokens_different"] == 0 for m in metrics[1:-1])
 
 
-def test_thirty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, compiler_of, monkeypatch) -> None:
+def test_twenty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, compiler_of, monkeypatch) -> None:
     monkeypatch.setattr(build_room, "make_compiler", lambda *_: compiler_of(recorded=True))
     sampling = replace(config.sampling, max_completion_length=40, stop=("a", "e", "i"))
     trainer = replace(config.trainer, skip_zero_variance=True)
@@ -93,11 +93,11 @@ def test_thirty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, com
     graphs, traces = made(run), run.compiler.captures
     loop = Loop(config, run)
     lengths = set()
-    for step in range(30):
+    for step in range(20):
         metrics, groups = loop.step(step)
         lengths |= {len(r.completion.token_ids) for g in groups for r in g.rollouts}
         assert metrics["recompiles"] == 0 and metrics["parity/tokens_different"] == 0
-    assert len(lengths) > 15 and (made(run), run.compiler.captures) == (graphs, traces)
+    assert len(lengths) > 12 and (made(run), run.compiler.captures) == (graphs, traces)
 
 
 def made(run: build_room.Run) -> list[int]:

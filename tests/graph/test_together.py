@@ -39,7 +39,7 @@ def none(batch: PackedBatch) -> None:
 
 
 CHANGES: dict[str, Change] = {
-    **{name: changed(name) for name in ("targets_C", "weight_C", "ref_logprob_C", "tokens_T", "temperature_C")},
+    **{name: changed(name) for name in ("targets_C", "weight_C", "ref_logprob_C")},
     "nothing": none,
     "in place": in_place,
     "a copy": lambda batch: copy.copy(batch),

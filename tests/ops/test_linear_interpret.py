@@ -92,6 +92,30 @@ def test_every_shape_has_a_choice(kind, m, columns, depth):
         assert stage * choice.num_stages <= 224 * 1024, "shared memory of a multiprocessor"
 
 
+def test_what_the_table_has_of_the_copy_engine_s_kernel_can_be_launched():
+    found = 0
+    for kind, shapes in linear_table.table().items():
+        for (_, depth), entries in shapes.items():
+            for i, (bound, choice) in enumerate(entries):
+                if isinstance(choice, TmaChoice):
+                    fewest, found = (entries[i - 1][0] if i else 0) + 1, found + 1
+                    stage = 2 * choice.block_k * (choice.block_m + (1 + (kind == "norm_gate_up")) * choice.block_n)
+                    assert fewest > choice.block_m // 2, (kind, depth, bound)
+                    assert depth % choice.block_k == 0 and depth > choice.block_k and choice.stages > 1
+                    assert stage * choice.stages <= 224 * 1024
+    assert found > 50
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [((8, 0), Choice), ((9, 0), TmaChoice), ((10, 0), Choice)])
+def test_hopper_s_instructions_are_for_hopper(monkeypatch, capability, kernel):
+    from lockstep.ops.kernels import fused, pdl
+
+    monkeypatch.setattr(pdl, "_capability", lambda _: capability)
+    x, weight = torch.empty(40, 3072), torch.empty(1024, 3072)
+    assert isinstance(fused._choose("linear_add", x, weight), kernel)
+    assert isinstance(fused._choose("linear_add", x, torch.empty(1024, 6144)[:, ::2]), Choice)  # not contiguous
+
+
 def test_the_table_covers_the_architectures_it_was_measured_for():
     table = linear_table.table()
     for kind, shapes in {

@@ -153,7 +153,7 @@ def by_tma(*tile):
 def launch(*tile):
     linear_async.product(x, w, AsyncChoice(*tile), residual_MN=torch.empty(40, 64, dtype=x.dtype))
 
-pdl._supported = lambda _: True
+pdl._capability = lambda _: pdl.HOPPER
 x, w = torch.empty(40, 512, dtype=torch.bfloat16), torch.empty(64, 512, dtype=torch.bfloat16)
 if sys.argv[1] == "list":
     with compiling_only() as kernels:

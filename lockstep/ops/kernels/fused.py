@@ -68,7 +68,7 @@ def _norm_product(kind: Kind, x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, e
 def _choose(kind: Kind, x_TK: Tensor, weight_NK: Tensor) -> Kernel | None:
     """By the table; by its rule where the kernel of the table cannot run."""
     choice = linear_table.choose(kind, x_TK.shape[0], *weight_NK.shape)
-    if choice is None or isinstance(choice, Choice) or (linear_async and linear_async.usable(weight_NK)):
+    if choice is None or isinstance(choice, Choice) or (linear_async and linear_async.usable(choice, weight_NK)):
         return choice
     return linear_table.by_rule(kind, x_TK.shape[0], weight_NK.shape[0])
 

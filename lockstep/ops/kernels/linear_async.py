@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from ..linear_table import AsyncChoice
+from ..linear_table import AsyncChoice, TmaChoice
 from . import pdl
 from .rows import aligned_rows
 
@@ -33,6 +33,7 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ALIGNMENT = 16  # bytes: of what one instruction copies
+WGMMA_ROWS = 64  # of a block, from which on it is multiplied so
 MIN_COPIED = 8  # rows that are copied at least: the period of the shared layouts
 
 
@@ -171,9 +172,10 @@ def _async_kernel(
     gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
 
 
-def usable(w_NK: Tensor) -> bool:
+def usable(choice: AsyncChoice | TmaChoice, w_NK: Tensor) -> bool:
     """Whether this GPU has what the kernel is made of, and the weight is laid out for it."""
-    return pdl.supported(w_NK) and w_NK.is_contiguous() and w_NK.data_ptr() % ALIGNMENT == 0
+    has = pdl.has_wgmma(w_NK) if choice.block_m >= WGMMA_ROWS else pdl.supported(w_NK)
+    return has and w_NK.is_contiguous() and w_NK.data_ptr() % ALIGNMENT == 0
 
 
 def product(
@@ -216,7 +218,7 @@ def product(
         COPIED=copied,
         X_STAGES=choice.x_stages,
         W_STAGES=choice.w_stages,
-        WGMMA=choice.block_m >= 64,
+        WGMMA=choice.block_m >= WGMMA_ROWS,
         num_warps=4 if choice.block_m <= 64 else 8,
         enable_fp_fusion=False,
         **pdl.options(x_MK),

@@ -136,9 +136,10 @@ def product(
     residual_MN: Tensor | None = None,
     ahead: bool = True,
 ) -> Tensor:
-    """As `linear_async.product`, for more rows than half of `choice.block_m`."""
+    """As `linear_async.product`, for more rows than half of `choice.block_m`, in two steps at least."""
     x_MK = aligned_rows(x_MK)
     (rows, depth), columns, half = x_MK.shape, w_NK.shape[0] // (2 if gated else 1), choice.block_m // 2
+    assert rows > half and depth % choice.block_k == 0 and depth > choice.block_k and choice.stages > 1
     out_MN = torch.empty((rows, columns), dtype=x_MK.dtype, device=x_MK.device)
     residual = out_MN if residual_MN is None else aligned_rows(residual_MN)
     further = min(half, rows - half) * x_MK.stride(0)

@@ -31,13 +31,20 @@ def begin():
 
 
 @functools.cache
-def _supported(device: torch.device) -> bool:
-    return gdc_wait is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of the GPU; (0, 0) where nothing can be launched so."""
+    usable = gdc_wait is not None and device.type == "cuda"
+    return torch.cuda.get_device_capability(device) if usable else (0, 0)
 
 
 def supported(x: Tensor) -> bool:
     """Whether kernels on the device of `x` are launched so."""
-    return _supported(x.device)
+    return _capability(x.device) >= HOPPER
+
+
+def has_wgmma(x: Tensor) -> bool:
+    """Whether the device of `x` is a Hopper GPU, whose successors have other matrix instructions."""
+    return _capability(x.device)[0] == HOPPER[0]
 
 
 def options(x: Tensor) -> dict[str, Any]:

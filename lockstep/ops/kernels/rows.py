@@ -27,7 +27,7 @@ def aligned_rows(x: Tensor) -> Tensor:
     Triton vectorizes loads, and so lays out the reduction after them, by the alignment that it sees.
     """
     width, stride = x.shape[-1], x.stride(0) if x.dim() == 2 else x.shape[-1]
-    regular = stride == width or (stride % ALIGNMENT == 0 and width % ALIGNMENT == 0)
+    regular = stride == width or (stride > width and stride % ALIGNMENT == 0 and width % ALIGNMENT == 0)
     in_place = x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0 and regular
     return x if in_place else x.clone(memory_format=torch.contiguous_format)
 
