@@ -108,6 +108,7 @@ def test_what_the_table_has_of_the_copy_engine_s_kernel_can_be_launched():
 
 @pytest.mark.parametrize(("capability", "kernel"), [((8, 0), Choice), ((9, 0), TmaChoice), ((10, 0), Choice)])
 def test_hopper_s_instructions_are_for_hopper(monkeypatch, capability, kernel):
+    pytest.importorskip("triton.experimental.gluon")
     from lockstep.ops.kernels import fused, pdl
 
     monkeypatch.setattr(pdl, "_capability", lambda _: capability)
