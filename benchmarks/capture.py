@@ -103,7 +103,7 @@ class Driver:
         self.seconds = 0.0
         for function in compiler.functions if compiler else ():
             for graph in function.graphs.values():
-                if graph._recording is not None:
+                if graph._recording is not None and not graph.captured.split_at:  # between pieces, Python calls
                     graph._recording.replay = self._watched(graph._recording.replay)
                     graph._own.fill_whole = self._watched(graph._own.fill_whole)
 

@@ -43,7 +43,7 @@ GROUPS = {  # by what they do: patterns of kernels' names
     "AdamW": r"_adamw",
     "gradient norm": r"_square_sums",
     "gradients added up": r"_add_gradient",
-    "embedding, backward": r"_gather_",
+    "embedding and its backward": r"_gather_",
     "products, LM head among them": (
         r"_linear_kernel|_async_kernel|_tma_kernel|gemm|nvjet|cutlass|xmma|cublas|addmm|aten::mm|aten::linear"
     ),
@@ -159,7 +159,7 @@ def train_floors(c: ModelConfig, batch: PackedBatch) -> dict[str, float]:
         "top-p": 4 * scored * c.vocab_size,
         "norms, rotation, cache write": 2 * tokens * c.num_layers * (5 * 2 * c.hidden_size + 5 * projected),
         "SiLU": 2 * tokens * c.num_layers * 8 * c.intermediate_size,
-        "embedding, backward": 2 * c.vocab_size * c.hidden_size,
+        "embedding and its backward": 2 * c.vocab_size * c.hidden_size,
     }
     floors = {name: 1e6 * work / FLOPS_PER_S for name, work in flops.items()}
     return floors | {name: 1e6 * size / BYTES_PER_S for name, size in bytes_.items()}
