@@ -48,7 +48,6 @@ PARTS = (
     Part("tests-roles", _tests("precompile", "families", "routing", "moe", "trust", "timings"), 80, 200),
     Part("tests-compile", _tests("compile"), 90, 260),
     Part("capture", _script("capture"), 90, 180),
-    Part("capture-train", _script("capture", "--skip", "decode", "--ways", "eager", "CUDA graph"), 30, 90),
     Part("compile_ways", _script("compile_ways"), 120, 300),
     Part("learning-words", _learning(120, *WORDS), 60, 150),
     Part("families", _script("families"), 110, 240),

@@ -114,7 +114,7 @@ def _shape(name: str) -> tuple[int, int]:
 
 
 def _entries(raw: list[tuple[int, Any]]) -> list[tuple[int, Kernel | None]]:
-    return [(bound, entry and _entry(entry)) for bound, entry in raw]
+    return [(bound, found and _entry(found)) for bound, found in raw]
 
 
 def _entry(raw: list[Any]) -> Kernel:

@@ -82,65 +82,48 @@ def test_every_tile_is_one_chain(census, n, k):
             assert census("linear_add: any tile = separate", added, residual[:m] + chain[:m]) == 0
 
 
-def asynchronous(x: Tensor, weight: Tensor, residual: Tensor, tile: AsyncChoice) -> dict[str, Tensor]:
+def forms(x: Tensor, weight: Tensor, residual: Tensor, tile: AsyncChoice | TmaChoice) -> dict[str, Tensor]:
     """What a tile makes of its three forms, as far as they fit."""
-    from lockstep.ops.kernels.linear_async import product
+    from lockstep.ops.kernels import linear_async, linear_tma
 
-    made = {"plain": product(x, weight, tile), "add": product(x, weight, tile, residual_MN=residual)}
-    staged = tile.x_stages * tile.block_m + tile.w_stages * 2 * tile.block_n
-    if 2 * staged * tile.block_k <= SHARED_BYTES:  # gate and up double the weights
-        made["gated"] = product(x, weight, tile, gated=True)
+    kernel = linear_async if isinstance(tile, AsyncChoice) else linear_tma
+    x_stages, w_stages = tile[3], tile[-1]
+    made = {"plain": kernel.product(x, weight, tile), "add": kernel.product(x, weight, tile, residual_MN=residual)}
+    staged = x_stages * tile.block_m + w_stages * 2 * tile.block_n
+    if 2 * staged * tile.block_k < SHARED_BYTES:  # gate and up double the weights
+        made["gated"] = kernel.product(x, weight, tile, gated=True)
     return made
+
+
+def are_one_chain(census, name: str, cases: list, x: Tensor, weight: Tensor, residual: Tensor) -> None:
+    """All forms of all cases, of a number of rows and a tile each."""
+    from lockstep.ops.kernels import linear
+    from lockstep.ops.kernels.precompile import compiling_only
+
+    with compiling_only():  # side by side
+        for m, tile in cases:
+            forms(x[:m], weight, residual[:m], tile)
+    for m, tile in cases:
+        chain = linear.linear_bf16(x[:m], weight)
+        expected = {"plain": chain, "add": residual[:m] + chain, "gated": ops.silu_mul(chain)}
+        for form, found in forms(x[:m], weight, residual[:m], tile).items():
+            assert census(f"{name}, {form}", found, expected[form]) == 0
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 2048), (1024, 3072), (2048, 128)])
 def test_every_asynchronous_tile_is_one_chain(census, n, k):
-    from lockstep.ops.kernels import linear
-    from lockstep.ops.kernels.precompile import compiling_only
-
     x, weight, residual = wide(max(ROWS), k), wide(n, k) * 0.02, wide(max(ROWS), n)
     cases = [(m, tile) for m in ROWS for tile in ASYNC_TILES if k % tile.block_k == 0]
-    with compiling_only():  # side by side
-        for m, tile in cases:
-            asynchronous(x[:m], weight, residual[:m], tile)
-    for m, tile in cases:
-        chain = linear.linear_bf16(x[:m], weight)
-        expected = {"plain": chain, "add": residual[:m] + chain, "gated": ops.silu_mul(chain)}
-        for form, found in asynchronous(x[:m], weight, residual[:m], tile).items():
-            assert census(f"linear, asynchronous, {form}", found, expected[form]) == 0
-
-
-def by_tma(x: Tensor, weight: Tensor, residual: Tensor, tile: TmaChoice) -> dict[str, Tensor]:
-    """As `asynchronous`."""
-    from lockstep.ops.kernels.linear_tma import product
-
-    made = {"plain": product(x, weight, tile), "add": product(x, weight, tile, residual_MN=residual)}
-    if 2 * (tile.block_m + 2 * tile.block_n) * tile.block_k * tile.stages < SHARED_BYTES:
-        made["gated"] = product(x, weight, tile, gated=True)
-    return made
+    are_one_chain(census, "linear, asynchronous", cases, x, weight, residual)
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 3072), (1040, 256)])
 def test_every_tile_of_the_copy_engine_is_one_chain(census, n, k):
-    from lockstep.ops.kernels import linear
-    from lockstep.ops.kernels.precompile import compiling_only
-
     rows = max(TMA_ROWS)
     x, weight, residual = wide(rows, k + 16)[:, 16:], wide(n, k) * 0.02, wide(rows, n)
-    cases = [
-        (m, tile)
-        for m in TMA_ROWS
-        for tile in TMA_TILES
-        if m > tile.block_m // 2 and k % tile.block_k == 0 < k - tile.block_k
-    ]
-    with compiling_only():  # side by side
-        for m, tile in cases:
-            by_tma(x[:m], weight, residual[:m], tile)
-    for m, tile in cases:
-        chain = linear.linear_bf16(x[:m], weight)
-        expected = {"plain": chain, "add": residual[:m] + chain, "gated": ops.silu_mul(chain)}
-        for form, found in by_tma(x[:m], weight, residual[:m], tile).items():
-            assert census(f"linear by TMA, {form}", found, expected[form]) == 0
+    tiles = [tile for tile in TMA_TILES if k // tile.block_k > 1]
+    cases = [(m, tile) for m in TMA_ROWS for tile in tiles if m > tile.block_m // 2]
+    are_one_chain(census, "linear by TMA", cases, x, weight, residual)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1024, 2048), (1024, 3072), (2560, 4096)])

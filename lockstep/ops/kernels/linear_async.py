@@ -67,6 +67,13 @@ def _multiplied(a, b, acc):
 
 
 @gluon.jit
+def silu_mul(gate, up, dtype: gl.constexpr):
+    """`silu(gate) * up` of two accumulators, rounded where the separate operators round."""
+    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+    return (gl.div_rn(gate, gl.exp(-gate) + 1.0) * up).to(dtype)
+
+
+@gluon.jit
 def _begun(a, b, acc):
     """The same by the tensor core on its own, while the program goes on. The one begun before has ended, in all warps:
     its tiles may be overwritten."""
@@ -163,8 +170,7 @@ def _async_kernel(
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     if GATED:
         gate, up = gl.split(gl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-        gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-        value = gl.convert_layout((gl.div_rn(gate, gl.exp(-gate) + 1.0) * up).to(dtype), rowwise)
+        value = gl.convert_layout(silu_mul(gate, up, dtype), rowwise)
     else:
         value = gl.convert_layout(acc.to(dtype), rowwise)
     if ADD:
@@ -176,6 +182,18 @@ def usable(choice: AsyncChoice | TmaChoice, w_NK: Tensor) -> bool:
     """Whether this GPU has what the kernel is made of, and the weight is laid out for it."""
     has = pdl.has_wgmma(w_NK) if choice.block_m >= WGMMA_ROWS else pdl.supported(w_NK)
     return has and w_NK.is_contiguous() and w_NK.data_ptr() % ALIGNMENT == 0
+
+
+def operands(x_MK: Tensor, w_NK: Tensor, gated: bool, residual_MN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows and residual as kernels take them, and room for the result between; without a residual, that room."""
+    x_MK = aligned_rows(x_MK)
+    out_MN = x_MK.new_empty(x_MK.shape[0], w_NK.shape[0] // (2 if gated else 1))
+    return x_MK, out_MN, out_MN if residual_MN is None else aligned_rows(residual_MN)
+
+
+def asks_ahead(ahead: bool) -> bool:
+    """Whether weights are asked for before the kernel before has ended: in a captured graph, where one may."""
+    return ahead and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def product(
@@ -193,10 +211,8 @@ def product(
         w_NK: `usable`; its depth is a multiple of `choice.block_k`.
         ahead: nothing that runs just before writes the weight, so a captured graph may ask for it early.
     """
-    x_MK = aligned_rows(x_MK)
-    (rows, depth), columns = x_MK.shape, w_NK.shape[0] // (2 if gated else 1)
-    out_MN = torch.empty((rows, columns), dtype=x_MK.dtype, device=x_MK.device)
-    residual = out_MN if residual_MN is None else aligned_rows(residual_MN)
+    x_MK, out_MN, residual = operands(x_MK, w_NK, gated, residual_MN)
+    (rows, depth), columns = x_MK.shape, out_MN.shape[1]
     copied = max(MIN_COPIED, triton.next_power_of_2(min(rows, choice.block_m)))
     _async_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         x_MK,
@@ -208,7 +224,7 @@ def product(
         x_MK.stride(0),
         w_NK.stride(0),
         residual.stride(0),
-        ahead and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing(),
+        asks_ahead(ahead),
         DEPTH=depth,
         GATED=gated,
         ADD=residual_MN is not None,

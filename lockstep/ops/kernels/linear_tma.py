@@ -12,7 +12,6 @@ Shape suffixes: M rows, N columns of the result, K depth.
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,9 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..linear_table import TmaChoice
 from . import pdl
-from .rows import aligned_rows
+from .linear_async import _barrier, asks_ahead, operands, silu_mul
 
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
 WEIGHTS, HALVES = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 3)
 
@@ -117,8 +115,7 @@ def _tma_kernel(
             _copy(x, [0, first_m, after * BLOCK_K], ready.index(free), x_tiles.index(free))
     if GATED:
         acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
-        gate, up = acc.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-        value = gl.convert_layout((gl.div_rn(gate, gl.exp(-gate) + 1.0) * up).to(dtype), rowwise)
+        value = gl.convert_layout(silu_mul(acc, up, dtype), rowwise)
     else:
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         value = gl.convert_layout(acc.to(dtype), rowwise)
@@ -137,11 +134,9 @@ def product(
     ahead: bool = True,
 ) -> Tensor:
     """As `linear_async.product`, for more rows than half of `choice.block_m`, in two steps at least."""
-    x_MK = aligned_rows(x_MK)
-    (rows, depth), columns, half = x_MK.shape, w_NK.shape[0] // (2 if gated else 1), choice.block_m // 2
+    x_MK, out_MN, residual = operands(x_MK, w_NK, gated, residual_MN)
+    (rows, depth), columns, half = x_MK.shape, out_MN.shape[1], choice.block_m // 2
     assert rows > half and depth % choice.block_k == 0 and depth > choice.block_k and choice.stages > 1
-    out_MN = torch.empty((rows, columns), dtype=x_MK.dtype, device=x_MK.device)
-    residual = out_MN if residual_MN is None else aligned_rows(residual_MN)
     further = min(half, rows - half) * x_MK.stride(0)
     halves = x_MK.as_strided((2, max(rows - half, half), depth), (further, *x_MK.stride()))
     _tma_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
@@ -152,7 +147,7 @@ def product(
         rows,
         columns,
         residual.stride(0),
-        ahead and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing(),
+        asks_ahead(ahead),
         DEPTH=depth,
         GATED=gated,
         ADD=residual_MN is not None,
