@@ -106,7 +106,9 @@ def loads(data: bytes, device: torch.device | None = None) -> Captured:
     sections = unpack(data)
     try:
         with compat.no_collection():
-            return _Reader(sections, device).captured()
+            reader = _Reader(sections)
+            captured = reader.captured()
+            return captured if device is None or str(device) == reader.stored_on else reader.moved(device)
     except Damaged:
         raise
     except Exception as error:
@@ -236,17 +238,30 @@ def _home(inputs: tuple[InputSpec, ...]) -> torch.device:
 class _Reader:
     """Sections as a graph."""
 
-    def __init__(self, sections: Mapping[str, bytes], device: torch.device | None) -> None:
+    def __init__(self, sections: Mapping[str, bytes]) -> None:
         self._sections = sections
-        self._raw = raw = json.loads(sections["graph"])
-        self._home = device or torch.device(raw["device"])
+        self._raw = json.loads(sections["graph"])
+        self.stored_on: str = self._raw["device"]
+        self._home = torch.device(self.stored_on)
         self._targets: dict[str, Any] = dict(_FUNCTIONS)
         self._nodes: dict[str, fx.Node] = {}
 
     def captured(self) -> Captured:
+        """The graph where it lay when it was stored, held to its digest, of which the device is a part."""
+        captured = self._captured()
+        if digest(captured) != self._raw["digest"]:
+            raise Damaged(f"{captured.title}: the graph that was loaded is not the one that was stored")
+        return captured
+
+    def moved(self, device: torch.device) -> Captured:
+        """The same on another device."""
+        self._home = device
+        return self._captured()
+
+    def _captured(self) -> Captured:
         raw = self._raw
         conditions = tuple((condition, where) for condition, where in raw["conditions"])
-        captured = Captured(
+        return Captured(
             raw["name"],
             fx.GraphModule({}, self._graph()),
             tuple(self._input(*spec) for spec in raw["inputs"]),
@@ -258,9 +273,6 @@ class _Reader:
             Sizes(tuple(raw["sizes"]), conditions),
             tuple(raw["log"]),
         )
-        if str(self._home) == raw["device"] and digest(captured) != raw["digest"]:  # the device is part of the digest
-            raise Damaged(f"{captured.title}: the graph that was loaded is not the one that was stored")
-        return captured
 
     def _graph(self) -> fx.Graph:
         graph = fx.Graph()

@@ -32,13 +32,13 @@ def key_of(
         specs: the inputs, with open sizes by name.
         made_with: settings of the compiler and constants of the body, by name.
     """
-    bodies = (body.forward, body.accumulate) if isinstance(body, Differentiated) else (body,)
+    bodies = _bodies(body)
     partial = any(isinstance(b, functools.partial) for b in bodies)
     if partial or not all(map(_hashed, (*bodies, *(p.apply for p in passes)))):
         return None
     home = specs[0].device if specs else None
     graph = {
-        "body": " ".join(f"{b.__module__}.{b.__qualname__}" for b in bodies),
+        "body": body_name(body),
         "statics": [[k, repr(v)] for k, v in statics.items()],
         "inputs": [
             [s.role, s.name, s.shape, s.stride, str(s.dtype), s.device == home or str(s.device), t.requires_grad]
@@ -52,9 +52,21 @@ def key_of(
     return Key(name, graph, {**origin(), "passes": described, **made_with})
 
 
+def body_name(body: Callable[..., Any]) -> str:
+    """Where the source of a graph's function stands."""
+    return " ".join(f"{b.__module__}.{b.__qualname__}" for b in map(_unbound, _bodies(body)))
+
+
+def _bodies(body: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    return (body.forward, body.accumulate) if isinstance(body, Differentiated) else (body,)
+
+
+def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.func if isinstance(function, functools.partial) else function
+
+
 def _hashed(function: Callable[..., Any]) -> bool:
     """Whether `origin` covers a function: it stands in this package, by name."""
-    if isinstance(function, functools.partial):
-        function = function.func
+    function = _unbound(function)
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "<locals>")
     return module.partition(".")[0] == _PACKAGE and "<locals>" not in name

@@ -1,9 +1,9 @@
 """Captured graphs that are kept between processes, in the user's cache folder.
 
-A graph is found by what it is (function, statics, inputs, level) and then only taken if everything that it was made
-with is as it is now: the package's sources, torch, the device, the passes, and the constants that its body declares.
-Otherwise it is refused, and what differs is named. What somebody else could have written is not read, and what was cut
-off or changed is not loaded; in either case the graph is captured anew.
+A graph is found by what it is (function, statics, inputs, level), which its file repeats, and then only taken if
+everything that it was made with is as it is now: the package's sources, torch, the device, the passes, and the
+constants that its body declares. Otherwise it is refused, and what differs is named. What somebody else could have
+written is not read, and what was cut off or changed is not loaded; in either case the graph is captured anew.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class Key:
     name: str
     graph: Mapping[str, Any]
     made_with: Mapping[str, Any]
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the graph is, with the name of its function."""
+        return {"function": self.name, **self.graph}
 
     @property
     def stem(self) -> str:
@@ -94,8 +99,9 @@ class Store:
     def save(self, key: Key, captured: Captured) -> None:
         """Store a graph for others; one that has no stored form, or a folder that cannot be written, is no error."""
         with contextlib.suppress(Unstorable):
-            made_with = json.dumps(key.made_with).encode()
-            data = pack({"made_with": made_with, "graph": dumps(captured)})
+            parts = {"made_with": key.made_with, "key": key.identity}
+            described = {name: json.dumps(part).encode() for name, part in parts.items()}
+            data = pack({**described, "graph": dumps(captured)})
             if user_cache.write_bytes(self.folder / key.file, data):
                 self._evict(key)
 
@@ -111,6 +117,8 @@ class Store:
             sections = unpack(data)
             if differing := _differing(json.loads(sections["made_with"]), key.made_with):
                 return None, differing
+            if differing := _differing(json.loads(sections["key"]), key.identity):
+                return None, tuple(f"{path.name} holds another graph: {field}" for field in differing)
             return loads(sections["graph"], device), ()
         except (Damaged, ValueError, KeyError, TypeError) as error:
             return None, (f"{path.name} is damaged: {error}",)

@@ -19,7 +19,8 @@ from torch import Tensor
 from .bits import fingerprint, first_difference
 from .compiler import Compiler
 from .function import GraphFunction
-from .ir import GraphError, Level
+from .ir import GraphError, Level, title_of
+from .keys import body_name
 from .peers import anywhere
 from .text import digest
 from .trial import Case, Trial
@@ -108,7 +109,8 @@ def _first_fault(
         first = id(captured) not in digests
         text = digests.setdefault(id(captured), digest(captured) if first else "")
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
-        this = key(text, level, case.name, shapes)
+        asked = title_of(function.name, case.statics), body_name(function.body)
+        this = key(text, asked, level, case.name, shapes)
         if verdicts and not anywhere(compiler.peers, not verdicts.passed(this)):
             known += 1
             continue

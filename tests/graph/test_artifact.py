@@ -146,6 +146,12 @@ def test_a_device_is_given_at_the_load(small: Captured) -> None:
     assert y.device.type == "meta" and loads(dumps(meta), torch.device("cpu")).inputs == small.inputs
 
 
+def test_a_changed_graph_is_refused_on_another_device_too(small: Captured) -> None:
+    changed = _changed(dumps(small), b"aten.new_zeros.default", b"aten.new_empty.default")
+    with pytest.raises(Damaged, match="not the one that was stored"):
+        loads(changed, torch.device("meta"))
+
+
 def test_text_such_as_a_group_name_passes_through(small: Captured) -> None:
     node = next(n for n in small.graph.nodes if n.op == "output")
     with small.graph.inserting_before(node):

@@ -66,6 +66,20 @@ def test_a_file_under_another_name_is_refused(store: Store) -> None:
     assert looked_up(store, other) == ("refused", ("torch was '2.13.0' and is '2.14.0'",))
 
 
+def test_a_graph_in_the_place_of_another_is_refused(store: Store, captured: Captured) -> None:
+    """Made with the same, so nothing but what it is tells them apart."""
+    other = replace(KEY, graph={"statics": [["n", "4"]]})
+    store.save(other, captured)
+    (store.folder / other.file).write_bytes((store.folder / KEY.file).read_bytes())
+    outcome, (reason,) = looked_up(store, other)
+    assert outcome == "refused"
+    assert reason == f"{other.file} holds another graph: statics was [['n', '3']] and is [['n', '4']]"
+    assert looked_up(store)[0] == "loaded"
+    renamed = replace(KEY, name="g")
+    (store.folder / KEY.file).rename(store.folder / renamed.file)
+    assert looked_up(store, renamed)[1] == (f"{renamed.file} holds another graph: function was 'f' and is 'g'",)
+
+
 @pytest.mark.parametrize("damage", ["empty", "garbage", "truncated", "flipped", "folder"])
 def test_damage_is_refused_and_made_anew(store: Store, captured: Captured, damage: str) -> None:
     file = store.folder / KEY.file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -253,6 +254,35 @@ def test_what_passed_is_not_run_again_until_something_changes(tmp_path: Path, mo
     folder.chmod(0o700)
     monkeypatch.setattr("lockstep.graph.verdicts.origin", lambda: {"sources": "edited"})
     assert check() == 0
+
+
+@dataclass
+class Scaled:
+    """One function of a number that a graph holds; two of them differ in it alone."""
+
+    compiler: Compiler
+
+    def __post_init__(self) -> None:
+        self.function = self.compiler.function("scaled", self.body, Inputs(), set())
+
+    @staticmethod
+    def body(t: Inputs, factor: float) -> dict[str, Tensor]:
+        return {"y": t.user["x"] * factor}
+
+    def case(self, factor: float) -> Case:
+        return Case("one", {"x": torch.ones(3)}, {"factor": factor})
+
+
+def test_a_graph_that_passed_for_one_function_has_not_passed_for_another(tmp_path: Path) -> None:
+    compiler, verdicts = compiler_at("none"), Verdicts(tmp_path)
+    asked = Scaled(compiler)
+    trust(compiler, [(asked.function, [asked.case(2.0)])], "strict", verdicts)
+    other = Scaled(compiler_at("none"))
+    other.function._known.made = {  # as if a stored graph had been taken for another
+        ((("factor", 3.0), *key[1:]), level): graph for (key, level), graph in asked.function._known.made.items()
+    }
+    with pytest.raises(GraphError, match="differs from eager in output y"):
+        trust(other.compiler, [(other.function, [other.case(3.0)])], "strict", verdicts)
 
 
 def test_a_failed_check_leaves_no_verdict(tmp_path: Path) -> None:
