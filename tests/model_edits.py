@@ -26,6 +26,16 @@ def written(name: str, content: bytes | None) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink() if content is None else (folder / name).write_bytes(content) and None
 
 
+def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Put something else where a file is."""
+
+    def edit(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return edit
+
+
 def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         path = folder / "model.safetensors"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from model_edits import NORM, cut, edited, tensors, written
+from model_edits import NORM, cut, edited, instead, tensors, written
 
 from lockstep.build import load_policy
 from lockstep.errors import InputError
@@ -50,6 +51,24 @@ from lockstep.errors import InputError
             "b.safetensors: missing (model.safetensors.index.json names it)",
         ),
         (written("model.safetensors.index.json", b'{"weight_map": [1]}'), "weight_map must be an object of tensor"),
+        (
+            written("model.safetensors.index.json", b'{"weight_map": {"model.norm.weight": "../b.safetensors"}}'),
+            "index.json: weight_map places model.norm.weight in '../b.safetensors', out of the model's folder",
+        ),
+        (
+            written("model.safetensors.index.json", b'{"weight_map": {"model.norm.weight": "/b.safetensors"}}'),
+            "index.json: weight_map places model.norm.weight in '/b.safetensors', out of the model's folder",
+        ),
+        (instead("model.safetensors", os.mkfifo), "model.safetensors: not a regular file (a model folder needs it"),
+        (instead("model.safetensors", os.mkdir), "model.safetensors: a folder, not a file (a model folder needs it"),
+        (
+            instead("model.safetensors", lambda path: path.symlink_to(path)),
+            "model.safetensors: cannot be read, Too many levels of symbolic links (a model folder needs it",
+        ),
+        (
+            instead("model.safetensors", lambda path: path.symlink_to("gone")),
+            "model.safetensors: missing, the link leads nowhere (a model folder needs it",
+        ),
         (written("tokenizer.json", None), "has no tokenizer: none of tokenizer.json"),
         (written("tokenizer.json", b"{"), "cannot be read"),
     ],

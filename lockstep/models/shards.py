@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tenso
         if not file.is_file():
             index = weights_path(folder).name
             named = "a model folder needs it, or an index and shards" if index == file.name else f"{index} names it"
-            raise InputError(f"{file}: missing ({named})")
+            raise InputError(f"{file}: {_what_is_there(file)} ({named})")
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
@@ -63,10 +63,39 @@ def _files(folder: Path, config: ModelConfig) -> list[Path]:
     path = weights_path(folder)
     if path.suffix != ".json":
         return [path]
-    placed = read_object(path).get("weight_map")
+    return sorted({folder / file for name, file in _placed(path).items() if not is_left_out(name, config)})
+
+
+def file_names(folder: Path) -> list[str]:
+    """Every file that a model folder consists of: those in it that are not hidden, and shards further down."""
+    path = weights_path(folder)
+    shards = _placed(path).values() if path.suffix == ".json" else ()
+    beside = (file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+    return sorted({*beside, *(str(PurePath(shard)) for shard in shards)})
+
+
+def _placed(index: Path) -> dict[str, str]:
+    """The file of each tensor that a shards' index names; none lies outside of the index's folder."""
+    placed = read_object(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
-        raise InputError(f"{path}: weight_map must be an object of tensor names and their files")
-    return sorted({folder / file for name, file in placed.items() if not is_left_out(name, config)})
+        raise InputError(f"{index}: weight_map must be an object of tensor names and their files")
+    for name, file in placed.items():
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise InputError(
+                f"{index}: weight_map places {name} in {file!r}, out of the model's folder; name a file in that folder"
+            )
+    return placed
+
+
+def _what_is_there(path: Path) -> str:
+    """Why `path` is no file to read."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return "missing, the link leads nowhere" if path.is_symlink() else "missing"
+    except OSError as error:
+        return f"cannot be read, {error.strerror}"  # a loop of links, a folder that may not be entered
+    return "a folder, not a file" if path.is_dir() else "not a regular file"
 
 
 class _Once:

@@ -1,17 +1,22 @@
 """Files that are kept between runs, in a folder of the user's own, which nobody else can have written.
 
-What others could have written counts as absent, and so does JSON that does not parse; failing to write is no error.
+What others could have written counts as absent, and so does JSON that does not parse; failing to write is no error,
+but said once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import stat
 import tempfile
 from pathlib import Path
 from typing import Any
+
+_log = logging.getLogger("lockstep")
+_unwritable: set[Path] = set()  # caches that a warning was given for
 
 
 def cache_folder() -> Path:
@@ -62,10 +67,10 @@ def read_bytes(path: Path) -> bytes | None:
 
 def write_bytes(path: Path, data: bytes) -> bool:
     """Replace the file in one step, whoever else does so, too; its folder is made when missing. Whether it worked."""
-    with contextlib.suppress(OSError):
+    try:
         _make(path.parent)
-        if foreign(path.parent.stat()):
-            return False
+        if why := foreign(path.parent.stat()):
+            raise PermissionError(f"{path.parent}: {why}")
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600
         try:
             with os.fdopen(handle, "wb") as file:
@@ -74,8 +79,21 @@ def write_bytes(path: Path, data: bytes) -> bool:
         except BaseException:
             os.unlink(name)
             raise
-        return True
-    return False
+    except OSError as error:
+        _warn(cache_folder(), error)
+        return False
+    return True
+
+
+def _warn(root: Path, error: OSError) -> None:
+    """Say that nothing is kept, once a process: it costs time at every start, and nothing else."""
+    if root not in _unwritable:
+        _unwritable.add(root)
+        _log.warning(
+            "the cache %s cannot be written (%s), so every start makes graphs, kernels and checks anew; set "
+            "LOCKSTEP_CACHE to a folder of your own",
+            *(root, error),
+        )
 
 
 def _make(folder: Path) -> None:

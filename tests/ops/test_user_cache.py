@@ -66,3 +66,15 @@ def test_of_many_files_the_newest_stay(tmp_path: Path) -> None:
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names[-1] == f"{i:02}.json" and min(i + 1, 14) <= len(names) <= 16
         assert names == [f"{n:02}.json" for n in range(i + 1 - len(names), i + 1)]
+
+
+def test_a_cache_that_cannot_be_written_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", "/dev/null/cache")
+    monkeypatch.setattr(user_cache, "_unwritable", set())
+    for name in ("graphs", "verdicts"):
+        assert not user_cache.write(user_cache.cache_folder() / name / "a.json", 1)
+    (warning,) = caplog.messages
+    assert warning.startswith("the cache /dev/null/cache cannot be written ([Errno 20] Not a directory")
+    assert warning.endswith("set LOCKSTEP_CACHE to a folder of your own")
