@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import config_file, environment
+from . import config_file, environment, run_lock
 from .config import RunConfig, validate
 from .errors import InputError
 
@@ -24,6 +25,7 @@ def train(
     run_dir: str | Path | None = None,
     *,
     resume: bool = False,
+    resume_with_other_numerics: bool = False,
     rewards: Sequence[Callable[..., Any]] = (),
 ) -> dict[str, Any]:
     """Train and return the summary, with the run's folder under `run_dir`; the same as `lockstep train`.
@@ -33,6 +35,8 @@ def train(
         run_dir: folder for everything the run writes, new or empty; None makes one under `runs/`.
         resume: go on with the run in `run_dir`, whose configuration must be equal but for `steps`, which may be more;
             it needs checkpoints, which only a `checkpoint.interval` above 0 saves.
+        resume_with_other_numerics: go on even where arithmetic gives other words than when the run began; the
+            certificate says so.
         rewards: reward functions, defined at the top level of a module or script, in place of `config.task.reward`.
 
     Raises:
@@ -47,18 +51,22 @@ def train(
     given = None if run_dir is None else Path(run_dir)
     if resume and given is None:
         raise InputError("run_dir is missing: name the folder of the run to resume")
-    with _world(config) as world:
+    if resume_with_other_numerics and not resume:
+        raise InputError("--resume-with-other-numerics has no effect without --resume; remove it")
+    with _world(config) as world, contextlib.ExitStack() as lock:
         if resume and given is not None:
             world.share(lambda: _require_unchanged(given, config, world))
             folder = given
+            world.from_first(lambda: lock.enter_context(run_lock.held(folder)))
         else:
-            folder = world.from_first(lambda: _claim(given, config.recipe))
+            folder = world.from_first(lambda: _claim(given, config.recipe, lock))
         from .run import train as run
 
         try:
-            return {"run_dir": str(folder)} | run(config, folder, resume, world)
+            return {"run_dir": str(folder)} | run(config, folder, resume, world, resume_with_other_numerics)
         except BaseException:
             if world.first:
+                lock.close()
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # only a folder that is still empty goes
             raise
@@ -103,7 +111,7 @@ def _spec(function: Callable[..., Any]) -> str:
 def resumed(run_dir: Path) -> RunConfig:
     """The configuration of the run in `run_dir`."""
     path = run_dir / "config.yaml"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml)")
     return config_file.load(path)
 
@@ -122,15 +130,18 @@ def _refuse_changes(run_dir: Path, old: RunConfig, new: RunConfig) -> None:
             )
 
 
-def _claim(given: Path | None, recipe: str) -> Path:
-    """Create and return the run's folder: the one given, new or empty, or a new one under runs/."""
+def _claim(given: Path | None, recipe: str, lock: contextlib.ExitStack) -> Path:
+    """Create, lock and return the run's folder: the one given, new or empty, or a new one under runs/."""
     try:
         if given is None:
-            return _new_folder(Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
-        given.mkdir(parents=True, exist_ok=True)
-        if any(given.iterdir()):
-            raise InputError(f"--run-dir {given} is not empty; name a new folder, or continue with --resume {given}")
-        return given
+            folder = _new_folder(Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+        else:
+            folder = given
+            folder.mkdir(parents=True, exist_ok=True)
+        lock.enter_context(run_lock.held(folder))
+        if any(path.name != run_lock.LOCK_FILE for path in folder.iterdir()):
+            raise InputError(f"--run-dir {folder} is not empty; name a new folder, or continue with --resume {folder}")
+        return folder
     except OSError as error:
         raise InputError(f"cannot make the run folder: {error}") from error
 

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .errors import LockstepError
+from .fingerprints import fingerprints
 from .json_file import read_json
 
 _FORMAT = 1
@@ -83,7 +83,7 @@ def save(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: 
         for name, group in tensors.items():
             _write_tensors(temporary, _stem(name), group)
         _write_json(temporary / _STATE, state)
-        files = _describe(temporary, sorted(path.name for path in temporary.iterdir()))
+        files = fingerprints(temporary, sorted(path.name for path in temporary.iterdir()))
         _write_json(temporary / _MANIFEST, _sealed({"format": _FORMAT, "step": step, "files": files}))
         _fsync(temporary)
         _publish(temporary, target)
@@ -167,20 +167,6 @@ def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
 
 
-def _describe(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        digests = pool.map(_digest, [folder / name for name in names])
-        return {
-            name: {"size": (folder / name).stat().st_size, "sha256": digest}
-            for name, digest in zip(names, digests, strict=True)
-        }
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _verified(path: Path, step: int) -> LoadedCheckpoint:
     try:
         manifest = read_json(path / _MANIFEST)
@@ -193,7 +179,7 @@ def _verified(path: Path, step: int) -> LoadedCheckpoint:
             size = (path / name).stat().st_size
             if size != entry["size"]:
                 raise _Damaged(f"{name} has {size} bytes; {entry['size']} were written")
-        for name, found in _describe(path, list(files)).items():
+        for name, found in fingerprints(path, list(files)).items():
             if found != files[name]:
                 raise _Damaged(f"{name} does not have the SHA-256 it was written with")
         state = read_json(path / _STATE)

@@ -40,7 +40,12 @@ def recipe(name: str, kind: str, model: str | None) -> RunConfig:
 
 
 def _train(flags: Train) -> Outcome:
-    summary = api.train(flags.resolved(), flags.resume or flags.run_dir, resume=flags.resume is not None)
+    summary = api.train(
+        flags.resolved(),
+        flags.resume or flags.run_dir,
+        resume=flags.resume is not None,
+        resume_with_other_numerics=flags.resume_with_other_numerics,
+    )
     if launched().rank > 0:
         return Outcome()  # the first process tells of the run
     run_dir = Path(summary["run_dir"])
@@ -214,8 +219,10 @@ def _report(flags: Report) -> Outcome:
             raise InputError(f"{run_dir} is not a run folder (it has no config.yaml)")
     if len(flags.runs) == 1:
         path = write_report(flags.runs[0], flags.out)
+    elif flags.out is None:
+        raise InputError(f"{len(flags.runs)} runs are compared on a page of their own: name it with --out FILE.html")
     else:
-        path = write_comparison(flags.runs, flags.out or Path("runs.html"))
+        path = write_comparison(flags.runs, flags.out)
     return Outcome({"report": str(path)}, [f"{path}\n"])
 
 

@@ -10,7 +10,7 @@ import tyro
 
 from .config import Attention, CompileConfig, RunConfig, TaskConfig
 
-_Json = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+_Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _Device = Literal["auto", "cpu", "cuda"]
 _Dtype = Literal["auto", "float32", "bfloat16"]
 _MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
@@ -47,7 +47,7 @@ class _Begin(RunConfig):
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
     """Begin from this configuration (a run folder's config.yaml) instead of a recipe."""
     task: _Task = field(default_factory=_Task)
-    json: _Json = False
+    json: _Switch = False
     """Print one JSON object on standard output."""
 
     @classmethod
@@ -68,6 +68,8 @@ class Train(_Begin):
 
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR")] = None
     """Continue the run in this folder from its last checkpoint; only --steps may be raised."""
+    resume_with_other_numerics: _Switch = False
+    """Resume even where arithmetic gives other words than when the run began; the certificate says so."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/RECIPE-TIME)")] = (
         None
     )
@@ -120,7 +122,7 @@ class Generate:
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
     compile: CompileConfig = field(default_factory=CompileConfig)
-    json: _Json = False
+    json: _Switch = False
     """Print completions, tokens and log-probabilities as one JSON object."""
 
 
@@ -132,7 +134,7 @@ class Chat:
     """Hugging Face folder or hub id."""
     system_prompt: str | None = None
     """System message before the conversation."""
-    plain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    plain: _Switch = False
     """Leave out the model's chat template: the text goes on from what was typed."""
     chat_template_kwargs: tuple[str, ...] = ()
     """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
@@ -206,7 +208,7 @@ class Eval:
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
     compile: CompileConfig = field(default_factory=CompileConfig)
-    json: _Json = False
+    json: _Switch = False
     """Print one JSON object."""
 
 
@@ -218,10 +220,10 @@ class Report:
     """Run folders; several are compared."""
     out: Annotated[
         Path | None,
-        tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: RUN_DIR/report.html, or runs.html)"),
+        tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: RUN_DIR/report.html)"),
     ] = None
-    """File to write; RUN_DIR/report.html by default, or runs.html for several."""
-    json: _Json = False
+    """File to write; RUN_DIR/report.html by default. Several runs need one."""
+    json: _Switch = False
     """Print one JSON object."""
 
 
@@ -244,7 +246,7 @@ class Parity:
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
     compile: CompileConfig = field(default_factory=CompileConfig)
-    json: _Json = False
+    json: _Switch = False
     """Print one JSON object."""
 
 
@@ -262,5 +264,5 @@ class Init:
     """Tokenizer to put in the folder."""
     vocab_size: int | None = None
     """Rows of the embedding; the architecture's or the tokenizer's by default."""
-    json: _Json = False
+    json: _Switch = False
     """Print one JSON object."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from . import __version__, checkpoint, config_file
+from . import __version__, checkpoint, config_file, golden, ops
 from . import resume as resuming
 from .build import save_policy
 from .config import RunConfig
@@ -59,7 +60,8 @@ class Recorder:
         imports, Recorder._imports = Recorder._imports, 0.0
         self.began = time.perf_counter() - imports
         self._earlier = 0.0  # seconds of the processes that this one goes on from
-        self._inputs: dict[str, Any] | None = None
+        self._numerics: dict[str, Any] | None = None
+        self._absent = 0  # steps of earlier processes without metrics
         self.validations: dict[str, dict[str, float]] = {}
         self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
         self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
@@ -71,6 +73,11 @@ class Recorder:
         self._loop: Loop | None = None
         self._rewards: list[float] = []
 
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """What makes the run the run it is."""
+        return resuming.inputs(self.config)
+
     def started(self, loop: Loop) -> None:
         """The parts are built: record the configuration, the machine and the start-up time; open the trackers."""
         self.summary["environment"] = describe(loop.device)
@@ -81,6 +88,9 @@ class Recorder:
             with writing(self.run_dir / "config.yaml"):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 config_file.save(self.config, self.run_dir / "config.yaml")
+            if self.config.checkpoint.interval:
+                with timings.measured("inputs"):
+                    self.inputs  # noqa: B018 (as soon as the model is read)
             with timings.measured("trackers"):
                 self._trackers = Trackers(self.config.metrics, self.run_dir, config_file.flat(self.config))
         imports = Span("import", self.began, self._imports_s)
@@ -133,15 +143,25 @@ class Recorder:
         self._metrics = MetricsWriter(self.run_dir / METRICS_FILE, start)
         for record in read_lines(self.run_dir / METRICS_FILE):
             self._account(record)
+        self._absent = start - len(self._rewards)
         self._rollouts = MetricsWriter(self.run_dir / ROLLOUTS_FILE, start)
 
-    def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint) -> int:
-        """Put the run where `loaded` left it; returns the steps it had done."""
+    def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool = False) -> int:
+        """Put the run where `loaded` left it; returns the steps it had done.
+
+        Args:
+            other_numerics: go on with other arithmetic too, and say so in the certificate.
+        """
         try:
-            _require_same_numerics(loaded.state["numerics"], loop)
+            changed = self._changed_numerics(loop, loaded.state["numerics"])
+            if changed and not other_numerics:
+                raise InputError(_other_numerics(loaded, changed))
             with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
                 loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
             loop.certificate = Certificate(**loaded.state["certificate"])
+            if changed:
+                resumed = loop.certificate.settings.setdefault("resumed_with_other_numerics", [])
+                resumed.append({"steps_done": loaded.step, "changed": changed})
             loop.idle_steps = loaded.state["idle_steps"]
             self.validations = loaded.state["validations"]
             self._earlier = loaded.state["seconds"]["total_s"]
@@ -161,28 +181,41 @@ class Recorder:
         c = self.config.checkpoint
         if c.interval == 0 or (step % c.interval and step != self.config.steps):
             return
-        if self._inputs is None:
-            self._inputs = resuming.inputs(self.config)
         with loop.run.timings.measured("checkpoint"):
             self._save(loop, step)
 
     def _save(self, loop: Loop, step: int) -> None:
         with self.world.deadline("gathering a checkpoint"):
             tensors, counters = loop.run.trainer.state()
+        if not self.world.first:
+            return
         state = {
             "trainer": counters,
             "certificate": vars(loop.certificate),
             "idle_steps": loop.idle_steps,
             "validations": self.validations,
             "warmup": self.summary.get("warmup"),
-            "numerics": loop.run.trainer.numerics(),
-            "inputs": self._inputs,
+            "numerics": self._numerics_of(loop),
+            "inputs": self.inputs,
             "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
             | {"total_s": self._total_seconds()},
         }
-        if self.world.first:
-            keep_last = self.config.checkpoint.keep_last
-            checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, keep_last)
+        keep_last = self.config.checkpoint.keep_last
+        checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, keep_last)
+
+    def _numerics_of(self, loop: Loop) -> dict[str, Any]:
+        """What the run's bits depend on besides its configuration: names, versions, and words of its arithmetic."""
+        if self._numerics is None:
+            with loop.run.timings.measured("golden_words"):
+                embed = loop.run.policy.model.embed
+                found = golden.words(embed.device, embed.dtype)
+            self._numerics = loop.run.trainer.numerics() | {"c_library": ops.cpu_build(), "words": found}
+        return self._numerics
+
+    def _changed_numerics(self, loop: Loop, then: dict[str, Any]) -> list[str]:
+        """What is not as it was on any rank."""
+        found = self.world.gather(resuming.other_numerics(then, self._numerics_of(loop)))
+        return list(dict.fromkeys(sentence for one in found for sentence in one))
 
     def certify(self, loop: Loop) -> None:
         """Write what the parity check has covered so far."""
@@ -261,7 +294,7 @@ class Recorder:
                 file.close()
         ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
         self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
-        self.summary |= {"steps_done": len(self._rewards), "validation": self.validations}
+        self.summary |= {"steps_done": self._absent + len(self._rewards), "validation": self.validations}
         self.summary["total_s"] = self._total_seconds()
         write_summary(self.run_dir, self.summary)
         with writing(self.run_dir / "report.html"):
@@ -276,10 +309,8 @@ class Recorder:
         return self._earlier + time.perf_counter() - self.began
 
 
-def _require_same_numerics(saved: dict[str, Any], loop: Loop) -> None:
-    """Bits depend on these; a run that goes on with others would not be the same run."""
-    now = loop.run.trainer.numerics()
-    changed = [f"{k} was {saved.get(k)!r} and is {now[k]!r}" for k in now if saved.get(k) != now[k]]
-    if changed:
-        threads = " (OMP_NUM_THREADS sets the threads)" if saved.get("threads") != now["threads"] else ""
-        raise InputError(f"cannot resume with the same bits: {'; '.join(changed)}. Resume where the run began{threads}")
+def _other_numerics(loaded: checkpoint.LoadedCheckpoint, changed: list[str]) -> str:
+    return (
+        f"cannot resume with the same bits: since {loaded.path.name} was saved, {'; '.join(changed)}. Resume where the "
+        "run began (OMP_NUM_THREADS sets the threads), or go on with other bits by --resume-with-other-numerics"
+    )

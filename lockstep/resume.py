@@ -1,4 +1,7 @@
-"""Going on with a run: from a whole checkpoint only, and only as the run that it was."""
+"""Going on with a run: from a whole checkpoint only, and only as the run that it was.
+
+What a checkpoint of an earlier version does not record cannot be compared; `remarks` says what that is.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,37 @@ from . import checkpoint, config_file
 from .config import RunConfig
 from .errors import InputError
 from .metrics import METRICS_FILE, read_lines, to_json
+from .models import describe_folder
 
 CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
 _DATA_FIELDS = ("task.data", "task.validation_data", "attention_mask")
 
 
 def inputs(config: RunConfig) -> dict[str, Any]:
-    """What makes a run the run it is, for a checkpoint's state: `config`, and the size and SHA-256 of its data and its
-    attention mask's file.
+    """What makes a run the run it is, for a checkpoint's state: `config`; the size and SHA-256 of its data and its
+    attention mask's file; and of every file of its `model` folder, from which the reference is read anew.
 
-    What is no local file or folder (a hub id, a module) is recorded by its name alone.
+    Of data that is no local file or folder (a hub id, a module) its name alone is recorded, of a hub's model the
+    revision.
     """
-    settings = json.loads(to_json(config_file.flat(config)))
-    paths = {name: settings[name] for name in _DATA_FIELDS}
-    paths["attention_mask"] = (settings["attention_mask"] or "").rpartition(":")[0] or None
-    return {"config": settings, "data": {name: _fingerprint(path) for name, path in paths.items()}}
+    settings = _settings(config)
+    model = None if config.model is None else describe_folder(config.model)
+    return {"config": settings, "data": _data(settings), "model": model}
 
 
 def data(config: RunConfig) -> dict[str, str]:
     """The files among a run's `inputs` in words, which are the same for the same bytes."""
-    return {name: _words(fingerprint) for name, fingerprint in inputs(config)["data"].items()}
+    return {name: _words(fingerprint) for name, fingerprint in _data(_settings(config)).items()}
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    return json.loads(to_json(config_file.flat(config)))
+
+
+def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
+    paths = {name: settings[name] for name in _DATA_FIELDS}
+    paths["attention_mask"] = (settings["attention_mask"] or "").rpartition(":")[0] or None
+    return {name: _fingerprint(path) for name, path in paths.items()}
 
 
 def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint | None:
@@ -53,31 +67,95 @@ def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint |
     return loaded
 
 
+def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
+    """What whoever goes on from this checkpoint should know: what it does not record, and steps without metrics."""
+    name, config = loaded.path.name, loaded.state["inputs"]["config"]
+    found = []
+    if config["model"] is not None and loaded.state["inputs"].get("model") is None:
+        found.append(f"{name} does not record the files of model {config['model']}: they were not compared")
+    if "words" not in loaded.state["numerics"]:
+        found.append(f"{name} does not record words of its arithmetic: versions and names were compared")
+    if new := sorted(_settings(RunConfig()).keys() - config.keys()):
+        found.append(f"{name} does not know {', '.join(new)}: they have their defaults")
+    metrics = run_dir / METRICS_FILE
+    recorded = {record["step"] for record in read_lines(metrics)} if metrics.exists() else set()
+    if missing := [step for step in range(loaded.step) if step not in recorded]:
+        found.append(
+            f"{metrics} lacks {len(missing)} of the {loaded.step} steps before {name}, the first of them step "
+            f"{missing[0]}: curves and means leave them out"
+        )
+    return found
+
+
+def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of the arithmetic is not as it was, as sentences; none where a run goes on with the same bits.
+
+    Equal words are equal arithmetic, whatever computes them. They come from one process's few threads and small
+    tensors, so what else chooses an order of additions must be equal too. Without words, all that was recorded must.
+    """
+    if "words" not in then:
+        return [_was(name, then, now) for name in then if name in now and then[name] != now[name]]
+    names = ["dtype", "threads"] + ["device"] * (now["operators"] == "cuda")
+    changed = [_was(name, then, now) for name in names if then[name] != now[name]]
+    words = [name for name in now["words"] if then["words"].get(name) != now["words"][name]]
+    if words:
+        facts = [name for name in now if name not in ("words", *names) and then.get(name) != now[name]]
+        why = "; ".join(_was(name, then, now) for name in facts) or "the versions are the same"
+        changed.append(
+            f"{', '.join(words)} of fixed numbers {'has' if len(words) == 1 else 'have'} other words ({why})"
+        )
+    return changed
+
+
+def _was(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{name} was {then.get(name)!r} and is {now[name]!r}"
+
+
 def _require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mapping[str, Any]) -> None:
     then = loaded.state.get("inputs")
     if then is None:
         raise InputError(f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
-    old, new = then["config"], now["config"]
+    _require_same_config(run_dir, loaded, then["config"], now["config"])
+    pairs = {f"{name} {now['config'][name]}": (then["data"].get(name), now["data"][name]) for name in _DATA_FIELDS}
+    if then.get("model") is not None and then["model"] != now["model"]:
+        pairs |= _model_files(now["config"]["model"], then["model"], now["model"])
+    for what, (before, after) in pairs.items():
+        if before != after:
+            raise InputError(
+                f"--resume {run_dir}: {what} was {_words(before)} when {loaded.path.name} was saved and is "
+                f"{_words(after)}; put it back (relative paths start where the command runs), or begin a new run"
+            )
+
+
+def _require_same_config(
+    run_dir: Path, loaded: checkpoint.LoadedCheckpoint, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> None:
+    defaults = _settings(RunConfig())
     for name in sorted(old.keys() | new.keys()):
-        before, after = old.get(name), new.get(name)
+        before, after = old.get(name, defaults.get(name)), new.get(name)
         if before != after and not (name == "steps" and after > before):
             rule = "it may only be raised" if name == "steps" else "only --steps may change"
             raise InputError(
                 f"--resume {run_dir}: {name} was {before!r} when {loaded.path.name} was saved and is {after!r} in "
                 f"config.yaml; {rule}"
             )
-    for name in _DATA_FIELDS:
-        before, after = then["data"].get(name), now["data"][name]
-        if before != after:
-            raise InputError(
-                f"--resume {run_dir}: {name} {new[name]} was {_words(before)} when {loaded.path.name} was saved and is "
-                f"{_words(after)}; put it back (relative paths start where the command runs), or begin a new run"
-            )
+
+
+def _model_files(model: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each file of the model folder, or the hub's revision, as it was and as it is."""
+    if "files" not in then or "files" not in now:
+        return {f"model {model}": (then, now)}
+    names = sorted(then["files"].keys() | now["files"].keys())
+    return {f"model {model}: {name}": (then["files"].get(name), now["files"].get(name)) for name in names}
 
 
 def _words(fingerprint: Mapping[str, Any] | None) -> str:
     if fingerprint is None:
         return "no file or folder"
+    if "revision" in fingerprint:
+        return f"the hub's revision {fingerprint['revision']}"
+    if "files" in fingerprint:
+        return f"a folder of {len(fingerprint['files'])} files"
     return f"{fingerprint['size']:,} bytes with SHA-256 {fingerprint['sha256'][:12]}..."
 
 

@@ -19,9 +19,11 @@ from .trackers import require_packages
 
 
 @ended_by_signals()
-def train(config: RunConfig, run_dir: Path, resume: bool, world: World = ONE) -> dict[str, Any]:
+def train(
+    config: RunConfig, run_dir: Path, resume: bool, world: World = ONE, other_numerics: bool = False
+) -> dict[str, Any]:
     """Run `config` in `run_dir`, or go on from its last whole checkpoint; returns the summary it writes there. Every
-    rank of `world` calls it, and the first writes.
+    rank of `world` calls it, and the first writes. It goes on with other arithmetic only if `other_numerics`.
 
     Raises:
         InputError: `resume`, and the run cannot go on as it was; nothing in its folder was changed.
@@ -32,13 +34,15 @@ def train(config: RunConfig, run_dir: Path, resume: bool, world: World = ONE) ->
         world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
-    loaded = world.from_first(lambda: resuming.find(run_dir, resuming.inputs(config))) if resume else None
+    loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
     loop = Loop(config, build(config, world))
-    start = recorder.restore(loop, loaded) if loaded else None
+    start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
     with recorder, _display(config, world) as display:
         if resume:
             display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
+            for remark in resuming.remarks(run_dir, loaded) if loaded else ():
+                display.note(remark)
         if start is None:
             recorder.warmup(loop, display)
         recorder.warm_up_graphs(loop, display)

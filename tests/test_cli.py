@@ -40,7 +40,7 @@ class Recorder(SimpleNamespace):
             raise self.error
         return self.result
 
-    def train(self, config: RunConfig, run_dir: Path, resume: bool, world: World) -> Any:
+    def train(self, config: RunConfig, run_dir: Path, resume: bool, world: World, other_numerics: bool) -> Any:
         assert world is ONE
         result = self._record(config, run_dir, resume)
         config_file.save(config, run_dir / "config.yaml")
@@ -263,7 +263,7 @@ def test_a_reader_that_goes_away_does_not_end_a_run(run: Recorder, tmp_path: Pat
     code = f"""
 import sys, types
 from lockstep.cli import main
-def train(config, run_dir, resume, world):
+def train(config, run_dir, resume, world, other_numerics):
     for _ in range(10000):
         print("a library's chatter")  # standard output is redirected to standard error
     (run_dir / "done").touch()
@@ -284,6 +284,8 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
     assert command("report a b --out both.html --json") == 0 and Path("both.html").is_file()
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["a/report.html", '{"report": "both.html"}']
+    assert command("report a b") == 2 and not Path("runs.html").exists()
+    assert "2 runs are compared on a page of their own: name it with --out FILE.html" in capsys.readouterr().err
 
 
 # Bad input: exit code 2, a message that names it, nothing on standard output, nothing run

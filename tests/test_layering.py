@@ -16,7 +16,7 @@ import lockstep
 
 PACKAGE = Path(lockstep.__file__).parent
 
-EVERYWHERE = {"types", "config", "errors", "json_file", "timings"}
+EVERYWHERE = {"types", "config", "errors", "json_file", "fingerprints", "timings"}
 
 # room: the rooms it may import, besides itself and EVERYWHERE. A dotted room is one module with edges of its own.
 ALLOWED: dict[str, set[str]] = {
@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
     "json_file": set(),
+    "fingerprints": set(),
     "timings": set(),
     "tokenizer": {"tokenizer_cache"},
     "tokenizer_cache": {"ops"},
@@ -56,17 +57,19 @@ ALLOWED: dict[str, set[str]] = {
     "parity": {"attention", "build", "generator", "graph", "kernel_lists", "models", "ops", "startup", "trainer"},
     "loop": {"rollout", "advantage", "build", "parity", "trainer"},
     "supervised": {"loop", "signals", "startup"},
-    "resume": {"checkpoint", "config_file", "metrics"},
+    "golden": {"models", "ops"},
+    "resume": {"checkpoint", "config_file", "metrics", "models"},
+    "run_lock": set(),
     "recorder": {
         *("loop", "build", "parallel", "parity", "checkpoint", "metrics", "report", "config_file"),
-        *("display", "environment", "resume", "startup", "supervised", "timeline", "trackers"),
+        *("display", "environment", "golden", "ops", "resume", "startup", "supervised", "timeline", "trackers"),
     },
     "run": {"recorder", "loop", "build", "parallel", "display", "resume", "signals", "timeline", "trackers"},
     "precompile": {"build", "graph", "startup"},
     "llm": {"attention", "build", "generator", "graph", "kernel_lists", "ops", "startup"},
     "evaluation": {"build", "llm", "rollout", "tasks"},
     "chat": {"llm"},
-    "api": {"run", "build", "config_file", "environment", "parallel"},
+    "api": {"run", "run_lock", "build", "config_file", "environment", "parallel"},
     "random_weights": set(),
     "recipes": {"random_weights"},
     "flags": set(),

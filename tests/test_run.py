@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 import random
 import resource
+import shutil
 import signal
 import sys
+import sysconfig
 import time
+import zlib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from processes import DEADLINE, running, wait_for
+from model_edits import written
+from processes import DEADLINE, finished, running, wait_for
 from safetensors.torch import load_file
 
+from lockstep import checkpoint, config_file, resume
 from lockstep.cli import main
+from lockstep.errors import InputError
+from lockstep.models import hf
 from lockstep.models.init import init_folder
+from lockstep.ops.native import library
 from lockstep.timeline import read_timeline
 
 DATA = Path(__file__).parent / "data"
@@ -170,6 +180,156 @@ def test_what_changed_under_a_run_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "is no file or folder" in refused(run, capsys)
     data.write_text('{"prompt": "hello"}\n' * 4)
     assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
+
+
+@pytest.fixture
+def small_run(tmp_path: Path) -> Path:
+    """The folder of a run of two steps, each with a checkpoint, from the model in `tiny`, which is its reference."""
+    init_folder("tiny", tmp_path / "tiny", seed=0)
+    arguments = ["--model", str(tmp_path / "tiny"), "--loss.beta", "0.1", "--checkpoint.interval", "1"]
+    assert main(["train", *SUM, *arguments, "--run-dir", str(tmp_path / "run")]) == 0
+    return tmp_path / "run"
+
+
+def test_a_changed_model_folder_is_refused(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_run.parent / "tiny"
+    kept = contents(model)
+    weights = kept["model.safetensors"]
+    changes = {
+        "model.safetensors": weights[:-1] + bytes([weights[-1] ^ 1]),
+        "tokenizer.json": kept["tokenizer.json"] + b" ",
+        "chat_template.jinja": b"{{ messages }}",
+        "config.json": None,
+    }
+    for name, content in changes.items():
+        written(name, content)(model)
+        errors = refused(small_run, capsys)
+        before = f"{len(kept[name]):,} bytes with SHA-256 " if name in kept else "no file or folder when step_2"
+        assert f"model {model}: {name} was {before}" in errors and "put it back" in errors
+        written(name, kept.get(name))(model)
+    written(".hidden", b"")(model)
+    assert main(["train", "--resume", str(small_run), "--steps", "3"]) == 0
+    assert "compared" not in capsys.readouterr().err
+
+
+def test_the_hubs_revision_is_recorded_and_compared(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub" / "0123abcd"
+    monkeypatch.setattr(hf, "resolve_folder", lambda model: snapshot)
+    config = replace(config_file.load(small_run / "config.yaml"), model="org/name")
+    then = resume.inputs(config)
+    assert then["model"] == {"revision": "0123abcd"}
+    now = {**then, "model": {"revision": "89"}}
+    loaded = checkpoint.LoadedCheckpoint(tmp_path / "step_2", 2, {"inputs": then}, ())
+    with pytest.raises(
+        InputError, match="model org/name was the hub's revision 0123abcd when .* the hub's revision 89"
+    ):
+        resume._require_same(small_run, loaded, now)
+
+
+@pytest.fixture(scope="module")
+def other_exp(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The C library with one digit of exp's polynomial changed, which no version or name tells."""
+    folder = tmp_path_factory.mktemp("native")
+    for path in Path(library.__file__).parent.glob("*.[ch]"):
+        shutil.copy(path, folder)
+    header = (folder / "vector.h").read_text()
+    assert header.count("8.3334519073e-3f") == 1
+    (folder / "vector.h").write_text(header.replace("8.3334519073e-3f", "8.3334619073e-3f"))
+    checksum = zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]"))))
+    command = ["cc", "-O1", "-march=native", "-ffp-contract=off", "-Wno-psabi", "-fPIC", "-shared", "-lm"]
+    command += [f"-DSOURCE_CHECKSUM={checksum}u", f"-I{sysconfig.get_paths()['include']}", "-o", str(folder / "k.so")]
+    if library.built is None or shutil.which("cc") is None:
+        pytest.skip("the C library cannot be built")
+    assert finished([*command, *map(str, sorted(folder.glob("*.c")))]).returncode == 0
+    return library.load(folder / "k.so")
+
+
+def test_other_arithmetic_is_refused_or_said_in_the_certificate(
+    small_run: Path, other_exp: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with library.using(other_exp):
+        errors = refused(small_run, capsys)
+        assert (
+            "since step_2 was saved, exp, " in errors and "of fixed numbers have other words (c_library was" in errors
+        )
+        assert "--resume-with-other-numerics" in errors
+        more = ["--steps", "3", "--resume-with-other-numerics"]
+        assert main(["train", "--resume", str(small_run), *more]) == 0
+    settings = json.loads((small_run / "parity.json").read_text())["settings"]
+    (resumed,) = settings["resumed_with_other_numerics"]
+    assert resumed["steps_done"] == 2 and resumed["changed"][0].startswith("exp, ")
+    assert "resume-with-other-numerics has no effect without --resume" in bad(["train", *SUM, more[2]], capsys)
+
+
+def bad(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_equal_words_go_on_whatever_the_version(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert main(["train", "--resume", str(small_run), "--steps", "3"]) == 0
+    assert "resumed_with_other_numerics" not in json.loads((small_run / "parity.json").read_text())["settings"]
+
+
+def saved_before(run: Path) -> None:
+    """Make the newest checkpoint as an earlier version would have written it."""
+    loaded = checkpoint.latest(run / "checkpoints")
+    assert loaded is not None
+    state = loaded.state
+    for name in ("words", "c_library"):
+        del state["numerics"][name]
+    del state["inputs"]["model"], state["inputs"]["config"]["sampling.min_p"]
+    checkpoint.save(run / "checkpoints", loaded.step, {"trainer": dict(loaded.tensors("trainer"))}, state, 2)
+
+
+def test_what_an_earlier_version_did_not_record_is_said(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_before(small_run)
+    kept = (small_run / "config.yaml").read_text()
+    (small_run / "config.yaml").write_text(kept.replace("min_p: 0.0", "min_p: 0.5"))
+    assert "sampling.min_p was 0.0 when step_2 was saved and is 0.5" in refused(small_run, capsys)
+    (small_run / "config.yaml").write_text(kept)
+    assert main(["train", "--resume", str(small_run), "--steps", "3"]) == 0
+    errors = capsys.readouterr().err
+    assert f"step_2 does not record the files of model {small_run.parent / 'tiny'}: they were not compared" in errors
+    assert "step_2 does not record words of its arithmetic: versions and names were compared" in errors
+    assert "step_2 does not know sampling.min_p: they have their defaults" in errors
+    saved_before(small_run)
+    state = checkpoint.latest(small_run / "checkpoints")
+    assert state is not None and state.step == 3 and state.state["numerics"]["torch"] == torch.__version__
+
+
+def test_versions_are_compared_where_no_words_are(
+    small_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_before(small_run)
+    version = torch.__version__
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert f"torch was '{version}' and is '2.99.0'" in refused(small_run, capsys)
+
+
+def test_metrics_that_were_cut_are_said(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = small_run / "metrics.jsonl"
+    first, second = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(first[:40])
+    assert main(["train", "--resume", str(small_run), "--steps", "3"]) == 0
+    errors = capsys.readouterr().err
+    assert f"{metrics} lacks 2 of the 2 steps before step_2, the first of them step 0: curves and means" in errors
+    assert [record["step"] for record in records(metrics)] == [2]
+    assert json.loads((small_run / "summary.json").read_text())["steps_done"] == 3
+    metrics.write_text(second + metrics.read_text())
+    assert main(["train", "--resume", str(small_run), "--steps", "4"]) == 0
+    assert "lacks 1 of the 3 steps before step_3, the first of them step 0" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", "/dev/null/cache")
+    assert main(["train", *SUM, "--run-dir", str(tmp_path / "run")]) == 0
+    assert [message[:50] for message in caplog.messages] == ["the cache /dev/null/cache cannot be written ([Errn"]
 
 
 def test_seconds_of_a_resumed_run_cover_all_of_it(tmp_path: Path) -> None:

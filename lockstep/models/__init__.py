@@ -3,7 +3,7 @@
 from .attention import Masks, PackedAttention, PagedAttention
 from .config import ModelConfig
 from .decoder import Decoder
-from .hf import load_model, resolve_folder, save_model
+from .hf import describe_folder, load_model, resolve_folder, save_model
 from .moe import Routing
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "PackedAttention",
     "PagedAttention",
     "Routing",
+    "describe_folder",
     "load_model",
     "resolve_folder",
     "save_model",

@@ -8,16 +8,18 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, LockstepError
+from ..fingerprints import fingerprints
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
 from .families import from_hf, to_hf, without_nulls
-from .shards import read_object, read_tensors, weights_path
+from .shards import file_names, read_object, read_tensors, weights_path
 from .weight_map import HEAD, WeightSlice, fused_experts, weight_map
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -40,6 +42,19 @@ def resolve_folder(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
     except Exception as error:
         raise InputError(f"model {model!r}: no such folder, and the hub did not give it ({error})") from error
+
+
+def describe_folder(model: str) -> dict[str, Any]:
+    """What a model is to a run that goes on with it: a hub id's `revision`, or size and SHA-256 of a folder's `files`,
+    by name: weights, tokenizer, template and all. Raises as `resolve_folder` does, and for a file that cannot be read.
+    """
+    folder = resolve_folder(model)
+    if not (model.strip() and Path(model).expanduser().is_dir()):
+        return {"revision": folder.name}
+    try:
+        return {"files": fingerprints(folder, file_names(folder))}
+    except OSError as error:
+        raise InputError(f"model {model}: {error.filename or folder} cannot be read: {error.strerror}") from error
 
 
 def read_config(folder: Path) -> ModelConfig:

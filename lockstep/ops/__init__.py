@@ -17,7 +17,7 @@ from .latent import latent_attention_packed, latent_attention_paged, write_laten
 from .linear import linear
 from .logprobs import TokenLogprobs, sample, support_mask, token_logprobs
 from .masks import MaskFunction, register_mask, visibility
-from .native.library import cpu_backend
+from .native.library import cpu_backend, cpu_build
 from .philox import sample_key
 from .routing import combine, dispatch, dispatch_plan, route, router_logits
 from .routing_statistics import expert_loads, route_digest, router_probabilities
@@ -35,6 +35,7 @@ __all__ = [
     "attention_paged",
     "combine",
     "cpu_backend",
+    "cpu_build",
     "decode_slots",
     "dispatch",
     "dispatch_plan",

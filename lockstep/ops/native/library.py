@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import hashlib
 import zlib
 from collections.abc import Callable, Iterator
 from ctypes import c_float, c_int64, c_uint, c_void_p
@@ -86,6 +88,16 @@ current = built
 def cpu_backend() -> Literal["native", "reference"]:
     """What computes float32 on a CPU in this process. The bits of a run depend on it."""
     return "reference" if current is None else "native"
+
+
+@functools.cache
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
+def cpu_build() -> str | None:
+    """The build of the C library in use, as a hash of its file; None on the reference path."""
+    return None if current is None else _digest(current._name)
 
 
 @contextlib.contextmanager
