@@ -20,8 +20,8 @@ from .losses import LOSSES, TokenValues, kl_k3
 from .sharding import Sharding
 
 # What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
-# the trained and the checked tokens, `checked` those that were compared with the generator's.
-STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "checked", "different", "diff_max")
+# the trained and the checked tokens; those that were compared with the generator's are `identical` or `different`.
+STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "identical", "different", "diff_max")
 _MAXIMA = (STATISTICS.index("diff_max"),)
 
 
@@ -207,16 +207,18 @@ def _record(
         s["loads"].add_(routed.loads_LE.flatten())
     logprob_C, model_logprob_C = scores.logprob_C.detach(), scores.model_logprob_C.detach()
     if batch.check_parity:
+        difference_C = torch.maximum(
+            (logprob_C - batch.old_logprob_C).abs(), (model_logprob_C - batch.old_model_logprob_C).abs()
+        )
         different_C = differs(logprob_C, batch.old_logprob_C) | differs(model_logprob_C, batch.old_model_logprob_C)
+        different_C = different_C | (difference_C != 0)  # NaN is never identical, not even to the same bits
         if routed is not None:
             route_C, elsewhere_C = routing.compare(batch, routed)
             s["routed_differently"].add_((elsewhere_C & batch.valid_C).sum())
             different_C = different_C | elsewhere_C
-        difference_C = torch.maximum(
-            (logprob_C - batch.old_logprob_C).abs(), (model_logprob_C - batch.old_model_logprob_C).abs()
-        )
-        s["checked"].add_(batch.valid_C.sum())
-        s["different"].add_((different_C & batch.valid_C).sum())
+        different_C = different_C & batch.valid_C
+        s["identical"].add_((batch.valid_C ^ different_C).sum())
+        s["different"].add_(different_C.sum())
         s["diff_max"].copy_(torch.maximum(s["diff_max"], torch.where(batch.valid_C, difference_C, 0.0).max()))
     return Scored(logprob_C, model_logprob_C, route_C=route_C)
 
@@ -227,5 +229,5 @@ def _total(values_C: Tensor, valid_C: Tensor) -> Tensor:
 
 
 def differs(a_C: Tensor, b_C: Tensor) -> Tensor:
-    """Where two float32 vectors have different bits."""
+    """Where two vectors of 32-bit words have different bits."""
     return a_C.view(torch.int32) != b_C.view(torch.int32)
