@@ -57,7 +57,8 @@ class EagerRuns:
         its rate."""
         loss, optimizer = self.loss, self.optimizer.config
         model = {"model": self.model.config, "masks": self.model.masks}
-        used = {name: getattr(loss, name) for name in ("epsilon", "epsilon_high", "beta", "router_aux_loss_coef")}
+        names = ("epsilon", "epsilon_high", "beta", "use_bias_correction_kl", "router_aux_loss_coef")
+        used = {name: getattr(loss, name) for name in names}
         adamw = ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm", "router_bias_rate")
         sharding = {"ranks": self.sharding.ranks, "shapes": self.sharding.shapes}
         return {

@@ -16,7 +16,7 @@ from ..config import LossConfig, LossType
 from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
-from .losses import LOSSES, TokenValues, kl_k3
+from .losses import LOSSES, TokenValues, corrected_kl, kl_k3
 from .sharding import Sharding
 
 # What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
@@ -181,7 +181,8 @@ def _loss(
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
     loss_C, clipped_C = LOSSES[loss_type](values, config)
     if with_kl:
-        kl_C = kl_k3(scores.model_logprob_C, batch.ref_logprob_C)
+        ref_C, corrected = batch.ref_logprob_C, config.use_bias_correction_kl
+        kl_C = corrected_kl(values, ref_C) if corrected else kl_k3(values.model_logprob_C, ref_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
         loss_C = loss_C + config.beta * kl_C
     loss = (batch.weight_C * loss_C).sum()
