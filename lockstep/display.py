@@ -110,7 +110,7 @@ class Display:
         self._steps = steps
         self._rewards: deque[float] = deque(maxlen=40)
         self._seconds: deque[float] = deque(maxlen=20)
-        self._checked = self._different = 0
+        self._checked = self._different = self._not_covered = 0
 
     def __enter__(self) -> Display:
         if self._wants_live:
@@ -140,6 +140,7 @@ class Display:
         self._seconds.append(float(metrics.get("time/step", math.nan)))
         self._checked += int(metrics.get("parity/tokens_checked", 0))
         self._different += int(metrics.get("parity/tokens_different", 0))
+        self._not_covered += abs(int(metrics.get("parity/tokens_not_covered", 0)))
         if self._live is not None:
             self._live.update(self._table(step, metrics), refresh=True)
         else:
@@ -167,7 +168,7 @@ class Display:
         from rich.text import Text
 
         cells = self._cells(step, metrics)
-        style = "red" if self._different else "green"
+        style = "red" if self._different or self._not_covered else "green"
         table = Table.grid(padding=(0, 2))
         table.add_row(cells["step"], ProgressBar(total=max(1, self._steps), completed=step + 1, width=40), cells["eta"])
         table.add_row(cells["reward"], Text(sparkline(self._rewards), style="cyan"), cells["length"])
@@ -175,10 +176,12 @@ class Display:
         return Group(table, Text(f"time {cells['time']}", style="dim"))
 
     def _parity(self) -> str:
-        if not self._checked:
-            return "not checked"
         if self._different:
             return f"BROKEN ({self._different:,} of {self._checked:,} tokens differ)"
+        if self._not_covered:
+            return f"BROKEN ({self._not_covered:,} sampled tokens were not compared)"
+        if not self._checked:
+            return "not checked"
         return f"identical ({self._checked:,} tokens)"
 
     def _eta(self, step: int) -> str:

@@ -14,7 +14,8 @@ class ParityError(LockstepError):
 
 
 class NonFiniteError(LockstepError):
-    """The loss or the gradient norm is NaN or infinite; no weight was changed by that step."""
+    """The loss or the gradient norm is NaN or infinite, and no weight was changed by that step; or the log-probability
+    of a generated token is."""
 
 
 class PeerLost(LockstepError):

@@ -13,7 +13,7 @@ from . import rollout
 from .build import training_sampling
 from .config import RunConfig, of_generation, template_variables, validate
 from .errors import InputError
-from .llm import LLM, check_sampling
+from .llm import LLM, check_sampling, require_numbers
 from .tasks import make_task
 from .types import VALIDATION_DOMAIN, Completion, RolloutGroup, SampleIdentity, SamplingParams
 
@@ -47,7 +47,8 @@ def evaluate(
     function, lengths, and `per_problem` counts. A problem on some of whose completions `pass_reward` is None does not
     count for pass@k.
 
-    Raises `InputError` for settings that cannot work and for a task without validation problems.
+    Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`
+    when the model's outputs are no numbers.
     """
     ks = _checked_ks(n, k)
     if not math.isfinite(pass_threshold):
@@ -79,7 +80,7 @@ def evaluate(
     sampling = replace(trained, n=n, temperature=temperature)
     check_sampling(sampling, config.seed)
     with llm:
-        groups, _ = rollout.collect(
+        groups, *_ = rollout.collect(
             problems,
             llm.policy.encode,
             _reporting(llm, progress),
@@ -115,6 +116,7 @@ def _reporting(llm: LLM, progress: IO[str] | None) -> rollout.Generate:
         for prompt, sample, _, completion in llm.engine(prompt_ids, sampling).stream(prompt_ids, sampling, identities):
             if completion is None:
                 continue
+            require_numbers(prompt, completion)
             done[prompt][sample] = completion
             finished += 1
             if progress is not None and time.monotonic() - said > _SECONDS_A_REPORT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from .config import (
     resolve_compile,
     validate,
 )
-from .errors import InputError
+from .errors import InputError, NonFiniteError
 from .generator import Engine, SharedWeights, plan_cache_tokens
 from .graph import Compiler, compile_report
 from .kernel_lists import kernel_list
@@ -114,10 +115,15 @@ class LLM:
         """For each prompt its `sampling.n` completions; one prompt may stand alone.
 
         Equal seeds give equal tokens, whatever else is in the batch. Raises `InputError` for sampling parameters out
-        of range and for a prompt that is empty or does not fit the model's context.
+        of range and for a prompt that is empty or does not fit the model's context, and `NonFiniteError` when the
+        model's outputs are no numbers.
         """
         requests = self._requests(prompts, sampling or SamplingParams())
-        return self.engine(*requests[:2]).generate(*requests)
+        completions = self.engine(*requests[:2]).generate(*requests)
+        for prompt, samples in enumerate(completions):
+            for completion in samples:
+                require_numbers(prompt, completion)
+        return completions
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, step: int = 0
@@ -130,6 +136,8 @@ class LLM:
         requests = self._requests(prompts, sampling or SamplingParams(), step)
         texts: dict[tuple[int, int], _TextStream] = {}
         for prompt, sample, token_ids, completion in self.engine(*requests[:2]).stream(*requests):
+            if completion is not None:
+                require_numbers(prompt, completion)
             text = texts.setdefault((prompt, sample), _TextStream(self.policy.decode))
             piece = text.feed(token_ids) if completion is None else text.finish(completion.text)
             if piece or completion is not None:
@@ -208,6 +216,17 @@ class LLM:
 def _power_of_two(number: int) -> int:
     """The smallest that is at least `number`."""
     return 1 << (number - 1).bit_length()
+
+
+def require_numbers(prompt: int, completion: Completion) -> None:
+    """Raise `NonFiniteError` naming the first token whose log-probability is NaN or infinite: it was not sampled from
+    what the model learned."""
+    for token, logprobs in enumerate(zip(completion.logprobs, completion.model_logprobs, strict=True)):
+        if not all(map(isfinite, logprobs)):
+            raise NonFiniteError(
+                f"prompt {prompt + 1}, sample {completion.identity.sample + 1}: token {token + 1} has the "
+                f"log-probability {logprobs[1]}, which is no finite number: the model's outputs overflow in this dtype"
+            )
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

@@ -65,22 +65,24 @@ class Loop:
         version, began = trainer.weights_version, time.perf_counter()
         with timings.measured("step", on_device=True, step=step):  # to the end of what was launched in it
             with timings.measured("generate", on_device=True):
-                groups, counts = self._collect(step)
-            self._latest = (groups, None)
+                groups, without_reward, counts = self._collect(step)
+            generated = groups + without_reward
+            self._latest = (generated, None)
+            sampled = self._sampled(generated)
             with timings.measured("advantages"):
                 self._advantages(groups)
             with timings.measured("pack"):
-                batches, checks = self._pack(groups)
+                batches, checks = self._pack(groups, without_reward)
             with self.world.deadline(f"training in step {step + 1}"):
                 with timings.measured("forward_backward", on_device=True):
                     for batch in checks:
                         trainer.check(batch)
-                results = self._updates(batches, learning_rate(config.optimizer, step, config.steps))
-                result = results[0] if results else trainer.finish_check()
+                results = self._updates(batches, learning_rate(config.optimizer, step, config.steps), sampled)
+                result = results[0] if results else trainer.finish_check(sampled)
                 if self.world.size > 1 and any(r.applied for r in results):
                     with timings.measured("sync", on_device=True):
                         trainer.gather_weights()
-            self._verify(step, result, groups)
+            self._verify(step, result, generated)
             for i, later in enumerate(results[1:]):
                 self._require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)
             self._count_idle(step, trained=bool(batches))
@@ -88,13 +90,13 @@ class Loop:
         self.spans = [span for span in timings.take() if span.began >= began]
         return counts | self._metrics(groups, result, [*batches, *checks], version), groups
 
-    def _collect(self, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def _collect(self, step: int) -> rollout.Collected:
         problems = [(g, self.run.task.train_problem(step, g)) for g in range(self.config.trainer.prompts_per_step)]
         return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
 
     def _rollouts(
         self, problems: rollout.Problems, sampling: SamplingParams, domain: int, step: int
-    ) -> tuple[list[RolloutGroup], dict[str, float]]:
+    ) -> rollout.Collected:
         return rollout.collect(
             problems,
             self.run.policy.encode,
@@ -109,6 +111,12 @@ class Loop:
             self.world,
         )
 
+    def _sampled(self, groups: list[RolloutGroup]) -> int:
+        """The completion tokens that are to be compared."""
+        if self.config.parity == "off":
+            return 0
+        return sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+
     def _advantages(self, groups: list[RolloutGroup]) -> None:
         """Group-relative advantages of the rewards, DAPO's length penalty included."""
         loss, limit = self.config.loss, self.config.sampling.max_completion_length
@@ -121,11 +129,13 @@ class Loop:
             for r, advantage in zip(group.rollouts, advantages, strict=True):
                 r.advantage = advantage
 
-    def _pack(self, groups: list[RolloutGroup]) -> tuple[list[PackedBatch], list[PackedBatch]]:
+    def _pack(
+        self, groups: list[RolloutGroup], without_reward: list[RolloutGroup]
+    ) -> tuple[list[PackedBatch], list[PackedBatch]]:
         """Micro-batches to train on, and those of groups that are skipped, which are only checked.
 
         A group whose completions all weigh nothing (`mask_truncated_completions`) is skipped; so is one without
-        advantages (`skip_zero_variance`).
+        advantages (`skip_zero_variance`), or without a reward.
         """
         config, weights = self.config, self._weights(groups)
         skip = config.trainer.skip_zero_variance and config.loss.beta == 0
@@ -134,23 +144,20 @@ class Loop:
         for g in groups:
             counts = any(id(r) in weights and (r.advantage != 0 or not skip) for r in g.rollouts)
             (trained if counts else skipped).append(g)
-        checked = skipped if config.parity != "off" else []
+        checked = sorted(skipped + without_reward, key=lambda g: g.group) if config.parity != "off" else []
         return self._batches(trained, weights), self._batches(checked, weights)
 
     def _weights(self, groups: list[RolloutGroup]) -> dict[int, float]:
         """Each rollout's weight a token in the policy loss, normalized over the whole step: skipped groups count, as
-        that loss of theirs has no gradient. The load-balancing loss has a weight of 1 over what is trained on."""
+        that loss of theirs has no gradient, and masked completions count among the sequences. The load-balancing loss
+        has a weight of 1 over what is trained on."""
         loss = self.config.loss
-        rollouts = [
-            r
-            for g in groups
-            for r in g.rollouts
-            if not (loss.mask_truncated_completions and r.completion.finish_reason == "length")
-        ]
-        lengths = [len(r.completion.token_ids) for r in rollouts]
+        rollouts = [r for g in groups for r in g.rollouts]
+        kept = [r for r in rollouts if not (loss.mask_truncated_completions and r.completion.finish_reason == "length")]
+        lengths = [len(r.completion.token_ids) for r in kept]
         limit = self.config.sampling.max_completion_length
         weights = loss_weights(loss.loss_type, lengths, len(rollouts), limit)
-        return {id(r): w for r, w in zip(rollouts, weights, strict=True)}
+        return {id(r): w for r, w in zip(kept, weights, strict=True)}
 
     def _batches(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:
         if not groups:
@@ -190,16 +197,18 @@ class Loop:
         )
         return [batch.to(self.device) for batch in packed]
 
-    def _updates(self, batches: list[PackedBatch], lr: float) -> list[StepResult]:
-        """A rollout's updates, up to the first that was not applied: none is launched after it."""
+    def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:
+        """A rollout's updates, up to the first that was not applied: none is launched after it. The first needs
+        `sampled` tokens that are identical."""
         count, results = self.config.trainer.num_iterations if batches else 0, []
         for i in range(count):
-            results.append(self._update(batches, lr, first=i == 0, last=i == count - 1).get())  # the host waits here
+            update = self._update(batches, lr, 0 if i else sampled, first=i == 0, last=i == count - 1)
+            results.append(update.get())  # the host waits here
             if not results[-1].applied:
                 break
         return results
 
-    def _update(self, batches: list[PackedBatch], lr: float, first: bool, last: bool) -> PendingResult:
+    def _update(self, batches: list[PackedBatch], lr: float, sampled: int, first: bool, last: bool) -> PendingResult:
         """Launch one optimizer update on all micro-batches; only a rollout's first can match the generator's bits."""
         trainer = self.run.trainer
         with self.run.timings.measured("forward_backward", on_device=True):
@@ -209,14 +218,13 @@ class Loop:
                 trainer.forward_backward(batch, keep_support=first and not last)
                 batch.check_parity = False
         with self.run.timings.measured("optim_step", on_device=True):
-            return trainer.launch_optim_step(lr)
+            return trainer.launch_optim_step(lr, sampled)
 
     def _verify(self, step: int, result: StepResult, groups: list[RolloutGroup]) -> None:
         self._latest = (groups, result)
-        tokens = sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
         if self.config.parity != "off":
-            self.certificate.add(step, result, tokens)
-        if self.config.parity == "strict" and result.tokens_different:
+            self.certificate.add(step, result, self._sampled(groups))
+        if self.config.parity == "strict" and not result.identical:
             raise_mismatch(step, result)
         self._require_finite(f"step {step + 1}", result)
 
@@ -260,7 +268,7 @@ class Loop:
         with self.world.deadline(f"warm-up step {step + 1}"):
             for batch in self._packed(self._dealt(range(len(groups)), groups), check_parity=False):
                 trainer.forward_backward(batch, loss_type="sft")
-            result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps))
+            result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps), sampled=0)
             trainer.gather_weights()
         self._require_finite(f"warm-up step {step + 1}", result)
         return result
@@ -270,7 +278,7 @@ class Loop:
         problems = list(enumerate(self.run.task.validation_problems()))
         if not problems:
             return {}
-        groups, counts = self._rollouts(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
+        groups, _, counts = self._rollouts(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
         metrics = {k: v for k, v in counts.items() if v} | reward_metrics(groups)
         del metrics["reward/std"]  # one sample a prompt
         return {f"validation/{name}": value for name, value in metrics.items()}
@@ -298,6 +306,7 @@ class Loop:
             "logprob_diff/max": result.logprob_diff_max,
             "parity/tokens_checked": result.tokens_checked,
             "parity/tokens_different": result.tokens_different,
+            "parity/tokens_not_covered": result.tokens_not_covered,
             **(result.routing.metrics() if result.routing else {}),
             **self._of_all_ranks(groups, batches, {f"time/{name}": value for name, value in seconds.items()}),
         }

@@ -65,6 +65,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "logprob_diff/max": "Largest difference of log-probabilities",
         "parity/tokens_checked": "Tokens checked",
         "parity/tokens_different": "Tokens that differ",
+        "parity/tokens_not_covered": "Sampled tokens that were not compared",
         "parity/tokens_routed_differently": "Tokens with other experts",
     },
 }

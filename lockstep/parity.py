@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,11 +38,11 @@ CHECK_DOMAIN = 4  # sampling domain of `check_model`
 class Certificate:
     """What a run's parity check covered, written to `parity.json` after every step.
 
-    Every completion token of every rollout is compared at the first update on it: the two log-probabilities that the
-    generator recorded against those of the computation that trains, as 32-bit words; of a mixture of experts also
-    which experts the token was drawn after, of every layer and slot in order, by a digest. `expert_choices_checked`
-    counts those, `tokens_routed_differently` how many of `tokens_different` differ in them; both are None without
-    experts.
+    Every completion token of every rollout, groups without a reward included, is compared at the first update on it:
+    the two log-probabilities that the generator recorded against those of the computation that trains, as 32-bit words;
+    of a mixture of experts also which experts the token was drawn after, of every layer and slot in order, by a digest.
+    `expert_choices_checked` counts those, `tokens_routed_differently` how many of `tokens_different` differ in them;
+    both are None without experts. `logprob_diff_max` is NaN when any of the log-probabilities was.
     """
 
     mode: str
@@ -61,7 +62,9 @@ class Certificate:
         self.tokens_checked += result.tokens_checked
         self.tokens_different += result.tokens_different
         self.tokens_not_covered += completion_tokens - result.tokens_checked
-        self.logprob_diff_max = max(self.logprob_diff_max, result.logprob_diff_max)
+        largest = result.logprob_diff_max
+        if largest > self.logprob_diff_max or math.isnan(largest):  # nothing is larger than NaN
+            self.logprob_diff_max = largest
         if result.routing is not None:
             self.expert_choices_checked = (self.expert_choices_checked or 0) + result.routing.choices_checked
             self.tokens_routed_differently = (self.tokens_routed_differently or 0) + result.routing.tokens_different
@@ -69,9 +72,10 @@ class Certificate:
             self.first_difference = {"step": step, **asdict(result.mismatches[0])}
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of `parity.json`; `identical` is None when nothing was checked."""
+        """The contents of `parity.json`; `identical` is None when there was nothing to check."""
         identical = self.tokens_different == 0 and self.tokens_not_covered == 0
-        return {"identical": identical if self.tokens_checked else None, **_without_experts(asdict(self))}
+        checked = self.tokens_checked > 0 or not identical
+        return {"identical": identical if checked else None, **_without_experts(asdict(self))}
 
 
 def _without_experts(record: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +85,8 @@ def _without_experts(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def raise_mismatch(step: int, result: StepResult) -> None:
-    """Stop a strict run: names the first differing tokens. The weights are those from before the step."""
+    """Stop a strict run: names the first differing tokens, or says how many were not compared. The weights are those
+    from before the step."""
     lines = [
         f"{m.request}, completion token {m.position}, {m.kind}: generator {m.generator!r}, trainer {m.trainer!r}"
         for m in result.mismatches
@@ -89,7 +94,9 @@ def raise_mismatch(step: int, result: StepResult) -> None:
     found = f"{result.tokens_different} of {result.tokens_checked} tokens differ between generator and trainer"
     if result.routing is not None and result.routing.tokens_different:
         found += f", of which {result.routing.tokens_different} went to other experts (digests of the choices differ)"
-    raise ParityError(f"step {step + 1}: {found}; the weights were not changed\n  " + "\n  ".join(lines))
+    if result.tokens_not_covered:
+        found += f"; {result.tokens_sampled} were sampled"
+    raise ParityError("\n  ".join([f"step {step + 1}: {found}; the weights were not changed", *lines]))
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,7 @@ class Report:
     trainer_logprobs: list[float]
     tokens_checked: int
     tokens_different: int
+    tokens_not_covered: int
     max_delta: float
     prompts: int
     device: str
@@ -110,8 +118,8 @@ class Report:
 
     @property
     def identical(self) -> bool:
-        """Nothing differs, and there was something to compare."""
-        return self.tokens_different == 0 and self.tokens_checked > 0
+        """Every sampled token was compared, none differs, and there were some."""
+        return self.tokens_different == self.tokens_not_covered == 0 and self.tokens_checked > 0
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -122,8 +130,12 @@ class Report:
         verdict = "PASS: generator and trainer log-probs are bitwise identical."
         if self.tokens_routed_differently:
             verdict = "FAIL: generator and trainer choose different experts."
-        elif not self.identical:
+        elif not math.isfinite(self.max_delta):
+            verdict = "FAIL: log-probs are no finite numbers: the model's outputs overflow in this dtype."
+        elif self.tokens_different:
             verdict = "FAIL: generator and trainer log-probs differ."
+        elif not self.identical:
+            verdict = "FAIL: not every sampled token was compared."
         experts = [
             f"  Expert choices    : {self.expert_choices_checked}",
             f"  Routed differently: {self.tokens_routed_differently}",
@@ -136,6 +148,7 @@ class Report:
                 f"  Bitwise identical : {self.identical}",
                 f"  Tokens checked    : {self.tokens_checked}",
                 f"  Tokens different  : {self.tokens_different}",
+                f"  Not compared      : {self.tokens_not_covered}",
                 *(experts if self.expert_choices_checked is not None else ()),
                 f"  Max delta         : {self.max_delta:.6e}",
                 verdict,
@@ -216,12 +229,13 @@ def _check(
         else:
             trainer.forward_backward(batch.to(where))
     scored = trainer.checked[0][:5].tolist()
-    result = trainer.finish_check()
+    result = trainer.finish_check(sum(len(c.token_ids) for samples in completions for c in samples))
     return Report(
         completions[0][0].model_logprobs[:5],
         scored,
         result.tokens_checked,
         result.tokens_different,
+        result.tokens_not_covered,
         result.logprob_diff_max,
         len(prompts),
         where.type,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from .errors import InputError
 from .parallel import ONE, World
@@ -13,6 +14,21 @@ from .timings import Timings
 from .types import TRAIN_DOMAIN, Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 
 Problems = Sequence[tuple[int, Problem]]  # each with its group
+
+
+class Collected(NamedTuple):
+    """What was sampled and scored.
+
+    Attributes:
+        groups: those whose completions all have a reward.
+        without_reward: the others.
+        counts: metrics: `groups_without_reward`, `reward_errors/<fn>`.
+    """
+
+    groups: list[RolloutGroup]
+    without_reward: list[RolloutGroup]
+    counts: dict[str, float]
+
 
 # generate(prompt_ids, sampling, identities): for each prompt its `sampling.n` completions, whose identities are the
 # prompt's with sample 0 to n - 1.
@@ -31,14 +47,13 @@ def collect(
     max_prompt_length: int | None = None,
     timings: Timings | None = None,
     world: World = ONE,
-) -> tuple[list[RolloutGroup], dict[str, float]]:
+) -> Collected:
     """Sample `sampling.n` completions of each (group, problem) and score them, on all ranks of `world` together: each
     takes its share of the problems, and every rank has all groups in the end.
 
     `seed`, `domain`, `step` and the group key the random numbers (`SampleIdentity`). `max_prompt_length` is in
     tokens; None is no limit. `timings` measures `encode` and `rewards`. A group with a completion that no reward
-    applies to is left out; the counts that come with the groups (`groups_without_reward`, `reward_errors/<fn>`) are
-    metrics.
+    applies to is kept apart.
 
     Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group has
     a reward, and whatever scoring refuses.
@@ -47,17 +62,22 @@ def collect(
     arguments = encode, generate, sampling, seed, domain, step, rewards, max_prompt_length, timings or Timings()
     own = problems[world.rank :: world.size]
     found = world.share(lambda: _sample_and_score(own, where, *arguments))
-    groups = sorted((group for of_rank, _ in found for group in of_rank), key=lambda group: group.group)
+    groups = sorted((group for of_rank in found for group in of_rank.groups), key=_number)
+    without = sorted((group for of_rank in found for group in of_rank.without_reward), key=_number)
     counts: Counter[str] = Counter()
-    for _, of_rank in found:
-        counts.update(of_rank)
+    for of_rank in found:
+        counts.update(of_rank.counts)
     if problems and not groups:
         names = ", ".join(reward.name for reward in rewards.rewards)
         raise InputError(
             f"{where}: every group has a completion that no reward applies to: {names} returned None or failed; "
             "at least one must return a number"
         )
-    return groups, dict(counts)
+    return Collected(groups, without, dict(counts))
+
+
+def _number(group: RolloutGroup) -> int:
+    return group.group
 
 
 def _sample_and_score(
@@ -72,10 +92,10 @@ def _sample_and_score(
     rewards: RewardSet,
     max_prompt_length: int | None,
     timings: Timings,
-) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """Groups that have a reward, and counts, of these problems."""
+) -> Collected:
+    """`collect` of these problems."""
     if not problems:
-        return [], {}
+        return Collected([], [], {})
     with timings.measured("encode"):
         prompt_ids = [_encode(encode, *item, where, max_prompt_length) for item in problems]
     identities = [SampleIdentity(seed, domain, step, group) for group, _ in problems]
@@ -109,10 +129,8 @@ def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int
     return ids
 
 
-def _score(
-    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str
-) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """Fill in every rollout's `rewards` and `reward`; returns the groups that have them, and counts."""
+def _score(groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str) -> Collected:
+    """Fill in every rollout's `rewards` and `reward`."""
     rows = [
         (group, rollout, origin) for group, origin in zip(groups, origins, strict=True) for rollout in group.rollouts
     ]
@@ -132,7 +150,9 @@ def _score(
             without.add(group.group)
         else:
             rollout.reward = total
-    scored = [group for group in groups if group.group not in without]
+    split: tuple[list[RolloutGroup], list[RolloutGroup]] = [], []
+    for group in groups:
+        split[group.group in without].append(group)
     counts: dict[str, float] = {f"reward_errors/{name}": count for name, count in scores.errors.items()}
     counts["groups_without_reward"] = len(without)
-    return scored, counts
+    return Collected(*split, counts)

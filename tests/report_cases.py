@@ -62,6 +62,7 @@ def step_metrics(step: int, different: int = 0) -> dict[str, object]:
         "time/step": 4.0 + step % 3,
         "parity/tokens_checked": 100,
         "parity/tokens_different": different,
+        "parity/tokens_not_covered": 0,
         "loss": math.nan if step == 2 else 0.5 + step,
     }
 

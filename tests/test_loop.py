@@ -201,11 +201,11 @@ def test_no_update_follows_one_that_was_not_made(config: RunConfig, monkeypatch:
     run, launched = build(config), []
     launch = run.trainer.launch_optim_step
 
-    def second_overflows(lr: float) -> PendingResult:
+    def second_overflows(lr: float, sampled: int) -> PendingResult:
         launched.append(weights(run))
         if len(launched) == 2:
             run.trainer.flat.grad[0] = torch.inf
-        return launch(lr)
+        return launch(lr, sampled)
 
     monkeypatch.setattr(run.trainer, "launch_optim_step", second_overflows)
     with pytest.raises(NonFiniteError, match="step 1, update 2 of 3: loss is .* the weights were not changed"):
@@ -272,7 +272,7 @@ def test_shards_of_a_batch_are_packed_apart_and_train_the_same_groups(config: Ru
     """In one process; `tests/parallel` holds ranks to the bits of it."""
     shards = replace(config, parallel=ParallelConfig(batch_shards=2))
     loops = [Loop(c, build(c)) for c in (config, shards)]
-    whole, parts = (loop._pack(loop._collect(0)[0]) for loop in loops)
+    whole, parts = (loop._pack(*loop._collect(0)[:2]) for loop in loops)
     assert sum(map(len, whole)) == 1 and sum(map(len, parts)) == 2
     metrics = [steps(loop, 2) for loop in loops]
     assert [m["parity/tokens_checked"] for m in metrics[0]] == [m["parity/tokens_checked"] for m in metrics[1]]

@@ -43,8 +43,8 @@ def _completion(text: str, identity: SampleIdentity) -> Completion:
 
 def run(problems: list[tuple[int, Problem]], texts: list[str], rewards: RewardSet, **options: Any):
     generate, asked = answering(texts)
-    groups, counts = collect(problems, encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards, **options)
-    assert counts.get("groups_without_reward", 0) == len(problems) - len(groups)
+    groups, without, counts = collect(problems, encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards, **options)
+    assert counts.get("groups_without_reward", 0) == len(without) == len(problems) - len(groups)
     return groups, asked
 
 
@@ -142,7 +142,7 @@ def test_reward_errors_are_counted_a_function() -> None:
 
     generate, _ = answering(["a", "b"])
     rewards = RewardSet([Reward("broken", broken)], on_error="zero")
-    _, counts = collect([(0, Problem("p"))], encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards)
+    *_, counts = collect([(0, Problem("p"))], encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards)
     assert counts == {"groups_without_reward": 0, "reward_errors/broken": 2}
 
 

@@ -140,9 +140,14 @@ class LossConfig:
     epsilon_high: float | None = None
     """Clip range above; 0.28 by default for dapo."""
     beta: float = 0.0
-    """Weight of the KL divergence from the frozen initial model."""
+    """Weight of the KL divergence from the frozen initial model, of both at temperature 1 and without filters."""
+    use_bias_correction_kl: bool = True
+    """Weigh each token's KL estimate by its probability in the model over that in the distribution it was sampled from:
+    unbiased at every temperature, its gradient too; what filters (top_k, top_p, min_p) left out is missing. Off: the
+    estimate is biased at a temperature other than 1 and under filters, and its gradient always."""
     scale_rewards: Literal["none", "group", "batch"] = "none"
-    """Divide advantages by the standard deviation of the group's or the batch's rewards."""
+    """Divide advantages by the standard deviation of the group's or the batch's rewards. TRL's default is group; none,
+    as in Dr. GRPO, weighs easy, middling and hard prompts alike."""
     overlong_buffer: int = 0
     """dapo: the last this many tokens before max_completion_length cost a linear penalty; 0 is off."""
     overlong_penalty: float = 1.0
@@ -150,7 +155,8 @@ class LossConfig:
     router_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss of a mixture of experts, of the tokens that an update trains on; 0 is off."""
     mask_truncated_completions: bool = False
-    """Leave completions that did not finish out of the loss."""
+    """Leave completions that did not finish out of the loss. As in TRL the means of grpo and dr_grpo still count them
+    among the sequences, and that of dapo leaves out their tokens."""
 
 
 @dataclass(frozen=True)

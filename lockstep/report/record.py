@@ -88,7 +88,10 @@ class Record:
 
     def verdict(self) -> tuple[str, str, str]:
         """The parity check in a word, in a sentence, and its style."""
-        checked, different = (int(sum(self.values(f"parity/tokens_{kind}"))) for kind in ("checked", "different"))
+        kinds = "checked", "different", "not_covered"
+        checked, different, missing = (int(sum(self.values(f"parity/tokens_{kind}"))) for kind in kinds)
+        if missing and not different:
+            return "BROKEN", f"{missing:,} sampled tokens were not compared", "bad"
         if different or self.certificate.get("identical") is False:
             return "BROKEN", f"{different:,} of {checked:,} tokens differ", "bad"
         if checked or self.certificate.get("identical") is True:

@@ -72,7 +72,18 @@ def kl_k3(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
     """Estimate of KL(model || reference) from the model's own samples, nats a token, never negative.
 
     `exp(d) - 1 - d` with `d = ref - model`: Schulman's k3 (http://joschu.net/blog/kl-approx.html). `expm1` keeps its
-    digits near 0.
+    digits near 0. Of samples that another distribution drew it is biased; so is its gradient in any case.
     """
     difference_C = ref_logprob_C - model_logprob_C
     return torch.expm1(difference_C) - difference_C
+
+
+def corrected_kl(values: TokenValues, ref_logprob_C: Tensor) -> Tensor:
+    """`kl_k3` times the probability of the token in the model over that in the distribution it was sampled from.
+
+    In the mean over the tokens that a position can have, it is KL(model || reference) of that position, and its
+    gradient is the gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): at any temperature and after any number of
+    updates. Where filters left tokens out, their part of the sum is missing.
+    """
+    weight_C = torch.exp(values.model_logprob_C - values.old_logprob_C)
+    return weight_C * kl_k3(values.model_logprob_C, ref_logprob_C)

@@ -38,7 +38,8 @@ def mismatches(checked: Checked) -> list[Mismatch]:
         if "route_C" in scored and batch.old_route_C is not None:
             compared.insert(0, ("experts", scored["route_C"], batch.old_route_C))
         for kind, trainer_C, generator_C in compared:
-            rows = (differs(trainer_C, generator_C) & batch.valid_C).nonzero().flatten().tolist()
+            different_C = differs(trainer_C, generator_C) | (trainer_C - generator_C != 0)  # NaN to NaN, too
+            rows = (different_C & batch.valid_C).nonzero().flatten().tolist()
             for row in rows[:MAX_MISMATCHES]:
                 index = int(batch.sequence_C[row])
                 found.append(

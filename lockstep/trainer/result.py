@@ -19,7 +19,8 @@ ROWS = 8  # updates whose results may wait to be taken
 class StepResult:
     """What one update (or one check without an update) found. Averages are a token, over the tokens trained on;
     `entropy` (nats) is over the checked ones too. `kl` is None without a reference, `routing` without experts. Of the
-    tokens checked, those are different that have another log-probability or other experts than in the generator."""
+    tokens checked, those are different that have another log-probability or other experts than in the generator, or one
+    that is not a number. `tokens_sampled` were to be checked."""
 
     loss: float
     grad_norm: float
@@ -30,11 +31,22 @@ class StepResult:
     kl: float | None
     entropy: float
     tokens: int
+    tokens_sampled: int
     tokens_checked: int
     tokens_different: int
     logprob_diff_max: float
     mismatches: list[Mismatch] = field(default_factory=list)
     routing: RoutingResult | None = None
+
+    @property
+    def tokens_not_covered(self) -> int:
+        """Sampled tokens that were not compared; below 0: more were compared than sampled."""
+        return self.tokens_sampled - self.tokens_checked
+
+    @property
+    def identical(self) -> bool:
+        """Every sampled token was compared, and none differs."""
+        return self.tokens_different == 0 and self.tokens_not_covered == 0
 
 
 class Results:

@@ -25,7 +25,8 @@ class EagerRuns:
 
     Attributes:
         values: the statistics, float64 (`step.named`). results: of updates (`step.take`). lr: float32, 0-dim.
-        enforce_parity: no update when a log-probability or a choice of experts differed.
+        sampled: float64, 0-dim: tokens that the next update must have found identical.
+        enforce_parity: no update when it did not, or when a log-probability or a choice of experts differed.
         router_biases: those that an update balances, by name, layer by layer.
     """
 
@@ -37,6 +38,7 @@ class EagerRuns:
     values: Tensor
     results: Tensor
     lr: Tensor
+    sampled: Tensor
     enforce_parity: bool
     router_biases: dict[str, Tensor] = field(default_factory=dict)
 
@@ -55,7 +57,8 @@ class EagerRuns:
         its rate."""
         loss, optimizer = self.loss, self.optimizer.config
         model = {"model": self.model.config, "masks": self.model.masks}
-        used = {name: getattr(loss, name) for name in ("epsilon", "epsilon_high", "beta", "router_aux_loss_coef")}
+        names = ("epsilon", "epsilon_high", "beta", "use_bias_correction_kl", "router_aux_loss_coef")
+        used = {name: getattr(loss, name) for name in names}
         adamw = ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm", "router_bias_rate")
         sharding = {"ranks": self.sharding.ranks, "shapes": self.sharding.shapes}
         return {
@@ -148,7 +151,8 @@ class EagerRuns:
 
     def optim_step(self) -> None:
         """Update at the rate `lr` if the statistics allow it, and write what was found (`step.take`)."""
-        self.update(self.optimizer.tensors(), self.values, self.results, self.lr, self.router_biases)
+        own = self.values, self.results, self.lr, self.sampled, self.router_biases
+        self.update(self.optimizer.tensors(), *own)
 
     def update(
         self,
@@ -156,13 +160,14 @@ class EagerRuns:
         values: Tensor,
         results: Tensor,
         lr: Tensor,
+        sampled: Tensor,
         router_biases: Mapping[str, Tensor],
     ) -> None:
         """`optim_step` on these tensors."""
         s = step.named(values)
         ok = torch.isfinite(s["loss"])
         if self.enforce_parity:
-            ok = ok & (s["different"] == 0)
+            ok = ok & (s["different"] == 0) & (s["identical"] == sampled)
         config = self.optimizer.config
         grad_norm, applied = adamw_step(tensors, self.flat, config, lr, ok)
         if router_biases:
@@ -184,7 +189,7 @@ class GraphRuns:
         if t["master"] is weights:
             del t["master"]
         order = {"norm_order": t.pop("norm_order")} if "norm_order" in t else {}
-        own = {"statistics": eager.values, "results": eager.results, "lr": eager.lr}
+        own = {"statistics": eager.values, "results": eager.results, "lr": eager.lr, "sampled": eager.sampled}
         updating = graph.Inputs(
             param={"weights": weights},
             grad={"grad": grad},
@@ -294,5 +299,5 @@ class GraphRuns:
         tensors = AdamWTensors(**state, weights=weights, grad=inputs.grad["grad"], norm_order=order)
         biases = {name: inputs.buffer[name] for name in self.eager.router_biases}
         b = inputs.buffer
-        self.eager.update(tensors, b["statistics"], b["results"], b["lr"], biases)
+        self.eager.update(tensors, b["statistics"], b["results"], b["lr"], b["sampled"], biases)
         return {}

@@ -16,12 +16,12 @@ from ..config import LossConfig, LossType
 from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
-from .losses import LOSSES, TokenValues, kl_k3
+from .losses import LOSSES, TokenValues, corrected_kl, kl_k3
 from .sharding import Sharding
 
 # What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
-# the trained and the checked tokens, `checked` those that were compared with the generator's.
-STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "checked", "different", "diff_max")
+# the trained and the checked tokens; those that were compared with the generator's are `identical` or `different`.
+STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "identical", "different", "diff_max")
 _MAXIMA = (STATISTICS.index("diff_max"),)
 
 
@@ -181,7 +181,8 @@ def _loss(
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
     loss_C, clipped_C = LOSSES[loss_type](values, config)
     if with_kl:
-        kl_C = kl_k3(scores.model_logprob_C, batch.ref_logprob_C)
+        ref_C, corrected = batch.ref_logprob_C, config.use_bias_correction_kl
+        kl_C = corrected_kl(values, ref_C) if corrected else kl_k3(values.model_logprob_C, ref_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
         loss_C = loss_C + config.beta * kl_C
     loss = (batch.weight_C * loss_C).sum()
@@ -207,16 +208,18 @@ def _record(
         s["loads"].add_(routed.loads_LE.flatten())
     logprob_C, model_logprob_C = scores.logprob_C.detach(), scores.model_logprob_C.detach()
     if batch.check_parity:
+        difference_C = torch.maximum(
+            (logprob_C - batch.old_logprob_C).abs(), (model_logprob_C - batch.old_model_logprob_C).abs()
+        )
         different_C = differs(logprob_C, batch.old_logprob_C) | differs(model_logprob_C, batch.old_model_logprob_C)
+        different_C = different_C | (difference_C != 0)  # NaN is never identical, not even to the same bits
         if routed is not None:
             route_C, elsewhere_C = routing.compare(batch, routed)
             s["routed_differently"].add_((elsewhere_C & batch.valid_C).sum())
             different_C = different_C | elsewhere_C
-        difference_C = torch.maximum(
-            (logprob_C - batch.old_logprob_C).abs(), (model_logprob_C - batch.old_model_logprob_C).abs()
-        )
-        s["checked"].add_(batch.valid_C.sum())
-        s["different"].add_((different_C & batch.valid_C).sum())
+        different_C = different_C & batch.valid_C
+        s["identical"].add_((batch.valid_C ^ different_C).sum())
+        s["different"].add_(different_C.sum())
         s["diff_max"].copy_(torch.maximum(s["diff_max"], torch.where(batch.valid_C, difference_C, 0.0).max()))
     return Scored(logprob_C, model_logprob_C, route_C=route_C)
 
@@ -227,5 +230,5 @@ def _total(values_C: Tensor, valid_C: Tensor) -> Tensor:
 
 
 def differs(a_C: Tensor, b_C: Tensor) -> Tensor:
-    """Where two float32 vectors have different bits."""
+    """Where two vectors of 32-bit words have different bits."""
     return a_C.view(torch.int32) != b_C.view(torch.int32)

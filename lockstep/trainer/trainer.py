@@ -37,7 +37,7 @@ class Trainer:
     Args:
         reference: frozen model for the KL term; required when `loss.beta` is above 0.
         enforce_parity: do not update when a log-probability differs from the generator's in any bit, or a choice of
-            experts does.
+            experts does, or when not every sampled token was compared.
         compiler: run as captured graphs, or call compiled layers; None calls the model.
         world: the processes that weights, gradients and moments are sharded over. Each calls the same methods in the
             same order, on batches of its own, as many as the others.
@@ -82,12 +82,14 @@ class Trainer:
         self.weights_version = 0
         device = self.flat.data.device
         self._lr = torch.zeros((), device=device)
+        self._sampled = torch.zeros((), dtype=torch.float64, device=device)
         self._rate: float | None = None  # what `_lr` holds; None: unknown
+        self._expected: int | None = None  # what `_sampled` holds; None: unknown
         size = len(STATISTICS) + statistics_of(model.config)
         self._values = torch.zeros(size, dtype=torch.float64, device=device)
         self._results = Results(len(found_names(self._values)), device)
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
-        state = self._values, self._results.rows, self._lr, enforce_parity, balanced
+        state = self._values, self._results.rows, self._lr, self._sampled, enforce_parity, balanced
         self._eager = EagerRuns(model, reference, self.flat, self.optimizer, loss, *state)
         self._runs = GraphRuns(self._eager, compiler) if isinstance(compiler, Compiler) else self._eager
         self._compiled = compiler is not None
@@ -159,7 +161,7 @@ class Trainer:
 
     def trust_cases(self, shapes: Sequence[BatchShape], sampling: SamplingParams, **options: Any) -> Work:
         """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""
-        self._rate = None  # cases write rates of their own
+        self._rate = self._expected = None  # cases write rates and numbers of their own
         return trust_cases(self._runs, shapes, sampling, **options) if isinstance(self._runs, GraphRuns) else []
 
     def check(self, batch: PackedBatch) -> None:
@@ -175,38 +177,56 @@ class Trainer:
         """Fill `batch.ref_logprob_C` with the reference's log-probs (temperature 1, untruncated)."""
         batch.ref_logprob_C.copy_(self._runs.reference_logprobs(batch))
 
-    def optim_step(self, lr: float) -> StepResult:
+    def optim_step(self, lr: float, sampled: int | None = None) -> StepResult:
         """Update the weights with the accumulated gradients and clear them; the host waits for the result.
 
         Nothing is written when the loss or the gradient norm is not finite or, under `enforce_parity`, when any
-        log-probability differed since the last call.
-        """
-        return self.launch_optim_step(lr).get()
+        log-probability differed since the last call, or when not exactly `sampled` tokens were found identical.
 
-    def launch_optim_step(self, lr: float) -> PendingResult:
+        Args:
+            sampled: tokens of all ranks that were sampled for this update; None for those of the batches that were to
+                be compared.
+        """
+        return self.launch_optim_step(lr, sampled).get()
+
+    def launch_optim_step(self, lr: float, sampled: int | None = None) -> PendingResult:
         """`optim_step` without waiting: the next update can be launched before this one's result is taken. Only where
         `result.ROWS` are waiting to be taken, it waits for the first of them."""
         self._results.make_room()
+        sampled = self._to_compare() if sampled is None else sampled
         self._write_rate(lr)
+        self._write_sampled(sampled)
         self._runs.optim_step()
-        return self._launched(lr)
+        return self._launched(lr, sampled)
 
     def _write_rate(self, lr: float) -> None:
         if lr != self._rate:
             self._lr.fill_(lr)
             self._rate = lr
 
+    def _write_sampled(self, sampled: int) -> None:
+        if sampled != self._expected:
+            self._sampled.fill_(sampled)
+            self._expected = sampled
+
+    def _to_compare(self) -> int:
+        """Completion tokens of the batches since the last update that were to be compared, of all ranks, by the
+        sequences that they were made of."""
+        own = sum(len(s.token_ids) for batch, _ in self._scored for s in batch.sequences)
+        return sum(self.world.gather(own))
+
     def gather_weights(self) -> None:
         """Give the model the weights of the last update, for whoever generates with it. In one process it has them."""
         self._runs.gather_weights()
 
-    def finish_check(self) -> StepResult:
-        """The result of a step in which batches were only checked; no update, and gradients are cleared."""
+    def finish_check(self, sampled: int | None = None) -> StepResult:
+        """The result of a step in which batches were only checked; no update, and gradients are cleared. `sampled` as
+        in `optim_step`."""
         self.flat.grad.zero_()
         self._results.make_room()
         zero = torch.zeros((), device=self.flat.grad.device)
         take(self._values, self._results.rows, zero, zero.bool(), self._eager.experts)
-        return self._launched(0.0).get()
+        return self._launched(0.0, self._to_compare() if sampled is None else sampled).get()
 
     @property
     def checked(self) -> list[Tensor]:
@@ -248,12 +268,12 @@ class Trainer:
         self._values.zero_()
         self._scored = []
 
-    def _launched(self, lr: float) -> PendingResult:
+    def _launched(self, lr: float, sampled: int) -> PendingResult:
         """The result of the update that was just launched, when the host asks for it."""
         scored, self._scored = self._scored, []
-        return self._results.launched(lambda found: self._result(lr, found, scored))
+        return self._results.launched(lambda found: self._result(lr, sampled, found, scored))
 
-    def _result(self, lr: float, found: Sequence[float], scored: Checked) -> StepResult:
+    def _result(self, lr: float, sampled: int, found: Sequence[float], scored: Checked) -> StepResult:
         """What the numbers of an update say, and those of its checked batches that differ."""
         s = dict(zip(found_names(self._values), found, strict=True))
         self.weights_version += int(s["applied"])
@@ -268,7 +288,8 @@ class Trainer:
             kl=None if self.reference is None else s["kl"] / tokens,
             entropy=s["entropy"] / max(s["scored"], 1.0),
             tokens=int(s["tokens"]),
-            tokens_checked=int(s["checked"]),
+            tokens_sampled=sampled,
+            tokens_checked=int(s["identical"] + s["different"]),
             tokens_different=int(s["different"]),
             logprob_diff_max=s["diff_max"],
             mismatches=self._mismatches(scored) if s["different"] else [],
@@ -285,7 +306,7 @@ class Trainer:
             return None
         choices = self.model.config.moe_layers * self._moe.num_experts_per_token
         return RoutingResult(
-            choices_checked=int(s["checked"]) * choices,
+            choices_checked=int(s["identical"] + s["different"]) * choices,
             tokens_different=int(s["routed_differently"]),
             load_imbalance=s["load_imbalance"],
             min_expert_tokens=int(s["min_expert_tokens"]),

@@ -144,11 +144,12 @@ def _fill_sums(eager: EagerRuns) -> None:
 
 
 def _optim_cases(eager: EagerRuns) -> list[graph.Case]:
-    """Updates that are clipped, not clipped, and refused."""
+    """Updates that are clipped, not clipped, and refused for each reason."""
 
     def load(kind: int) -> None:
         t = eager.optimizer.tensors()
         eager.values.fill_(1)
+        eager.sampled.fill_(2 if kind == 4 else 1)
         named(eager.values)["different"].fill_(float(kind == 3))
         eager.lr.fill_(1e-3)
         _waves(t.grad, 1e-9 if kind == 1 else 1.0)
@@ -159,7 +160,7 @@ def _optim_cases(eager: EagerRuns) -> list[graph.Case]:
         if kind == 2:
             t.grad[-1] = math.inf
 
-    kinds = ("first", "tiny", "not finite", "mismatch")
+    kinds = ("first", "tiny", "not finite", "mismatch", "not covered")
     return [graph.Case(name, load=partial(load, kind)) for kind, name in enumerate(kinds)]
 
 

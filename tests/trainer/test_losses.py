@@ -5,7 +5,7 @@ import torch
 
 from lockstep.config import LossConfig
 from lockstep.trainer import LOSSES
-from lockstep.trainer.losses import TokenValues, kl_k3
+from lockstep.trainer.losses import TokenValues, corrected_kl, kl_k3
 
 
 def evaluate(loss_type, log_ratio, advantage, **config):
@@ -86,3 +86,23 @@ def test_kl_is_unbiased_under_the_models_own_samples():
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     exact = (p * (p / q).log()).sum()
     torch.testing.assert_close((p * kl_k3(p.log(), q.log())).sum(), exact)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize("moved", [0.0, 0.3])
+def test_corrected_kl_and_its_gradient_are_unbiased_at_every_temperature(temperature, moved):
+    """The sum over all tokens of one position, by their probability when sampled; `moved`: updates were made since."""
+    generator = torch.Generator().manual_seed(3)
+    sampled, change, reference = torch.randn(3, 11, dtype=torch.float64, generator=generator)
+    logits = (sampled + moved * change).requires_grad_()
+    model, ref = torch.log_softmax(logits, 0), torch.log_softmax(reference, 0)
+    drawn = torch.log_softmax(sampled / temperature, 0)
+    exact = (model.exp() * (model - ref)).sum()
+    (gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    values = TokenValues(drawn, model, drawn, torch.zeros(11))
+    estimate = (drawn.exp() * corrected_kl(values, ref)).sum()
+    torch.testing.assert_close(estimate, exact)
+    torch.testing.assert_close(torch.autograd.grad(estimate, logits, retain_graph=True)[0], gradient)
+    plain = (drawn.exp() * kl_k3(model, ref)).sum()
+    assert (abs(plain - exact) > 0.02 * exact) == (temperature != 1 or moved > 0)
+    assert (torch.autograd.grad(plain, logits)[0] - gradient).abs().max() > 0.02

@@ -80,7 +80,7 @@ def dense_logits(model, groups):
     return torch.cat([logits[row, len(p) - 1 : len(p) + len(c) - 1] for row, (p, c) in enumerate(pairs)])
 
 
-def dense_loss(logits, groups, loss_type, old, advantage, reference, beta):
+def dense_loss(logits, groups, loss_type, old, advantage, reference, beta, corrected):
     """The losses as their papers write them, over a list of sequences."""
     sequences = [s for g in groups for s in g.sequences]
     targets = torch.tensor([t for s in sequences for t in s.token_ids])
@@ -90,7 +90,8 @@ def dense_loss(logits, groups, loss_type, old, advantage, reference, beta):
     ref = torch.log_softmax(reference, dim=1).gather(1, targets[:, None])[:, 0]
     ratio, high = torch.exp(logprob - old), 1.28 if loss_type == "dapo" else 1.2
     token = -torch.minimum(ratio * advantage, ratio.clamp(0.8, high) * advantage)
-    token = -model if loss_type == "sft" else token + beta * (torch.exp(ref - model) - (ref - model) - 1)
+    kl = (torch.exp(ref - model) - (ref - model) - 1) * (torch.exp(model - old) if corrected else 1)
+    token = -model if loss_type == "sft" else token + beta * kl
     per_sequence = torch.split(token, [len(s.token_ids) for s in sequences])
     if loss_type == "grpo":
         return torch.stack([t.mean() for t in per_sequence]).mean()
@@ -119,13 +120,14 @@ def test_the_step_equals_autograd_on_a_dense_padded_model(make_model, make_group
         old = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
         reference_logits = dense_logits(dense_reference, groups)
     advantage = torch.cat([torch.full((n,), s.advantage) for s, n in zip(sequences, lengths, strict=True)])
-    loss = dense_loss(logits, groups, loss_type, old, advantage, reference_logits, beta=0.05)
+    loss = dense_loss(logits, groups, loss_type, old, advantage, reference_logits, beta=0.05, corrected=tie)
     loss.backward()
 
     weights = loss_weights(loss_type, lengths, len(sequences), 100)
     for s, weight, values in zip(sequences, weights, torch.split(old, lengths), strict=True):
         s.loss_weight, s.logprobs = weight, values.tolist()
-    trainer = make_trainer(model, reference=reference, beta=0.05, loss_type=loss_type)
+    kl = {"beta": 0.05, "use_bias_correction_kl": tie}
+    trainer = make_trainer(model, reference=reference, loss_type=loss_type, **kl)
     for batch in pack(groups, max_tokens=300, check_parity=False):
         trainer.reference_logprobs(batch)
         trainer.forward_backward(batch)
