@@ -91,7 +91,7 @@ def test_columns_that_fill_up_change_no_others_and_are_not_seen(columns: int) ->
     assert same_bits(out, reference.linear(x, torch.cat((weight, torch.randn(20, 33))))[:, :columns])
 
 
-@pytest.mark.parametrize("head_dim", [2, 6, 10, 15, 16, 18])
+@pytest.mark.parametrize("head_dim", [2, 6, 10, 15, 16, 18, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 3])
 def test_attention_of_a_query_alone_is_that_among_others(group: int, head_dim: int) -> None:
     torch.manual_seed(0)
