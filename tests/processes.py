@@ -51,8 +51,10 @@ def running(command: Sequence[str], cwd: Path | None = None, **environment: str)
 
 @contextmanager
 def _default_signals() -> Iterator[None]:
-    """What starts within ignores neither SIGHUP nor SIGINT, as it would under `nohup` or in the background of a script: a
-    signal that is handled here has its default in a new process."""
+    """What starts within ignores neither SIGHUP nor SIGINT, as it would under `nohup` or in the background of a script.
+
+    A signal that is handled here has its default in a new process.
+    """
     before = {number: signal.signal(number, _handled) for number in (signal.SIGHUP, signal.SIGINT)}
     try:
         yield
