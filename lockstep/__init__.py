@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+from .environment import wait_asleep  # noqa: E402 (it reads the version)
+
+wait_asleep()
+
 # Public names by the module they come from.
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "api": ("train",),

@@ -22,6 +22,7 @@ from .config import (
     resolve_parallel,
     template_variables,
 )
+from .environment import bound_threads
 from .errors import InputError
 from .generator import Engine, SharedWeights, plan_cache_tokens
 from .graph import (
@@ -128,6 +129,7 @@ def load_policy(
 ) -> Policy:
     """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer."""
     place = resolve_device(device)
+    bound_threads(place)
     kind = resolve_dtype(dtype, place)
     if model is not None:
         folder = resolve_folder(model)

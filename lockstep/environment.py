@@ -1,11 +1,13 @@
-"""What a run runs on: versions and hardware, and what `torchrun`, CUDA and NCCL are told through the environment."""
+"""What a run runs on: versions and hardware, and what `torchrun`, CUDA and NCCL are told through the environment.
+
+How threads wait is chosen there too, before torch is imported, and how many there are.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from . import __version__
@@ -19,6 +21,8 @@ _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets")
 
 def describe(device: torch.device) -> dict[str, str]:
     """Name to version or description; packages that are not installed are left out."""
+    from importlib import metadata
+
     found = {"lockstep": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -41,6 +45,34 @@ def _device(device: torch.device) -> str:
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     threads = torch.get_num_threads()
     return f"CPU with {os.cpu_count()} cores, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+THREADS_BESIDE_A_GPU = 8
+
+
+def wait_asleep() -> None:
+    """Let OpenMP's idle threads sleep, unless the environment says how they wait; comes before torch is imported.
+
+    They spin by default: with a core taken by anything else, each operator waits for a thread that waits for the core.
+    """
+    if not any(name in os.environ for name in _WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def bound_threads(device: torch.device) -> None:
+    """Leave torch no more CPU threads than help, unless the environment says how many: a process with a GPU takes 8 at
+    most, and the processes of one host share its cores equally."""
+    import torch
+
+    if any(name in os.environ for name in _THREADS):
+        return
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", launched().processes))
+    limit = max((os.cpu_count() or 1) // processes, 1)
+    if device.type == "cuda":
+        limit = min(limit, THREADS_BESIDE_A_GPU)
+    torch.set_num_threads(min(torch.get_num_threads(), limit))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -25,21 +27,45 @@ def finished(command: Sequence[str], **options: Any) -> subprocess.CompletedProc
 
 @contextmanager
 def running(command: Sequence[str], cwd: Path | None = None, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """`command` while it runs on one thread, its standard error in a pipe; killed at the end, however that comes."""
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # not ours, which whoever reads it would find held open
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    """`command` while it runs on one thread, its standard error in a pipe; killed at the end, however that comes.
+
+    Should the tests be killed themselves, it ends after `DEADLINE` seconds of work.
+    """
+    with _default_signals():
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # not ours, which whoever reads it would find held open
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     with process:
         try:
+            resource.prlimit(process.pid, resource.RLIMIT_CPU, (int(DEADLINE), int(DEADLINE)))
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def _default_signals() -> Iterator[None]:
+    """What starts within ignores neither SIGHUP nor SIGINT, as it would under `nohup` or in the background of a script.
+
+    A signal that is handled here has its default in a new process.
+    """
+    before = {number: signal.signal(number, _handled) for number in (signal.SIGHUP, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _handled(number: int, _: object) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "attention": {"models", "ops", "tasks"},
     "kernel_lists": {"graph", "ops"},
     "build": {
-        *("attention", "parallel", "generator", "trainer", "graph", "kernel_lists"),
+        *("attention", "environment", "parallel", "generator", "trainer", "graph", "kernel_lists"),
         *("models", "models.init", "tasks", "tokenizer"),
     },
     "startup": {"build", "graph", "kernel_lists", "models", "ops", "parallel"},
@@ -91,7 +91,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"api", "commands", "recipes", "flags", "config_file", "display", "environment", "metrics"},
     "__main__": {"cli"},
     # lockstep/__init__.py: the version, which every room may read, and the public names, imported on first use.
-    "": {"api", "evaluation", "llm", "parity", "recipes", "report"},
+    "": {"api", "environment", "evaluation", "llm", "parity", "recipes", "report"},
 }
 
 # What only the command line and the tasks may import: everything else works with torch alone.

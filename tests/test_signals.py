@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import resource
 import signal
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from processes import DEADLINE, running
 
 from lockstep.errors import Terminated
 from lockstep.signals import ended_by_signals
+
+
+@pytest.fixture(autouse=True)
+def hangup_is_not_ignored() -> Iterator[None]:
+    """Also where the tests run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -39,3 +51,17 @@ def test_other_threads_change_nothing() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(handler).result() is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_process_of_a_test_ends_by_signals_that_the_tests_ignore_and_by_itself(number: signal.Signals) -> None:
+    """Under `nohup` a run waited for a SIGHUP that it ignored, and stayed behind when the tests were ended."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with running([sys.executable, "-S", "-c", "while True: pass"]) as process:
+            assert signal.getsignal(number) is signal.SIG_IGN
+            assert resource.prlimit(process.pid, resource.RLIMIT_CPU) == (DEADLINE, DEADLINE)
+            process.send_signal(number)
+            assert process.wait(timeout=60) == -number
+    finally:
+        signal.signal(number, before)

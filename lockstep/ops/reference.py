@@ -1,8 +1,8 @@
 """The reference path: every operator in plain torch, bitwise invariant to batch, position and padding on a CPU.
 
-What makes it so was measured, not assumed (`docs/numerics.md`): matrix products see a multiple of `ROW_BLOCK` rows and
-at least `MIN_COLUMNS` columns, attention sees fixed key tiles at absolute positions, and no kernel whose vector body
-and scalar tail differ is used.
+What makes it so was measured, not assumed (`docs/numerics.md`): matrix products are made in blocks of `ROW_BLOCK` rows,
+with at least `MIN_COLUMNS` columns and a depth of at least `MIN_DEPTH`, attention sees fixed key tiles at absolute
+positions, and no kernel whose vector body and scalar tail differ is used.
 
 Shape suffixes as in `rows.py` and `attention.py`.
 """
@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROW_BLOCK = 16
+ROW_BLOCK = 64  # one shape a weight: how a library cuts a product, and whether it splits the depth, follows the rows
 MIN_COLUMNS = 16  # measured: with 12 and more a row's bits are its own; with fewer they change with rows and addresses
+MIN_DEPTH = 32  # torch leaves bfloat16 products of 16 * 16 * 16 multiplications and fewer to other code
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """Matrix product with the rows padded to a multiple of `ROW_BLOCK`, and few columns to `MIN_COLUMNS`."""
-    columns = weight_NK.shape[0]
-    if columns < MIN_COLUMNS:
-        return linear(x_TK, F.pad(weight_NK, (0, 0, 0, MIN_COLUMNS - columns)))[:, :columns].contiguous()
-    rows = x_TK.shape[0]
-    padding = -rows % ROW_BLOCK
-    if padding:
-        return F.linear(F.pad(x_TK, (0, 0, 0, padding)), weight_NK)[:rows].contiguous()
-    return F.linear(x_TK, weight_NK)
+    """Matrix product in blocks of `ROW_BLOCK` rows; rows, columns and depth are filled up with zeros."""
+    (rows, depth), columns = x_TK.shape, weight_NK.shape[0]
+    deeper, wider = max(MIN_DEPTH - depth, 0), max(MIN_COLUMNS - columns, 0)
+    if deeper or wider:
+        weight_NK = F.pad(weight_NK, (0, deeper, 0, wider))
+    padded = F.pad(x_TK, (0, deeper, 0, -rows % ROW_BLOCK))
+    out = torch.cat([F.linear(block, weight_NK) for block in padded.split(ROW_BLOCK)])
+    return out[:rows, :columns].contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -29,12 +29,18 @@ def at(x: Tensor, offset: int) -> Tensor:
     return moved.copy_(x)
 
 
-def changed_rows(product: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, count: int) -> int:
-    """In how many of so many random cases a row of `product` depends on the rows, their order or their addresses."""
+def changed_rows(
+    product: Callable[[Tensor, Tensor], Tensor],
+    dtype: torch.dtype,
+    count: int,
+    sizes: tuple[int, int, int] = (70, 300, 40),
+) -> int:
+    """In how many of so many random cases, of up to `sizes` rows, depth and columns, a row of `product` depends on the
+    rows, their order or their addresses."""
     torch.manual_seed(0)
     draw, changed = random.Random(0), 0
     for _ in range(count):
-        rows, depth, columns = draw.randint(1, 70), draw.randint(1, 300), draw.randint(1, 40)
+        rows, depth, columns = (draw.randint(1, size) for size in sizes)
         x, weight = wide(rows, depth).to(dtype), wide(columns, depth).to(dtype)
         if depth > 1 and draw.random() < 0.5:
             cancel(x, weight)
@@ -59,6 +65,18 @@ def test_a_product_s_rows_are_their_own(dtype: torch.dtype) -> None:
         assert changed_rows(linear_fp32, dtype, 50) == 0
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_larger_products_are_their_own_on_any_number_of_threads(dtype: torch.dtype, threads: int) -> None:
+    """Libraries split the depth among threads by the number of rows, and multiply by tiles where a CPU has them."""
+    torch.set_num_threads(threads)
+    try:
+        with library.using(None):
+            assert changed_rows(reference.linear, dtype, 12, (300, 3000, 500)) == 0
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_rows_of_torch_s_product_are_not() -> None:
     """The negative control."""
     assert changed_rows(F.linear, torch.float32, 50) > 0
@@ -73,7 +91,7 @@ def test_columns_that_fill_up_change_no_others_and_are_not_seen(columns: int) ->
     assert same_bits(out, reference.linear(x, torch.cat((weight, torch.randn(20, 33))))[:, :columns])
 
 
-@pytest.mark.parametrize("head_dim", [2, 6, 10, 15, 16, 18])
+@pytest.mark.parametrize("head_dim", [2, 6, 10, 15, 16, 18, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 3])
 def test_attention_of_a_query_alone_is_that_among_others(group: int, head_dim: int) -> None:
     torch.manual_seed(0)

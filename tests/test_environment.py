@@ -1,0 +1,60 @@
+"""How threads wait and how many there are: chosen before torch is imported, and only where the user did not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from processes import finished
+
+from lockstep import environment
+from lockstep.environment import THREADS_BESIDE_A_GPU, bound_threads
+
+CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "5"}, None)],
+)
+def test_idle_threads_sleep_unless_the_environment_says_how_they_wait(
+    given: dict[str, str], policy: str | None
+) -> None:
+    program = "import lockstep, os, sys; print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
+    inherited = {name: value for name, value in os.environ.items() if name not in CHOICES}
+    done = finished([sys.executable, "-c", program], env=inherited | given)
+    assert done.stdout.split() == [str(policy), "False"], done.stderr
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (*CHOICES, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment.os, "cpu_count", lambda: 96)
+    before = torch.get_num_threads()
+    torch.set_num_threads(96)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "threads"),
+    [("cpu", None, 96), ("cuda", None, THREADS_BESIDE_A_GPU), ("cpu", "4", 24), ("cuda", "4", 8), ("cuda", "32", 3)],
+)
+def test_processes_share_a_host_and_take_few_threads_beside_a_gpu(
+    many_cores: None, monkeypatch: pytest.MonkeyPatch, device: str, processes: str | None, threads: int
+) -> None:
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    for _ in range(2):  # another engine in the same process takes as many
+        bound_threads(torch.device(device))
+        assert torch.get_num_threads() == threads
+
+
+def test_a_number_of_threads_that_was_asked_for_stays(many_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "96")
+    bound_threads(torch.device("cuda"))
+    assert torch.get_num_threads() == 96
