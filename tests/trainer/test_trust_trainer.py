@@ -53,7 +53,7 @@ def test_every_function_passes_and_nothing_is_left_behind(mode: str, options: di
     assert (compiler.captures, compiler.recompiles) == (captures, 0)  # the very graphs of the warm-up
     cases = {v.function: v.cases for v in verdicts}
     batches = len(SHAPES) + 3
-    assert cases.pop("optim_step") == 4 and cases.pop("forward_backward") == batches * options.get("num_iterations", 1)
+    assert cases.pop("optim_step") == 5 and cases.pop("forward_backward") == batches * options.get("num_iterations", 1)
     assert ("check" in cases, "reference_logprobs" in cases) == (options.get("with_checks", True), beta > 0)
     assert set(cases.values()) <= {batches}
 
