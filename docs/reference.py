@@ -27,7 +27,9 @@ COMMANDS = (flags.Generate, flags.Chat, flags.Eval, flags.Report, flags.Parity, 
 def page() -> str:
     """The page's Markdown."""
     parts = [INTRODUCTION, "## lockstep train\n", f"{inspect.getdoc(flags.Train)}\n", _table(flags.Train, "")]
-    parts.append("`--config`, `--resume`, `--run-dir` and `--json` are not part of a configuration.\n")
+    parts.append(
+        "`--config`, `--resume`, `--resume-with-other-numerics`, `--run-dir` and `--json` are not part of a configuration.\n"
+    )
     for field in dataclasses.fields(flags.Train):
         if dataclasses.is_dataclass(kind := field.default_factory):
             parts += [f"### {field.name}\n", f"{inspect.getdoc(kind)}\n", _table(kind, f"{field.name}.")]

@@ -39,8 +39,9 @@ def _hash(tensors: tuple[Tensor, ...]) -> str:
 
 
 def _results(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    x, weight = (_fixed(n, _DEPTH, seed=n).to(device, dtype) for n in (_ROWS, 96))
+    x, weight = (_fixed(n, _DEPTH, seed=n) for n in (_ROWS, 96))
     _cancel(x, weight)
+    x, weight = x.to(device, dtype), weight.to(device, dtype)
     yield "product", (ops.linear(x, weight), ops.linear(x[-1:], weight))
     yield "exp", (ops.silu_mul(_fixed(_ROWS, 2 * _DEPTH, seed=2).to(device, dtype)),)
     yield "norm", (ops.rms_norm(x, _fixed(_DEPTH, seed=3).to(device, dtype), 1e-6),)
@@ -87,7 +88,7 @@ def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     count = 3 * ops.SQUARES_BLOCK + 5
     grad, master, first, second = (_fixed(count, seed=seed).to(device) for seed in (7, 8, 9, 10))
     second.abs_()
-    squares, weights = ops.square_sums(grad), master.to(dtype)
+    squares, weights = ops.square_sums(grad), master.to(dtype, copy=True)
     steps = torch.tensor([2.0, 2.0], device=device)
     rate, scale = (torch.tensor(number, device=device) for number in (0.001, 1.75))
     applied = torch.ones((), dtype=torch.bool, device=device)
