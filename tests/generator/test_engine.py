@@ -50,6 +50,20 @@ def test_a_sample_depends_on_its_identity_alone(model, engine_of: EngineOf) -> N
     assert len({tuple(tokens) for tokens in outcomes}) == 5
 
 
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_a_prompt_that_continues_a_completion_gives_what_it_gives_alone(
+    model, engine_of: EngineOf, page_size: int
+) -> None:
+    """A completion that fills its last page leaves that page unfinished: its last token's keys are never made."""
+    engine = engine_of(model, page_size=page_size)
+    first = run(engine, max_completion_length=2 + page_size, ignore_eos=True)[0]
+    longer = PROMPT + first.token_ids
+    assert len(longer) % page_size == 0
+    longer += [7, 8, 9]
+    sampling = [SamplingParams(max_completion_length=6, ignore_eos=True)]
+    assert words(generate(engine, [longer], sampling)) == words(generate(engine_of(model), [longer], sampling))
+
+
 def test_truncated_log_probs_are_of_the_distribution_that_was_sampled(model, engine_of: EngineOf) -> None:
     """top-k 2 leaves two tokens: their sampled probabilities add up to 1, and have the ratio of the model's own."""
     completion = run(engine_of(model), top_k=2, temperature=0.5, n=1)[0]

@@ -98,6 +98,37 @@ def packed(
     return ops.attention_packed(q, k, v, *tensors, q.shape[0])
 
 
+@pytest.mark.parametrize("prefix", [62, 63, 64, 126, 127, 128])
+def test_samples_share_no_key_but_the_prompt_s(prefix: int) -> None:
+    """A prompt of 63 tokens leaves one key of its tile to each sample: the tile is not the samples' to share."""
+    shared, samples = Sequence(prefix, 4, 2, 32), [Sequence(9, 4, 2, 32) for _ in range(3)]
+    expected = [attended_after(shared, sample) for sample in samples]
+    q, k, v = (torch.cat([getattr(x, name) for x in (shared, *samples)]) for name in "qkv")
+    starts = [0, *(prefix + 9 * i for i in range(4))]
+    out = packed(q, k, v, starts, [0] * 4, [0] + [prefix] * 3)[prefix:]
+    assert all(map(same, out.split(9), expected))
+
+    full, page_size = prefix // 16, 16
+    pages = -(-(prefix + 9) // page_size) - full  # of a sample: a copy of the prompt's last page, and what follows
+    table = [list(range(full)) + [full + i * pages + j for j in range(pages)] for i in range(3)]
+    caches = [torch.full((full + 3 * pages, page_size, 2, 32), torch.nan) for _ in range(2)]
+    for sample, row in zip(samples, table, strict=True):
+        for cache, name in zip(caches, "kv", strict=True):
+            position = torch.arange(prefix + 9)
+            slot = torch.tensor(row)[position // page_size] * page_size + position % page_size
+            cache.flatten(0, 1)[slot] = torch.cat((getattr(shared, name), getattr(sample, name)))
+    lengths, context = torch.tensor([0, 9, 18, 27], dtype=torch.int32), torch.full((3,), prefix + 9, dtype=torch.int32)
+    pages_of = torch.tensor(table, dtype=torch.int32)
+    out = ops.attention_paged(q[prefix:], *caches, pages_of, lengths, context, 9, prefix + 9)
+    assert all(map(same, out.split(9), expected))
+
+
+def attended_after(shared: Sequence, sample: Sequence) -> Tensor:
+    """Outputs of a sample behind a prompt, as one segment."""
+    q, k, v = (torch.cat((getattr(shared, name), getattr(sample, name))) for name in "qkv")
+    return packed(q, k, v, [0, len(q)], [0], [0])[shared.length :]
+
+
 def invariant(sequence: Sequence) -> bool:
     """Whether every layout gives the bits of the whole sequence as one packed segment."""
     length, expected = sequence.length, sequence.packed()
