@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import config_file, environment
+from .closing import interrupted
 from .config import RunConfig, validate
 from .errors import InputError
 
@@ -53,14 +54,18 @@ def train(
             folder = given
         else:
             folder = world.from_first(lambda: _claim(given, config.recipe))
+        if world.first:
+            print(f"run folder: {folder}", file=sys.stderr, flush=True)
         from .run import train as run
 
         try:
             return {"run_dir": str(folder)} | run(config, folder, resume, world)
-        except BaseException:
+        except BaseException as error:
             if world.first:
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # only a folder that is still empty goes
+                if isinstance(error, KeyboardInterrupt) and folder.exists():
+                    error.add_note(interrupted(folder, world.size))
             raise
 
 

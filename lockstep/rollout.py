@@ -93,7 +93,7 @@ def _sample_and_score(
         for (group, problem), ids, samples in zip(problems, prompt_ids, completions, strict=True)
     ]
     with timings.measured("rewards"):
-        return _score(groups, [problem.origin for _, problem in problems], rewards, where)
+        return _score(groups, [problem.origin for _, problem in problems], rewards, where, timings)
 
 
 def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int | None) -> list[int]:
@@ -110,7 +110,7 @@ def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int
 
 
 def _score(
-    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str
+    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str, timings: Timings
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Fill in every rollout's `rewards` and `reward`; returns the groups that have them, and counts."""
     rows = [
@@ -124,6 +124,7 @@ def _score(
         where=f"{where}, groups {groups[0].group} to {groups[-1].group}",
         origins=[origin for _, _, origin in rows],
         groups=[group.group for group, _, _ in rows],
+        tell=timings.tell,
     )
     without = set()
     for (group, rollout, _), values, total in zip(rows, scores.values, scores.totals, strict=True):
