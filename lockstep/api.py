@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import config_file, environment, run_lock
+from .closing import interrupted
 from .config import RunConfig, validate
 from .errors import InputError
 
@@ -60,15 +61,19 @@ def train(
             world.from_first(lambda: lock.enter_context(run_lock.held(folder)))
         else:
             folder = world.from_first(lambda: _claim(given, config.recipe, lock))
+        if world.first:
+            print(f"run folder: {folder}", file=sys.stderr, flush=True)
         from .run import train as run
 
         try:
             return {"run_dir": str(folder)} | run(config, folder, resume, world, resume_with_other_numerics)
-        except BaseException:
+        except BaseException as error:
             if world.first:
                 lock.close()
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # only a folder that is still empty goes
+                if isinstance(error, KeyboardInterrupt) and folder.exists():
+                    error.add_note(interrupted(folder, world.size))
             raise
 
 

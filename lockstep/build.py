@@ -40,7 +40,7 @@ from .models.checks import require_memory
 from .models.init import architecture, initialize
 from .parallel import FSDP, ONE, World
 from .tasks import Problem, PromptLimit, Task, make_task
-from .timings import Timings
+from .timings import Timings, Watcher
 from .tokenizer import byte_tokenizer, check_vocabulary, encode_prompt, load_tokenizer
 from .trainer import BatchShape, Trainer, batch_shapes
 from .types import SamplingParams
@@ -150,10 +150,11 @@ def load_policy(
     return Policy(decoder, tokenizer)
 
 
-def build(config: RunConfig, world: World = ONE) -> Run:
-    """All parts of a run, with memory planned and inputs checked before the first step; of each rank of `world`."""
+def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> Run:
+    """All parts of a run, with memory planned and inputs checked before the first step; of each rank of `world`.
+    `watcher` is told what the run is doing."""
     device = resolve_device(config.device)
-    timings = Timings(keep_spans=True, event=_event_of(device))
+    timings = Timings(keep_spans=True, event=_event_of(device), watcher=watcher)
     loaded_kernels = load_beside(config, device.type, world.size, timings)
     with timings.measured("task"):
         task = make_task(config.task, config.trainer.prompts_per_step)

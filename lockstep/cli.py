@@ -73,11 +73,16 @@ def _main(arguments: list[str]) -> int:
         bad_input = isinstance(error, InputError)
         return _fail(f"{'error' if bad_input else 'failed'}: {error}", 2 if bad_input else 1, _is_reported(error))
     except Terminated as stop:
-        return _fail(f"ended by {stop.args[0].name}", 128 + stop.args[0])
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0])
+    except KeyboardInterrupt as stop:
+        return _fail(_with_notes("interrupted", stop), 130)
     except BrokenPipeError:  # whoever read standard output has gone
         return 1
+
+
+def _with_notes(message: str, error: BaseException) -> str:
+    """`message`, and below it what was noted on `error`: where the run is, and what goes on with it."""
+    return "\n".join((message, *getattr(error, "__notes__", ()))).rstrip()
 
 
 def _fail(message: str, code: int, reported: bool = False) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import api, config_file, recipes
+from .closing import closing
 from .config import GeneratorConfig, RunConfig, TaskConfig, check_generation, template_variables, validate
 from .config_file import suggest
 from .environment import launched
@@ -48,8 +49,7 @@ def _train(flags: Train) -> Outcome:
     )
     if launched().rank > 0:
         return Outcome()  # the first process tells of the run
-    run_dir = Path(summary["run_dir"])
-    return Outcome(summary, [_table({"run_dir": run_dir, "report": run_dir / "report.html"} | summary)])
+    return Outcome(summary, [closing(summary)])
 
 
 def _precompile(flags: Precompile) -> Outcome:

@@ -7,8 +7,11 @@ import io
 import math
 import os
 import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from .errors import LockstepError
@@ -97,17 +100,70 @@ def _discard(stream: Any) -> None:
         os.close(null)
 
 
+# What the screen calls a run's phases. Those without a word here are parts of them.
+_WORDS = {
+    "task": "the task's data",
+    "load": "loading the model",
+    "restore": "restoring the checkpoint",
+    "trackers": "trackers",
+    "warmup": "worked examples",
+    "validation": "held-out problems",
+    "graphs": "graphs",
+    "load_graphs": "loading stored graphs",
+    "import_tracer": "importing the tracer",
+    "trace": "tracing graphs",
+    "passes": "rewriting graphs",
+    "inductor": "compiling with inductor",
+    "compile": "compiling kernels",
+    "record": "recording CUDA graphs",
+    "verify": "checking graphs",
+    "gate": "checking this machine's arithmetic",
+    "generate": "generating",
+    "rewards": "in rewards",
+    "forward_backward": "training",
+    "optim_step": "training",
+    "sync": "gathering weights",
+    "checkpoint": "saving a checkpoint",
+    "save_model": "exporting the model",
+}
+_TELL_THEMSELVES = ("warmup", "validation", "graphs")  # a line of their own says what came of them, and in how long
+_WORTH_A_LINE = 0.1  # seconds of a part of start-up
+_TICK = 1.0  # seconds between two looks at what is being done
+_PATIENCE = 30.0  # seconds in one phase before a line tells of it where there is no terminal; then twice as many
+
+
+@dataclass
+class _Phase:
+    name: str
+    began: float
+    detail: str = ""
+    due: float = _PATIENCE  # seconds after which the next line tells of it
+
+    def __str__(self) -> str:
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{_WORDS[self.name]}{detail}, {self.seconds:.0f} s"
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+
 class Display:
     """Progress on standard error: a live table on a terminal, otherwise (or with `live=False`) a line a step.
 
-    Use it as a context manager. It never touches standard output.
+    It is told of phases as a `Watcher`: parts of start-up get a line each once they are done, and what a long phase is
+    at shows while it lasts. Use it as a context manager. It never touches standard output.
     """
 
-    def __init__(self, steps: int, live: bool = True, stream: IO[str] | None = None) -> None:
+    def __init__(self, steps: int, live: bool = True, stream: IO[str] | None = None, tick: float = _TICK) -> None:
         self._stream: Any = FailsafeStream(sys.stderr if stream is None else stream)
         self._wants_live = live and self._stream.isatty()
         self._live: Live | None = None
+        self._table: Any = None  # of the latest step
         self._steps = steps
+        self._stepping = False
+        self._phases: list[_Phase] = []  # that have begun and not ended, the innermost last
+        self._tick, self._closed = tick, threading.Event()
         self._rewards: deque[float] = deque(maxlen=40)
         self._seconds: deque[float] = deque(maxlen=20)
         self._checked = self._different = self._not_covered = 0
@@ -117,15 +173,69 @@ class Display:
             from rich.console import Console
             from rich.live import Live
 
-            # No refresh thread: it would take the interpreter from the loop that feeds the device.
-            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+            # No refresh thread of its own: several times a second it would take the interpreter from the loop that
+            # feeds the device.
+            console = Console(file=self._stream)
+            self._live = Live(console=console, auto_refresh=False, get_renderable=self._screen)
             self._live.start()
+        self._ticker = threading.Thread(target=self._look, daemon=True)
+        self._ticker.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._ticker.join()
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def began(self, phase: str) -> None:
+        """A phase of the run began, within those that have not ended."""
+        self._stepping |= phase == "step"
+        self._phases.append(_Phase(phase, time.monotonic()))
+
+    def told(self, detail: str) -> None:
+        """How far the innermost phase is, or what it is at."""
+        if self._phases:
+            self._phases[-1].detail = detail
+
+    def ended(self, phase: str, seconds: float) -> None:
+        """The innermost phase ended. A part of start-up gets a line."""
+        self._phases.pop()
+        if not self._stepping and not self._phases and phase in _WORDS and phase not in _TELL_THEMSELVES:
+            self.startup(_WORDS[phase], seconds)
+
+    def startup(self, part: str, seconds: float) -> None:
+        """Show how long a part of start-up took, unless it was over at once."""
+        if seconds >= _WORTH_A_LINE:
+            self.note(f"start-up: {part} {seconds:.1f} s")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, `name` is what the run is doing."""
+        began = time.monotonic()
+        self.began(name)
+        try:
+            yield
+        finally:
+            self.ended(name, time.monotonic() - began)
+
+    def doing(self) -> str:
+        """The innermost phase that has a word, how far it is and for how long; empty where there is none."""
+        return str(self._innermost() or "")
+
+    def _innermost(self) -> _Phase | None:
+        return next((phase for phase in reversed(self._phases.copy()) if phase.name in _WORDS), None)
+
+    def _look(self) -> None:
+        """Now and then show what is being done: a reward or a long answer lets nothing else come to the screen."""
+        while not self._closed.wait(self._tick):
+            phase = self._innermost()
+            if self._live is not None:
+                self._live.refresh()
+            elif phase is not None and phase.seconds >= phase.due:
+                phase.due *= 2
+                self.note(f"still {phase}")
 
     def note(self, text: str) -> None:
         """Show a line that is not about a step (start-up, validation, a warning)."""
@@ -142,7 +252,8 @@ class Display:
         self._different += int(metrics.get("parity/tokens_different", 0))
         self._not_covered += abs(int(metrics.get("parity/tokens_not_covered", 0)))
         if self._live is not None:
-            self._live.update(self._table(step, metrics), refresh=True)
+            self._table = self._table_of(step, metrics)
+            self._live.refresh()
         else:
             print("  ".join(self._cells(step, metrics).values()), file=self._stream, flush=True)
 
@@ -161,7 +272,7 @@ class Display:
             "eta": f"eta {self._eta(step)}",
         }
 
-    def _table(self, step: int, metrics: Mapping[str, Any]) -> Any:
+    def _table_of(self, step: int, metrics: Mapping[str, Any]) -> Any:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -174,6 +285,13 @@ class Display:
         table.add_row(cells["reward"], Text(sparkline(self._rewards), style="cyan"), cells["length"])
         table.add_row(cells["loss"], Text(cells["parity"], style=style), cells["speed"])
         return Group(table, Text(f"time {cells['time']}", style="dim"))
+
+    def _screen(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        doing = self.doing()
+        return Group(*([self._table] if self._table else []), *([Text(doing, style="dim")] if doing else []))
 
     def _parity(self) -> str:
         if self._different:

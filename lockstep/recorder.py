@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from . import __version__, checkpoint, config_file, golden, ops
+from . import __version__, checkpoint, closing, config_file, golden, ops
 from . import resume as resuming
 from .build import save_policy
 from .config import RunConfig
@@ -57,6 +58,7 @@ class Recorder:
     def __init__(self, config: RunConfig, run_dir: Path, world: World = ONE) -> None:
         self.config, self.world = config, world
         self.run_dir = run_dir
+        self._shown_dir = closing.from_here(run_dir)
         imports, Recorder._imports = Recorder._imports, 0.0
         self.began = time.perf_counter() - imports
         self._earlier = 0.0  # seconds of the processes that this one goes on from
@@ -65,13 +67,14 @@ class Recorder:
         self.validations: dict[str, dict[str, float]] = {}
         self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
         self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
-        self._imports_s = imports
+        self.imports_s = imports
         self._timeline: Timeline | None = None
         self._metrics: MetricsWriter | None = None
         self._rollouts: MetricsWriter | None = None
         self._trackers: Trackers | None = None
         self._loop: Loop | None = None
         self._rewards: list[float] = []
+        self._prompt: Any = None  # of a step's first group
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
@@ -93,7 +96,7 @@ class Recorder:
                     self.inputs  # noqa: B018 (as soon as the model is read)
             with timings.measured("trackers"):
                 self._trackers = Trackers(self.config.metrics, self.run_dir, config_file.flat(self.config))
-        imports = Span("import", self.began, self._imports_s)
+        imports = Span("import", self.began, self.imports_s)
         self._count_startup(self.began, {imports.name: imports.seconds} | timings.seconds)
         if self.world.first:
             self._timeline = Timeline(self.run_dir / TIMELINE_FILE, f"lockstep {self.run_dir.name}", self.began)
@@ -103,7 +106,8 @@ class Recorder:
         """Make the graphs of all steps; record where start-up went."""
         began, compiler, timings = time.perf_counter(), loop.run.compiler, loop.run.timings
         before = dict(timings.seconds)
-        with self.world.deadline("making and checking graphs", timeouts=10):
+        making = display.phase("graphs") if compiler else nullcontext()
+        with self.world.deadline("making and checking graphs", timeouts=10), making:
             warm_up(self.config, loop.run)
         if compiler:
             graphs = sum(len(function.graphs) for function in compiler.functions)
@@ -258,6 +262,7 @@ class Recorder:
         if not self.world.first:
             return
         assert self._metrics is not None and self._rollouts is not None and self._trackers is not None
+        self._prompt = groups[0].prompt
         self._metrics.write({"step": step, **metrics})
         self._trackers.log(step, metrics)
         if self.config.metrics.rollouts:
@@ -295,6 +300,11 @@ class Recorder:
         ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
         self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
         self.summary |= {"steps_done": self._absent + len(self._rewards), "validation": self.validations}
+        self.summary |= {
+            "learned": closing.learned(self.config, self.validations, self._rewards),
+            "parity": self._loop.certificate.to_dict() if self._loop else {},
+            "next": closing.next_command(self.config, self._shown_dir, self._prompt),
+        }
         self.summary["total_s"] = self._total_seconds()
         write_summary(self.run_dir, self.summary)
         with writing(self.run_dir / "report.html"):

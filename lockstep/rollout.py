@@ -113,7 +113,7 @@ def _sample_and_score(
         for (group, problem), ids, samples in zip(problems, prompt_ids, completions, strict=True)
     ]
     with timings.measured("rewards"):
-        return _score(groups, [problem.origin for _, problem in problems], rewards, where)
+        return _score(groups, [problem.origin for _, problem in problems], rewards, where, timings)
 
 
 def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int | None) -> list[int]:
@@ -129,7 +129,9 @@ def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int
     return ids
 
 
-def _score(groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str) -> Collected:
+def _score(
+    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str, timings: Timings
+) -> Collected:
     """Fill in every rollout's `rewards` and `reward`."""
     rows = [
         (group, rollout, origin) for group, origin in zip(groups, origins, strict=True) for rollout in group.rollouts
@@ -142,6 +144,7 @@ def _score(groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, w
         where=f"{where}, groups {groups[0].group} to {groups[-1].group}",
         origins=[origin for _, _, origin in rows],
         groups=[group.group for group, _, _ in rows],
+        tell=timings.tell,
     )
     without = set()
     for (group, rollout, _), values, total in zip(rows, scores.values, scores.totals, strict=True):

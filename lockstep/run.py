@@ -33,12 +33,20 @@ def train(
     if world.size > 1:
         world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
     run_dir = run_dir.absolute()  # rewards may change the working directory
+    with _display(config, world) as display:
+        return _train(config, run_dir, resume, world, other_numerics, display)
+
+
+def _train(
+    config: RunConfig, run_dir: Path, resume: bool, world: World, other_numerics: bool, display: Display
+) -> dict[str, Any]:
     recorder = Recorder(config, run_dir, world)
+    display.startup("importing", recorder.imports_s)
     loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
-    loop = Loop(config, build(config, world))
+    loop = Loop(config, build(config, world, display))
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
-    with recorder, _display(config, world) as display:
+    with recorder:
         if resume:
             display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
             for remark in resuming.remarks(run_dir, loaded) if loaded else ():

@@ -30,6 +30,7 @@ def imitate(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
         raise_received()
         losses.append(loop.warmup_step(len(losses)).loss)
         done = len(losses)
+        loop.run.timings.tell(f"step {done} of at most {t.warmup_steps}, loss {losses[-1]:.3f}")
         if done % _SHOWN == 0:
             note(f"warm-up step {done}: loss {losses[-1]:.3f}")
         if t.warmup_reward and done % t.warmup_interval == 0:

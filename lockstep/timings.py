@@ -42,18 +42,38 @@ class Event(Protocol):
         """Milliseconds of the device from here to `end_event`, both passed."""
 
 
+class Watcher(Protocol):
+    """Whoever is told what a run is doing, as it happens."""
+
+    def began(self, phase: str) -> None:
+        """A phase began, within those that have not ended."""
+
+    def told(self, detail: str) -> None:
+        """How far the innermost phase is, or what it is at."""
+
+    def ended(self, phase: str, seconds: float) -> None:
+        """The innermost phase ended; it took so many seconds, phases within included."""
+
+
 class Timings:
     """Host seconds by phase, summed over all its occurrences; a phase within another counts for itself alone.
 
     Args:
         keep_spans: keep each occurrence too, until `take`.
         event: makes the events that measure what a device does; None where the host's clock measures everything.
+        watcher: told of each phase as it begins and ends, and of what `tell` is given.
 
     Attributes:
         seconds: by name, in the order in which the phases were first entered.
     """
 
-    def __init__(self, keep_spans: bool = False, event: Callable[[], Event] | None = None) -> None:
+    def __init__(
+        self,
+        keep_spans: bool = False,
+        event: Callable[[], Event] | None = None,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self._watcher = watcher
         self.seconds: dict[str, float] = {}
         self._within = [0.0]  # seconds of finished phases, at each depth
         self._keep, self._event = keep_spans, event if keep_spans else None
@@ -70,6 +90,8 @@ class Timings:
         """
         self.seconds.setdefault(phase, 0.0)
         self._within.append(0.0)
+        if self._watcher:
+            self._watcher.began(phase)
         first = self._recorded() if on_device and self._event else None
         began = time.perf_counter()
         try:
@@ -80,8 +102,15 @@ class Timings:
             self._within[-1] += total
             if self._keep:
                 self._spans.append(Span(phase, began, total, False, facts))
+            if self._watcher:
+                self._watcher.ended(phase, total)
         if first is not None:
             self._pairs.append((phase, first, self._recorded(), facts))
+
+    def tell(self, detail: str) -> None:
+        """Tell whoever watches how far the innermost phase is, or what it is at."""
+        if self._watcher:
+            self._watcher.told(detail)
 
     def take(self) -> list[Span]:
         """The spans that ended since the last call. Waits until the device has come to the end of the last."""

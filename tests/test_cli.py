@@ -199,10 +199,30 @@ def test_json_prints_one_object_and_nothing_else(run: Recorder, capsys: pytest.C
     assert "a library's chatter" in printed.err
 
 
-def test_without_json_a_table(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_json_what_was_learned_and_what_comes_next(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    run.result = {
+        "learned": "held-out correct 77.5 % -> 98 %",
+        "parity": {"identical": True, "tokens_checked": 1357517, "tokens_different": 0},
+        "next": "lockstep generate --model r/model",
+        "startup/task": 0.0001127,
+    }
     assert command("train --run-dir r") == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("run folder: r\n")
+    assert printed.out == (
+        "learned    held-out correct 77.5 % -> 98 %\n"
+        "identical  yes: 1,357,517 tokens compared between generator and trainer, 0 different\n"
+        "report     r/report.html\n"
+        "next       lockstep generate --model r/model\n"
+    )
+
+
+def test_without_json_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    made = {"out": "m", "parameters": 12, "total_s": 1.5, "note": None, "list": [1]}
+    monkeypatch.setitem(sys.modules, "lockstep.models.init", SimpleNamespace(init_folder=lambda *_: made))
+    assert command("init tiny --out m") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["run_dir", "r"] and ["total_s", "1.5"] in [line.split() for line in lines]
+    assert lines[0].split() == ["out", "m"] and ["total_s", "1.5"] in [line.split() for line in lines]
     assert "None" not in " ".join(lines)
 
 

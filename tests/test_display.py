@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
-from processes import finished, unread_pipe
+from processes import finished, unread_pipe, wait_for
 
 from lockstep.display import Display, FailsafeStream, sparkline
 
@@ -63,6 +64,60 @@ def test_display_without_parity_or_times() -> None:
     with Display(1, stream=stream) as display:
         display.update(0, {})
     assert "parity not checked" in stream.getvalue() and "eta -" in stream.getvalue()
+
+
+def test_parts_of_startup_get_a_line_each_as_they_end() -> None:
+    stream = io.StringIO()
+    with Display(1, stream=stream) as display:
+        display.began("load")
+        display.began("trace")
+        display.ended("trace", 2.0)
+        assert stream.getvalue() == ""  # a part of loading
+        display.ended("load", 3.25)
+        assert stream.getvalue() == "start-up: loading the model 3.2 s\n"
+        for phase, seconds in (("task", 0.0001127), ("validation", 5.0), ("read", 5.0)):
+            display.began(phase)
+            display.ended(phase, seconds)
+        display.began("step")
+        display.ended("step", 2.0)
+        display.began("checkpoint")
+        display.ended("checkpoint", 2.0)  # no part of start-up
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_what_is_being_done_within_a_step() -> None:
+    display = Display(1, stream=io.StringIO())
+    assert display.doing() == ""
+    for phase, detail, shown in (
+        ("step", "", ""),
+        ("generate", "40 of 128", "generating: 40 of 128, 0 s"),
+        ("decode", "", "generating: 40 of 128, 0 s"),
+        ("rewards", "exact", "in rewards: exact, 0 s"),
+    ):
+        display.began(phase)
+        display.told(detail)
+        assert display.doing() == shown
+    for phase in ("rewards", "decode", "generate"):
+        display.ended(phase, 1.0)
+    display.began("forward_backward")
+    assert display.doing() == "training, 0 s"
+
+
+def test_a_long_phase_shows_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("lockstep.display.time", SimpleNamespace(monotonic=lambda: now[0]))
+    plain, live = io.StringIO(), Terminal()
+    with Display(1, stream=plain, tick=0.002) as first, Display(1, stream=live, tick=0.002) as second:
+        for display in (first, second):
+            display.began("rewards")
+            display.told("exact")
+        now[0] += 31.4
+        wait_for(lambda: "exact" in plain.getvalue() and "31 s" in live.getvalue())
+        now[0] += 29.0
+        wait_for(lambda: plain.getvalue().count("still") == 2)
+        second.note("a line")
+        assert "exact" in live.getvalue()
+    assert plain.getvalue() == "still in rewards: exact, 31 s\nstill in rewards: exact, 60 s\n"
 
 
 def test_sparkline() -> None:

@@ -377,6 +377,57 @@ def test_a_run_that_is_told_to_end_leaves_its_summary(tmp_path: Path, number: si
     assert json.loads((run / "summary.json").read_text())["total_s"] > 0 and (run / "report.html").is_file()
 
 
+def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
+    command[command.index("2")] = "100000"
+    with running([*command, "--checkpoint.interval", "3"]) as process:
+        wait_for((run / "checkpoints" / "step_3").exists, process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130 and "Traceback" not in errors
+    lines = errors.splitlines()
+    assert lines[0] == f"run folder: {run}"
+    assert lines[-5:-1] == [
+        "lockstep: interrupted",
+        f"folder  {run}",
+        f"report  {run}/report.html",
+        f"go on   lockstep train --resume {run}",
+    ]
+    saved = [int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*")]
+    assert lines[-1] == f"from    step {max(saved)}"
+
+
+def test_the_screen_of_a_run_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", "--steps", "2", *SMALL[2:], "--run-dir", str(run)]) == 0
+    printed = capsys.readouterr()
+    first, *lines = printed.err.splitlines()
+    assert first == f"run folder: {run}"
+    beginnings = [
+        "warm-up: at most 6",
+        "warm-up: loss",
+        "validation after 0",
+        "step 1/2",
+        "validation after 2",
+        "step 2/2",
+    ]
+    assert [line for line in lines if not line.startswith("start-up: ")] == [
+        next(line for line in lines if line.startswith(beginning)) for beginning in beginnings
+    ]
+    summary = json.loads((run / "summary.json").read_text())
+    tokens = json.loads((run / "parity.json").read_text())["tokens_checked"]
+    assert printed.out == (
+        f"learned    {summary['learned']}\n"
+        f"identical  yes: {tokens:,} tokens compared between generator and trainer, 0 different\n"
+        f"report     {run}/report.html\n"
+        f"next       {summary['next']}\n"
+    )
+    spread = [summary["validation"][step]["validation/rewards/spread/mean"] for step in ("0", "2")]
+    assert summary["learned"].startswith("held-out spread {:.3g} -> {:.3g}, after 2 steps".format(*spread))
+    assert summary["next"].startswith(f"lockstep generate --model {run}/model --prompt '")
+
+
 @pytest.mark.parametrize(("limit", "file"), [(200, "config.yaml"), (40_000, "checkpoint"), (40_000, "model")])
 def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int, file: str) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

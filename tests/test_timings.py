@@ -36,6 +36,23 @@ def test_spans_are_kept_in_the_order_of_their_ends_until_taken() -> None:
     assert not inner.on_device and timings.take() == []
 
 
+def test_a_watcher_is_told_of_phases_as_they_happen() -> None:
+    heard: list[tuple] = []
+    watcher = SimpleNamespace(
+        began=lambda phase: heard.append(("began", phase)),
+        told=lambda detail: heard.append(("told", detail)),
+        ended=lambda phase, seconds: heard.append(("ended", phase, seconds >= 0)),
+    )
+    timings = Timings(watcher=watcher)
+    with pytest.raises(KeyError), timings.measured("outer"):
+        timings.tell("1 of 2")
+        with timings.measured("inner"):
+            raise KeyError
+    outer, inner = ("began", "outer"), ("began", "inner")
+    assert heard == [outer, ("told", "1 of 2"), inner, ("ended", "inner", True), ("ended", "outer", True)]
+    Timings().tell("nobody watches")
+
+
 class Device:
     """A device that works through a queue, and the host's clock, in seconds. The host's own work takes no time; it
     waits for the device in `synchronize` alone."""

@@ -87,8 +87,11 @@ class Engine:
             for prompt, params, identity in zip(prompt_ids, sampling, identities, strict=True):
                 ids.append(self.add_request(prompt, params, identity))
             done: dict[int, list[Completion]] = {}
+            total = sum(params.n for params in sampling)
             while len(done) < len(ids):
                 done |= dict(self.step())
+                unfinished = sum(list(samples.values()).count(None) for samples in self._pending.values())
+                self.timings.tell(f"{total - unfinished} of {total}")
             return [done[i] for i in ids]
         except BaseException:
             for i in ids:

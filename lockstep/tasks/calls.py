@@ -80,12 +80,18 @@ def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> lis
     return taken
 
 
-def call_all(calls: Sequence[tuple[RewardFunction, Arguments, int]]) -> list[Outcome]:
+def call_all(
+    calls: Sequence[tuple[RewardFunction, Arguments, int]], began: Callable[[list[int]], None] = lambda calls: None
+) -> list[Outcome]:
     """Call each (function, arguments, number of completions): plain functions one after the other, then all async ones
-    concurrently."""
-    results = [_started(function, arguments) for function, arguments, _ in calls]
+    concurrently. `began` is told which of them it comes to."""
+    results: list[Any] = []
+    for index, (function, arguments, _) in enumerate(calls):
+        began([index])
+        results.append(_started(function, arguments))
     waiting = [index for index, result in enumerate(results) if inspect.iscoroutine(result)]
     if waiting:
+        began(waiting)
         finished = _run([_finished(results[index], calls[index][0]) for index in waiting])
         for index, result in zip(waiting, finished, strict=True):
             results[index] = result

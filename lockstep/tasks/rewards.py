@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -111,12 +111,13 @@ class RewardSet:
         where: str = "",
         origins: Sequence[str] = (),
         groups: Sequence[int] = (),
+        tell: Callable[[str], None] = lambda names: None,
     ) -> Scores:
         """Score completions; every argument but `where` has one entry a completion.
 
         A column goes to the functions when every row has it. `where` says in messages what was scored, for example
         "step 3", `origins` which data row each is of. `groups` (equal for the completions of one prompt, which stand
-        together) divides the calls among workers.
+        together) divides the calls among workers. `tell` is given the names of the functions that are being called.
 
         Raises `InputError` when a function returns no list or one of the wrong length and, unless `on_error` says
         otherwise, when it raises or returns something that is no finite number.
@@ -132,7 +133,7 @@ class RewardSet:
         errors: Counter[str] = Counter()
         values: dict[str, list[float | None]] = {reward.name: [] for reward in self.rewards}
         calls = list(itertools.product(self.rewards, batches))
-        for (reward, batch), outcome in zip(calls, self._call(calls, columns), strict=True):
+        for (reward, batch), outcome in zip(calls, self._call(calls, columns, tell), strict=True):
             values[reward.name] += self._accept(reward, batch, outcome, errors)
         rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         return Scores(rows, [self._total(row) for row in rows], dict(errors))
@@ -152,15 +153,21 @@ class RewardSet:
             for start, end in itertools.pairwise(cuts)
         ]
 
-    def _call(self, calls: Sequence[tuple[Reward, _Batch]], columns: list[str]) -> list[Outcome]:
+    def _call(
+        self, calls: Sequence[tuple[Reward, _Batch]], columns: list[str], tell: Callable[[str], None]
+    ) -> list[Outcome]:
+        def began(indices: Iterable[int]) -> None:
+            tell(", ".join(dict.fromkeys(calls[i][0].name for i in indices)))
+
         taken = {reward.name: accepted(reward.name, reward.function, columns) for reward in self.rewards}
         given = [{name: batch.arguments[name] for name in taken[reward.name]} for reward, batch in calls]
         counts = [len(batch.origins) for _, batch in calls]
         if self._workers is not None:
+            began(range(len(calls)))
             specs = [reward.spec or "" for reward, _ in calls]  # there is one, as __init__ made sure
             return self._workers.call_all(list(zip(specs, given, counts, strict=True)))
         functions = [reward.function for reward, _ in calls]
-        return call_all(list(zip(functions, given, counts, strict=True)))
+        return call_all(list(zip(functions, given, counts, strict=True)), began)
 
     def _accept(self, reward: Reward, batch: _Batch, outcome: Outcome, errors: Counter[str]) -> list[float | None]:
         """The call's values, with `on_error` applied to the failures among them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from small import CONFIG, generate, make_model, requests, words
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights, plan_cache_tokens
+from lockstep.timings import Timings
 from lockstep.types import SampleIdentity, SamplingParams
 
 EngineOf = Callable[..., Engine]
@@ -39,6 +41,15 @@ def test_greedy_is_the_argmax_and_its_sampled_log_prob_is_zero(model, engine_of:
     assert sampled[0].token_ids != sampled[1].token_ids
     top_1 = run(engine_of(model), top_k=1)[0]
     assert (top_1.token_ids, top_1.logprobs) == (one.token_ids, one.logprobs)
+
+
+def test_it_tells_how_many_samples_are_finished(model) -> None:
+    told: list[str] = []
+    watcher = SimpleNamespace(began=lambda phase: None, told=told.append, ended=lambda phase, seconds: None)
+    weights, config = SharedWeights(model), GeneratorConfig(steps_per_sync=4, max_num_seqs=2)
+    engine = Engine(weights, config, 16384, timings=Timings(watcher=watcher))
+    run(engine, n=4, ignore_eos=True)
+    assert list(dict.fromkeys(told)) == ["0 of 4", "2 of 4", "4 of 4"]
 
 
 def test_a_sample_depends_on_its_identity_alone(model, engine_of: EngineOf) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from processes import finished
-from scoring import IDS, PROMPTS, TEXTS, length, only_last, score, slow_half
+from scoring import IDS, PROMPTS, ROWS, TEXTS, length, only_last, score, slow_half
 
 from lockstep.errors import InputError
 from lockstep.tasks.rewards import Reward, RewardSet
@@ -71,6 +71,13 @@ def test_async_rewards_run_inside_a_running_loop() -> None:
         return score(slow_half)[1]
 
     assert asyncio.run(notebook()) == [0.5] * 3
+
+
+def test_the_functions_are_told_as_they_are_called() -> None:
+    told: list[str] = []
+    rewards = RewardSet([Reward(f.__name__, f) for f in (length, slow_half, only_last)])
+    rewards.score(PROMPTS, TEXTS, IDS, ROWS, tell=told.append)
+    assert told == ["length", "slow_half", "only_last", "slow_half"]  # the last: what is waited for
 
 
 def test_nothing_to_score_calls_nothing() -> None:
