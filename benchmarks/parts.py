@@ -44,7 +44,7 @@ DIGITS = (
 
 PARTS = (
     # The first run finds no kernel compiled: a cold start. The second, and all that follows, finds most of them.
-    Part("seed_workload", _script("seed_workload", "--steps", "20", "--runs", "2", "--peer", "trl"), 150, 260),
+    Part("seed_workload", _script("seed_workload", "--steps", "20", "--runs", "2", "--peer", "trl-vllm"), 260, 420),
     Part("tests-roles", _tests("precompile", "families", "routing", "moe", "trust", "timings"), 80, 200),
     Part("tests-compile", _tests("compile"), 90, 260),
     Part("capture", _script("capture"), 90, 180),
@@ -72,7 +72,8 @@ PARTS = (
     Part("growth", _script("growth", "--repeats", "3"), 60, 300),
     Part("generate-big", _script("generate", "--peer", "none", "--case", "big", "--repeats", "3"), 75, 130),
     Part("generate-vllm", _script("generate", "--peer", "vllm", "--case", "seed", "--case", "seed, top-p", "--case",
-                                  "mid", "--case", "big", "--case", "one", "--repeats", "5"), 330, 480),
+                                  "mid", "--case", "one"), 260, 400),
+    Part("generate-big-vllm", _script("generate", "--peer", "vllm", "--case", "big", "--repeats", "3"), 300, 450),
     Part("settings", _script("settings", "--budget", "420"), 200, 430),
     Part("settings-sharded", _script("settings", "--only", "experts, one process", "experts, sharded"), 60, 200,
          "cuda-x2"),
