@@ -60,6 +60,20 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
+def bandwidth(device: str) -> float:
+    """Bytes a second that summing 8 GiB reads here, or 256 MiB on a CPU: the best of five."""
+    block = torch.ones(2**32 if device == "cuda" else 2**27, dtype=torch.bfloat16, device=device)
+    return block.nbytes / min(seconds(block.sum, device) for _ in range(5))
+
+
+def product_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations a second of a large square product here: the best of five."""
+    size = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a @ b
+    return 2 * size**3 / min(seconds(lambda: a @ b, device) for _ in range(5))
+
+
 def graph_us(run: Callable[[], object], replays: int = 10, samples: int = 7) -> float:
     """Microseconds of a CUDA graph of what one call launches: the median of `samples` means over `replays`. On a CPU,
     whose times mean nothing here, of one call."""

@@ -39,7 +39,8 @@ from lockstep.models.init import architecture
 from lockstep.ops import backend
 from lockstep.ops.fused_backward import add_gradient, rms_norm_add, rotated_attention_packed
 from lockstep.ops.kernels import grouped as grouped_kernels
-from lockstep.ops.kernels import linear, pdl
+from lockstep.ops.kernels import linear, linear_async, pdl
+from lockstep.ops.linear_table import AsyncChoice
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.step import score
@@ -195,6 +196,8 @@ def generate(model: Decoder) -> None:
     chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
     linear.linear_bf16(chain, chain)
     linear.linear_fp32(chain, chain)
+    one_step = torch.empty(128, 128, dtype=model.embed.dtype)
+    linear_async.product(one_step, one_step, AsyncChoice(64, 64, 128, 3, 3))
 
 
 def table(found: list[dict[str, Any]]) -> list[list[str]]:

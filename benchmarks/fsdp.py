@@ -41,6 +41,11 @@ def measure(name: str, folder: Path, processes: int, flags: list[str]) -> dict[s
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
     if done.returncode != 0:
         raise SystemExit(f"{name}: ended with {done.returncode}\n{done.stdout[-4000:]}")
+    return outcome(run_dir)
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """Figures of a run that came to its end."""
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
     certificate = json.loads((run_dir / "parity.json").read_text())
@@ -54,7 +59,7 @@ def measure(name: str, folder: Path, processes: int, flags: list[str]) -> dict[s
         "peak_gib": max(step["memory/peak_gib"] for step in steps),
         "recompiles": steps[-1]["recompiles"],
         "replays": steps[-1]["graph_replays"],
-        "passes": summary.get("compile", {}).get("nodes", {}),
+        "passes": summary["compile"]["passes"],
         "tokens_checked": certificate["tokens_checked"],
         "tokens_different": certificate["tokens_different"],
         "rollouts_sha256": hashlib.sha256((run_dir / "rollouts.jsonl").read_bytes()).hexdigest(),

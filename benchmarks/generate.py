@@ -1,4 +1,6 @@
-"""Tokens a second of generation, beside `transformers.generate` on the same weights in the same run.
+"""Tokens a second of generation, beside `transformers.generate` or vLLM on the same weights in the same run.
+
+vLLM runs twice, by default and in its batch-invariant mode, each in a process that has ended before ours begins.
 
 On a GPU decoding and prefill run as CUDA graphs. The floor there is the bytes that a decode step must read (weights
 once, a group's prompt once, each sequence's own keys and values) at the bandwidth that this machine's memory gives a
@@ -7,8 +9,11 @@ plain sum; on a CPU it is the time of the matrix products alone.
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import alternate, arguments, finish, random_model, save, seconds, summary
+from common import alternate, arguments, bandwidth, finish, random_model, save, summary
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.graph import Compiler
-from lockstep.models import Decoder, save_model
+from lockstep.models import Decoder, ModelConfig, save_model
 from lockstep.types import SampleIdentity, SamplingParams
 
 
@@ -204,14 +209,16 @@ def products(model: Decoder, case: Case) -> Callable[[], None]:
 
 
 def byte_floor_s(model: Decoder, case: Case) -> float:
-    """Seconds to read what all decode steps must, at the bandwidth of summing 8 GiB here."""
-    block = torch.ones(2**32, dtype=torch.bfloat16, device=model.embed.device)
-    bandwidth = block.nbytes / min(seconds(block.sum, "cuda") for _ in range(5))
-    c = model.config
-    weights = 2 * (c.num_parameters - (0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size))
-    token = 2 * 2 * c.num_kv_heads * c.head_dim * c.num_layers  # bytes of keys and values
+    """Seconds to read what all decode steps must, at the bandwidth of a plain sum here."""
+    return decode_bytes(model.config, case, model.embed.element_size()) / bandwidth(model.embed.device.type)
+
+
+def decode_bytes(c: ModelConfig, case: Case, size: int) -> float:
+    """Weights once a step, a group's prompt once, each sequence's own keys and values; elements of `size` bytes."""
+    weights = c.num_parameters - (0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size)
+    token = 2 * c.num_kv_heads * c.head_dim * c.num_layers  # keys and values
     own = case.sequences * case.new * (case.new - 1) / 2
-    return (case.new * weights + token * (case.new * case.prompts * case.prompt + own)) / bandwidth
+    return size * (case.new * weights + token * (case.new * case.prompts * case.prompt + own))
 
 
 def measure(model: Decoder, case: Case, peer: str, repeats: int) -> dict[str, Any]:
@@ -231,17 +238,45 @@ def measure(model: Decoder, case: Case, peer: str, repeats: int) -> dict[str, An
     return {**vars(case), "systems": systems}
 
 
+def vllm_systems(model: Decoder, names: list[str], repeats: int) -> dict[str, dict[str, Any]]:
+    """Times of vLLM's two modes by case; of one that failed the end of what it printed."""
+    systems: dict[str, dict[str, Any]] = {name: {} for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(model, Path(folder) / "model")
+        for mode, switch in (("vLLM", "0"), ("vLLM, batch invariant", "1")):
+            path = Path(folder) / f"{switch}.json"
+            command = [sys.executable, str(Path(__file__).with_name("peer_vllm.py")), "--repeats", str(repeats)]
+            command += ["--model", f"{folder}/model", "--json", str(path)]
+            command += ["--cases", json.dumps({name: vars(CASES[name]) for name in names})]
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                env={**os.environ, "VLLM_BATCH_INVARIANT": switch},
+            )  # fmt: skip
+            found = json.loads(path.read_text()) if path.exists() else {"cases": {}}
+            print(f"{mode}: exit code {done.returncode}, {list(found['cases'])}", file=sys.stderr, flush=True)
+            if done.returncode:
+                print(done.stdout[-3000:], file=sys.stderr, flush=True)
+            for name, times in found["cases"].items():
+                about = {"version": found["version"], "start_s": found["start_s"]}
+                rate = CASES[name].sequences * CASES[name].new / statistics.median(times)
+                systems[name][mode] = {**summary(times), "tokens_per_s": rate, **about}
+    return systems
+
+
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--case", choices=[*CASES, MIXED], action="append", help="default: the device's")
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
-    parser.add_argument("--peer", choices=["transformers", "none"], default="transformers")
+    parser.add_argument("--peer", choices=["transformers", "vllm", "none"], default="transformers")
     args = parser.parse_args()
     on_cpu = args.device == "cpu"
+    names = args.case or (["cpu", "cpu, no shared prompt"] if on_cpu else ["seed", "seed, top-p", "one"])
     model = random_model(args.arch or ("tiny" if on_cpu else "qwen3-0.6b"), args.device)
     figures: dict = {"arch": args.arch or "default", "dtype": str(model.embed.dtype), "cases": {}}
     rows = [["case", "system", "tok/s", "median s", "min", "max", "ms a token step"]]
-    for name in args.case or (["cpu", "cpu, no shared prompt"] if on_cpu else ["seed", "seed, top-p", "one"]):
+    fixed = [name for name in names if name != MIXED]
+    peers = vllm_systems(model, fixed, args.repeats) if args.peer == "vllm" else {}
+    for name in names:
         print(name, file=sys.stderr, flush=True)
         save("generate", figures, args.json)
         if name == MIXED:
@@ -251,6 +286,7 @@ def main() -> None:
             continue
         case = CASES[name]
         figures["cases"][name] = measure(model, case, args.peer, args.repeats)
+        figures["cases"][name]["systems"] |= peers.get(name, {})
         for system, s in figures["cases"][name]["systems"].items():
             shown = [f"{s[k]:.4f}" for k in ("median_s", "min_s", "max_s")]
             rows.append([name, system, f"{s['tokens_per_s']:,.0f}", *shown, f"{s['median_s'] / case.new * 1e3:.3f}"])

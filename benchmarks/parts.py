@@ -44,7 +44,7 @@ DIGITS = (
 
 PARTS = (
     # The first run finds no kernel compiled: a cold start. The second, and all that follows, finds most of them.
-    Part("seed_workload", _script("seed_workload", "--steps", "20", "--runs", "2", "--peer", "trl"), 150, 260),
+    Part("seed_workload", _script("seed_workload", "--steps", "20", "--runs", "2", "--peer", "trl-vllm"), 260, 420),
     Part("tests-roles", _tests("precompile", "families", "routing", "moe", "trust", "timings"), 80, 200),
     Part("tests-compile", _tests("compile"), 90, 260),
     Part("capture", _script("capture"), 90, 180),
@@ -56,7 +56,7 @@ PARTS = (
     Part("kernels", _script("kernels"), 60, 150),
     Part("endurance", _script("endurance", "--steps", "200"), 75, 160),
     Part("parity_cost", _script("parity_cost"), 130, 240),
-    Part("train_step", _script("train_step"), 60, 130),
+    Part("train_step", _script("train_step"), 120, 200),
     Part("tests-latent", _tests("latent"), 90, 200),
     Part("tests-ops", _tests("fused", "fused_backward", "sampling", "adamw", "ops"), 120, 280),
     Part("tests-attention", _tests("attention", "attention_backward", "backward", "generator", "llm"), 120, 260),
@@ -71,6 +71,12 @@ PARTS = (
     Part("learning-digits", _learning(120, *DIGITS), 60, 150),
     Part("growth", _script("growth", "--repeats", "3"), 60, 300),
     Part("generate-big", _script("generate", "--peer", "none", "--case", "big", "--repeats", "3"), 75, 130),
+    Part("generate-vllm", _script("generate", "--peer", "vllm", "--case", "seed", "--case", "seed, top-p", "--case",
+                                  "mid", "--case", "one"), 260, 400),
+    Part("generate-big-vllm", _script("generate", "--peer", "vllm", "--case", "big", "--repeats", "3"), 300, 450),
+    Part("settings", _script("settings", "--budget", "420"), 200, 430),
+    Part("settings-sharded", _script("settings", "--only", "experts, one process", "experts, sharded"), 60, 200,
+         "cuda-x2"),
     Part("generate-peer", _script("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
     Part("fsdp", _script("fsdp"), 180, 420, "cuda-x2"),
     # Every script at its smallest, to see here what would fail there.
@@ -80,7 +86,7 @@ PARTS = (
     Part("cpu-ops", _script("ops"), 5, 60, "cpu"),
     Part("cpu-generate", _script("generate", "--repeats", "1", "--case", "mixed", "--case", "cpu"), 5, 60, "cpu"),
     Part("cpu-train_step", _script("train_step", "--repeats", "1", "--sequences", "8", "--length", "32", "--prompt",
-                                   "8"), 5, 60, "cpu"),
+                                   "8", "--peer", "eager"), 5, 60, "cpu"),
     Part("cpu-capture", _script("capture", "--repeats", "1", "--sequences", "8", "--length", "6"), 12, 90, "cpu"),
     Part("cpu-compile_ways", _script("compile_ways", "--repeats", "1", "--length", "6", "--only", "joint", "layer"),
          12, 90, "cpu"),
@@ -94,6 +100,7 @@ PARTS = (
     Part("cpu-learning", _learning(60, "word-arithmetic", "--arch", "tiny", "--steps", "2", "--trainer.warmup-steps",
                                    "2", "--trainer.warmup-batch-size", "4", "--trainer.prompts-per-step", "2",
                                    "--task.validation-prompts", "4"), 8, 60, "cpu"),
+    Part("cpu-settings", _script("settings", "--only", "plain", "checkpoints"), 30, 120, "cpu"),
     Part("cpu-fsdp", _script("fsdp", "--steps", "2", "--only", "one process", "sharded"), 40, 120, "cpu"),
     Part("cpu-startup", _script("startup", "--repeats", "1", "--steps", "2"), 40, 180, "cpu"),
     Part("cpu-tests", _tests("precompile", "families"), 5, 60, "cpu"),

@@ -4,14 +4,16 @@ Each step: 5 prompts of 145 tokens, 8 samples of exactly 100 tokens (temperature
 all of them. Random weights answer nothing right, so the reward is 0 or 1 drawn from the text, and every group trains.
 Every system runs in a process of its own from a model folder on disk; start-up is all that comes before the first step,
 imports included, and the total ends with the last step. The export of the model, which lockstep alone makes, is told
-apart (`export_s`). TRL holds its weights and optimizer state in bfloat16, lockstep its masters in float32; TRL's
-generate and train are not told apart, so only its total over the steps stands.
+apart (`export_s`). TRL, with transformers' generation or with vLLM in the same process, holds its weights and optimizer
+state in bfloat16, lockstep its masters in float32; TRL's generate and train are not told apart, so only its total over
+the steps stands.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -128,8 +130,21 @@ def ours(folder: Path, began: float, parity: Parity, extra: dict[str, Any], coun
     }
 
 
-def trl(folder: Path, began: float) -> dict[str, Any]:
-    """TRL's GRPOTrainer with transformers' generation, the fastest settings that fit the same work."""
+def generation(vllm: bool) -> dict[str, Any]:
+    """TRL's fields for completions of exactly so many tokens."""
+    if not vllm:
+        return {"generation_kwargs": {"min_new_tokens": NEW_TOKENS}}
+    length = {"vllm_max_model_length": PROMPT_TOKENS + NEW_TOKENS + 1, "vllm_gpu_memory_utilization": 0.3}
+    forced = {"min_tokens": NEW_TOKENS, "ignore_eos": True}
+    return {"use_vllm": True, "vllm_mode": "colocate", **length, "generation_kwargs": forced}
+
+
+def trl(folder: Path, began: float, vllm: bool) -> dict[str, Any]:
+    """TRL's GRPOTrainer, the fastest settings that fit the same work."""
+    if vllm:
+        import peer_vllm
+
+        os.environ.update(peer_vllm.SETTINGS)
     import datasets
     import torch
     import transformers
@@ -153,7 +168,7 @@ def trl(folder: Path, began: float) -> dict[str, Any]:
         per_device_train_batch_size=PROMPTS * SAMPLES,
         num_generations=SAMPLES,
         max_completion_length=NEW_TOKENS,
-        generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        **generation(vllm),
         temperature=0.8,
         top_p=0.95,
         top_k=0,
@@ -220,33 +235,27 @@ def split(f: dict[str, Any]) -> str:
     return ", ".join(f"{name} {seconds:.1f}" for name, seconds in f["startup"].items())
 
 
-def floor_s(arch: str) -> float:
-    """Matrix products of all steps: prompts run and trained once, each new token's weights read a decode step."""
+def floor_s(arch: str) -> dict[str, float]:
+    """Seconds that no run of all steps can be below here: the bytes of decoding at the bandwidth of a plain sum, and
+    the matrix products of prefill and training, prompts once, at the rate of a large one. Attention and the update
+    are not in it."""
     import torch
-    from common import seconds
+    from common import bandwidth, product_rate
+    from generate import Case, decode_bytes
 
     from lockstep.models.init import architecture
 
     c = architecture(arch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    d, h, f = c.hidden_size, c.head_dim, c.intermediate_size
-    shapes = [((c.num_heads + 2 * c.num_kv_heads) * h, d), (d, c.num_heads * h), (2 * f, d), (d, f)] * c.num_layers
-    weights = [torch.randn(s, device=device).to(dtype) for s in shapes]
-    head = torch.randn(c.vocab_size, d, device=device).to(dtype)
-
-    def products(rows: int, logit_rows: int, backward: bool) -> None:
-        for w in [*weights, head]:
-            x = torch.empty(logit_rows if w is head else rows, w.shape[1], device=device, dtype=dtype)
-            y = torch.nn.functional.linear(x, w)
-            if backward:
-                torch.mm(y, w)
-                torch.mm(y.t(), x)
-
-    decode = [seconds(lambda: products(PROMPTS * SAMPLES, PROMPTS * SAMPLES, False), device) for _ in range(20)]
-    packed = PROMPTS * (PROMPT_TOKENS + SAMPLES * (NEW_TOKENS - 1))
-    train = [seconds(lambda: products(packed, PROMPTS * SAMPLES * NEW_TOKENS, True), device) for _ in range(10)]
-    return STEPS * (NEW_TOKENS * min(decode) + min(train))
+    rate = product_rate(device, dtype)
+    head = c.vocab_size * c.hidden_size
+    layers = c.num_parameters - head * (1 if c.tie_word_embeddings else 2)
+    prompt, completions = PROMPTS * PROMPT_TOKENS, PROMPTS * SAMPLES * NEW_TOKENS
+    train = 6 * (layers * (prompt + completions - PROMPTS * SAMPLES) + head * completions)
+    case = Case(PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS)
+    decode = decode_bytes(c, case, torch.empty(0, dtype=dtype).element_size()) / bandwidth(device)
+    return {"generate_s": STEPS * (decode + 2 * layers * prompt / rate), "train_s": STEPS * train / rate}
 
 
 def main() -> int:
@@ -254,18 +263,19 @@ def main() -> int:
 
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--arch", default="qwen3-0.6b")
-    parser.add_argument("--peer", choices=["trl", "none"], default="none")
+    parser.add_argument("--peer", choices=["trl", "trl-vllm", "none"], default="none",
+                        help="trl-vllm: TRL both ways")  # fmt: skip
     parser.add_argument("--parity", choices=["strict", "warn", "off"], default="strict")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of ours (default: {STEPS})")
     parser.add_argument("--runs", type=int, default=1, help="fresh processes of ours (default: 1)")
     parser.add_argument("--compile", default="{}", help="fields of the compile section, as JSON")
-    parser.add_argument("--system", choices=["lockstep", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--system", choices=["lockstep", "trl", "trl-vllm"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.system:
-        if args.system == "trl":
-            one = trl(args.folder, args.began)
+        if args.system != "lockstep":
+            one = trl(args.folder, args.began, args.system == "trl-vllm")
         else:
             one = ours(args.folder, args.began, args.parity, json.loads(args.compile), args.steps)
         print(json.dumps(one))
@@ -280,13 +290,18 @@ def main() -> int:
             )
             _move_aside(folder, i)
             save("seed_workload", figures, args.json)
-        if args.peer == "trl":
+        if args.peer != "none":
             figures["systems"]["TRL, transformers generation"] = run_system("trl", folder, args.parity, [])
             save("seed_workload", figures, args.json)
-    figures["floor_s"] = floor_s(args.arch)
+        if args.peer == "trl-vllm":
+            figures["systems"]["TRL, vLLM generation"] = run_system("trl-vllm", folder, args.parity, [])
+            save("seed_workload", figures, args.json)
+    floor = floor_s(args.arch)
+    figures |= {"floor": floor, "floor_s": sum(floor.values())}
     rows = [["system", "start-up s", "generate s", "train s", "sync s", "total s", "later step ms"]]
     rows += [row(name, f) for name, f in figures["systems"].items()]
-    rows.append(["floor (matrix products, eager)", "-", "-", "-", "-", f"{figures['floor_s']:.2f}", ""])
+    parts = [f"{seconds:.2f}" for seconds in floor.values()]
+    rows.append(["floor (bytes of decoding, products)", "-", *parts, "-", f"{figures['floor_s']:.2f}", ""])
     finish("seed_workload", figures, rows, args.json)
     for name, f in figures["systems"].items():
         if c := f.get("certificate"):

@@ -70,6 +70,15 @@ def fsdp(f: Figures) -> Lines:
         yield f"{name}: rollouts and weights {'the same' if same else 'DIFFER'}"
 
 
+def settings(f: Figures) -> Lines:
+    cases = f["cases"]
+    yield at_most(f"of {len(cases)} settings do not hold", len(f["wrong"]), 0)
+    checked = [c for c in cases.values() if "tokens_checked" in c]
+    what = f"tokens different of {sum(c['tokens_checked'] for c in checked)}"
+    yield at_most(what, sum(c["tokens_different"] for c in checked), 0)
+    yield from (f"{name}: {'; '.join(odd)}" for name, odd in f["wrong"].items())
+
+
 def gpu_tests(f: Figures) -> Lines:
     yield f"{f['passed']} passed, {f['skipped']} skipped" + ("" if f.get("complete") else ", not ended")
     yield at_most("failed", f["failed"], 0)
@@ -139,7 +148,9 @@ def generate(f: Figures) -> Lines:
         if "ratio" in case:
             yield at_least("mixed arrivals over fixed lengths", case["ratio"], 0.85)
             continue
-        rate = case["systems"]["lockstep"]["tokens_per_s"]
+        systems = case["systems"]
+        rate = systems["lockstep"]["tokens_per_s"]
+        yield from (f"{name}: {peer} {s['tokens_per_s']:,.0f}" for peer, s in systems.items() if "vLLM" in peer)
         yield at_least(f"{name}: tokens a second", rate, GENERATE[name]) if name in GENERATE else f"{name}: {rate:,.0f}"
 
 
@@ -231,6 +242,7 @@ READERS: dict[str, Callable[[Figures], Lines]] = {
     "families": families, "generate": generate, "kernels": kernels, "endurance": endurance,
     "parity_cost": parity_cost, "train_step": train_step, "ops": ops, "moe": moe, "decode_layer": decode_layer,
     "growth": growth, "startup": startup, "flex": flex, "fsdp": fsdp,
+    "settings": settings,
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""One training step (forward, loss, backward, clip, AdamW) beside transformers' eager step on the same tokens.
+"""One training step (forward, loss, backward, clip, AdamW) beside transformers' on the same tokens, eager and compiled.
 
 Both train on all tokens of equal-length sequences: ours packs each as a one-token prompt and its completion. A second
 row of ours is what an RL step needs of the same sequences: each prompt of eight once, and the LM head on completions.
-The peer holds weights in the compute dtype and does not clip; ours holds float32 masters and clips. On a GPU ours runs
+The peers hold weights in the compute dtype and do not clip; ours holds float32 masters and clips. On a GPU ours runs
 as CUDA graphs. The floors are the matrix products of forward and backward alone.
 """
 
@@ -58,9 +58,10 @@ class Ours:
 
 
 class Transformers:
-    """The eager step as its users write it: sdpa attention, fused AdamW."""
+    """The step as its users write it: sdpa attention, fused AdamW, and `torch.compile` of the model if asked for, with
+    static shapes."""
 
-    def __init__(self, model: Decoder, tokens: torch.Tensor) -> None:
+    def __init__(self, model: Decoder, tokens: torch.Tensor, compiled: bool = False) -> None:
         import transformers
 
         with tempfile.TemporaryDirectory() as folder:
@@ -69,9 +70,10 @@ class Transformers:
         self.model = loaded.to(model.embed.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         self.tokens = tokens.to(model.embed.device)
+        self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
 
     def __call__(self) -> None:
-        loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
+        loss = self.forward(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -101,7 +103,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, help="default: 32 on a CPU, 40 on a GPU")
     parser.add_argument("--length", type=int, help="default: 128 on a CPU, 245 on a GPU")
     parser.add_argument("--prompt", type=int, help="shared by eight; default: 64 on a CPU, 145 on a GPU")
-    parser.add_argument("--peer", choices=["transformers", "none"], default="transformers")
+    parser.add_argument("--peer", choices=["transformers", "eager", "none"], default="transformers",
+                        help="transformers: eager and compiled (default)")  # fmt: skip
     args = parser.parse_args()
     on_cpu = args.device == "cpu"
     count, length = args.sequences or (32 if on_cpu else 40), args.length or (128 if on_cpu else 245)
@@ -121,8 +124,10 @@ def main() -> None:
         "floor, all tokens": floor(fresh(), count * length, count * length),
         "floor, the RL step's work": floor(fresh(), packed, completions),
     }
-    if args.peer == "transformers":
+    if args.peer != "none":
         runs["transformers, eager"] = Transformers(fresh(), tokens)
+    if args.peer == "transformers":
+        runs["transformers, compiled"] = Transformers(fresh(), tokens, compiled=True)
     times = alternate(runs, args.repeats, args.device)
     figures = {"arch": arch, "sequences": count, "length": length}
     figures["systems"] = {name: summary(measured) for name, measured in times.items()}

@@ -273,9 +273,11 @@ class Loop:
         self._require_finite(f"warm-up step {step + 1}", result)
         return result
 
-    def validate(self) -> dict[str, float]:
-        """Greedy completions of the held-out problems: mean reward, and each reward function's mean."""
-        problems = list(enumerate(self.run.task.validation_problems()))
+    def validate(self, selection: bool = False) -> dict[str, float]:
+        """Greedy completions of the validation problems, or of those that a warm-up ends by: mean reward, and each
+        reward function's mean."""
+        task = self.run.task
+        problems = list(enumerate(task.selection_problems() if selection else task.validation_problems()))
         if not problems:
             return {}
         groups, _, counts = self._rollouts(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)

@@ -16,10 +16,11 @@ REWARD = "validation/reward/mean"
 
 
 def imitate(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
-    """Up to `trainer.warmup_steps` supervised steps; fewer when the loss or the held-out reward ends them.
+    """Up to `trainer.warmup_steps` supervised steps; fewer when the loss or the reward of the task's selection problems
+    ends them, which are none that a validation reports.
 
     Returns for the summary: `steps`, `loss_first`, `loss_last`, and with `trainer.warmup_reward` also `validation`, the
-    held-out measures by the steps done.
+    measures of the selection problems by the steps done.
     """
     t = loop.config.trainer
     losses: list[float] = []
@@ -35,7 +36,7 @@ def imitate(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
             note(f"warm-up step {done}: loss {losses[-1]:.3f}")
         if t.warmup_reward and done % t.warmup_interval == 0:
             with loop.run.timings.measured("validation"):
-                found = validation[str(done)] = loop.validate()
+                found = validation[str(done)] = loop.validate(selection=True)
             note(f"warm-up step {done}: " + ", ".join(f"{k.split('/', 1)[1]} {v:.3f}" for k, v in found.items()))
             if found[REWARD] >= t.warmup_reward:
                 break

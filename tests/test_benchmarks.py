@@ -175,5 +175,51 @@ def test_every_part_names_a_script_and_an_unknown_part_is_refused(driver: Module
         driver.chosen(["nothing"], "cpu")
 
 
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def test_a_run_on_several_processes_keeps_its_passes(scripts: None, tmp_path: Path) -> None:
+    step = {"perf/tokens_per_s_per_gpu": 1.0, "memory/peak_gib": 1.0, "recompiles": 0, "graph_replays": 2}
+    summary = {"startup_s": 1.0, "compile": {"passes": {"check": ["trace: 3 calls", "fuse: 1 rotation"]}}}
+    certificate = {"tokens_checked": 4, "tokens_different": 0}
+    for name, content in (("metrics.jsonl", step), ("summary.json", summary), ("parity.json", certificate)):
+        (tmp_path / name).write_text(json.dumps(content) + "\n")
+    (tmp_path / "rollouts.jsonl").write_text("")
+    assert importlib.import_module("fsdp").outcome(tmp_path)["passes"] == summary["compile"]["passes"]
+
+
+def test_the_floor_of_the_seed_workload_is_bytes_and_operations(scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the architecture `tiny`, by hand, on a machine of a byte and an operation a second."""
+    common, seed_workload = importlib.import_module("common"), importlib.import_module("seed_workload")
+    monkeypatch.setattr(common, "bandwidth", lambda _: 1.0)
+    monkeypatch.setattr(common, "product_rate", lambda *_: 1.0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    norms = 4 * (2 * 128 + 2 * 32) + 128
+    layers, head = 4 * (128 * 8 * 32 + 4 * 32 * 128 + 3 * 128 * 384) + norms, 512 * 128
+    cached = 2 * 2 * 32 * 4 * (100 * 5 * 145 + 40 * 100 * 99 / 2)
+    found = seed_workload.floor_s("tiny")
+    assert found["generate_s"] == 10 * (4 * (100 * (layers + head) + cached) + 2 * layers * 5 * 145)
+    assert found["train_s"] == 10 * 6 * (layers * (5 * 145 + 40 * 99) + head * 4000)
+
+
+def test_what_does_not_hold_of_a_setting_is_said(scripts: None) -> None:
+    settings = importlib.import_module("settings")
+    case = settings.Case(same="plain", other="beta")
+    good = {"steps": settings.STEPS, "tokens_checked": 9, "tokens_different": 0, "identical": True, "recompiles": 0}
+    others = {"plain": {"weights_sha256": "a"}, "beta": {"weights_sha256": "b"}}
+    assert settings.wrong(case, {**good, "weights_sha256": "a"}, others) == []
+    bad = {**good, "steps": 1, "tokens_different": 2, "recompiles": 3, "weights_sha256": "b"}
+    assert settings.wrong(case, bad, others) == [
+        "1 steps", "2 of 9 tokens different", "3 recompiles", "the weights of plain are others",
+        "the weights of beta, which it was to change",
+    ]  # fmt: skip
+    assert settings.wrong(case, {"failed": "exit code 1"}, others) == ["exit code 1"]
+    assert settings.wrong(case, {**good, "weights_sha256": "a"}, {}) == [
+        f"{name} has no weights to compare with" for name in ("plain", "beta")
+    ]
+
+
 def _running_commands() -> list[str]:
     return [path.read_text(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]

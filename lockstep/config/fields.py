@@ -120,10 +120,10 @@ class TrainerConfig:
     warmup_loss: float = 0.0
     """End the supervised steps early, once the mean loss of the last ten is below this (nats a token)."""
     warmup_reward: float = 0.0
-    """End the supervised steps early, once greedy answers to the held-out problems have this mean reward; 0 is off.
-    The loss alone says little about how many problems a model solves."""
+    """End the supervised steps early, once greedy answers to held-out problems have this mean reward; 0 is off. They
+    are as many as validation's and none of those. The loss alone says little about how many problems a model solves."""
     warmup_interval: int = 50
-    """Supervised steps between two validations for warmup_reward."""
+    """Supervised steps between two looks at warmup_reward."""
     warmup_batch_size: int = 64
     """Worked examples a supervised step."""
 

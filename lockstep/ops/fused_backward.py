@@ -1,4 +1,5 @@
-"""Backward operators fused with their neighbours, on a GPU alone: the bits of the separate ones, in fewer kernels.
+"""Backward operators fused with their neighbours, on a GPU alone: the bits of the separate ones, in fewer kernels, but
+for the sign of a zero where one says so.
 
 Autograd calls the separate ones; captured graphs get these in their place (`graph/passes/fuse.py`).
 

@@ -52,6 +52,13 @@ class Task(ABC):
     def validation_problems(self) -> list[Problem]:
         """The held-out problems, the same at every call; empty when validation is off."""
 
+    def selection_problems(self) -> list[Problem]:
+        """As many held-out problems as validation has, and none of those: they decide when a warm-up ends.
+
+        Raises `InputError` for a task that has none.
+        """
+        raise InputError(f"task {self.name} has no held-out problems beside those of validation, which warm-ups end by")
+
     def warmup_problem(self, step: int, index: int) -> Problem:
         """Example `index` of supervised step `step`, with its worked example.
 

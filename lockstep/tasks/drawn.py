@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Literal
 
 from .base import Problem, Task
 from .rewards import RewardSet
 
+Share = Literal["train", "selection", "validation"]
+
+_SHARES: dict[int, Share] = {0: "validation", 8: "selection"}  # of 16; the rest is trained on
+
+
+def share_of(hashed: int) -> Share:
+    """What the problems with this hash are for."""
+    return _SHARES.get(hashed % 16, "train")
+
 
 class DrawnTask(Task):
-    """Training, validation and warm-up problems, each of its own draw.
+    """Training, selection, validation and warm-up problems, each of its own draw.
 
-    What decides whether a problem is kept for validation is the problem alone, whatever the seeds, so none of those is
-    ever trained on.
+    What decides what a problem is for is the problem alone, whatever the seeds: none is trained on that is held out,
+    and none decides anything that is reported.
     """
 
     def __init__(self, seed: int, validation_seed: int, validation_prompts: int, rewards: RewardSet) -> None:
@@ -22,16 +32,20 @@ class DrawnTask(Task):
         self.rewards = rewards
 
     @abstractmethod
-    def draw_problem(self, held_out: bool, *key: int | str) -> Problem:
-        """The problem of this key, among those that are kept for validation or among the others."""
+    def draw_problem(self, share: Share, *key: int | str) -> Problem:
+        """The problem of this key, among those of the share."""
 
     def train_problem(self, step: int, group: int) -> Problem:
-        return self.draw_problem(False, "train", self._seed, step, group)
+        return self.draw_problem("train", "train", self._seed, step, group)
 
     def validation_problems(self) -> list[Problem]:
-        return [
-            self.draw_problem(True, "validation", self._validation_seed, i) for i in range(self._validation_prompts)
-        ]
+        return self._held_out("validation")
+
+    def selection_problems(self) -> list[Problem]:
+        return self._held_out("selection")
+
+    def _held_out(self, share: Share) -> list[Problem]:
+        return [self.draw_problem(share, share, self._validation_seed, i) for i in range(self._validation_prompts)]
 
     def warmup_problem(self, step: int, index: int) -> Problem:
-        return self.draw_problem(False, "warmup", self._seed, step, index)
+        return self.draw_problem("train", "warmup", self._seed, step, index)

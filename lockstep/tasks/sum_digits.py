@@ -8,7 +8,7 @@ from typing import Any
 
 from .base import Problem, draw
 from .calls import completion_text
-from .drawn import DrawnTask
+from .drawn import DrawnTask, Share, share_of
 from .rewards import Reward, RewardSet
 
 # 146 to 154 tokens when split as the Qwen tokenizers do, with the numbers in.
@@ -32,9 +32,6 @@ EASY_PROMPT = "{numbers}="
 
 TAG_REWARD = 0.3  # on top of 1.0 for the right answer
 
-# One combination of numbers in this many is kept for validation.
-_VALIDATION_SHARE = 8
-
 _TAGGED_INTEGER = re.compile(r"<answer>\s*(-?[0-9]+)\s*</answer>")
 
 
@@ -49,9 +46,9 @@ class SumDigits(DrawnTask):
         super().__init__(seed, validation_seed, validation_prompts, rewards or RewardSet(list(REWARDS)))
         self._easy = easy
 
-    def draw_problem(self, held_out: bool, *key: int | str) -> Problem:
+    def draw_problem(self, share: Share, *key: int | str) -> Problem:
         draws = (self._numbers(*key, attempt) for attempt in itertools.count())
-        numbers = next(numbers for numbers in draws if is_held_out(numbers) == held_out)
+        numbers = next(numbers for numbers in draws if share_of_numbers(numbers) == share)
         digits = "".join(map(str, numbers))
         answer = sum(map(int, digits))
         tag = f"<answer>{answer}</answer>"
@@ -65,9 +62,14 @@ class SumDigits(DrawnTask):
         return [10 + draw(*key, index) % 90 for index in range(count)]
 
 
+def share_of_numbers(numbers: list[int]) -> Share:
+    """What these numbers, in any order, are for."""
+    return share_of(draw("held out", *sorted(numbers)))
+
+
 def is_held_out(numbers: list[int]) -> bool:
-    """Whether these numbers, in any order, are kept for validation."""
-    return draw("held out", *sorted(numbers)) % _VALIDATION_SHARE == 0
+    """Whether these numbers are never trained on."""
+    return share_of_numbers(numbers) != "train"
 
 
 def correct(completions: list[Any], answer: list[int], **_: Any) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from .base import Problem, draw
-from .drawn import DrawnTask
+from .drawn import DrawnTask, Share, share_of
 from .rewards import RewardSet
 from .sum_digits import REWARDS
 
@@ -16,8 +16,6 @@ _GAINS = ("{name} buys {n} more.", "A friend gives {name} {n} more.", "{name} fi
 _LOSSES = ("{name} loses {n}.", "{name} gives {n} away.", "Then {n} of them are sold.", "{name} puts {n} aside.")
 _QUESTION = "How many {things} are there now?"
 _ANSWER_RULE = "End with <answer>N</answer>."
-
-_VALIDATION_SHARE = 8  # one story's numbers in this many are kept for validation
 
 Steps = list[int]  # the first amount, then what is added (or, negative, taken away)
 
@@ -32,9 +30,9 @@ class WordArithmetic(DrawnTask):
     ) -> None:
         super().__init__(seed, validation_seed, validation_prompts, rewards or RewardSet(list(REWARDS)))
 
-    def draw_problem(self, held_out: bool, *key: int | str) -> Problem:
+    def draw_problem(self, share: Share, *key: int | str) -> Problem:
         candidates = (_steps(*key, attempt) for attempt in itertools.count())
-        steps = next(steps for steps in candidates if is_held_out(steps) == held_out)
+        steps = next(steps for steps in candidates if share_of_steps(steps) == share)
         amounts = list(itertools.accumulate(steps))
         sums = [
             f"{before} {'+' if change > 0 else '-'} {abs(change)} = {after}"
@@ -44,9 +42,14 @@ class WordArithmetic(DrawnTask):
         return Problem(_story(steps, *key), {"answer": amounts[-1]}, worked)
 
 
+def share_of_steps(steps: Steps) -> Share:
+    """What stories with these numbers are for."""
+    return share_of(draw("word arithmetic", *steps))
+
+
 def is_held_out(steps: Steps) -> bool:
-    """Whether stories with these numbers are kept for validation."""
-    return draw("word arithmetic", *steps) % _VALIDATION_SHARE == 0
+    """Whether stories with these numbers are never trained on."""
+    return share_of_steps(steps) != "train"
 
 
 def _steps(*key: int | str) -> Steps:

@@ -73,6 +73,8 @@ def test_no_validation_problem_is_trained_on_in_any_order_of_its_numbers(easy: b
     warmup = {tuple(sorted(numbers(task(easy).warmup_problem(s, i)))) for s in range(10) for i in range(64)}
     assert len(validation) > 100 and len(training) > 1000
     assert not validation & (training | warmup)
+    selection = {tuple(sorted(numbers(p))) for seed in range(20) for p in task(easy, 0, seed).selection_problems()}
+    assert len(selection) > 100 and not selection & (training | warmup | validation)
     assert all(is_held_out(list(reversed(combination))) for combination in validation)
 
 

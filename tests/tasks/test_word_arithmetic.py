@@ -46,5 +46,8 @@ def test_no_validation_story_is_ever_trained_on() -> None:
         return [int(lines[0].split()[0])] + [int(line.split()[1] + line.split()[2]) for line in lines]
 
     assert all(is_held_out(changes(p)) for p in TASK.validation_problems())
+    selection = [changes(p) for p in TASK.selection_problems()]
+    assert len(selection) == len(TASK.validation_problems()) and all(map(is_held_out, selection))
+    assert not [s for s in selection if s in map(changes, TASK.validation_problems())]
     assert not any(is_held_out(changes(TASK.train_problem(s, g))) for s in range(20) for g in range(10))
     assert not any(is_held_out(changes(TASK.warmup_problem(s, g))) for s in range(5) for g in range(10))

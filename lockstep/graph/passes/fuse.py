@@ -17,7 +17,8 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
     """Put the operators of `ops.fused_backward` in place of the calls that they stand for.
 
     - The backward of attention and that of its rotation, whose gradients autograd lays side by side and adds to those
-      of the values, padded with zeros: one call writes all three where they stay.
+      of the values, padded with zeros: one call writes all three where they stay. What it saves is the addition, which
+      would make 0 of a -0; the products that read these gradients do not tell them apart.
     - The backward of a norm, and the addition of the residual's gradient.
     - The embedding's backward, and the addition to the LM head's gradient where both are one table.
     - The addition of a gradient to its total, right behind the gradient, which is then in the cache, and is freed.

@@ -159,10 +159,11 @@ def _async_kernel(
             if next_w < steps:
                 to_w = w_shared.index(next_w % W_STAGES)
                 _copy_columns(to_w, w_ptr, w_stride, first_n, columns, next_w * BLOCK_K, WIDE, BLOCK_K, GATED)
-        next_x = step + x_lead
-        if next_x < steps:
-            to_x = x_shared.index(next_x % X_STAGES).slice(0, COPIED, dim=0)
-            _copy_columns(to_x, x_ptr, x_stride, first_m, rows, next_x * BLOCK_K, COPIED, BLOCK_K, False)
+        if x_lead < steps:  # known here: Triton 3.6 fails on a branch that it finds dead later
+            next_x = step + x_lead
+            if next_x < steps:
+                to_x = x_shared.index(next_x % X_STAGES).slice(0, COPIED, dim=0)
+                _copy_columns(to_x, x_ptr, x_stride, first_m, rows, next_x * BLOCK_K, COPIED, BLOCK_K, False)
         async_copy.commit_group()
         if not WGMMA:
             acc = _multiplied(x, w, acc)
