@@ -16,7 +16,7 @@ from ..errors import InputError, LockstepError
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
-from .families import from_hf, to_hf, without_nulls
+from .families import from_hf, require_family, to_hf, without_nulls
 from .shards import read_object, read_tensors, weights_path
 from .weight_map import HEAD, WeightSlice, fused_experts, weight_map
 
@@ -46,6 +46,8 @@ def read_config(folder: Path) -> ModelConfig:
     """The folder's configuration; generation_config.json's end-of-sequence ids are added."""
     path, generation = folder / "config.json", folder / "generation_config.json"
     values = read_object(path)
+    if isinstance(values.get("model_type"), str):
+        require_family(values["model_type"], str(path))  # of another model no other field says anything
     check_fields(values, str(path))
     try:
         config = from_hf(without_nulls(values), str(path))
