@@ -20,6 +20,7 @@ from .families import from_hf, require_family, to_hf, without_nulls
 from .shards import read_object, read_tensors, weights_path
 from .weight_map import HEAD, WeightSlice, fused_experts, weight_map
 
+_FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -32,7 +33,8 @@ def resolve_folder(model: str) -> Path:
     path = Path(model).expanduser()
     if model.strip() and path.is_dir():
         return path
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix.lower() in _FILE_SUFFIXES
+    if path.exists() or local:
         raise InputError(f"model {model!r}: there is no such folder (give a Hugging Face folder or a hub id org/name)")
     try:
         from huggingface_hub import snapshot_download
