@@ -5,13 +5,17 @@ Nothing here imports torch before the flags are parsed and valid, so `--help` an
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import operator
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import tyro
 
@@ -24,6 +28,33 @@ from .environment import launched, several_processes
 from .errors import InputError, LockstepError, Terminated
 from .flags import Precompile, Train, spelled_out
 from .metrics import to_json
+
+_GRACE = 5.0  # seconds that threads have to end, once the command has
+
+
+def entry() -> NoReturn:
+    """`main` as a process, which ends with the command: a thread that a reward function left running does not hold it
+    up, and Ctrl-C no longer changes an outcome that was printed."""
+    code = main()
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_threads, args=(code,), daemon=True).start()
+    sys.exit(code)
+
+
+def _leave_threads(code: int) -> None:
+    """End the process when, after some seconds, threads still hold it up."""
+    time.sleep(_GRACE)
+    others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    if others:
+        names = ", ".join(thread.name for thread in others)
+        print(
+            f"lockstep: done; threads that still ran were left (of a reward function, perhaps): {names}",
+            file=sys.stderr,
+        )
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        _leave(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +136,7 @@ def _parse(arguments: list[str]) -> Any:
         if kind is None:  # help, or no such command
             commands: Any = functools.reduce(operator.or_, (Annotated[k, _subcommand(n)] for n, k in _KINDS.items()))
             return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
-        given = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
+        given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
         if kind not in (Train, Precompile):
             return tyro.cli(kind, **given)
         named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)

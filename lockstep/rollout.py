@@ -12,6 +12,8 @@ from .tasks.rewards import RewardSet
 from .timings import Timings
 from .types import TRAIN_DOMAIN, Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 
+LOGGED = "logged/"  # of metrics that reward functions logged
+
 Problems = Sequence[tuple[int, Problem]]  # each with its group
 
 # generate(prompt_ids, sampling, identities): for each prompt its `sampling.n` completions, whose identities are the
@@ -51,6 +53,8 @@ def collect(
     counts: Counter[str] = Counter()
     for _, of_rank in found:
         counts.update(of_rank)
+    for name in [name for name in counts if name.startswith(LOGGED)]:
+        counts[name] /= sum(name in of_rank for _, of_rank in found)  # type: ignore[assignment]  # means
     if problems and not groups:
         names = ", ".join(reward.name for reward in rewards.rewards)
         raise InputError(
@@ -93,7 +97,8 @@ def _sample_and_score(
         for (group, problem), ids, samples in zip(problems, prompt_ids, completions, strict=True)
     ]
     with timings.measured("rewards"):
-        return _score(groups, [problem.origin for _, problem in problems], rewards, where)
+        origins = [problem.origin for _, problem in problems]
+        return _score(groups, origins, rewards, where, step if domain == TRAIN_DOMAIN else 0)
 
 
 def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int | None) -> list[int]:
@@ -110,7 +115,7 @@ def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int
 
 
 def _score(
-    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str
+    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str, step: int
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Fill in every rollout's `rewards` and `reward`; returns the groups that have them, and counts."""
     rows = [
@@ -124,7 +129,11 @@ def _score(
         where=f"{where}, groups {groups[0].group} to {groups[-1].group}",
         origins=[origin for _, _, origin in rows],
         groups=[group.group for group, _, _ in rows],
+        step=step,
     )
+    for name, column in rewards.logged.extra.items():
+        for (_, rollout, _), value in zip(rows, column, strict=True):
+            rollout.extra[name] = value
     without = set()
     for (group, rollout, _), values, total in zip(rows, scores.values, scores.totals, strict=True):
         rollout.rewards = values
@@ -134,5 +143,6 @@ def _score(
             rollout.reward = total
     scored = [group for group in groups if group.group not in without]
     counts: dict[str, float] = {f"reward_errors/{name}": count for name, count in scores.errors.items()}
+    counts |= {f"{LOGGED}{name}": value for name, value in rewards.logged.metrics.items()}
     counts["groups_without_reward"] = len(without)
     return scored, counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from . import resume as resuming
 from .build import build, resolve
 from .config import RunConfig
+from .crash import noted
 from .display import Display
 from .loop import Loop
 from .parallel import ONE, World
@@ -31,6 +33,11 @@ def train(config: RunConfig, run_dir: Path, resume: bool, world: World = ONE) ->
     if world.size > 1:
         world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
     run_dir = run_dir.absolute()  # rewards may change the working directory
+    with noted(run_dir) if world.first else contextlib.nullcontext():
+        return _train(config, run_dir, resume, world)
+
+
+def _train(config: RunConfig, run_dir: Path, resume: bool, world: World) -> dict[str, Any]:
     recorder = Recorder(config, run_dir, world)
     loaded = world.from_first(lambda: resuming.find(run_dir, resuming.inputs(config))) if resume else None
     loop = Loop(config, build(config, world))

@@ -59,7 +59,7 @@ def require_family(name: Any, where: str) -> None:
 
 def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
     """Read a parsed `config.json`; `where` names the file in errors."""
-    name = values.get("model_type")
+    name: Any = values.get("model_type")
     require_family(name, where)
     family = FAMILIES[name]
     for key, allowed in family.fixed.items():

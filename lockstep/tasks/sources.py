@@ -43,8 +43,8 @@ class Source(Protocol):
 
 
 def open_source(data: str, split: str, field: str = "task.data") -> Source:
-    """The rows of a JSON lines, JSON, CSV or parquet file, of a folder (saved by `datasets`, or of data files), or of a hub id,
-    which may name its configuration as "id:configuration"; `split` is for the last two.
+    """The rows of a JSON lines, JSON, CSV or parquet file, of a folder (saved by `datasets`, or of data files), or of a
+    hub id, which may name its configuration as "id:configuration"; `split` is for the last two.
 
     Raises `InputError` naming `field`, the setting that `data` is of, when they cannot be read.
     """

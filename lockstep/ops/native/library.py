@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import logging
 import zlib
 from collections.abc import Callable, Iterator
 from ctypes import c_float, c_int64, c_uint, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, Literal
+
+_log = logging.getLogger("lockstep")
 
 
 class Attention(ctypes.Structure):
@@ -86,6 +90,16 @@ current = built
 def cpu_backend() -> Literal["native", "reference"]:
     """What computes float32 on a CPU in this process. The bits of a run depend on it."""
     return "reference" if current is None else "native"
+
+
+@functools.cache
+def warn_if_missing() -> None:
+    """Say, once a process, that float32 on this CPU is computed without the C library."""
+    if current is None:
+        _log.warning(
+            "the C operators are missing (no C compiler when this package was installed, or one for another CPU): steps "
+            "take two to three times as long; install a C compiler and this package again"
+        )
 
 
 @contextlib.contextmanager
