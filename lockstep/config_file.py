@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -81,14 +82,21 @@ def suggest(name: str, allowed: Iterable[str]) -> str:
     return f"{hint}allowed: {', '.join(names)}"
 
 
+_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+
+
 class _StrictLoader(yaml.SafeLoader):
     """A SafeLoader that refuses a key given twice (plain YAML would take the last in silence).
 
-    Its booleans are YAML 1.2's, true and false: `parity: off` is the word, not False.
+    Its booleans and whole numbers are YAML 1.2's: `parity: off` is the word, not False; `1:30` is not 90, nor `010` 8.
     """
 
     yaml_implicit_resolvers: typing.ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+        first: [
+            (tag, _WHOLE if tag == "tag:yaml.org,2002:int" else pattern)
+            for tag, pattern in resolvers
+            if tag != "tag:yaml.org,2002:bool" or first in "tTfF"
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

@@ -6,7 +6,7 @@ memory: data may be larger than it.
 
 from __future__ import annotations
 
-import itertools
+import csv
 import json
 import re
 from array import array
@@ -127,6 +127,8 @@ class ArrowRows:
         self._data = data
         try:
             self._rows = [] if _is_empty(path) else _load(data, path, split)
+        except InputError:
+            raise
         except Exception as error:  # the library raises many types: missing, offline, unknown split, damaged
             taken = "" if path.exists() else "no such path here; as a hub id: "
             cause = error.__cause__ or error
@@ -151,8 +153,7 @@ class ArrowRows:
 def _is_empty(path: Path) -> bool:
     """Whether this is a file without rows, which `datasets` cannot read."""
     if path.suffix == ".csv":
-        with path.open("rb") as file:
-            return sum(1 for line in itertools.islice(filter(bytes.strip, file), 2)) < 2  # a line of names is no row
+        return _checked_csv(path) == 0
     if path.suffix == ".json":
         with path.open("rb") as file:
             return b"".join(file.read(64).split()) == b"[]"
@@ -161,6 +162,25 @@ def _is_empty(path: Path) -> bool:
     from pyarrow import parquet  # type: ignore[import-untyped]
 
     return parquet.read_metadata(path).num_rows == 0
+
+
+def _checked_csv(path: Path) -> int:
+    """The rows of a CSV file, each of as many fields as the first line has names: the library would shift them."""
+    before = csv.field_size_limit(1 << 30)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file)
+            names = next(lines, [])
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise InputError(f"{path} line 1 names the column {repeated[0]!r} twice")
+            rows = 0
+            for row in filter(None, lines):
+                if len(row) != len(names):
+                    raise InputError(f"{path} line {lines.line_num} has {len(row)} fields for {len(names)} columns")
+                rows += 1
+            return rows
+    finally:
+        csv.field_size_limit(before)
 
 
 def _load(data: str, path: Path, split: str) -> Any:

@@ -300,8 +300,11 @@ def test_csv_and_json_arrays(tmp_path: Path, name: str, content: str) -> None:
     [
         ("rows.csv", "", "task.data .*rows.csv has no rows"),
         ("rows.csv", "prompt,answer\n", "task.data .*rows.csv has no rows"),
-        ("rows.csv", "prompt\n,\n", "rows.csv"),
+        ("rows.csv", "prompt\n,\n", "rows.csv line 2 has 2 fields for 1 columns"),
         ("rows.csv", "prompt\n3\n", "rows.csv row 0: prompt is of type int"),
+        ("rows.csv", "prompt,n\na,1\nb,2,3\n", "rows.csv line 3 has 3 fields for 2 columns"),
+        ("rows.csv", "prompt,n\na\n", "rows.csv line 2 has 1 fields for 2 columns"),
+        ("rows.csv", "prompt,n,n\na,1,2\n", "rows.csv line 1 names the column 'n' twice"),
         ("rows.json", "[]", "task.data .*rows.json has no rows"),
         ("rows.json", "[1, 2]", "rows.json row 0 has text; it needs prompt"),
         ("rows.json", '[{"prompt": "a"}', "task.data .*rows.json .split train. cannot be loaded"),
