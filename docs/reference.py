@@ -14,12 +14,16 @@ from typing import Any
 import tyro
 
 from lockstep import flags
+from lockstep.config import RunConfig
+from lockstep.config_file import flat
+from lockstep.recipes import RECIPES
 
 INTRODUCTION = """# Reference
 
 Made from the source when these pages are built. The field `top_p` of the section `sampling` is the flag
 `--sampling.top-p`, and the key `top_p` under `sampling:` in config.yaml. A flag that is true or false takes no value;
-its opposite has `no-` before its last name. "..." means one or several values.
+its opposite has `no-` before its last name. "..." means one or several values. The defaults are those of a setting that
+the [recipe](#recipes) leaves alone; `lockstep train RECIPE --help` shows a recipe's own.
 """
 COMMANDS = (flags.Generate, flags.Chat, flags.Eval, flags.Report, flags.Parity, flags.Init)
 
@@ -31,6 +35,11 @@ def page() -> str:
         "`--config`, `--resume`, `--resume-with-other-numerics`, `--run-dir` and `--json` are not part of a "
         "configuration.\n"
     )
+    parts += [
+        "## Recipes\n",
+        "What they set other than the defaults above and below, without `--model`.\n",
+        recipes_table(),
+    ]
     for field in dataclasses.fields(flags.Train):
         if dataclasses.is_dataclass(kind := field.default_factory):
             parts += [f"### {field.name}\n", f"{inspect.getdoc(kind)}\n", _table(kind, f"{field.name}.")]
@@ -41,6 +50,19 @@ def page() -> str:
             if dataclasses.is_dataclass(field.default_factory):
                 parts.append(f"And the flags [`--{field.name}.*`](#{field.name}) of `lockstep train`.\n")
     return "\n".join(parts)
+
+
+def recipes_table() -> str:
+    """A row for each setting that some recipe has at another value than its default, and a column a recipe."""
+    default = flat(RunConfig())
+    configs = {name: flat(recipe(None)) for name, recipe in RECIPES.items()}
+    rows = [("setting", "default", *configs)] + [("---",) * (2 + len(configs))]
+    for name, value in default.items():
+        values = [config[name] for config in configs.values()]
+        if name != "recipe" and any(other != value for other in values):
+            shown = [_value(other) if other != value else "" for other in values]
+            rows.append((name, _value(value), *shown))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _table(kind: Any, prefix: str) -> str:

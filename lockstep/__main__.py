@@ -1,7 +1,5 @@
 """`python -m lockstep`: the same as the `lockstep` command."""
 
-import sys
+from .cli import entry
 
-from .cli import main
-
-sys.exit(main())
+entry()

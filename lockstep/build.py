@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from .models.init import architecture, initialize
 from .parallel import FSDP, ONE, World
 from .tasks import Problem, PromptLimit, Task, make_task
 from .timings import Timings, Watcher
-from .tokenizer import byte_tokenizer, check_vocabulary, encode_prompt, load_tokenizer
+from .tokenizer import byte_tokenizer, check_size, check_vocabulary, encode_prompt, load_tokenizer, longest_token
 from .trainer import BatchShape, Trainer, batch_shapes
 from .types import SamplingParams
 
@@ -59,7 +59,12 @@ class Policy:
 
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Token ids of a prompt (text, or chat messages through the model's template)."""
+        check_size(prompt, self.model.config.max_position_embeddings, self._longest_token)
         return encode_prompt(self.tokenizer, prompt, self.template_variables)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return longest_token(self.tokenizer)
 
     def encode_completion(self, text: str) -> list[int]:
         """Token ids of a completion, end-of-sequence token included."""

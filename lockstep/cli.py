@@ -5,23 +5,56 @@ Nothing here imports torch before the flags are parsed and valid, so `--help` an
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import operator
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import tyro
 
 from . import __version__, config_file, recipes
 from .api import resumed
 from .commands import COMMANDS, recipe
-from .config import RunConfig
+from .config import RunConfig, unread
 from .display import FailsafeStream, RequiredStream
 from .environment import launched, several_processes
 from .errors import InputError, LockstepError, Terminated
-from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Train, spelled_out
+from .flags import Precompile, Train, spelled_out
 from .metrics import to_json
+
+_GRACE = 5.0  # seconds that threads have to end, once the command has
+
+
+def entry() -> NoReturn:
+    """`main` as a process, which ends with the command: a thread that a reward function left running does not hold it
+    up, and Ctrl-C no longer changes an outcome that was printed."""
+    code = main()
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_threads, args=(code,), daemon=True).start()
+    sys.exit(code)
+
+
+def _leave_threads(code: int) -> None:
+    """End the process when, after some seconds, threads still hold it up."""
+    time.sleep(_GRACE)
+    others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    if others:
+        names = ", ".join(thread.name for thread in others)
+        print(
+            f"lockstep: done; threads that still ran were left (of a reward function, perhaps): {names}",
+            file=sys.stderr,
+        )
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        _leave(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,28 +136,28 @@ def _parse(arguments: list[str]) -> Any:
     that flags override.
     """
     _refuse_repeated(arguments)
-    named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
-    begin = recipes.RECIPES[named](None)
-    commands: Any = (
-        Annotated[Train, tyro.conf.subcommand("train", default=Train.of(begin, recipe=""))]
-        | Annotated[Precompile, tyro.conf.subcommand("precompile", default=Precompile.of(begin, recipe=""))]
-        | Annotated[Generate, tyro.conf.subcommand("generate")]
-        | Annotated[Eval, tyro.conf.subcommand("eval")]
-        | Annotated[Chat, tyro.conf.subcommand("chat")]
-        | Annotated[Report, tyro.conf.subcommand("report")]
-        | Annotated[Parity, tyro.conf.subcommand("parity")]
-        | Annotated[Init, tyro.conf.subcommand("init")]
-    )
+    kind: Any = _KINDS.get(arguments[0]) if arguments else None
     try:
-        flags = tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
-        if isinstance(flags, (Train, Precompile)):
-            kind: Any = type(flags)
-            flags = tyro.cli(kind, args=arguments[1:], prog=f"lockstep {arguments[0]}", default=kind.of(_base(flags)))
+        if kind is None:  # help, or no such command
+            commands: Any = functools.reduce(operator.or_, (Annotated[k, _subcommand(n)] for n, k in _KINDS.items()))
+            return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
+        given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
+        if kind not in (Train, Precompile):
+            return tyro.cli(kind, **given)
+        named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
+        flags = tyro.cli(kind, **given, default=kind.of(recipes.RECIPES[named](None), recipe=""))
+        flags = tyro.cli(kind, **given, default=kind.of(_base(flags)))
+        _refuse_unread(arguments, flags.resolved())
         return flags
     except SystemExit as stop:
         return int(stop.code or 0)
 
 
+def _subcommand(name: str) -> Any:
+    return tyro.conf.subcommand(name)
+
+
+_KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in COMMANDS}
 _DESCRIPTION = "Reinforcement learning for language models: one model definition generates and trains, bit for bit."
 
 
@@ -139,6 +172,14 @@ def _refuse_repeated(arguments: list[str]) -> None:
         seen[name] = flag
 
 
+def _refuse_unread(arguments: list[str], config: RunConfig) -> None:
+    """A flag that nothing reads is refused at any value, also at the one that it has without being given."""
+    given = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
+    for path, why in unread(config):
+        if f"--{path.replace('_', '-')}" in given:
+            raise InputError(f"{path} has no effect {why}")
+
+
 def _base(flags: Train | Precompile) -> RunConfig:
     """What the run begins from: a recipe, --config or --resume."""
     resume = flags.resume if isinstance(flags, Train) else None
@@ -151,7 +192,7 @@ def _base(flags: Train | Precompile) -> RunConfig:
             raise InputError("--run-dir has no effect with --resume, which continues in the folder it names; remove it")
         return resumed(resume)
     if flags.config is not None:
-        return config_file.load(flags.config)
+        return config_file.load(flags.config, recipes.RECIPES)
     name = flags.recipe or recipes.DEFAULT
     begin = recipe(name, "recipe", flags.model)
     if launched().rank == 0 and (remark := recipes.remark(name, flags.model)):

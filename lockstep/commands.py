@@ -177,6 +177,8 @@ def _heading(index: int, total: int) -> str:
 def _eval(flags: Eval) -> Outcome:
     base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
     check_generation(flags.compile)
+    if not flags.easy and flags.task != "sum-digits":
+        raise InputError(f"--no-easy has no effect on {flags.task}; remove it")
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts
     if prompts < 1:
         raise InputError(f"--prompts is {prompts}; it must be at least 1")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,14 @@ def save(config: RunConfig, path: Path) -> None:
     path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
 
 
-def load(path: Path) -> RunConfig:
+Recipes = Mapping[str, Callable[[str | None], RunConfig]]
+
+
+def load(path: Path, recipes: Recipes | None = None) -> RunConfig:
     """Read a config.yaml. A key that is left out has the default of its dataclass.
+
+    With `recipes`, the file is what someone begins from: keys that it leaves out are those of the recipe that it names,
+    which must be one unless none is left out, and a file without any key is refused.
 
     Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
     Values' ranges are `config.validate`'s business.
@@ -38,7 +45,9 @@ def load(path: Path) -> RunConfig:
     except yaml.YAMLError as error:
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     try:
-        return _dataclass({} if values is None else values, RunConfig, "")
+        if recipes is None:
+            return _dataclass({} if values is None else values, RunConfig(), "")
+        return _dataclass(values, _begin(values, recipes), "")
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -48,7 +57,7 @@ def checked(config: RunConfig) -> RunConfig:
 
     A whole number where a number with decimals is due is converted.
     """
-    return _dataclass(to_dict(config), RunConfig, "")
+    return _dataclass(to_dict(config), config, "")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -73,14 +82,21 @@ def suggest(name: str, allowed: Iterable[str]) -> str:
     return f"{hint}allowed: {', '.join(names)}"
 
 
+_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+
+
 class _StrictLoader(yaml.SafeLoader):
     """A SafeLoader that refuses a key given twice (plain YAML would take the last in silence).
 
-    Its booleans are YAML 1.2's, true and false: `parity: off` is the word, not False.
+    Its booleans and whole numbers are YAML 1.2's: `parity: off` is the word, not False; `1:30` is not 90, nor `010` 8.
     """
 
     yaml_implicit_resolvers: typing.ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+        first: [
+            (tag, _WHOLE if tag == "tag:yaml.org,2002:int" else pattern)
+            for tag, pattern in resolvers
+            if tag != "tag:yaml.org,2002:bool" or first in "tTfF"
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -100,21 +116,45 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _dataclass(values: Any, kind: Any, prefix: str) -> Any:
+def _begin(values: Any, recipes: Recipes) -> RunConfig:
+    """What the keys that a file leaves out are taken from: the recipe that it names."""
+    if not values and values in (None, {}):
+        raise InputError(f"the file holds no key; name what it begins from, such as recipe: {next(iter(recipes))}")
+    name = values.get("recipe") if isinstance(values, dict) else None
+    if name is None:
+        return RunConfig()
+    if isinstance(name, str) and name in recipes:
+        model = values.get("model")
+        return recipes[name](model if isinstance(model, str) else None)
+    whole = to_dict(RunConfig())
+    if values.keys() >= whole.keys() and all(
+        isinstance(values[key], dict) and values[key].keys() >= inner.keys()
+        for key, inner in whole.items()
+        if isinstance(inner, dict)
+    ):
+        return RunConfig()  # a recipe of one's own, of which nothing is asked
+    raise InputError(f"recipe is {name!r}, which is none; {suggest(str(name), recipes)}")
+
+
+def _dataclass(values: Any, begin: Any, prefix: str) -> Any:
+    """`begin`, a dataclass, with `values` in place of its own."""
     if not isinstance(values, dict):
         where = prefix.rstrip(".") or "the file"
         raise InputError(f"{where} holds {values!r}; it must be a mapping of keys to values")
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(type(begin))
     for key in values:
         if key not in hints:
             raise InputError(f"unknown key {prefix}{key}; {suggest(str(key), hints)}")
-    return kind(**{key: _value(value, hints[key], f"{prefix}{key}") for key, value in values.items()})
+    changes = {key: _item(value, getattr(begin, key), hints[key], f"{prefix}{key}") for key, value in values.items()}
+    return dataclasses.replace(begin, **changes)
+
+
+def _item(value: Any, begin: Any, hint: Any, path: str) -> Any:
+    return _dataclass(value, begin, f"{path}.") if dataclasses.is_dataclass(hint) else _value(value, hint, path)
 
 
 def _value(value: Any, hint: Any, path: str) -> Any:
     """`value` as the type `hint` asks for, or `InputError` saying what `path` takes."""
-    if dataclasses.is_dataclass(hint):
-        return _dataclass(value, hint, f"{path}.")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):  # X | None
         return None if value is None else _value(value, arguments[0], path)

@@ -9,6 +9,14 @@ class InputError(LockstepError):
     """Bad input: a flag, file, row, model folder or reward. The command line exits with code 2."""
 
 
+class PromptTooLong(InputError):
+    """A prompt that no tokenizer makes short enough for the model's context; `size` is in bytes."""
+
+    def __init__(self, size: int, context: int) -> None:
+        super().__init__(f"the prompt has {size:,} bytes, which is more than the model's context of {context} tokens")
+        self.size = size
+
+
 class ParityError(LockstepError):
     """Generator and trainer disagree on a log-probability; no weight was changed by that step."""
 

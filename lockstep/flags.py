@@ -45,7 +45,8 @@ class _Begin(RunConfig):
     model: Annotated[str | None, tyro.conf.arg(metavar=_MODEL)] = None
     """Hugging Face folder or hub id; without it a tiny random model is made."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """Begin from this configuration (a run folder's config.yaml) instead of a recipe."""
+    """Begin from this configuration (a run folder's config.yaml) instead of a recipe. What it leaves out is as in the
+    recipe that it names."""
     task: _Task = field(default_factory=_Task)
     json: _Switch = False
     """Print one JSON object on standard output."""

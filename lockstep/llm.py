@@ -8,6 +8,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .attention import whole_tiles
 from .build import load_policy, make_compiler, resolve_device
 from .config import (
@@ -26,6 +28,7 @@ from .generator import Engine, SharedWeights, plan_cache_tokens
 from .graph import Compiler, compile_report
 from .kernel_lists import kernel_list
 from .ops import gate
+from .ops.native import library
 from .startup import make_ready
 from .types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
 
@@ -76,6 +79,8 @@ class LLM:
         self.compiler = make_compiler(self._compile, place)  # refuses what cannot work before the model is loaded
         self.policy = load_policy(str(model), "tiny", seed, device, dtype, attention, attention_mask)
         self.policy.template_variables = template_variables or {}
+        if self.policy.model.embed.device.type == "cpu" and self.policy.model.embed.dtype is torch.float32:
+            library.warn_if_missing()
         self.seed = seed
         # What a run's check of this machine replaced is replaced here, so that a model generates as it did in the run.
         # There is no such check here: nothing is compared with a trainer.

@@ -23,6 +23,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "reward/mean": "Reward",
         "reward/std": "Spread of the reward within a prompt",
         "rewards/<fn>/mean": "Reward function <fn>",
+        "logged/<fn>": "<fn>, as a reward function logged it",
     },
     "Policy and responses": {
         "entropy": "Entropy, nats a token",
@@ -225,6 +226,7 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
                 "tokens": len(rollout.completion.token_ids),
                 "token_ids": rollout.completion.token_ids,
                 "finish_reason": rollout.completion.finish_reason,
+                **({"extra": rollout.extra} if rollout.extra else {}),
             }
             for rollout in group.rollouts
         ]

@@ -48,11 +48,12 @@ def word_arithmetic(model: str | None) -> RunConfig:
     trains on them, a supervised warm-up first: meant for a GPU. So does a folder with random weights that
     `lockstep init` made, at rates that fall with its width."""
     width = _random_width(model, _WIDTH_100M)
+    arch = "qwen3-100m" if model is None else RunConfig.arch
     warm_up, rate, narrower = (0, 2e-5, 1.0) if width is None else (2000, 5e-5, _WIDTH_100M / width)
     return RunConfig(
         recipe="word-arithmetic",
         model=model,
-        arch="qwen3-100m",
+        arch=arch,
         steps=300,
         task=TaskConfig(name="word-arithmetic", validation_prompts=200, validation_interval=25),
         sampling=SamplingConfig(max_completion_length=64),

@@ -13,6 +13,8 @@ from .tasks.rewards import RewardSet
 from .timings import Timings
 from .types import TRAIN_DOMAIN, Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 
+LOGGED = "logged/"  # of metrics that reward functions logged
+
 Problems = Sequence[tuple[int, Problem]]  # each with its group
 
 
@@ -67,6 +69,8 @@ def collect(
     counts: Counter[str] = Counter()
     for of_rank in found:
         counts.update(of_rank.counts)
+    for name in [name for name in counts if name.startswith(LOGGED)]:
+        counts[name] /= sum(name in of_rank.counts for of_rank in found)  # type: ignore[assignment]  # means
     if problems and not groups:
         names = ", ".join(reward.name for reward in rewards.rewards)
         raise InputError(
@@ -113,7 +117,8 @@ def _sample_and_score(
         for (group, problem), ids, samples in zip(problems, prompt_ids, completions, strict=True)
     ]
     with timings.measured("rewards"):
-        return _score(groups, [problem.origin for _, problem in problems], rewards, where, timings)
+        origins = [problem.origin for _, problem in problems]
+        return _score(groups, origins, rewards, where, step if domain == TRAIN_DOMAIN else 0, timings)
 
 
 def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int | None) -> list[int]:
@@ -130,7 +135,7 @@ def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int
 
 
 def _score(
-    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str, timings: Timings
+    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str, step: int, timings: Timings
 ) -> Collected:
     """Fill in every rollout's `rewards` and `reward`."""
     rows = [
@@ -144,8 +149,12 @@ def _score(
         where=f"{where}, groups {groups[0].group} to {groups[-1].group}",
         origins=[origin for _, _, origin in rows],
         groups=[group.group for group, _, _ in rows],
+        step=step,
         tell=timings.tell,
     )
+    for name, column in rewards.logged.extra.items():
+        for (_, rollout, _), value in zip(rows, column, strict=True):
+            rollout.extra[name] = value
     without = set()
     for (group, rollout, _), values, total in zip(rows, scores.values, scores.totals, strict=True):
         rollout.rewards = values
@@ -157,5 +166,6 @@ def _score(
     for group in groups:
         split[group.group in without].append(group)
     counts: dict[str, float] = {f"reward_errors/{name}": count for name, count in scores.errors.items()}
+    counts |= {f"{LOGGED}{name}": value for name, value in rewards.logged.metrics.items()}
     counts["groups_without_reward"] = len(without)
     return Collected(*split, counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from . import resume as resuming
 from .build import build, resolve
 from .config import RunConfig
+from .crash import noted
 from .display import Display
 from .loop import Loop
 from .parallel import ONE, World
@@ -33,7 +35,7 @@ def train(
     if world.size > 1:
         world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
     run_dir = run_dir.absolute()  # rewards may change the working directory
-    with _display(config, world) as display:
+    with noted(run_dir) if world.first else contextlib.nullcontext(), _display(config, world) as display:
         return _train(config, run_dir, resume, world, other_numerics, display)
 
 

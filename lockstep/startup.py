@@ -17,6 +17,7 @@ from .graph import Compiler, LayerCompiler, Verdict, Verdicts, Work, trust
 from .kernel_lists import KEPT, kernel_list, remember
 from .models.config import ModelConfig, MoEConfig
 from .ops import gate, linear_table, user_cache
+from .ops.native import library
 from .parallel import ONE, World
 
 _log = logging.getLogger("lockstep")
@@ -28,10 +29,12 @@ def warm_up(config: RunConfig, run: Run) -> None:
     Raises:
         LockstepError: `parity` is strict, and this machine cannot keep the contract.
     """
+    embed = run.policy.model.embed
+    if embed.device.type == "cpu" and embed.dtype is torch.float32:
+        library.warn_if_missing()
     if run.compiler is None:
         _check_machine(config, run)
         return
-    embed = run.policy.model.embed
     gate.restore(embed.device, embed.dtype)
     _share_overrides(run)
     kernels = _kernel_list(config, run) if embed.is_cuda else None

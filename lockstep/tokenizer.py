@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError, LockstepError
+from .errors import InputError, LockstepError, PromptTooLong
 from .json_file import read_json
 from .tokenizer_cache import kept
 
@@ -167,6 +167,22 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, where:
     needed = max(tokenizer.get_vocab().values()) + 1
     if needed > vocab_size:
         raise InputError(f"{where} needs a vocabulary of {needed}, but the model's has {vocab_size} entries")
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Bytes of the longest text that one token of the vocabulary stands for, at most."""
+    return max(len(token.encode(errors="replace")) for token in tokenizer.get_vocab())
+
+
+def check_size(prompt: str | list[dict[str, Any]], context: int, longest: int) -> None:
+    """Raise `PromptTooLong` for a prompt that is larger than `context` tokens of `longest` bytes.
+
+    Twice as large, as a tokenizer may normalize its text first. Tokenizing megabytes takes a minute.
+    """
+    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), str)]
+    characters = sum(map(len, texts))
+    if characters > 2 * context * longest:  # no fewer bytes
+        raise PromptTooLong(sum(len(text.encode(errors="replace")) for text in texts), context)
 
 
 def encode_prompt(

@@ -79,12 +79,14 @@ class Completion:
 
 @dataclass
 class Rollout:
-    """A completion with what scoring made of it. `rewards`: each function's value (None: not applicable)."""
+    """A completion with what scoring made of it. `rewards`: each function's value (None: not applicable); `extra`: what
+    functions logged about it."""
 
     completion: Completion
     rewards: dict[str, float | None]
     reward: float
     advantage: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -249,6 +249,7 @@ def test_generate_eval_and_parity(
         (["tiny", "--out", "good.jsonl"], "--out good.jsonl: a file; name a new folder"),
         (["tiny", "--out", "tiny"], "--out tiny: not empty; name a new folder"),
         (["tiny", "--out", "o", "--seed", "-1"], "--seed is -1; it must be between 0 and"),
+        (["tiny", "--out", "o", "--vocab-size", "0"], "vocab_size is 0; it must be at least 1"),
         (["tiny", "--out", "o", "--vocab-size", "3"], "arch tiny needs a vocabulary of 259, but the model's has 3"),
         (["tiny", "--out", "o", "--vocab-size", "1000000000000"], "GiB; use a smaller model"),
         (["tiny", "--out", "o", "--tokenizer", "nope"], "tokenizer folder nope does not exist"),

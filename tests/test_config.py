@@ -131,6 +131,8 @@ def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfi
         ("steps: three", "steps is 'three'; it must be a whole number"),
         ("steps: 3.0", "steps is 3.0; it must be a whole number"),
         ("steps: true", "steps is True; it must be a whole number"),
+        ("steps: 1:30", "steps is '1:30'; it must be a whole number"),
+        ("steps: 010", "steps is '010'; it must be a whole number"),
         ("steps: null", "steps is None; it must be a whole number"),
         ("seed: '7'", "seed is '7'; it must be a whole number"),
         ("model: 3", "model is 3; it must be a string"),

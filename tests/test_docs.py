@@ -268,3 +268,10 @@ def test_images_are_there_and_small() -> None:
     for page in DOCS.glob("*.md"):
         for name in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text()):
             assert (DOCS / name).stat().st_size < 300_000
+
+
+def test_the_reference_shows_what_each_recipe_sets(reference: SimpleNamespace) -> None:
+    rows = {row[0]: row[1:] for row in (line[2:].split(" | ") for line in reference.recipes_table().splitlines())}
+    assert rows["setting"] == ["default", "sum-digits", "word-arithmetic", "gsm8k", "dataset |"]
+    assert rows["steps"] == ["`10`", "`120`", "`300`", "`200`", "`100` |"]
+    assert rows["task.easy"] == ["`false`", "`true`", "", "", " |"] and "seed" not in rows

@@ -86,3 +86,12 @@ def test_nested_without_end(tmp_path: Path, name: str, depth: int) -> None:
     assert read(tmp_path).tags
     (tmp_path / name).write_text('{"error": ' + "[" * depth + "]" * depth + "}")
     assert read(tmp_path).tags
+
+
+@pytest.mark.parametrize(
+    "group", ['{"step": 0, "samples": 3}', '{"step": 0, "samples": [3]}', '{"step": 0, "samples": null}']
+)
+def test_rollouts_that_are_none_are_left_out(tmp_path: Path, group: str) -> None:
+    make_run(tmp_path, steps=1)
+    (tmp_path / "rollouts.jsonl").write_text(group + "\n")
+    assert "Sample rollouts" not in read(tmp_path).text

@@ -4,6 +4,7 @@
 """
 
 from .compile import CUDAGRAPH_MODES, check_generation, of_generation, resolve_compile
+from .effect import unread
 from .fields import (
     Attention,
     CheckpointConfig,
@@ -43,5 +44,6 @@ __all__ = [
     "resolve_compile",
     "resolve_parallel",
     "template_variables",
+    "unread",
     "validate",
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 
 from ..errors import InputError
 from .compile import resolve_compile
-from .fields import MetricsConfig, RunConfig, TaskConfig
+from .effect import DATA_TASKS, without_effect
+from .fields import RunConfig
 from .template import template_variables
 
 
@@ -16,10 +18,20 @@ def validate(config: RunConfig) -> RunConfig:
         if not isinstance(value, (int, float)):
             raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be a number")
         if not math.isfinite(value) or not low <= value <= high:
-            bounds = f"at least {low}" if math.isinf(high) else f"between {low} and {high}"
+            finite = "" if math.isfinite(value) else " and finite"
+            bounds = f"at least {low}{finite}" if math.isinf(high) else f"between {low} and {high}"
             raise InputError(f"{path} is {value!r}; it must be {bounds}")
+    _check_effects(config)
     _check_combinations(config)
     return config
+
+
+def _check_effects(config: RunConfig) -> None:
+    """Refuse a setting that nothing reads where it is not its default."""
+    default = RunConfig()
+    for path, why in without_effect(config):
+        if attrgetter(path)(config) != attrgetter(path)(default):
+            raise InputError(f"{path} has no effect {why}")
 
 
 def _ranges(c: RunConfig) -> list[tuple[str, float, float, float]]:
@@ -79,13 +91,6 @@ def _ranges(c: RunConfig) -> list[tuple[str, float, float, float]]:
     ]
 
 
-_DATA_TASKS = ("gsm8k", "dataset")  # the tasks that read rows, and the fields of `task` that act on rows
-_DATA_FIELDS = (
-    *("data", "validation_data", "prompt_column", "system_prompt", "chat_template_kwargs"),
-    *("shuffle", "filter_overlong_prompts"),
-)
-
-
 def _check_combinations(c: RunConfig) -> None:
     def refuse(when: bool, message: str) -> None:
         if when:
@@ -98,11 +103,6 @@ def _check_combinations(c: RunConfig) -> None:
         t.name == "dataset" and not t.reward,
         "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
     )
-    for name in _DATA_FIELDS if t.name not in _DATA_TASKS else ():
-        refuse(
-            getattr(t, name) != getattr(TaskConfig, name),
-            f"task.{name} has no effect on {t.name}; remove it, or name a recipe: gsm8k or dataset",
-        )
     template_variables(t.chat_template_kwargs)
     refuse(t.prompt_column == "", "task.prompt_column is empty; name the column that holds the prompt")
     refuse(t.system_prompt == "", "task.system_prompt is empty; give a text, or leave it out")
@@ -110,7 +110,6 @@ def _check_combinations(c: RunConfig) -> None:
         t.reward_timeout > 0 and t.reward_workers == 0,
         "task.reward_timeout needs task.reward_workers of at least 1: a call can only be ended with its process",
     )
-    refuse(t.easy and t.name != "sum-digits", f"task.easy has no effect on {t.name}; remove it")
     refuse(
         bool(t.reward_weights) and len(t.reward_weights) != len(t.reward),
         f"task.reward_weights has {len(t.reward_weights)} values for {len(t.reward)} reward functions; give one each",
@@ -121,10 +120,6 @@ def _check_combinations(c: RunConfig) -> None:
     )
     refuse("" in s.stop, "sampling.stop holds an empty string, which would end every completion at once; remove it")
     refuse(
-        lo.overlong_buffer > 0 and lo.loss_type != "dapo",
-        f"loss.overlong_buffer has no effect on loss_type {lo.loss_type}; use dapo or remove it",
-    )
-    refuse(
         lo.overlong_buffer > s.max_completion_length,
         "loss.overlong_buffer is longer than sampling.max_completion_length",
     )
@@ -134,11 +129,11 @@ def _check_combinations(c: RunConfig) -> None:
         "loss.epsilon_high is below loss.epsilon; it must be at least as large",
     )
     refuse(
-        c.trainer.warmup_steps > 0 and t.name in _DATA_TASKS,
+        c.trainer.warmup_steps > 0 and t.name in DATA_TASKS,
         f"trainer.warmup_steps needs worked examples, which task {t.name} does not have; set it to 0",
     )
     refuse(
-        c.trainer.warmup_reward > 0 and t.validation_prompts == 0 and t.name not in _DATA_TASKS,
+        c.trainer.warmup_reward > 0 and t.validation_prompts == 0 and t.name not in DATA_TASKS,
         "trainer.warmup_reward needs held-out problems; set task.validation_prompts above 0, or warmup_reward to 0",
     )
     refuse(
@@ -146,17 +141,9 @@ def _check_combinations(c: RunConfig) -> None:
         "sampling.num_generations is 1: every group's advantage would be zero, and with "
         "trainer.skip_zero_variance nothing is trained; use 2 or more",
     )
-    refuse(
-        c.attention_mask is not None and c.attention != "flex",
-        f"attention_mask has no effect on attention {c.attention}; set attention to flex, or remove the mask",
-    )
     refuse(c.attention_mask == "", "attention_mask is empty; name a function as module:function, or leave it out")
     m = c.metrics
     refuse(len(set(m.trackers)) < len(m.trackers), "metrics.trackers names one twice; give each once")
-    refuse(
-        m.project != MetricsConfig().project and "wandb" not in m.trackers,
-        "metrics.project has no effect without wandb among metrics.trackers; add it or remove the project",
-    )
     refuse(
         c.attention == "flex" and c.compile.capture == "layer",
         "compile.capture is layer, and flex attention has a window a layer, so each is another; use step or joint",

@@ -51,11 +51,16 @@ def without_nulls(values: dict[str, Any]) -> dict[str, Any]:
     return flags | {name: value for name, value in values.items() if value is not None}
 
 
-def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
-    """Read a parsed `config.json`; `where` names the file in errors."""
-    name = values.get("model_type")
+def require_family(name: Any, where: str) -> None:
+    """Raise `InputError` for a `model_type` that is none of ours."""
     if name not in FAMILIES:
         raise InputError(f"{where}: model_type is {name!r}; supported: {', '.join(FAMILIES)}")
+
+
+def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
+    """Read a parsed `config.json`; `where` names the file in errors."""
+    name: Any = values.get("model_type")
+    require_family(name, where)
     family = FAMILIES[name]
     for key, allowed in family.fixed.items():
         if values.get(key, allowed[0]) not in allowed:

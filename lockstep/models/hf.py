@@ -18,10 +18,11 @@ from ..fingerprints import fingerprints
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
-from .families import from_hf, to_hf, without_nulls
+from .families import from_hf, require_family, to_hf, without_nulls
 from .shards import file_names, read_object, read_tensors, weights_path
 from .weight_map import HEAD, WeightSlice, fused_experts, weight_map
 
+_FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -34,7 +35,8 @@ def resolve_folder(model: str) -> Path:
     path = Path(model).expanduser()
     if model.strip() and path.is_dir():
         return path
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix.lower() in _FILE_SUFFIXES
+    if path.exists() or local:
         raise InputError(f"model {model!r}: there is no such folder (give a Hugging Face folder or a hub id org/name)")
     try:
         from huggingface_hub import snapshot_download
@@ -61,6 +63,8 @@ def read_config(folder: Path) -> ModelConfig:
     """The folder's configuration; generation_config.json's end-of-sequence ids are added."""
     path, generation = folder / "config.json", folder / "generation_config.json"
     values = read_object(path)
+    if isinstance(values.get("model_type"), str):
+        require_family(values["model_type"], str(path))  # of another model no other field says anything
     check_fields(values, str(path))
     try:
         config = from_hf(without_nulls(values), str(path))

@@ -128,7 +128,7 @@ def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, v
         raise InputError(f"--out {out}: {'not empty' if out.is_dir() else 'a file'}; name a new folder")
     if not 0 <= seed < 2**63:
         raise InputError(f"--seed is {seed}; it must be between 0 and {2**63 - 1}")
-    config = replace(config, vocab_size=vocab_size or config.vocab_size)
+    config = replace(config, vocab_size=config.vocab_size if vocab_size is None else vocab_size)
     tok: Any = load_tokenizer(Path(tokenizer)) if tokenizer else byte_tokenizer()
     check_vocabulary(tok, config.vocab_size, f"arch {arch}")
     config = replace(config, eos_token_ids=(tok.eos_token_id,), pad_token_id=tok.pad_token_id)

@@ -155,7 +155,9 @@ def as_float(value: Any) -> float | None:
 
 def _decoded(line: bytes) -> dict[str, Any]:
     try:
-        return json.loads(line)
+        group = json.loads(line)
+        samples = group.get("samples", []) if isinstance(group, dict) else None
+        return group if isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples) else {}
     except (ValueError, RecursionError):
         return {}
 

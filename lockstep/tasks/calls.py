@@ -24,7 +24,7 @@ from typing import Any
 from ..errors import InputError
 
 RewardFunction = Callable[..., Any]
-Arguments = dict[str, list[Any]]  # by name, one entry a completion
+Arguments = dict[str, Any]  # by name: lists with one entry a completion, and TRL's three below
 
 # Larger values are beyond float32, which the loss computes in; their sums must stay within float64.
 MAX_VALUE, MAX_WEIGHT = 1e38, 1e6
@@ -35,6 +35,43 @@ MAX_TEXT = 300  # characters of a user's text in a message
 
 # What every reward is offered besides the data's columns, which may not take these names.
 RESERVED_NAMES = ("prompts", "completions", "completion_ids")
+
+# TRL's further arguments, for a function that names them.
+TRAINER_NAMES = ("trainer_state", "log_metric", "log_extra")
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """`trainer_state`: the steps done before the one that is scored; of a validation 0."""
+
+    global_step: int = 0
+
+
+class Logged:
+    """What functions gave `log_metric(name, value)` and `log_extra(column, values)` while a batch was scored."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._values: dict[str, list[float]] = {}
+        self.extra: dict[str, list[Any]] = {}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of the values under each name."""
+        return {name: sum(values) / len(values) for name, values in self._values.items()}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Raises `ValueError` for a value that is no finite number."""
+        number = _value(value)
+        if not isinstance(number, float):
+            raise ValueError(f"log_metric({name!r}, ...) takes a finite number, not {one_line(value, repr)}")
+        self._values.setdefault(str(name), []).append(number)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Raises `ValueError` for another number of values than there are completions."""
+        if len(values) != self._count:
+            raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for {self._count} completions")
+        self.extra[str(column)] = list(values)
 
 
 @dataclass(frozen=True)
@@ -67,6 +104,7 @@ def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> lis
             f"reward {name} takes {by_position[0]} by position only; arguments come by name, as in "
             "def reward(completions, **columns)"
         )
+    offered += [p.name for p in named if p.name in TRAINER_NAMES and p.name not in offered]
     missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
     if missing:
         raise InputError(
@@ -105,7 +143,7 @@ def _started(function: RewardFunction, arguments: Arguments) -> Any:
     """The function's result, its coroutine, or its failure."""
     try:
         with ending_forks():
-            return function(**{name: list(values) for name, values in arguments.items()})
+            return function(**{name: list(v) if isinstance(v, list) else v for name, v in arguments.items()})
     except BaseException as error:
         return raised(error, function)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..errors import InputError
-from .calls import MAX_WEIGHT, Arguments, Failed, Outcome, RewardFunction, accepted, call_all
+from .calls import MAX_WEIGHT, Arguments, Failed, Logged, Outcome, RewardFunction, TrainerState, accepted, call_all
 from .workers import RewardWorkers
 
 OnError = Literal["raise", "zero", "skip"]
@@ -66,6 +66,9 @@ class RewardSet:
             completions concerned. raise: end the run. zero: the value is 0. skip: there is no value (as with None).
         workers: processes to call the functions in, a prompt's completions a call; None calls them here, with the
             whole batch.
+
+    Attributes:
+        logged: what functions logged while the last batch was scored.
     """
 
     def __init__(
@@ -87,12 +90,15 @@ class RewardSet:
         self.rewards = tuple(rewards)
         self._on_error = on_error
         self._workers = workers
+        self.logged = Logged(0)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise `InputError` when a function requires a column that is not one of `columns`."""
         columns = list(columns)
         for reward in self.rewards:
-            accepted(reward.name, reward.function, columns)
+            logs = {"log_metric", "log_extra"} & set(accepted(reward.name, reward.function, columns)) - {*columns}
+            if logs and self._workers is not None:
+                raise InputError(f"reward {reward.name} takes {min(logs)}, which needs task.reward_workers 0")
 
     def check_row(self, columns: dict[str, Any], origin: str) -> None:
         """Raise `InputError` when a function's own `check_row`, if it has one, refuses a data row's columns."""
@@ -111,13 +117,15 @@ class RewardSet:
         where: str = "",
         origins: Sequence[str] = (),
         groups: Sequence[int] = (),
+        step: int = 0,
         tell: Callable[[str], None] = lambda names: None,
     ) -> Scores:
         """Score completions; every argument but `where` has one entry a completion.
 
         A column goes to the functions when every row has it. `where` says in messages what was scored, for example
         "step 3", `origins` which data row each is of. `groups` (equal for the completions of one prompt, which stand
-        together) divides the calls among workers. `tell` is given the names of the functions that are being called.
+        together) divides the calls among workers. `step` is `trainer_state.global_step`. `tell` is given the names of
+        the functions that are being called.
 
         Raises `InputError` when a function returns no list or one of the wrong length and, unless `on_error` says
         otherwise, when it raises or returns something that is no finite number.
@@ -129,11 +137,17 @@ class RewardSet:
         arguments["prompts"] = list(prompts)
         arguments["completions"] = [_in_prompts_form(p, t) for p, t in zip(prompts, completions_text, strict=True)]
         arguments["completion_ids"] = list(completion_ids)
+        self.logged = Logged(len(prompts))
+        offered = {
+            "trainer_state": TrainerState(step),
+            "log_metric": self.logged.log_metric,
+            "log_extra": self.logged.log_extra,
+        }
         batches = self._batches(arguments, where, origins or [""] * len(prompts), groups)
         errors: Counter[str] = Counter()
         values: dict[str, list[float | None]] = {reward.name: [] for reward in self.rewards}
         calls = list(itertools.product(self.rewards, batches))
-        for (reward, batch), outcome in zip(calls, self._call(calls, columns, tell), strict=True):
+        for (reward, batch), outcome in zip(calls, self._call(calls, columns, offered, tell), strict=True):
             values[reward.name] += self._accept(reward, batch, outcome, errors)
         rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         return Scores(rows, [self._total(row) for row in rows], dict(errors))
@@ -154,13 +168,20 @@ class RewardSet:
         ]
 
     def _call(
-        self, calls: Sequence[tuple[Reward, _Batch]], columns: list[str], tell: Callable[[str], None]
+        self,
+        calls: Sequence[tuple[Reward, _Batch]],
+        columns: list[str],
+        offered: dict[str, Any],
+        tell: Callable[[str], None],
     ) -> list[Outcome]:
         def began(indices: Iterable[int]) -> None:
             tell(", ".join(dict.fromkeys(calls[i][0].name for i in indices)))
 
         taken = {reward.name: accepted(reward.name, reward.function, columns) for reward in self.rewards}
-        given = [{name: batch.arguments[name] for name in taken[reward.name]} for reward, batch in calls]
+        given = [
+            {name: batch.arguments.get(name, offered.get(name)) for name in taken[reward.name]}
+            for reward, batch in calls
+        ]
         counts = [len(batch.origins) for _, batch in calls]
         if self._workers is not None:
             began(range(len(calls)))

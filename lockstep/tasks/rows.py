@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from ..config import TaskConfig
-from ..errors import InputError
+from ..errors import InputError, PromptTooLong
 from .base import Encode, Problem, Prompt, PromptLimit
 from .calls import RESERVED_NAMES
 from .sources import Row, Source, open_source
@@ -37,7 +37,8 @@ class RowFormat:
             if name in row and name != self.prompt_column:
                 raise InputError(f"{origin}: column {name!r} has the name of a reward argument; rename it")
         if self.prompt_column in row:
-            columns = {name: value for name, value in row.items() if name != self.prompt_column}
+            hidden = {"prompt", *RESERVED_NAMES} & {self.prompt_column}  # what functions have as `prompts`
+            columns = {name: value for name, value in row.items() if name not in hidden}
             prompt = _checked_prompt(row[self.prompt_column], f"{origin}: {self.prompt_column}")
         elif "question" in row and "answer" in row:  # GSM8K
             if not _is_text(row["question"]):
@@ -99,13 +100,13 @@ class Problems(Sequence[Problem]):
         kept, over = array("Q"), 0
         named: list[str] = []
         for row, problem in zip(self._rows, self, strict=True):
-            tokens = _count_if_over(encode, problem, limit.tokens)
-            if tokens is None:
+            size = _size_if_over(encode, problem, limit.tokens)
+            if size is None:
                 kept.append(row)
                 continue
             over += 1
             if len(named) < 3:
-                named.append(f"{problem.origin} ({tokens} tokens)")
+                named.append(f"{problem.origin} ({size})")
         if not over:
             return self
         found = (
@@ -144,8 +145,8 @@ def _all(source: Source, form: RowFormat) -> Iterator[Problem]:
     return (form.problem(row, source.origin(index)) for index, row in enumerate(source))
 
 
-def _count_if_over(encode: Encode, problem: Problem, limit: int) -> int | None:
-    """The prompt's tokens when they are more than `limit`, else None.
+def _size_if_over(encode: Encode, problem: Problem, limit: int) -> str | None:
+    """How large the prompt is, in words, when it has more tokens than `limit`, else None.
 
     A text cannot have many more tokens than bytes, so short ones are not encoded: twice the bytes allow for
     normalization, 512 for the chat template. What that misses is refused when it is drawn.
@@ -154,12 +155,15 @@ def _count_if_over(encode: Encode, problem: Problem, limit: int) -> int | None:
         return None
     try:
         count = len(encode(problem.prompt))
+    except PromptTooLong as error:
+        return f"{error.size:,} bytes"
     except InputError as error:
         raise InputError(f"{problem.origin}: {error}") from error
-    return count if count > limit else None
+    return f"{count} tokens" if count > limit else None
 
 
 def _bytes(prompt: Prompt) -> int:
+    """Of the prompt's texts."""
     if isinstance(prompt, str):
         return len(prompt.encode())
     return sum(len(message["content"].encode()) for message in prompt)

@@ -6,6 +6,7 @@ memory: data may be larger than it.
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from array import array
@@ -18,6 +19,9 @@ from ..errors import InputError
 Row = dict[str, Any]
 
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}  # of `datasets`, for files; .json: an array
+# Of what can only be a file, so that none of them is looked for on the hub.
+_FILE_SUFFIXES = {*_BUILDERS, *JSON_LINES_SUFFIXES, ".arrow", ".tsv", ".txt", ".gz", ".zst", ".zip", ".yaml", ".py"}
 _DATA_SUFFIXES = {*JSON_LINES_SUFFIXES, ".parquet", ".arrow", ".csv", ".gz", ".zst"}
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -39,19 +43,19 @@ class Source(Protocol):
 
 
 def open_source(data: str, split: str, field: str = "task.data") -> Source:
-    """The rows of a JSON lines or parquet file, of a folder (saved by `datasets`, or of data files), or of a hub id,
-    which may name its configuration as "id:configuration"; `split` is for the last two.
+    """The rows of a JSON lines, JSON, CSV or parquet file, of a folder (saved by `datasets`, or of data files), or of a
+    hub id, which may name its configuration as "id:configuration"; `split` is for the last two.
 
     Raises `InputError` naming `field`, the setting that `data` is of, when they cannot be read.
     """
     path, label = Path(data).expanduser(), f"{field} {data}"
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InputError(f"{label} is not a regular file")  # a pipe or a device, which may have no end
-    if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir():
+    if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir() and not _is_array(path):
         return JsonLines(path, label)
-    if path.is_file() and path.suffix != ".parquet":
-        raise InputError(f"{label} must end in {', '.join(JSON_LINES_SUFFIXES)} or .parquet, or be a folder")
-    if not path.exists() and (path.suffix == ".parquet" or not _HUB_ID.fullmatch(data)):
+    if path.is_file() and path.suffix not in _BUILDERS:
+        raise InputError(f"{label} must end in {', '.join(JSON_LINES_SUFFIXES)}, .csv or .parquet, or be a folder")
+    if not path.exists() and (path.suffix in _FILE_SUFFIXES or not _HUB_ID.fullmatch(data)):
         raise InputError(f"{label} does not exist")
     if path.is_dir():
         _require_data_files(label, path)
@@ -63,7 +67,18 @@ def has_splits(data: str) -> bool:
     path = Path(data).expanduser()
     if path.is_dir():
         return not (path / "state.json").is_file()
-    return not path.exists() and path.suffix not in (*JSON_LINES_SUFFIXES, ".parquet")
+    return not path.exists() and path.suffix not in _FILE_SUFFIXES
+
+
+def _is_array(path: Path) -> bool:
+    """Whether this is a .json file that holds one array, over several lines as a rule."""
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
+    except OSError:  # which reading it will say
+        return False
 
 
 class JsonLines:
@@ -106,12 +121,14 @@ class JsonLines:
 
 
 class ArrowRows:
-    """Rows as `datasets` loads them: parquet, a folder, a hub id."""
+    """Rows as `datasets` loads them: parquet, CSV, a JSON array, a folder, a hub id."""
 
     def __init__(self, data: str, path: Path, split: str, label: str) -> None:
         self._data = data
         try:
-            self._rows = [] if _is_empty_parquet(path) else _load(data, path, split)
+            self._rows = [] if _is_empty(path) else _load(data, path, split)
+        except InputError:
+            raise
         except Exception as error:  # the library raises many types: missing, offline, unknown split, damaged
             taken = "" if path.exists() else "no such path here; as a hub id: "
             cause = error.__cause__ or error
@@ -133,8 +150,13 @@ class ArrowRows:
         return f"{self._data} row {index}"
 
 
-def _is_empty_parquet(path: Path) -> bool:
-    """Whether this is a parquet file without rows, which `datasets` cannot read."""
+def _is_empty(path: Path) -> bool:
+    """Whether this is a file without rows, which `datasets` cannot read."""
+    if path.suffix == ".csv":
+        return _checked_csv(path) == 0
+    if path.suffix == ".json":
+        with path.open("rb") as file:
+            return b"".join(file.read(64).split()) == b"[]"
     if path.suffix != ".parquet":
         return False
     from pyarrow import parquet  # type: ignore[import-untyped]
@@ -142,11 +164,30 @@ def _is_empty_parquet(path: Path) -> bool:
     return parquet.read_metadata(path).num_rows == 0
 
 
+def _checked_csv(path: Path) -> int:
+    """The rows of a CSV file, each of as many fields as the first line has names: the library would shift them."""
+    before = csv.field_size_limit(1 << 30)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file)
+            names = next(lines, [])
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise InputError(f"{path} line 1 names the column {repeated[0]!r} twice")
+            rows = 0
+            for row in filter(None, lines):
+                if len(row) != len(names):
+                    raise InputError(f"{path} line {lines.line_num} has {len(row)} fields for {len(names)} columns")
+                rows += 1
+            return rows
+    finally:
+        csv.field_size_limit(before)
+
+
 def _load(data: str, path: Path, split: str) -> Any:
     import datasets
 
-    if path.suffix == ".parquet":
-        return datasets.load_dataset("parquet", data_files=str(path), split="train")
+    if path.is_file():
+        return datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
     if (path / "dataset_dict.json").is_file():
         return datasets.load_from_disk(str(path))[split]
     if (path / "state.json").is_file():

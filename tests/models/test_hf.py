@@ -366,3 +366,10 @@ def test_missing_folders_and_damaged_json_are_named(folder: Path) -> None:
     folder.mkdir()
     with pytest.raises(InputError, match=r"config\.json: missing"):
         read_config(folder)
+
+
+@pytest.mark.parametrize("model", ["models/x.safetensors", "models/x.GGUF", "org/model.tar"])
+def test_a_missing_file_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(InputError, match="there is no such folder"):
+        resolve_folder(model)

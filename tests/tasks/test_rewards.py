@@ -16,6 +16,7 @@ from scoring import IDS, PROMPTS, ROWS, TEXTS, length, only_last, score, slow_ha
 
 from lockstep.errors import InputError
 from lockstep.tasks.rewards import Reward, RewardSet
+from lockstep.tasks.workers import RewardWorkers
 
 # What a function is given.
 
@@ -261,3 +262,58 @@ def test_async_functions_run_at_the_same_time() -> None:
         return [2.0] * len(completions)
 
     assert score(waits, frees).totals == [3.0] * 3
+
+
+# TRL's further arguments.
+
+
+def test_trainer_state_and_what_functions_log() -> None:
+    def logs(completions, trainer_state, log_metric, log_extra=None):
+        log_metric("length", 2)
+        log_metric("length", 4.0)
+        log_extra("seen", [text.upper() for text in completions])
+        return [float(trainer_state.global_step)] * len(completions)
+
+    rewards = RewardSet([Reward("logs", logs)])
+    rewards.check_columns(["answer"])
+    assert rewards.score(PROMPTS, TEXTS, IDS, [{}] * 3, step=7).totals == [7.0] * 3
+    assert rewards.logged.metrics == {"length": 3.0} and rewards.logged.extra == {"seen": ["A", "BB", "CCC"]}
+    rewards.score(PROMPTS[:1], TEXTS[:1], IDS[:1], [{}])
+    assert rewards.logged.extra == {"seen": ["A"]}  # of the last batch alone
+
+
+def test_a_column_of_that_name_is_the_datas() -> None:
+    def takes(trainer_state, **columns):
+        assert "log_metric" not in columns
+        return [float(len(value)) for value in trainer_state]
+
+    rewards = RewardSet([Reward("takes", takes)])
+    assert rewards.score(PROMPTS, TEXTS, IDS, [{"trainer_state": "abc"}] * 3).totals == [3.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            (("a", math.nan), ("b", [1] * 3)),
+            r"raised ValueError: log_metric\('a', ...\) takes a finite number, not nan",
+        ),
+        ((("a", 1.0), ("b", [1])), r"raised ValueError: log_extra\('b', ...\) has 1 values for 3 completions"),
+    ],
+)
+def test_what_cannot_be_logged(value: Any, message: str) -> None:
+    def logs(completions, log_metric, log_extra):
+        log_metric(*value[0])
+        log_extra(*value[1])
+
+    with pytest.raises(InputError, match=message):
+        score(logs)
+
+
+def test_workers_cannot_log() -> None:
+    def logs(completions, log_metric):
+        return [0.0] * len(completions)
+
+    rewards = RewardSet([Reward("logs", logs, 1.0, "m:logs")], workers=RewardWorkers(1))
+    with pytest.raises(InputError, match="reward logs takes log_metric, which needs task.reward_workers 0"):
+        rewards.check_columns([])

@@ -12,10 +12,12 @@ import datasets
 import pytest
 
 from lockstep.config import TaskConfig
-from lockstep.errors import InputError
+from lockstep.errors import InputError, PromptTooLong
 from lockstep.tasks import rows
 from lockstep.tasks.base import PromptLimit
 from lockstep.tasks.rows import Problems
+from lockstep.tasks.sources import has_splits
+from lockstep.tokenizer import byte_tokenizer, check_size, longest_token
 
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 ROWS: list[dict[str, Any]] = [
@@ -139,7 +141,7 @@ def test_malformed_rows_of_other_formats_are_named_by_row(tmp_path: Path) -> Non
         ("none/folder/", None, "does not exist"),
         ("empty.jsonl", "", "empty.jsonl has no rows"),
         ("blank.jsonl", "\n \n", "blank.jsonl has no rows"),
-        ("rows.csv", "prompt\np\n", "rows.csv must end in .jsonl, .json, .ndjson or .parquet, or be a folder"),
+        ("rows.tsv", "prompt\np\n", "rows.tsv must end in .jsonl, .json, .ndjson, .csv or .parquet, or be a folder"),
         ("bad.parquet", "no parquet", r"bad.parquet \(split train\) cannot be loaded"),
     ],
 )
@@ -176,7 +178,7 @@ def test_an_unknown_split_is_named(tmp_path: Path) -> None:
 def test_another_column_can_be_the_prompt(tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", [{"input": "p", "prompt": "not this", "label": 1}])
     (problem,) = read_problems(data, prompt_column="input")
-    assert (problem.prompt, problem.columns) == ("p", {"prompt": "not this", "label": 1})
+    assert (problem.prompt, problem.columns) == ("p", {"input": "p", "prompt": "not this", "label": 1})
     with pytest.raises(InputError, match="line 1 has input, prompt, label; it needs text, or question and answer"):
         read_problems(data, prompt_column="text")
 
@@ -267,3 +269,80 @@ def test_a_folder_without_data_files_is_refused(tmp_path: Path, name: str) -> No
     (tmp_path / "notes.md").write_text("no data")
     with pytest.raises(InputError, match=f"task.data {tmp_path}/{name} is a folder without data files"):
         read_problems(f"{tmp_path}/{name}")
+
+
+# Other files, and prompts beyond every limit.
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", 'prompt,answer\nhello,1\n"a, ""quoted""\nline",2\n'),
+        ("rows.json", '[{"prompt": "hello", "answer": 1},\n {"prompt": "a, \\"quoted\\"\\nline", "answer": 2}]'),
+        (
+            "rows.json",
+            '\n\n  [\n{"prompt": "hello", "answer": 1},{"prompt": "a, \\"quoted\\"\\nline", "answer": 2}\n]\n',
+        ),
+    ],
+)
+def test_csv_and_json_arrays(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    data = str(tmp_path / name)
+    problems = read_problems(data)
+    assert [problem.prompt for problem in problems] == ["hello", 'a, "quoted"\nline']
+    assert [problem.columns for problem in problems] == [{"answer": 1}, {"answer": 2}]
+    assert [problem.origin for problem in problems] == [f"{data} row 0", f"{data} row 1"]
+    assert not has_splits(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv", "", "task.data .*rows.csv has no rows"),
+        ("rows.csv", "prompt,answer\n", "task.data .*rows.csv has no rows"),
+        ("rows.csv", "prompt\n,\n", "rows.csv line 2 has 2 fields for 1 columns"),
+        ("rows.csv", "prompt\n3\n", "rows.csv row 0: prompt is of type int"),
+        ("rows.csv", "prompt,n\na,1\nb,2,3\n", "rows.csv line 3 has 3 fields for 2 columns"),
+        ("rows.csv", "prompt,n\na\n", "rows.csv line 2 has 1 fields for 2 columns"),
+        ("rows.csv", "prompt,n,n\na,1,2\n", "rows.csv line 1 names the column 'n' twice"),
+        ("rows.json", "[]", "task.data .*rows.json has no rows"),
+        ("rows.json", "[1, 2]", "rows.json row 0 has text; it needs prompt"),
+        ("rows.json", '[{"prompt": "a"}', "task.data .*rows.json .split train. cannot be loaded"),
+        ("rows.json", '[{"prompt": "a"}, {"prompt": 3}]', "rows.json"),
+    ],
+)
+def test_a_damaged_csv_or_json_array(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_problems(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("data", ["data/train.csv", "data/train.txt", "data/train.jsonl.gz", "train.tsv"])
+def test_a_missing_file_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(InputError, match=f"task.data {data} does not exist"):
+        read_problems(data)
+
+
+def test_a_prompt_of_megabytes_is_refused_without_its_tokens(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", [{"prompt": "a" * 4_000_000}, {"prompt": "b"}])
+
+    def encode(prompt: str | list[dict[str, str]]) -> list[int]:
+        check_size(prompt, context=100, longest=20)
+        return [1]
+
+    problems = read_problems(data)
+    message = "1 of 2 training prompts of .* have more than 90 tokens .*rows.jsonl line 1 \\(4,000,000 bytes\\)"
+    with pytest.raises(InputError, match=message):
+        problems.limited(encode, PromptLimit(90, "a test"), leave_out=False)
+    kept = problems.limited(encode, PromptLimit(90, "a test"), leave_out=True)
+    assert [problem.prompt for problem in kept] == ["b"]
+
+
+def test_the_bound_on_a_prompts_size_is_of_characters_that_the_context_cannot_hold() -> None:
+    tokenizer = byte_tokenizer()
+    longest = longest_token(tokenizer)
+    assert longest == len("<|endoftext|>")
+    check_size("x" * (2 * 10 * longest), 10, longest)
+    with pytest.raises(PromptTooLong, match="the prompt has 261 bytes, which is more than the model's context of 10"):
+        check_size([{"role": "user", "content": "x" * 260}, {"role": "user", "content": "y"}], 10, longest)

@@ -9,12 +9,15 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import zlib
 from collections.abc import Callable, Iterator
 from ctypes import c_float, c_int64, c_uint, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, Literal
+
+_log = logging.getLogger("lockstep")
 
 
 class Attention(ctypes.Structure):
@@ -98,6 +101,16 @@ def _digest(path: str) -> str:
 def cpu_build() -> str | None:
     """The build of the C library in use, as a hash of its file; None on the reference path."""
     return None if current is None else _digest(current._name)
+
+
+@functools.cache
+def warn_if_missing() -> None:
+    """Say, once a process, that float32 on this CPU is computed without the C library."""
+    if current is None:
+        _log.warning(
+            "the C operators are missing (no C compiler when this package was installed, or another CPU): steps "
+            "take two to three times as long; install a C compiler and this package again"
+        )
 
 
 @contextlib.contextmanager

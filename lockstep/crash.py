@@ -1,0 +1,45 @@
+"""What a run whose process ends without a word leaves in its folder: a crash in C code, or `os._exit`."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import LockstepError
+
+CRASH_FILE = "crash.txt"
+
+_WORDS = """Process {process} ended without a word: this file is removed when a run ends in any other way.
+
+Either something killed it (SIGKILL, or the system when memory ran out), or a reward function ended it (`os._exit`), or
+code in C crashed; then Python's stack follows. `--task.reward-workers 1` keeps rewards in a process of their own, whose
+end costs one call and not the run. `lockstep report` makes the report of the steps that were done.
+
+"""
+
+
+@contextlib.contextmanager
+def noted(run_dir: Path) -> Iterator[None]:
+    """Within it there is a file in `run_dir` that says so, should this process end before it is left."""
+    path, before = run_dir / CRASH_FILE, faulthandler.is_enabled()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", encoding="utf-8")
+        file.write(_WORDS.format(process=os.getpid()))
+        file.flush()
+    except OSError as error:
+        raise LockstepError(f"could not write {path}: {error}") from error
+    faulthandler.enable(file)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
+        if before:
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # a standard error without a file
+                faulthandler.enable(sys.__stderr__)  # type: ignore[arg-type]
+        file.close()
+        path.unlink(missing_ok=True)
