@@ -85,6 +85,14 @@ class Checkout:
                 return holding[0]
         return None
 
+    def has(self, test: str) -> str | None:
+        """The test's file where it is now: at its path, or the only one of its name; None if there is none."""
+        file, _, _ = test.partition("::")
+        if (self.folder / file).exists():
+            return test
+        named = [str(path.relative_to(self.folder)) for path in (self.folder / "tests").rglob(Path(file).name)]
+        return named[0] + test.removeprefix(file) if len(named) == 1 else None
+
     @contextmanager
     def planted(self, mutant: Mutant, path: Path) -> Iterator[None]:
         """The edit while it is in place, C compiled."""
@@ -108,8 +116,10 @@ class Checkout:
         )
         try:
             output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
+        except BaseException as ended:
             os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(ended, subprocess.TimeoutExpired):
+                raise
             return ["timeout"], process.communicate()[0]
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", output, re.MULTILINE)
         if process.returncode not in (0, 1) and not failed:
@@ -140,9 +150,10 @@ def outcome_of(mutant: Mutant, place: Checkout) -> dict[str, Any]:
     """What became of one edit: "caught" by which tests, "survived", or why it could not be tried ("gone")."""
     began, path = time.perf_counter(), place.find(mutant)
     found: dict[str, Any] = {"area": mutant.area, "outcome": "gone", "old": mutant.old, "new": mutant.new}
-    if path is not None:
+    tests = [test for test in map(place.has, mutant.tests) if test]
+    if path is not None and tests:
         with place.planted(mutant, path):
-            failed, output = place.pytest(["-x", *mutant.tests])
+            failed, output = place.pytest(["-x", *tests])
         ran = failed or re.search(r"\d+ passed", output)
         found |= {"outcome": "caught" if failed else "survived" if ran else "no test ran", "by": failed}
         found["output"] = output.strip().splitlines()[-1:]
@@ -182,6 +193,7 @@ def main() -> int:
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th edit from the i-th on")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these edits alone")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left behind
     part, parts = map(int, given.shard.split("/"))
     wanted = [m for m in mutants()[part - 1 :: parts] if not given.only or m.name in given.only]
     commit = subprocess.run(

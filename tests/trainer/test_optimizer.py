@@ -130,6 +130,7 @@ def test_state_resumes_bit_for_bit(make_model, dtype):
     accumulate(flat.grads, random_grads(flat, 0))
     optimizer.step(torch.tensor(LR), OK)
     other.load_state({k: v.clone() for k, v in optimizer.state().items()})
+    assert torch.equal(other_flat.data, flat.data)
     for f, o in ((flat, optimizer), (other_flat, other)):
         accumulate(f.grads, random_grads(flat, 1))
         o.step(torch.tensor(LR), OK)
