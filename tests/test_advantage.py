@@ -25,6 +25,11 @@ def test_scaled_matches_torchs_sample_deviation(scale_rewards: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_two_samples_have_a_deviation() -> None:
+    (advantages,) = group_advantages([[2.0, 6.0]], "group")
+    assert advantages == pytest.approx([-2 / (8**0.5 + 1e-4), 2 / (8**0.5 + 1e-4)], rel=1e-12)
+
+
 @given(st.floats(-1e6, 1e6), st.integers(1, 33), st.sampled_from(["none", "group", "batch"]))
 def test_equal_rewards_have_exactly_zero_advantage(reward: float, size: int, scale_rewards: str) -> None:
     rewards = [[reward] * size, [0.1, 0.7]]

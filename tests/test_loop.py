@@ -245,6 +245,37 @@ def test_nothing_to_learn_from_goes_on_then_stops(config: RunConfig) -> None:
         loop.step(1)
 
 
+def test_groups_without_advantages_are_trained_on_for_their_kl_alone(config: RunConfig) -> None:
+    loop = Loop(config, build(config))
+    groups, _ = loop._collect(0)
+    for i, rollout in enumerate(groups[0].rollouts):  # the other group's advantages are 0
+        rollout.advantage = float(i % 3 - 1)
+
+    def sequences(beta: float) -> list[int]:
+        loop.config = replace(config, loss=LossConfig(beta=beta))
+        return [sum(len(b.sequences) for b in batches) for batches in loop._pack(groups)]
+
+    assert sequences(0.0) == [8, 8] and sequences(0.1) == [16, 0]
+
+
+def test_a_supervised_step_weighs_every_token_alike(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = replace(config.trainer, warmup_steps=1, warmup_batch_size=6)
+    config = replace(config, task=TaskConfig("sum-digits", validation_prompts=0), trainer=trainer)
+    run = build(config)
+    seen, forward_backward = [], run.trainer.forward_backward
+
+    def seeing(batch, loss_type):
+        seen.append(batch)
+        forward_backward(batch, loss_type)
+
+    monkeypatch.setattr(run.trainer, "forward_backward", seeing)
+    Loop(config, run).warmup_step(0)
+    lengths = [len(s.token_ids) for batch in seen for s in batch.sequences]
+    weights = torch.cat([batch.weight_C[batch.valid_C] for batch in seen])
+    assert len(set(lengths)) > 1 and len(weights) == sum(lengths)
+    torch.testing.assert_close(weights, torch.full_like(weights, 1 / sum(lengths)))
+
+
 def test_an_overflowing_loss_stops_before_weights_change(config: RunConfig) -> None:
     config = rewarded_by(config, "infinite")
     run = build(config)

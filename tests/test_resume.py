@@ -42,6 +42,25 @@ def test_a_folder_is_its_files(tmp_path: Path, name: str) -> None:
     assert recorded(tmp_path) == first
 
 
+def test_a_file_of_a_folder_has_its_name(tmp_path: Path) -> None:
+    (tmp_path / "1.parquet").write_text("abc")
+    (tmp_path / "2.parquet").write_text("abd")
+    first = recorded(tmp_path)
+    (tmp_path / "2.parquet").rename(tmp_path / "3.parquet")  # in the same place of their order
+    assert recorded(tmp_path) != first
+
+
+def test_validation_rows_and_the_mask_are_recorded_too(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    task = TaskConfig(data="somebody/rows", validation_data=str(file))
+    config = RunConfig(task=task, attention="flex", attention_mask=f"{file}:mask")
+    found = []
+    for text in ("abc", "abd"):
+        file.write_text(text)
+        found.append(resume.inputs(config)["data"])
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"task.validation_data", "attention_mask"}
+
+
 def test_a_hub_id_is_recorded_by_its_name() -> None:
     assert recorded("somebody/rows") is None
     assert resume.inputs(RunConfig())["data"] == dict.fromkeys(resume._DATA_FIELDS)

@@ -92,6 +92,9 @@ def test_a_finished_run_can_go_on_for_longer(tmp_path: Path, capsys: pytest.Capt
             for key in [k for k in line if k.startswith("validation/")]:
                 del line[key]
         assert ours == theirs
+    (ours, theirs) = (json.loads((r / "checkpoints/step_4/state.json").read_text()) for r in (run, longer))
+    assert ours["trainer"] == theirs["trainer"] and theirs["trainer"]["weights_version"] > 8
+    assert list(json.loads((run / "summary.json").read_text())["validation"]) == ["0", "2", "4"]
     assert main(["train", "--resume", str(run), "--steps", "4", "--sampling.top-k", "3"]) == 2
     assert "sampling.top_k is 0 there and 3 here" in capsys.readouterr().err
 

@@ -24,7 +24,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
         chunk = words[begin : begin + CHUNK].long()
         key = torch.arange(begin + 1, begin + 1 + chunk.numel(), device=tensor.device) * GOLDEN
         mixed = chunk * ((key ^ ((key >> 29) & 0x7FFFFFFFF)) | 1)  # an odd factor loses nothing
-        total = total + (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)).sum()
+        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * GOLDEN  # one pass would leave two changed signs to cancel
+        total = total + (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)).sum()
     return total
 
 

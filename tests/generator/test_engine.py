@@ -12,6 +12,7 @@ from small import CONFIG, generate, make_model, requests, words
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights, plan_cache_tokens
+from lockstep.generator.kv_cache import KVCache
 from lockstep.timings import Timings
 from lockstep.types import SampleIdentity, SamplingParams
 
@@ -39,8 +40,9 @@ def test_greedy_is_the_argmax_and_its_sampled_log_prob_is_zero(model, engine_of:
     assert all(-6 < p < 0 for p in one.model_logprobs)
     sampled = run(engine_of(model), n=2, ignore_eos=True)
     assert sampled[0].token_ids != sampled[1].token_ids
-    top_1 = run(engine_of(model), top_k=1)[0]
-    assert (top_1.token_ids, top_1.logprobs) == (one.token_ids, one.logprobs)
+    for filters in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        alone = run(engine_of(model), **filters)[0]
+        assert (alone.token_ids, alone.logprobs) == (one.token_ids, one.logprobs)
 
 
 def test_it_tells_how_many_samples_are_finished(model) -> None:
@@ -170,6 +172,29 @@ def test_every_token_carries_the_version_of_its_weights(model, engine_of: Engine
     while request not in done:
         done |= dict(engine.step())
     assert done[request][0].weight_versions == [3] + [4] * 11
+
+
+@pytest.mark.parametrize(("versions", "found"), [((3, 3), 4), ((3, 4), 0)])
+def test_a_prompt_that_two_versions_ran_is_not_found_again(model, versions: tuple[int, int], found: int) -> None:
+    version, prompt = versions[0], [7] * 65
+    config = GeneratorConfig(page_size=16, max_num_batched_tokens=32)
+    engine = Engine(SharedWeights(model, lambda: version), config, 4096)
+    engine.add_request(prompt, SamplingParams(max_completion_length=2, ignore_eos=True), SampleIdentity(0, 0, 0, 0))
+    engine.step()
+    version = versions[1]
+    while engine.scheduler.busy:
+        engine.step()
+    assert len(engine.cache.match(prompt, version)) == found
+
+
+def test_a_page_is_found_behind_the_tokens_before_it_alone() -> None:
+    cache = KVCache(CONFIG, 8, 4, torch.float32, torch.device("cpu"))
+    first, second = [1, 2, 3, 4], [5, 6, 7, 8]
+    pages = cache.allocate(2)
+    assert pages is not None
+    cache.register(first + second, pages, 0)
+    assert cache.match(first + second, 0) == pages and cache.match(first + first, 0) == pages[:1]
+    assert cache.match(second, 0) == cache.match(second + first, 0) == cache.match(first + second, 1) == []
 
 
 def test_a_snapshot_changes_only_when_updated(model) -> None:

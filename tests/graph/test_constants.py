@@ -3,8 +3,10 @@ changes with it changes its key, too."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.errors import LockstepError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, GraphFunction, digest
+from lockstep.graph import Compiler, GraphFunction, Inputs, digest
+from lockstep.graph.bits import fingerprint
 from lockstep.graph.constants import flattened
 from lockstep.graph.keys import key_of
 from lockstep.models import Decoder, Masks, ModelConfig
@@ -234,3 +237,26 @@ def test_constants_are_flat_and_only_what_json_holds() -> None:
     assert found["model.rope_scaling"] == "RopeScaling" and found["model.mla"] is None and found["page_size"] == 16
     with pytest.raises(TypeError, match="constant loss.f is <built-in function abs>; it must be a number"):
         flattened({"loss": {"f": abs}})
+
+
+def test_a_graph_is_of_inputs_with_or_without_gradients() -> None:
+    def file(requires_grad: bool) -> str:
+        inputs = Inputs(param={"x": torch.ones(3, requires_grad=requires_grad)})
+        key = key_of("f", fingerprint, inputs, inputs.described({}), {}, (), "captured", {}, [])
+        assert key is not None
+        return key.file
+
+    assert file(False) == file(False) != file(True)
+
+
+@pytest.mark.parametrize("name", ["a.py", "ops/b.c", "ops/c.h", "d.json"])
+def test_every_source_of_the_package_counts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin = importlib.import_module("lockstep.graph.origin")
+    monkeypatch.setattr(origin, "PACKAGE", tmp_path)
+    (tmp_path / "ops").mkdir()
+    hashes = []
+    for text in ("one", "other"):
+        (tmp_path / name).write_text(text)
+        hashes.append(origin._sources())
+    (tmp_path / name).rename(tmp_path / f"z{Path(name).suffix}")
+    assert len({*hashes, origin._sources()}) == 3

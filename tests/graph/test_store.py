@@ -57,6 +57,8 @@ def test_what_it_was_made_with_is_compared_field_by_field(store: Store) -> None:
     )
     more = {**KEY.made_with, "mesh.fsdp": 2}
     assert looked_up(store, replace(KEY, made_with=more)) == ("refused", ("mesh.fsdp was None and is 2",))
+    less = {name: value for name, value in KEY.made_with.items() if name != "passes"}
+    assert looked_up(store, replace(KEY, made_with=less)) == ("refused", ("passes was [['fit', '{}']] and is None",))
     assert looked_up(store)[0] == "loaded"
 
 

@@ -323,6 +323,20 @@ def test_a_hash_sees_one_bit_its_place_and_nothing_else(dtype: torch.dtype) -> N
     assert int(fingerprint(torch.zeros(3))) != int(fingerprint(-torch.zeros(3)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_hash_sees_two_signs(dtype: torch.dtype) -> None:
+    """A sign may be the highest bit of a word, which any factor leaves where it is."""
+    torch.manual_seed(0)
+    x = torch.randn(24).to(dtype)
+    hashes = {int(fingerprint(x))}
+    for i in range(24):
+        for j in range(i):
+            y = x.clone()
+            y[[i, j]] *= -1
+            hashes.add(int(fingerprint(y)))
+    assert len(hashes) == 1 + 24 * 23 // 2
+
+
 def test_hashes_go_on_over_chunks_and_tell_names_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(50, dtype=torch.float32)
     whole = int(fingerprint(x))

@@ -306,13 +306,23 @@ def test_fields_that_change_nothing_are_let_pass(folder: Path) -> None:
     assert read_config(folder) == before
 
 
+def test_token_0_is_a_token(folder: Path, tmp_path: Path) -> None:
+    edit(folder / "config.json", bos_token_id=0, pad_token_id=0)
+    edit(folder / "generation_config.json", eos_token_id=0)
+    config = read_config(folder)
+    assert (config.bos_token_id, config.pad_token_id, config.eos_token_ids) == (0, 0, (3, 0))
+    save_model(load_model(folder, torch.float32), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["bos_token_id"] == written["pad_token_id"] == 0 and written["eos_token_id"] == [3, 0]
+
+
 def test_an_end_of_sequence_outside_the_vocabulary_is_named_with_its_file(folder: Path) -> None:
     edit(folder / "generation_config.json", eos_token_id=[3, 211])
     with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is 211, outside"):
         read_config(folder)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
 def test_weights_that_are_not_finite_are_named(folder: Path, value: float) -> None:
     weights = folder / "model.safetensors"
     tensors = load_file(weights)

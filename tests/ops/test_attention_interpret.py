@@ -123,6 +123,7 @@ class Interpreted:
 
         monkeypatch.setattr(attention, "LONG", 0)  # tiles without masks have a loop of their own
         assert same_bits(pages.packed(), whole)
+        assert same_bits(pages.prefilled([62, 190]), whole), "a first query that sees all keys of a tile but one"
         monkeypatch.setattr(attention, "SMALL_TILE", attention.Tile(32, 4, 1))
         assert same_bits(pages.packed(), whole)
 

@@ -64,6 +64,16 @@ def test_every_layout_has_the_same_splits():
         torch.testing.assert_close(whole[row].double(), exact, atol=1e-5, rtol=1e-4)
 
 
+def test_a_split_may_have_one_key():
+    """Of equal scores the output is the mean of the values, of which the last one alone is not zero."""
+    context, pages = KEY_SPLIT + 1, KEY_SPLIT // PAGE_SIZE + 1
+    k_cache, v_cache = torch.zeros(2, pages, PAGE_SIZE, 1, 16).unbind()
+    v_cache[-1, 0] = context
+    table, lengths = torch.arange(pages).int().unsqueeze(0), (int32(0, 1), int32(context), 1, context)
+    out = ops.attention_paged(torch.randn(1, 2, 16), k_cache, v_cache, table, *lengths)
+    torch.testing.assert_close(out, torch.ones(1, 2, 16))
+
+
 def test_a_split_of_its_own_size_is_one_softmax(monkeypatch: pytest.MonkeyPatch):
     """The control: with other splits the same keys are another sum, in the rows that have several and in no other."""
     q, k, v = (torch.randn(300, heads, 16) for heads in (2, 1, 1))

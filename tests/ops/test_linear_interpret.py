@@ -47,6 +47,11 @@ class Interpreted:
         gated = linear.product(x, weight, tile, gated=True)
         assert same_bits(gated, rows.silu_mul(plain))
 
+    def test_a_residual_is_added_to_the_rounded_product(self):
+        x, weight, residual = torch.randn(17, 64).half(), torch.randn(40, 64).half(), torch.randn(17, 40).half()
+        plain = linear.product(x, weight, TILES[0])
+        assert torch.equal(linear.product(x, weight, TILES[0], residual_MN=residual), residual + plain)
+
     @pytest.mark.parametrize("weights", [True, False])
     def test_write_kv_inside_is_write_kv_after(self, weights):
         heads, kv_heads, head_dim, tokens = 6, 2, 24, 5

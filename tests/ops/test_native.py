@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lockstep import ops
 from lockstep.ops import logprobs_reference, native, reference
 from lockstep.ops.native import library
-from lockstep.ops.philox import philox
+from lockstep.ops.philox import gumbel, philox
 
 pytestmark = pytest.mark.skipif(library.built is None, reason="the C library is not built")
 
@@ -70,6 +70,11 @@ def test_qk_norm_rope_agrees_with_the_reference(head_dim: int, norm: bool) -> No
     weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else (None, None)
     arguments = (qkv, *weights, table, 3, 2, 1e-6)
     torch.testing.assert_close(native.qk_norm_rope(*arguments), reference.qk_norm_rope(*arguments))
+
+
+def test_rms_norm_multiplies_by_its_weight_last() -> None:
+    x, weight = wide(37, 100), torch.randn(100)
+    assert same(native.rms_norm(x, weight, 1e-6), native.rms_norm(x, torch.ones(100), 1e-6) * weight)
 
 
 def test_exp_is_exact_to_two_ulp_and_safe_at_its_ends() -> None:
@@ -128,8 +133,18 @@ def test_drawn_tokens_are_the_references() -> None:
     ours = native.draw(*arguments)
     assert torch.equal(ours, logprobs_reference.draw(*arguments))
     assert torch.equal(ours[::5], logits[::5].argmax(dim=1))
-    tied = torch.zeros(3, 200).index_fill(1, torch.tensor([70, 131]), 1.0)
+    tied = torch.zeros(3, 200).index_fill(1, torch.tensor([70, 86, 131]), 1.0)  # in one lane, and in another
     assert native.draw(tied, torch.zeros(3), torch.zeros(3), keys[:3], position[:3], True).tolist() == [70] * 3
+
+
+def test_noise_at_both_ends_of_the_words() -> None:
+    """Two places found by search: the word 6, whose noise is among the largest, and one that rounds to 2 ** 32."""
+    key, low, high = torch.tensor([[1, 2, 3, 4]]), (249, 780_955), (74, 417_027)
+    noise = gumbel(key, torch.tensor(low[:1]), low[1] + 1)[0, low[1]]
+    assert noise.item() == pytest.approx(-math.log(-math.log1p(-6.5 / 2**32)), rel=1e-6)
+    logits, one = torch.zeros(1, high[1] + 1), torch.ones(1)
+    logits[0, high[1]] = 30.0  # more than any noise
+    assert native.draw(logits, one, -torch.inf * one, key, torch.tensor(high[:1]), False).tolist() == [high[1]]
 
 
 # ---- invariance ----

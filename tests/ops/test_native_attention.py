@@ -151,6 +151,13 @@ def test_no_layout_changes_a_bit_of_attention(heads: int, kv_heads: int, head_di
     assert invariant(Sequence(150, heads, kv_heads, head_dim))
 
 
+def test_what_a_query_does_not_see_may_be_nan() -> None:
+    sequence = Sequence(40, 4, 2, 16)
+    expected = sequence.packed()
+    sequence.k[21:] = sequence.v[21:] = torch.nan
+    assert same(sequence.packed()[:21], expected[:21])
+
+
 def siblings_keep_their_bits(page_size: int) -> bool:
     """Whether samples of a prompt, decoded beside each other and beside a stranger, get what each gets alone."""
     prompt, lengths = 130, [131, 150, 70, 200, 195]

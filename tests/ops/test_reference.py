@@ -15,6 +15,9 @@ from lockstep.ops import attention_reference, reference
 from lockstep.ops.gate_inputs import cancel
 from lockstep.ops.linear import linear, linear_fp32
 from lockstep.ops.native import library
+from lockstep.ops.philox import sample_key
+from lockstep.parity import CHECK_DOMAIN
+from lockstep.types import GENERATE_DOMAIN, TRAIN_DOMAIN, VALIDATION_DOMAIN, WARMUP_DOMAIN
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -113,3 +116,14 @@ def test_gradients_at_odd_sizes_are_the_same_every_time(dtype: torch.dtype) -> N
             found.append(torch.autograd.grad(linear(*leaves), leaves, grad))
             torch.empty(random.randint(1, 1000))
     assert all(same_bits(a, b) for again in found for a, b in zip(again, found[0], strict=True))
+
+
+@pytest.mark.parametrize("field", ["seed", "domain", "step", "group", "sample"])
+def test_every_bit_of_an_identity_counts(field: str) -> None:
+    fields = dict.fromkeys(("seed", "domain", "step", "group", "sample"), 0)
+    numbers = [0, *(1 << bit for bit in range(64 if field == "seed" else 32))]
+    assert len({sample_key(**fields | {field: number}) for number in numbers}) == len(numbers)
+
+
+def test_domains_are_apart() -> None:
+    assert len({TRAIN_DOMAIN, VALIDATION_DOMAIN, GENERATE_DOMAIN, WARMUP_DOMAIN, CHECK_DOMAIN}) == 5

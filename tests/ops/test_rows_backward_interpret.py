@@ -133,6 +133,15 @@ class Interpreted:
         result = gather_backward.gather_rows(torch.ones(1, 1).expand(40, 8), torch.arange(40) % 3, 3)
         assert torch.equal(result, torch.tensor([14.0, 13.0, 13.0]).unsqueeze(1).expand(3, 8))
 
+    def test_gather_rows_of_one_row_in_many_programs(self):
+        tokens = gather_backward.ROWS * (2 * gather_backward.PIECES + 3)
+        result = gather_backward.gather_rows(torch.ones(tokens, 1), torch.ones(tokens, dtype=torch.int64), 3)
+        assert result.flatten().tolist() == [0.0, tokens, 0.0]
+
+    def test_partial_sums_of_more_programs_than_are_added_at_a_time(self):
+        partial = torch.randn(2 * kernels.FOLD_ROWS + 1, 9)
+        assert_near((kernels._fold(partial, torch.float32),), (partial.double().sum(0),))
+
     @pytest.mark.parametrize("shape", [(1,), (3, 5), (4097,)])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_add_gradient(self, shape, dtype):

@@ -37,9 +37,10 @@ def test_epsilon_high_and_the_default_of_dapo():
     assert clipped == [False, True, True]
     torch.testing.assert_close(loss, torch.tensor([-1.25, -1.28, 0.8]))
     assert evaluate("dapo", log_ratio, advantage, epsilon_high=0.3)[1] == [False, False, True]
+    assert evaluate("dapo", log_ratio, advantage, epsilon=0.0, epsilon_high=0.0)[0].tolist() == [-1.0, -1.0, 1.0]
 
 
-@pytest.mark.parametrize("epsilon, epsilon_high", [(0.2, None), (0.0, None), (0.1, 0.4), (1.5, None)])
+@pytest.mark.parametrize("epsilon, epsilon_high", [(0.2, None), (0.0, None), (0.1, 0.4), (1.0, None), (1.5, None)])
 def test_the_clip_equals_the_two_sided_minimum_of_ppo(epsilon, epsilon_high):
     generator = torch.Generator().manual_seed(0)
     log_ratio = torch.randn(200, generator=generator).tolist()
@@ -60,6 +61,8 @@ def test_a_huge_ratio_is_clipped_or_infinite_but_never_hidden():
     assert clipped == [True, False] and grad[0] == 0
     assert loss[1] == math.inf and not grad[1].isfinite()
     assert evaluate("grpo", [0.0], [math.nan])[0].isnan().all()
+    loss, clipped, grad = evaluate("grpo", [200.0, -200.0], [0.0, 0.0])
+    assert not loss.any() and not grad.any() and clipped == [False, False], "what has no advantage has no part in it"
 
 
 def test_first_update_is_exactly_the_policy_gradient():

@@ -64,6 +64,26 @@ def test_equals_torch(make_model, max_grad_norm):
     assert ours.steps.tolist() == [5, 5]
 
 
+def test_the_scale_of_a_clipped_gradient_is_torchs(make_model):
+    """The bound over the norm plus 1e-6, which is a tenth of this norm."""
+    flat, ours = make(make_model(), max_grad_norm=1e-6)
+    flat.grad[0] = 1e-5
+    ours.step(torch.tensor(LR), OK)
+    assert ours.exp_avg[0].item() == pytest.approx(0.1 * 1e-6 / 1.1, rel=1e-6)
+
+
+def test_fresh_moments_are_corrected_for_their_bias(make_model):
+    (flat, ours), (other_flat, other) = make(make_model()), make(make_model())
+    accumulate(flat.grads, random_grads(flat, 0))
+    ours.step(torch.tensor(LR), OK)
+    ours.reset()
+    other_flat.data.copy_(flat.data)
+    for f, optimizer in ((flat, ours), (other_flat, other)):
+        accumulate(f.grads, random_grads(flat, 1))
+        optimizer.step(torch.tensor(LR), OK)
+    assert torch.equal(flat.data, other_flat.data) and ours.steps.tolist() == [1, 1]
+
+
 def test_gradients_accumulate_in_float32(make_model):
     flat, _ = make(make_model(torch.bfloat16))
     ones = tuple(torch.ones_like(p) for p in flat.parameters)
@@ -110,6 +130,7 @@ def test_state_resumes_bit_for_bit(make_model, dtype):
     accumulate(flat.grads, random_grads(flat, 0))
     optimizer.step(torch.tensor(LR), OK)
     other.load_state({k: v.clone() for k, v in optimizer.state().items()})
+    assert torch.equal(other_flat.data, flat.data)
     for f, o in ((flat, optimizer), (other_flat, other)):
         accumulate(f.grads, random_grads(flat, 1))
         o.step(torch.tensor(LR), OK)

@@ -117,6 +117,8 @@ def test_groups_fill_micro_batches_in_order_and_a_large_one_is_split():
     assert [len(b.tokens_T) for b in batches] == [64, 64, 64]
     assert packed_slots(batches) == (192, 172)
     assert packed_slots([]) == (0, 0)
+    for just_fits in ([group(20, 23, 23)], [group(10, 23), group(10, 23)]):
+        assert [int(b.cu_seqlens[-1]) for b in pack(just_fits, max_tokens=64, check_parity=False)] == [64]
 
 
 def test_a_sequence_that_does_not_fit_names_itself_and_what_would_do():
