@@ -249,7 +249,8 @@ class Display:
         self._rewards.append(float(metrics.get("reward/mean", math.nan)))
         self._seconds.append(float(metrics.get("time/step", math.nan)))
         self._checked += int(metrics.get("parity/tokens_checked", 0))
-        self._different += int(metrics.get("parity/tokens_different", 0))
+        kinds = "parity/tokens_different", "parity/prompt_tokens_routed_differently"
+        self._different += sum(int(metrics.get(kind, 0)) for kind in kinds)
         self._not_covered += abs(int(metrics.get("parity/tokens_not_covered", 0)))
         if self._live is not None:
             self._table = self._table_of(step, metrics)

@@ -178,6 +178,7 @@ class Loop:
                     for r in g.rollouts
                 ],
                 g.sampling,
+                g.rollouts[0].completion.prompt_route_digests,
             )
             for g in groups
         ]

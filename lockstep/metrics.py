@@ -68,6 +68,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "parity/tokens_different": "Tokens that differ",
         "parity/tokens_not_covered": "Sampled tokens that were not compared",
         "parity/tokens_routed_differently": "Tokens with other experts",
+        "parity/prompt_tokens_routed_differently": "Prompt tokens with other experts",
     },
 }
 _TITLES: dict[str, str] = {name: title for metrics in SECTIONS.values() for name, title in metrics.items()}

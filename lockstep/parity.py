@@ -34,6 +34,12 @@ from .types import Completion, SampleIdentity, SamplingParams, TrainGroup, Train
 CHECK_DOMAIN = 4  # sampling domain of `check_model`
 
 
+_OF_EXPERTS = (
+    *("expert_choices_checked", "tokens_routed_differently"),
+    *("prompt_tokens_checked", "prompt_tokens_routed_differently"),
+)
+
+
 @dataclass
 class Certificate:
     """What a run's parity check covered, written to `parity.json` after every step.
@@ -42,7 +48,8 @@ class Certificate:
     the two log-probabilities that the generator recorded against those of the computation that trains, as 32-bit words;
     of a mixture of experts also which experts the token was drawn after, of every layer and slot in order, by a digest.
     `expert_choices_checked` counts those, `tokens_routed_differently` how many of `tokens_different` differ in them;
-    both are None without experts. `logprob_diff_max` is NaN when any of the log-probabilities was.
+    `prompt_tokens_checked` and `prompt_tokens_routed_differently` are of the prompts' tokens, which take gradients too.
+    All are None without experts. `logprob_diff_max` is NaN when any of the log-probabilities was.
     """
 
     mode: str
@@ -53,6 +60,8 @@ class Certificate:
     logprob_diff_max: float = 0.0
     expert_choices_checked: int | None = None
     tokens_routed_differently: int | None = None
+    prompt_tokens_checked: int | None = None
+    prompt_tokens_routed_differently: int | None = None
     first_difference: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -68,20 +77,24 @@ class Certificate:
         if result.routing is not None:
             self.expert_choices_checked = (self.expert_choices_checked or 0) + result.routing.choices_checked
             self.tokens_routed_differently = (self.tokens_routed_differently or 0) + result.routing.tokens_different
+            self.prompt_tokens_checked = (self.prompt_tokens_checked or 0) + result.routing.prompt_tokens_checked
+            elsewhere = (self.prompt_tokens_routed_differently or 0) + result.routing.prompt_tokens_different
+            self.prompt_tokens_routed_differently = elsewhere
         if self.first_difference is None and result.mismatches:
             self.first_difference = {"step": step, **asdict(result.mismatches[0])}
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of `parity.json`; `identical` is None when there was nothing to check."""
-        identical = self.tokens_different == 0 and self.tokens_not_covered == 0
+        identical = (
+            self.tokens_different == self.tokens_not_covered == 0 == (self.prompt_tokens_routed_differently or 0)
+        )
         checked = self.tokens_checked > 0 or not identical
         return {"identical": identical if checked else None, **_without_experts(asdict(self))}
 
 
 def _without_experts(record: dict[str, Any]) -> dict[str, Any]:
     """The record, without what only a mixture of experts has if it is not one."""
-    absent = [name for name in ("expert_choices_checked", "tokens_routed_differently") if record[name] is None]
-    return {name: value for name, value in record.items() if name not in absent}
+    return {name: value for name, value in record.items() if name not in _OF_EXPERTS or value is not None}
 
 
 def raise_mismatch(step: int, result: StepResult) -> None:
@@ -94,6 +107,8 @@ def raise_mismatch(step: int, result: StepResult) -> None:
     found = f"{result.tokens_different} of {result.tokens_checked} tokens differ between generator and trainer"
     if result.routing is not None and result.routing.tokens_different:
         found += f", of which {result.routing.tokens_different} went to other experts (digests of the choices differ)"
+    if result.routing is not None and result.routing.prompt_tokens_different:
+        found += f"; {result.routing.prompt_tokens_different} prompt tokens went to other experts"
     if result.tokens_not_covered:
         found += f"; {result.tokens_sampled} were sampled"
     raise ParityError("\n  ".join([f"step {step + 1}: {found}; the weights were not changed", *lines]))
@@ -115,11 +130,14 @@ class Report:
     compared: str
     expert_choices_checked: int | None = None
     tokens_routed_differently: int | None = None
+    prompt_tokens_checked: int | None = None
+    prompt_tokens_routed_differently: int | None = None
 
     @property
     def identical(self) -> bool:
         """Every sampled token was compared, none differs, and there were some."""
-        return self.tokens_different == self.tokens_not_covered == 0 and self.tokens_checked > 0
+        different = self.tokens_different, self.tokens_not_covered, self.prompt_tokens_routed_differently
+        return not any(different) and self.tokens_checked > 0
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -128,7 +146,7 @@ class Report:
     def render(self) -> str:
         """The report as text."""
         verdict = "PASS: generator and trainer log-probs are bitwise identical."
-        if self.tokens_routed_differently:
+        if self.tokens_routed_differently or self.prompt_tokens_routed_differently:
             verdict = "FAIL: generator and trainer choose different experts."
         elif not math.isfinite(self.max_delta):
             verdict = "FAIL: log-probs are no finite numbers: the model's outputs overflow in this dtype."
@@ -139,6 +157,7 @@ class Report:
         experts = [
             f"  Expert choices    : {self.expert_choices_checked}",
             f"  Routed differently: {self.tokens_routed_differently}",
+            f"  Of prompts        : {self.prompt_tokens_routed_differently} of {self.prompt_tokens_checked} tokens",
         ]
         return "\n".join(
             [
@@ -243,6 +262,8 @@ def _check(
         _compared(compiler),
         result.routing.choices_checked if result.routing else None,
         result.routing.tokens_different if result.routing else None,
+        result.routing.prompt_tokens_checked if result.routing else None,
+        result.routing.prompt_tokens_different if result.routing else None,
     )
 
 
@@ -313,6 +334,7 @@ def _groups(
                 for i, c in enumerate(samples)
             ],
             params,
+            samples[0].prompt_route_digests,
         )
         for g, (prompt, samples, params) in enumerate(zip(prompts, completions, sampling, strict=True))
     ]

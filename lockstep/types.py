@@ -63,8 +63,9 @@ class Completion:
 
     `logprobs` are of the distribution that was sampled (temperature and filters applied), `model_logprobs` of the
     model's own at temperature 1, untruncated; both are float32 values held exactly. `route_digests` (None: a model
-    without experts) tell which experts the token was drawn after (`ops.route_digest`). All per-token lists have the
-    length of `token_ids`, which ends with the stop token when one was sampled.
+    without experts) tell which experts the token was drawn after (`ops.route_digest`), and `prompt_route_digests` which
+    each token of the prompt went to. All other per-token lists have the length of `token_ids`, which ends with the stop
+    token when one was sampled.
     """
 
     token_ids: list[int]
@@ -75,6 +76,7 @@ class Completion:
     finish_reason: FinishReason
     identity: SampleIdentity
     route_digests: list[int] | None = None
+    prompt_route_digests: list[int] | None = None
 
 
 @dataclass
@@ -121,6 +123,7 @@ class TrainGroup:
     prompt_ids: list[int]
     sequences: list[TrainSequence]
     sampling: SamplingParams
+    route_digests: list[int] | None = None  # of the prompt, as in `Completion`
 
 
 @dataclass
@@ -159,6 +162,7 @@ class PackedBatch:
     sequences: list[TrainSequence] = field(default_factory=list)
     support_C: Tensor | None = None  # uint8 [C, ceil(V / 8)], the sampled support, for updates after the first
     old_route_C: Tensor | None = None  # int32, `Completion.route_digests`, where they are to be compared
+    old_route_T: Tensor | None = None  # int32, of the prompts' tokens the same; -1 where there is nothing to compare
     together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
 
     def __setattr__(self, name: str, value: Any) -> None:

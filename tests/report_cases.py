@@ -63,6 +63,7 @@ def step_metrics(step: int, different: int = 0) -> dict[str, object]:
         "parity/tokens_checked": 100,
         "parity/tokens_different": different,
         "parity/tokens_not_covered": 0,
+        "parity/prompt_tokens_routed_differently": 0,
         "loss": math.nan if step == 2 else 0.5 + step,
     }
 

@@ -90,6 +90,7 @@ def train_groups(
                 for i, c in enumerate(group)
             ],
             params,
+            group[0].prompt_route_digests,
         )
         for g, (prompt, params, group) in enumerate(zip(prompts, sampling, completions, strict=True))
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import CONFIG, generate, make_model, requests, train_groups
+from small import CONFIG, compare, generate, make_model, requests, train_groups
 
 from lockstep.build import build
 from lockstep.config import (
@@ -202,7 +202,8 @@ def test_loads_are_those_of_a_hand_count_without_padding(capture: str) -> None:
     assert found and (found.min_expert_tokens, found.max_expert_tokens) == (min(map(min, loads)), max(map(max, loads)))
     assert found.load_imbalance == pytest.approx(sum(6 * max(layer) / sum(layer) for layer in loads) / 2)
     assert set(found.metrics()) == {
-        *("moe/load_imbalance", "moe/expert_tokens/min", "moe/expert_tokens/max", "parity/tokens_routed_differently")
+        *("moe/load_imbalance", "moe/expert_tokens/min", "moe/expert_tokens/max", "parity/tokens_routed_differently"),
+        "parity/prompt_tokens_routed_differently",
     }
     trainer.check(batches[1])
     again = trainer.finish_check().routing
@@ -365,3 +366,53 @@ def test_the_parity_command_tells_of_experts(tmp_path: Path) -> None:
     assert failed.render().endswith("FAIL: generator and trainer choose different experts.")
     dense = replace(report, expert_choices_checked=None, tokens_routed_differently=None)
     assert "xpert" not in dense.render() and "expert_choices_checked" not in dense.to_dict()
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"page_size": 4}, {"max_num_batched_tokens": 5}, {"cache_tokens": 180, "page_size": 4}]
+)
+def test_the_experts_of_prompts_are_those_of_the_trainer(fields: dict[str, int], engine_of) -> None:
+    """Whatever the pages, the chunks, the preemptions, and what the cache holds: also tokens that were drawn."""
+    model = make_model(torch.float32, config=MOE)
+    prompts, sampling = requests(4, length=8)
+    engine = engine_of(model, **fields)
+    for _ in range(2):
+        completions = generate(engine, prompts, sampling)
+        for prompt, samples in zip(prompts, completions, strict=True):
+            assert all(c.prompt_route_digests == samples[0].prompt_route_digests for c in samples)
+            assert len(samples[0].prompt_route_digests or ()) == len(prompt)
+            assert all(c.route_digests[0] == c.prompt_route_digests[-1] for c in samples)  # type: ignore[index]
+        found = compare(model, train_groups(prompts, sampling, completions)).routing
+        assert found and (found.prompt_tokens_checked, found.prompt_tokens_different) == (sum(map(len, prompts)), 0)
+    longer = [p + c[0].token_ids for p, c in zip(prompts, completions, strict=True)]  # hits pages of drawn tokens
+    completions = generate(engine, longer, sampling)
+    found = compare(model, train_groups(longer, sampling, completions)).routing
+    assert found and (found.prompt_tokens_checked, found.prompt_tokens_different) == (sum(map(len, longer)), 0)
+
+
+@pytest.mark.parametrize("capture", ["none", "step"])
+def test_one_prompt_token_with_other_experts_stops_the_update(capture: str) -> None:
+    model, compiler = make_model(torch.float32, config=MOE), compiler_of(capture)
+    prompts, sampling = requests(3, length=8)
+    completions = generate(Engine(SharedWeights(model), GeneratorConfig(), 16384), prompts, sampling)
+    groups = train_groups(prompts, sampling, completions)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    before = trainer.flat.data.clone()
+    for planted in (1, 0):
+        groups[1].route_digests[2] ^= planted  # type: ignore[index]
+        for batch in pack(groups, max_tokens=4096, check_parity=True):
+            trainer.forward_backward(batch)
+        result = trainer.optim_step(1e-2)
+        groups[1].route_digests[2] ^= planted  # type: ignore[index]
+        assert result.tokens_different == 0 and result.routing
+        assert result.routing.prompt_tokens_different == planted and result.applied == result.identical == (not planted)
+        assert torch.equal(trainer.flat.data, before) == bool(planted)
+        certificate = Certificate("strict")
+        certificate.add(0, result, result.tokens_checked)
+        assert certificate.to_dict()["identical"] is (not planted)
+        assert certificate.to_dict()["prompt_tokens_routed_differently"] == planted
+        if planted:
+            with pytest.raises(
+                ParityError, match="step 1: 0 of .*; 1 prompt tokens went to other experts; the weights"
+            ):
+                raise_mismatch(0, result)

@@ -252,6 +252,7 @@ class Engine:
             self._take_in(block)
 
     def _take_in(self, block: Block) -> None:
+        block.read_prompts()
         for sequence, tokens, logprobs, model_logprobs, routes in block.drawn():
             if sequence.finish_reason is not None:  # before this block was launched, or by the host since
                 continue

@@ -177,7 +177,7 @@ class _Step(ABC):
     ) -> None:
         self._model, self._cache, self._rows = model, cache, rows
         own = graph.module_inputs(model)
-        inputs = graph.Inputs(own.param, buffer={**own.buffer, **tensors}, kv={"k": cache.k, "v": cache.v})
+        inputs = graph.Inputs(own.param, buffer={**own.buffer, **tensors}, kv=cache.tensors())
         if like is None:
             like = compiler.function(self.name, self._body, inputs, {"kv", "buffer"}, self.dynamic, self._constants())
             self.function = like
@@ -215,9 +215,9 @@ class _Decode(_Step):
     name, dynamic = "decode", _DECODE
 
     def _body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
-        k, v = inputs.kv["k"], inputs.kv["v"]
+        k, v, routes = inputs.kv["k"], inputs.kv["v"], inputs.kv.get("routes")
         with graph.substituted(self._model, inputs):
-            decode_step(self._model, inputs.buffer, self._cache, k, v, self._max_context, **statics)
+            decode_step(self._model, inputs.buffer, self._cache, k, v, routes, self._max_context, **statics)
         return {}
 
 
@@ -252,8 +252,8 @@ class _Mixed(_Step):
         self.function()
 
     def _body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
-        b, k, v = inputs.buffer, inputs.kv["k"], inputs.kv["v"]
+        b, kv = inputs.buffer, (inputs.kv["k"], inputs.kv["v"], inputs.kv.get("routes"))
         prompt = {name: b[f"prompt.{name}"] for name in MixedBatch._fields}
         with graph.substituted(self._model, inputs):
-            mixed_step(self._model, b, prompt, b["tables"], self._cache, k, v, self._max_context, True, True)
+            mixed_step(self._model, b, prompt, b["tables"], self._cache, *kv, self._max_context, True, True)
         return {}

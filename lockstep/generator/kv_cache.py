@@ -28,6 +28,9 @@ class KVCache:
     page is registered under a digest of the weights' version and every token up to its end, so pages of other
     weights cannot be found. One page more, `null_page`, is nobody's: rows of a batch without a sequence write there.
 
+    Of a model with experts `routes` keeps, beside a position's keys and values, the word that tells which experts its
+    token went to (`ops.route_digest`).
+
     With `cleared`, values are zero in a page that is handed out: for attention that multiplies what a query does not
     see by zero, which leaves what is not finite in the result.
     """
@@ -45,6 +48,8 @@ class KVCache:
         shape = (config.num_layers, num_pages + 1, page_size, heads)
         self.k = torch.zeros(*shape, key, dtype=dtype, device=device)
         self.v = torch.zeros(*shape, value, dtype=dtype, device=device)
+        routed = config.moe_layers > 0
+        self.routes = torch.zeros(num_pages + 1, page_size, dtype=torch.int32, device=device) if routed else None
         self.page_size = page_size
         self.num_pages = num_pages
         self.null_page = num_pages
@@ -53,6 +58,10 @@ class KVCache:
         self._digests: list[bytes | None] = [None] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._by_digest: dict[bytes, int] = {}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What steps write, by name."""
+        return {"k": self.k, "v": self.v} | ({} if self.routes is None else {"routes": self.routes})
 
     @property
     def num_free(self) -> int:
@@ -94,6 +103,8 @@ class KVCache:
         source, target = upload([sources, targets], self.k.device)
         for cache in (self.k, self.v):
             cache.index_copy_(1, target, cache.index_select(1, source))
+        if self.routes is not None:
+            self.routes.index_copy_(0, target, self.routes.index_select(0, source))
 
     def register(self, tokens: list[int], pages: list[int], version: int) -> None:
         """Make the full pages of a sequence findable; `tokens` are those whose keys and values are in place."""

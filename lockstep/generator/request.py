@@ -25,7 +25,7 @@ class Sequence:
         end: the decode step, counted by the scheduler, after which it has its last token if no stop comes before.
         lease: tells which note of the steps that its pages last for is the valid one; 0: none.
         shared: what it has in common with the samples that started with it.
-        routes: as in `Completion.route_digests`.
+        routes, prompt_routes: as in `Completion.route_digests` and `prompt_route_digests`.
     """
 
     request_id: int
@@ -38,6 +38,7 @@ class Sequence:
     model_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routes: list[int] | None = None
+    prompt_routes: list[int] | None = None
     pages: list[int] = field(default_factory=list)
     cache_version: int = 0
     finish_reason: FinishReason | None = None
@@ -105,6 +106,7 @@ class Sequence:
             self.finish_reason,
             self.identity,
             self.routes,
+            self.prompt_routes,
         )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import graph
 from ..types import SamplingParams
 from .graphs import StepGraphs
-from .kv_cache import KVCache
+from .kv_cache import KVCache, upload
 from .mixed_batch import MixedBatch, MixedSizes, lay_out
 from .request import Sequence
 from .rows import Rows
@@ -31,6 +31,8 @@ class Block:
         sequences: of each row, at the launch.
         version: of the weights.
         words: host tensor int32 [rows, words of a result, steps or more], once `ready` has come to pass.
+        prompts, prompt_words: of a model with experts the prompts that ended, and what the cache has of their pages'
+            tokens, one after another, int32 [pages, page size].
     """
 
     sequences: list[Sequence | None]
@@ -38,6 +40,22 @@ class Block:
     version: int
     words: Tensor
     ready: torch.cuda.Event | None
+    prompts: list[Chunk] = field(default_factory=list)
+    prompt_words: Tensor | None = None
+
+    def read_prompts(self) -> None:
+        """Wait for the results; note the experts of prompts that ended, for the samples that begin with them."""
+        if self.prompt_words is None:
+            return
+        if self.ready is not None:
+            self.ready.synchronize()
+        page_size = self.prompt_words.shape[1]
+        pages = self.prompt_words.split([-(-len(chunk.prefill.token_ids) // page_size) for chunk in self.prompts])
+        for chunk, words in zip(self.prompts, pages, strict=True):
+            routes = words.flatten().tolist()
+            for sample in chunk.started:
+                if sample.prompt_routes is None:
+                    sample.prompt_routes = routes[: len(sample.prompt_ids)]
 
     def drawn(self) -> Iterator[Drawn]:
         """Wait for the results; each sequence's. After its last token come tokens of -1."""
@@ -48,6 +66,13 @@ class Block:
         routes = words[3].tolist() if len(words) > 3 else [None] * len(self.sequences)
         columns = zip(self.sequences, words[0].tolist(), *logprobs.tolist(), routes, strict=True)
         return (column for column in columns if column[0] is not None)
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """A copy there, complete once the device has come to it."""
+    if not values.is_cuda:
+        return values.clone()
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 class Runner:
@@ -83,7 +108,9 @@ class Runner:
         else:
             b, max_context = rows.tensors(size), max(len(s.pages) for s in running) * cache.page_size
             for _ in range(steps):
-                decode_step(model, b, cache, cache.k, cache.v, max_context, truncated, greedy, grouped=False)
+                decode_step(
+                    model, b, cache, cache.k, cache.v, cache.routes, max_context, truncated, greedy, grouped=False
+                )
         return self._block(size, steps, version)
 
     @torch.inference_mode()
@@ -94,25 +121,27 @@ class Runner:
         rows.begin()
         version = self.weights.version
         if self.graphs:
-            return self._block(self.graphs.mixed(model, chunks), 1, version)
+            return self._block(self.graphs.mixed(model, chunks), 1, version, chunks)
         size = rows.used
         sizes = MixedSizes.exactly(size, chunks)
         flat = lay_out(chunks, sizes, rows.null_row, rows.device.type == "cuda").to(rows.device, non_blocking=True)
         prompt = MixedBatch.view(flat, sizes)._asdict()
         flags = rows.truncated > 0, rows.greedy > 0
-        max_context = rows.width * cache.page_size
-        mixed_step(model, rows.tensors(size), prompt, rows.table, cache, cache.k, cache.v, max_context, *flags)
-        return self._block(size, 1, version)
+        cache_tensors, max_context = (cache.k, cache.v, cache.routes), rows.width * cache.page_size
+        mixed_step(model, rows.tensors(size), prompt, rows.table, cache, *cache_tensors, max_context, *flags)
+        return self._block(size, 1, version, chunks)
 
-    def _block(self, rows: int, steps: int, version: int) -> Block:
-        sequences, results = self.rows.sequences[:rows], self.rows.results[:rows]
-        if not results.is_cuda:
-            return Block(sequences, steps, version, results.clone(), None)
-        words = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-        words.copy_(results, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return Block(sequences, steps, version, words, ready)
+    def _block(self, rows: int, steps: int, version: int, chunks: Iterable[Chunk] = ()) -> Block:
+        sequences, words = self.rows.sequences[:rows], _on_host(self.rows.results[:rows])
+        prompts, prompt_words, routes = [c.prefill for c in chunks if c.started], None, self.cache.routes
+        if prompts and routes is not None:
+            pages = [page for p in prompts for page in p.pages[: self.cache.pages_for(len(p.token_ids))]]
+            prompt_words = _on_host(routes.index_select(0, upload(pages, routes.device)))
+        ready = None
+        if self.rows.results.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        return Block(sequences, steps, version, words, ready, [c for c in chunks if c.started], prompt_words)
 
     @torch.inference_mode()
     def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:

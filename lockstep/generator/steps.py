@@ -30,6 +30,7 @@ def decode_step(
     cache: KVCache,
     k: Tensor,
     v: Tensor,
+    routes: Tensor | None,
     max_context: int,
     truncated: bool,
     greedy: bool,
@@ -38,7 +39,7 @@ def decode_step(
     """Run every row's token and draw the next one.
 
     Args:
-        k, v: the cache's tensors, or what stands for them in a trace.
+        k, v, routes: the cache's tensors, or what stands for them in a trace.
         max_context: bound on positions.
         truncated, greedy: whether any row has a filter on, or temperature 0.
         grouped: read the prefixes of "groups" once a group. It changes the time, not the bits.
@@ -48,7 +49,7 @@ def decode_step(
     groups, shared_len = (b["groups"], b["shared_len"]) if grouped else (None, None)
     lengths = b["cu_seqlens"], context, 1, max_context
     attend = PagedAttention(k, v, slots, table, *lengths, groups, shared_len, model.masks)
-    hidden, route = _forward(model, b["token"], position, attend)
+    hidden, route = _forward(model, b["token"], position, attend, slots, routes)
     _draw(model, b, hidden, route, truncated, greedy)
 
 
@@ -60,6 +61,7 @@ def mixed_step(
     cache: KVCache,
     k: Tensor,
     v: Tensor,
+    routes: Tensor | None,
     max_context: int,
     truncated: bool,
     greedy: bool,
@@ -88,22 +90,31 @@ def mixed_step(
         max_context,
         masks=model.masks,
     )
-    hidden, route = _forward(model, torch.cat((b["token"], prompt["token"])), position, attend, prompt["source"])
+    tokens = torch.cat((b["token"], prompt["token"]))
+    hidden, route = _forward(model, tokens, position, attend, slots, routes, prompt["source"])
     _draw(model, b, hidden, route, truncated, greedy)
 
 
 def _forward(
-    model: Decoder, tokens: Tensor, position: Tensor, attend: PagedAttention, source_R: Tensor | None = None
+    model: Decoder,
+    tokens: Tensor,
+    position: Tensor,
+    attend: PagedAttention,
+    slots: Tensor,
+    routes: Tensor | None,
+    source_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Hidden states of the source rows (None: of all) and, of a mixture of experts, a word of each one's experts."""
-    routes: list[Routing] | None = [] if model.config.moe_layers else None
-    hidden = model(tokens, position, attend, routes)
+    """Hidden states of the source rows (None: of all) and, of a mixture of experts, a word of each one's experts; those
+    of all tokens go to their slots of `routes`."""
+    found: list[Routing] | None = [] if model.config.moe_layers else None
+    hidden = model(tokens, position, attend, found)
     if source_R is not None:
         hidden = hidden.index_select(0, source_R)
-    if not routes:
+    if not found or routes is None:
         return hidden, None
-    experts_TN = torch.cat([routing.experts_TK for routing in routes], dim=1)
-    return hidden, ops.route_digest(experts_TN if source_R is None else experts_TN.index_select(0, source_R))
+    digest = ops.route_digest(torch.cat([routing.experts_TK for routing in found], dim=1))
+    routes.view(-1).index_copy_(0, slots, digest)
+    return hidden, digest if source_R is None else digest.index_select(0, source_R)
 
 
 def _draw(model: Decoder, b: State, hidden: Tensor, route: Tensor | None, truncated: bool, greedy: bool) -> None:

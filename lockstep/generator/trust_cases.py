@@ -46,7 +46,8 @@ class _Pages:
 
     def touched(self, cache: KVCache) -> dict[str, list[Tensor]]:
         """What a run writes besides the null page."""
-        return {"kv k": [cache.k[:, : self.used]], "kv v": [cache.v[:, : self.used]]}
+        touched = {"kv k": [cache.k[:, : self.used]], "kv v": [cache.v[:, : self.used]]}
+        return touched if cache.routes is None else {**touched, "kv routes": [cache.routes[: self.used]]}
 
 
 def decode_cases(
@@ -100,7 +101,9 @@ def mixed_cases(flat: Tensor, rows: Rows, sizes: MixedSizes, cache: KVCache, voc
 
 def _null_page(cache: KVCache) -> list[Tensor]:
     """Rows and tokens at rest all write to its first slot, in any order."""
-    return [tensor[:, cache.null_page : cache.null_page + 1] for tensor in (cache.k, cache.v)]
+    null = slice(cache.null_page, cache.null_page + 1)
+    routes = [] if cache.routes is None else [cache.routes[null]]
+    return [cache.k[:, null], cache.v[:, null], *routes]
 
 
 def _load(

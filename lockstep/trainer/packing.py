@@ -134,6 +134,7 @@ def _make_like(batch: PackedBatch, other: _Draft) -> None:
     batch.truncated = any(sampling.truncated for sampling in other.sampling)
     if batch.check_parity and other.sequences[0].route_digests is not None:
         batch.old_route_C = torch.zeros(len(batch.targets_C), dtype=torch.int32)
+        batch.old_route_T = torch.full((len(batch.tokens_T),), -1, dtype=torch.int32)
 
 
 def blank_batch(shape: BatchShape, sampling: SamplingParams, check_parity: bool, routed: bool = False) -> PackedBatch:
@@ -181,6 +182,8 @@ def _check(group: TrainGroup, sequence: TrainSequence, max_tokens: int) -> None:
             f"{name}: a prompt of {prompt} and a completion of {length} tokens do not fit in "
             f"trainer.max_tokens_per_micro_batch {max_tokens}; it must be at least {needed}"
         )
+    if group.route_digests is not None and len(group.route_digests) != prompt:
+        raise ValueError(f"{name}: {len(group.route_digests)} route digests for {prompt} prompt tokens")
     for values in (sequence.logprobs, sequence.model_logprobs, sequence.route_digests):
         if values is not None and len(values) != length:
             what = "route digests" if values is sequence.route_digests else "log-probs"
@@ -195,30 +198,32 @@ class _Draft:
         self.positions: list[int] = []
         self.longest = 0  # positions of a segment, its prefix included
         self.segments: list[tuple[int, int, int]] = []  # end row, prefix start, prefix length
+        self.routes: list[int] = []  # a token: the digest of a prompt's, where it is known; otherwise -1
         self.logit_rows: list[int] = []
         self.sequences: list[TrainSequence] = []
         self.sampling: list[SamplingParams] = []
 
     def add(self, group: TrainGroup, share_prefix: bool) -> None:
-        prompt = group.prompt_ids
+        prompt, routes = group.prompt_ids, group.route_digests or [-1] * len(group.prompt_ids)
         start = len(self.tokens)
         if share_prefix:
-            self._segment(prompt, 0, 0)
+            self._segment(prompt, routes, 0, 0)
         for sequence in group.sequences:
             own = sequence.token_ids[:-1]
             if share_prefix:
                 row = len(self.tokens)
-                self._segment(own, start, len(prompt))
+                self._segment(own, [-1] * len(own), start, len(prompt))
             else:
                 start, row = len(self.tokens), len(self.tokens) + len(prompt)
-                self._segment(prompt + own, 0, 0)
+                self._segment(prompt + own, routes + [-1] * len(own), 0, 0)
             self.logit_rows.append(start + len(prompt) - 1)
             self.logit_rows.extend(range(row, row + len(own)))
             self.sequences.append(sequence)
             self.sampling.append(group.sampling)
 
-    def _segment(self, token_ids: list[int], prefix_start: int, prefix_len: int) -> None:
+    def _segment(self, token_ids: list[int], routes: list[int], prefix_start: int, prefix_len: int) -> None:
         self.tokens.extend(token_ids)
+        self.routes.extend(routes)
         length = prefix_len + len(token_ids)
         self.positions.extend(range(prefix_len, length))
         self.longest = max(self.longest, length)
@@ -272,6 +277,7 @@ class _Draft:
             sequence_C=per_row(list(range(len(self.sequences))), torch.int64),
             sequences=self.sequences,
             old_route_C=None if routes is None else listed(routes, C, torch.int32),
+            old_route_T=None if routes is None else listed(self.routes, T, torch.int32, fill=-1),
         )
 
     def _old_logprobs(self, required: bool) -> tuple[list[float], list[float]]:

@@ -45,8 +45,9 @@ class StepResult:
 
     @property
     def identical(self) -> bool:
-        """Every sampled token was compared, and none differs."""
-        return self.tokens_different == 0 and self.tokens_not_covered == 0
+        """Every sampled token was compared, and none differs; nor do the experts of a prompt's token."""
+        elsewhere = self.routing.prompt_tokens_different if self.routing else 0
+        return self.tokens_different == self.tokens_not_covered == elsewhere == 0
 
 
 class Results:

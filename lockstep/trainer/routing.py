@@ -17,7 +17,7 @@ from ..models import ModelConfig, Routing
 from ..types import PackedBatch
 
 # The statistics that a model with experts has besides, before a count an expert.
-STATISTICS = ("routed_differently", "aux_loss")
+STATISTICS = ("routed_differently", "prompt_tokens", "prompt_routed_differently", "aux_loss")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class RoutingResult:
     Attributes:
         choices_checked: experts compared with the generator's: a token's are those of every layer and slot.
         tokens_different: tokens with any other expert, or the same in another order.
+        prompt_tokens_checked, prompt_tokens_different: of the prompts' tokens, once for each micro-batch they are in.
         load_imbalance: tokens of a layer's busiest expert over its experts' mean, averaged over layers; 1 is even.
         min_expert_tokens, max_expert_tokens: of the experts of all layers, in the packed tokens without padding.
         aux_loss: the load-balancing loss before its coefficient, averaged over the update's micro-batches, each by its
@@ -35,6 +36,8 @@ class RoutingResult:
 
     choices_checked: int
     tokens_different: int
+    prompt_tokens_checked: int
+    prompt_tokens_different: int
     load_imbalance: float
     min_expert_tokens: int
     max_expert_tokens: int
@@ -44,6 +47,7 @@ class RoutingResult:
         """What a run records."""
         found = {
             "parity/tokens_routed_differently": self.tokens_different,
+            "parity/prompt_tokens_routed_differently": self.prompt_tokens_different,
             "moe/load_imbalance": self.load_imbalance,
             "moe/expert_tokens/min": self.min_expert_tokens,
             "moe/expert_tokens/max": self.max_expert_tokens,
@@ -75,13 +79,20 @@ def routed(routes: Sequence[Routing], batch: PackedBatch) -> Routed:
     return Routed([routing.logits_TE for routing in routes], experts_TN, valid_T, loads_LE)
 
 
-def compare(batch: PackedBatch, r: Routed) -> tuple[Tensor, Tensor]:
+def compare(batch: PackedBatch, r: Routed, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Digests of the experts that each completion token was predicted after, int32 [C], and where they are not the
-    generator's, bool [C]. `ValueError` when the batch does not have the generator's."""
-    if batch.old_route_C is None:
+    generator's, bool [C]; those of the prompts' tokens are counted. `ValueError` when the batch does not have the
+    generator's."""
+    if batch.old_route_C is None or batch.old_route_T is None:
         raise ValueError("parity of a mixture of experts cannot be checked without the generator's route digests")
-    route_C = ops.route_digest(r.experts_TN.index_select(0, batch.logit_rows_C))
-    return route_C, route_C != batch.old_route_C
+    route_T = ops.route_digest(r.experts_TN)
+    route_C = route_T.index_select(0, batch.logit_rows_C)
+    known_T = batch.old_route_T >= 0
+    statistics["prompt_tokens"].add_(known_T.sum())
+    statistics["prompt_routed_differently"].add_((known_T & (route_T != batch.old_route_T)).sum())
+    elsewhere_C = route_C != batch.old_route_C
+    statistics["routed_differently"].add_((elsewhere_C & batch.valid_C).sum())
+    return route_C, elsewhere_C
 
 
 def load_balancing_loss(r: Routed) -> Tensor:

@@ -168,6 +168,8 @@ class EagerRuns:
         ok = torch.isfinite(s["loss"])
         if self.enforce_parity:
             ok = ok & (s["different"] == 0) & (s["identical"] == sampled)
+            if self.experts:
+                ok = ok & (s["prompt_routed_differently"] == 0)
         config = self.optimizer.config
         grad_norm, applied = adamw_step(tensors, self.flat, config, lr, ok)
         if router_biases:

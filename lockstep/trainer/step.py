@@ -214,8 +214,7 @@ def _record(
         different_C = differs(logprob_C, batch.old_logprob_C) | differs(model_logprob_C, batch.old_model_logprob_C)
         different_C = different_C | (difference_C != 0)  # NaN is never identical, not even to the same bits
         if routed is not None:
-            route_C, elsewhere_C = routing.compare(batch, routed)
-            s["routed_differently"].add_((elsewhere_C & batch.valid_C).sum())
+            route_C, elsewhere_C = routing.compare(batch, routed, s)
             different_C = different_C | elsewhere_C
         different_C = different_C & batch.valid_C
         s["identical"].add_((batch.valid_C ^ different_C).sum())

@@ -308,6 +308,8 @@ class Trainer:
         return RoutingResult(
             choices_checked=int(s["identical"] + s["different"]) * choices,
             tokens_different=int(s["routed_differently"]),
+            prompt_tokens_checked=int(s["prompt_tokens"]),
+            prompt_tokens_different=int(s["prompt_routed_differently"]),
             load_imbalance=s["load_imbalance"],
             min_expert_tokens=int(s["min_expert_tokens"]),
             max_expert_tokens=int(s["max_expert_tokens"]),

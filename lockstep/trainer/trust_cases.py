@@ -94,8 +94,10 @@ def _batches(
     ]
     for name, shape, (prompt, completions) in drafts:
         group = _group(prompt, completions, sampling, vocabulary, draw)
-        for sequence in group.sequences if routed else ():
-            sequence.route_digests = list(range(len(sequence.token_ids)))
+        if routed:
+            group.route_digests = list(range(len(group.prompt_ids)))
+            for sequence in group.sequences:
+                sequence.route_digests = list(range(len(sequence.token_ids)))
         for batch in pack([group], max_tokens=shape.tokens, check_parity=True, shapes=[shape]):
             yield f"{name}, {shape.tokens} tokens", batch
 

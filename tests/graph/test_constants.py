@@ -184,6 +184,7 @@ def test_every_field_of_the_loss_and_the_optimizer() -> None:
     assert seen == {
         *("loss.loss_type", "loss.epsilon", "loss.epsilon_high", "loss.beta", "optimizer.beta1", "optimizer.beta2"),
         *("optimizer.epsilon", "optimizer.weight_decay", "optimizer.max_grad_norm"),
+        "loss.use_bias_correction_kl",
     }
 
 

@@ -181,7 +181,7 @@ def a_graph_that_is_wrong_on_one_rank(world: World) -> Any:
     assert isinstance(runs, GraphRuns)
     if world.rank == 1:
         update = runs.eager.update
-        runs.eager.update = lambda t, values, results, lr, biases: update(t, values, results, 2 * lr, biases)  # type: ignore
+        runs.eager.update = lambda t, values, results, lr, *more: update(t, values, results, 2 * lr, *more)  # type: ignore
     try:
         trust(compiler, work, "strict")
     except GraphError as error:

@@ -64,7 +64,7 @@ def test_a_layer_has_one_gather_and_one_exchange(found: dict[str, Any]) -> None:
 
 def test_a_graph_that_is_wrong_on_one_rank_is_refused_on_all(found: dict[str, Any]) -> None:
     for cases, message in found["a_graph_that_is_wrong_on_one_rank"]:
-        assert cases == 4 and message.startswith("optim_step(), case 'first': ")
+        assert cases == 5 and message.startswith("optim_step(), case 'first': ")
         assert "differs from eager in" in message and "on rank 1" in message and "on rank 0" not in message
 
 
