@@ -28,7 +28,8 @@ def page() -> str:
     """The page's Markdown."""
     parts = [INTRODUCTION, "## lockstep train\n", f"{inspect.getdoc(flags.Train)}\n", _table(flags.Train, "")]
     parts.append(
-        "`--config`, `--resume`, `--resume-with-other-numerics`, `--run-dir` and `--json` are not part of a configuration.\n"
+        "`--config`, `--resume`, `--resume-with-other-numerics`, `--run-dir` and `--json` are not part of a "
+        "configuration.\n"
     )
     for field in dataclasses.fields(flags.Train):
         if dataclasses.is_dataclass(kind := field.default_factory):
