@@ -46,7 +46,10 @@ def drawn(temperature: float, top_k: int, top_p: float, min_p: float, vary: str)
     """How often each token was drawn, over samples of a group, or over the positions of one sample."""
     rows = torch.arange(DRAWS)
     if vary == "samples":
-        key, position = torch.tensor([sample_key(2**50 + 3, 0, 2, 5, i) for i in range(DRAWS)]), torch.full_like(rows, 9)
+        key, position = (
+            torch.tensor([sample_key(2**50 + 3, 0, 2, 5, i) for i in range(DRAWS)]),
+            torch.full_like(rows, 9),
+        )
     else:
         key, position = torch.tensor([sample_key(11, 0, 2, 5, 1)]).expand(DRAWS, -1).contiguous(), rows
     hidden, weight = torch.ones(DRAWS, 1), torch.tensor(LOGITS).unsqueeze(1)
@@ -108,7 +111,11 @@ def test_top_p_ends_where_the_mass_is_exactly_p() -> None:
     logits = -math.log(2.0) * torch.tensor([[0.0, 1.0, 2.0, 2.0]])
     assert torch.equal(logits.exp(), torch.tensor([[1.0, 0.5, 0.25, 0.25]]))
     for exact, kept in ((0.5, 1), (0.75, 2)):
-        for top_p, expected in ((exact, kept), (math.nextafter(exact, 0), kept), (exact + 2.0**-24, {1: 2, 2: 4}[kept])):
+        for top_p, expected in (
+            (exact, kept),
+            (math.nextafter(exact, 0), kept),
+            (exact + 2.0**-24, {1: 2, 2: 4}[kept]),
+        ):
             threshold = logprobs_reference.support_threshold(
                 logits, torch.zeros(1).int(), torch.tensor([top_p]), torch.zeros(1)
             )
