@@ -181,11 +181,11 @@ def _against_the_trainer(model: Decoder, engine: Engine) -> int:
 
 
 def test_stock_matrix_products_are_caught(engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: without the padding of rows, one row's product is another sum than a batch's."""
+    """The negative control: without blocks of rows, one row's product is another sum than a batch's."""
     model = make_model(torch.float32)
     with library.using(None):
         assert _against_the_trainer(model, engine_of(model)) == 0
-        monkeypatch.setattr(reference, "ROW_BLOCK", 1)
+        monkeypatch.setattr(reference, "linear", torch.nn.functional.linear)
         assert _against_the_trainer(model, engine_of(model, max_num_seqs=1)) > 0
 
 

@@ -28,8 +28,11 @@ FILTERS = {
 
 
 def probabilities(temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
-    """Of each token of `LOGITS`, which descend: temperature, then the k largest, of them the fewest that hold a share
-    p, and of all those at least min_p times as likely as the largest."""
+    """Of each token of `LOGITS`, which descend.
+
+    Temperature, then the k largest, of them the fewest that hold a share p, and those of at least min_p times the
+    largest's probability.
+    """
     weights = [math.exp(logit / temperature) for logit in LOGITS]
     kept = len(weights) if top_k == 0 else top_k
     total, share = sum(weights[:kept]), 0.0
