@@ -199,9 +199,7 @@ def test_json_prints_one_object_and_nothing_else(run: Recorder, capsys: pytest.C
     assert "a library's chatter" in printed.err
 
 
-def test_without_json_what_was_learned_and_what_comes_next(
-    run: Recorder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_json_what_was_learned_and_what_comes_next(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     run.result = {
         "learned": "held-out correct 77.5 % -> 98 %",
         "parity": {"identical": True, "tokens_checked": 1357517, "tokens_different": 0},
