@@ -119,7 +119,11 @@ def command(case: Case, folder: Path, run: Path, device: str) -> list[str]:
 def finished(words: Sequence[str], limit: float, **more: str) -> tuple[int, str]:
     """Exit code and what was printed; a command that takes too long is ended, and those that it started."""
     root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((root, os.environ.get("PYTHONPATH", ""))), **more}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((root, f"{root}/benchmarks", os.environ.get("PYTHONPATH", ""))),
+        **more,
+    }
     with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment, process_group=0)
         try:
