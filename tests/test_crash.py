@@ -61,3 +61,12 @@ def test_missing_operators_are_said_once(caplog: pytest.LogCaptureFixture) -> No
         library.warn_if_missing()
         library.warn_if_missing()
     assert [record.message.split(" (")[0] for record in caplog.records] == ["the C operators are missing"]
+
+
+def test_ctrl_c_after_the_outcome_changes_nothing() -> None:
+    code = (
+        "import atexit, os, signal\nfrom lockstep import cli\ncli.main = lambda: 1\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\ncli.entry()"
+    )
+    done = finished([sys.executable, "-c", code])
+    assert (done.returncode, done.stderr) == (1, "")

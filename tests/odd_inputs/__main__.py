@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -49,6 +50,7 @@ def ask(odd: Odd, shared: Path) -> str:
     out, err = io.StringIO(), io.StringIO()
     before, stdin = dict(os.environ), sys.stdin
     os.environ |= odd.environment
+    resource.setrlimit(resource.RLIMIT_FSIZE, (odd.largest, resource.RLIM_INFINITY))
     sys.stdin = io.StringIO(odd.stdin)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), left_out():
@@ -56,6 +58,7 @@ def ask(odd: Odd, shared: Path) -> str:
     except BaseException:
         return f"TRACEBACK {traceback.format_exc()[-600:]}"
     finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         sys.stdin = stdin
         os.environ.clear()
         os.environ |= before

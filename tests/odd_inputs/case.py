@@ -20,3 +20,4 @@ class Odd:
     prepare: Callable[[], None] | None = None
     stdin: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    largest: int = -1  # bytes a file may have, as on a full disk; -1 is no limit

@@ -73,6 +73,19 @@ def other_commands() -> Iterator[Odd]:
     yield Odd("chat --model tiny --max-completion-length 2", (), 0, stdin="hi\n/reset\n/what\n\n/quit\n")
     yield Odd("chat --model tiny --max-completion-length 2", ("context",), 0, stdin="x" * 60_000 + "\n")
     yield Odd("report run --out /dev/full", ("/dev/full",))
+    small = "--sampling.num-generations 2 --sampling.max-completion-length 2 --trainer.prompts-per-step 1 --steps 2"
+    train = f"train --model tiny --trainer.warmup-steps 0 --task.validation-prompts 0 {small} --run-dir r"
+    for line, word, largest in [
+        ("init tiny --out o", "o/", 100),
+        ("init tiny --out o", "model.safetensors", 100_000),
+        ("report run --out x.html", "x.html", 1000),
+        (train, "r", 0),
+        (train, "r/", 1000),
+        (train, "r/", 8000),
+        (f"{train} --checkpoint.interval 1", "r/", 100_000),
+        (f"{train} --checkpoint.interval 2", "r/", 3_000_000),
+    ]:
+        yield Odd(line, (word,), 1, largest=largest)
     for name, value in [("WORLD_SIZE", "2"), ("WORLD_SIZE", "x"), ("LOCAL_RANK", "1")]:
         code = 0 if name == "LOCAL_RANK" else 2
         yield Odd("report run", ("torchrun",) if code else (), code, environment={name: value})
