@@ -122,7 +122,7 @@ class Checkout:
                 raise
             return ["timeout"], process.communicate()[0]
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", output, re.MULTILINE)
-        if process.returncode not in (0, 1) and not failed:
+        if process.returncode not in (0, 1, 4) and not failed:  # 4: there is no such test
             raise RuntimeError(f"pytest ended with {process.returncode}: {output[-2000:]}")
         return failed, output
 
