@@ -60,6 +60,7 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.failing: set[str] = set()  # tests that fail without any edit, which are left out once they are known
         self.environment = os.environ | {
             **{"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
         }
@@ -110,7 +111,7 @@ class Checkout:
     def pytest(self, arguments: Sequence[str], timeout: float = TIMEOUT) -> tuple[list[str], str]:
         """The tests that failed, and the output; what hangs is ended with all that it started, and has failed."""
         process = subprocess.Popen(
-            [*PYTEST, *arguments],
+            [*PYTEST, *(f"--deselect={test}" for test in sorted(self.failing)), *arguments],
             **{"cwd": self.folder, "env": self.environment, "start_new_session": True, "text": True},
             **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
         )
@@ -122,7 +123,7 @@ class Checkout:
                 raise
             return ["timeout"], process.communicate()[0]
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", output, re.MULTILINE)
-        if process.returncode not in (0, 1) and not failed:
+        if process.returncode not in (0, 1, 4) and not failed:  # 4: there is no such test
             raise RuntimeError(f"pytest ended with {process.returncode}: {output[-2000:]}")
         return failed, output
 
@@ -160,15 +161,14 @@ def outcome_of(mutant: Mutant, place: Checkout) -> dict[str, Any]:
     return found | {"tests": list(mutant.tests), "seconds": round(time.perf_counter() - began, 1)}
 
 
-def control(outcomes: dict[str, dict[str, Any]], place: Checkout) -> None:
-    """Run what caught edits without them, once each: what fails there too has caught nothing."""
+def control(outcomes: dict[str, dict[str, Any]], place: Checkout) -> list[str]:
+    """Run what caught edits without them, once each; the names of the edits that it has not caught after all."""
     open_ones = [o for o in outcomes.values() if o["outcome"] == "caught" and not o.get("controlled")]
     tests = sorted({test for o in open_ones for test in o["by"] if test != "timeout"})
-    failing = set(place.without_edit(tests)) if tests else set()
+    place.failing |= set(place.without_edit(tests)) if tests else set()
     for found in open_ones:
         found["controlled"] = True
-        if failing.intersection(found["by"]):
-            found["outcome"] = "fails without it"
+    return [name for name, found in outcomes.items() if place.failing.intersection(found["by"])]
 
 
 def is_known(mutant: Mutant, found: dict[str, Any] | None, commit: str) -> bool:
@@ -206,12 +206,16 @@ def main() -> int:
         given.outcome.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
     with checkout(commit) as place:
-        for mutant in wanted:
-            if not is_known(mutant, outcomes.get(mutant.name), commit):
+        rest = [mutant for mutant in wanted if not is_known(mutant, outcomes.get(mutant.name), commit)]
+        while True:
+            for mutant in rest:
                 found = outcomes[mutant.name] = outcome_of(mutant, place) | {"commit": commit}
                 print(f"{found['outcome']:9} {found['seconds']:6.1f} s  {mutant.name}", flush=True)
                 save()
-        control(outcomes, place)
+            again = control(outcomes, place)
+            if not again:
+                break
+            rest = [mutant for mutant in wanted if mutant.name in again]
         save()
     print(json.dumps(figures(outcomes), indent=1))
     return int(any(outcomes[mutant.name]["outcome"] != "caught" for mutant in wanted))

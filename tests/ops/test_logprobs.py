@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops import logprobs, logprobs_backward
+from lockstep.ops import logprobs, logprobs_backward, logprobs_reference
 
 ROWS, DIM, VOCABULARY = 7, 12, 53
 
@@ -57,3 +57,9 @@ def test_the_entropy_has_no_gradient():
     hidden, weight, *rest = inputs()
     out = ops.token_logprobs(hidden.requires_grad_(), weight, *rest, None, True)
     assert not out.entropy_C.requires_grad and not out.threshold_C.requires_grad and out.logprob_C.requires_grad
+
+
+def test_top_p_is_of_what_top_k_kept():
+    z, p = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log(), torch.tensor([0.5])
+    first, second = (logprobs_reference.support_threshold(z, torch.tensor([k]), p, torch.zeros(1)) for k in (2, 4))
+    assert first.item() == z[0, 1].item() and second.item() == z[0, 2].item()

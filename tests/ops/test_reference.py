@@ -118,6 +118,26 @@ def test_gradients_at_odd_sizes_are_the_same_every_time(dtype: torch.dtype) -> N
     assert all(same_bits(a, b) for again in found for a, b in zip(again, found[0], strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sequence_reads_its_own_keys_alone(dtype: torch.dtype) -> None:
+    """Behind a prefix that another one shares, and in pages of which it has a part; all else is NaN."""
+
+    def int32(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    torch.manual_seed(0)
+    q, k, v = (wide(30, heads, 16).to(dtype) for heads in (2, 1, 1))
+    whole = attention_reference.packed(q, k, v, int32(0, 30), int32(0), int32(0))
+    parts = [torch.cat((x[:20], torch.full_like(x[:7], torch.nan), x[20:])) for x in (q, k, v)]
+    shared = attention_reference.packed(*parts, int32(0, 20, 27, 37), int32(0, 0, 0), int32(0, 20, 20))
+    assert same_bits(shared[27:], whole[20:])
+    caches = [torch.full((3, 16, 1, 16), torch.nan, dtype=dtype) for _ in range(2)]
+    for cache, x in zip(caches, (k, v), strict=True):
+        cache[2], cache[0, :14] = x[:16], x[16:]
+    decoded = attention_reference.paged(q[29:], *caches, int32(2, 0).unsqueeze(0), int32(0, 1), int32(30), 1, 30)
+    assert same_bits(decoded, whole[29:])
+
+
 @pytest.mark.parametrize("field", ["seed", "domain", "step", "group", "sample"])
 def test_every_bit_of_an_identity_counts(field: str) -> None:
     fields = dict.fromkeys(("seed", "domain", "step", "group", "sample"), 0)

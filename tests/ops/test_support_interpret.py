@@ -69,14 +69,6 @@ class Interpreted:
         kept, expected_kept = z >= result.unsqueeze(1), z >= expected.unsqueeze(1)
         assert kept.sum(1).tolist() == expected_kept.sum(1).tolist()
 
-    def test_more_logits_near_the_threshold_than_the_list_holds(self):
-        """The first of the row are the largest, so those that are listed say nothing of the rest."""
-        z, p, none = torch.zeros(1, VOCABULARY), torch.tensor([0.34]), torch.zeros(1)
-        z[:, :5003] = 0.1
-        mass = support.Mass(torch.exp(z - 0.1).sum(1), none, torch.full((1,), -torch.inf))
-        threshold, _ = support.search(z, torch.ones(1), p, z.amax(1), mass)
-        assert threshold.item() == logprobs_reference.support_threshold(z, none.int(), p, none).item() == 0
-
     def test_the_order_of_a_row_does_not_matter(self):
         """Another order is another sample, another bracket and other blocks."""
         z = (2 * logits("normal")).round()  # many equal ones
