@@ -130,6 +130,11 @@ def save(name: str, figures: dict[str, Any], path: Path | None) -> None:
         write_json({"benchmark": name, **_provenance(), **figures}, path)
 
 
+def peer_environment(**more: str) -> dict[str, str]:
+    """Variables for a peer's process: how threads wait, which importing lockstep chose for this one, is left to it."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | more
+
+
 def write_json(content: Any, path: Path) -> None:
     """In one piece: whoever ends this process leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)

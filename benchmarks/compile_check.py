@@ -189,10 +189,12 @@ def generate(model: Decoder) -> None:
             rows = Rows(count, pages, RESULTS, cache.null_page, model.embed.device, bool(config.moe_layers))
             b, caches = rows.tensors(count), (cache.k, cache.v)
             for truncated, greedy, grouped in ((False, False, False), (True, False, count > 1), (False, True, False)):
-                decode_step(model, b, cache, *caches, length, truncated, greedy, grouped and not config.mla)
+                decode_step(
+                    model, b, cache, *caches, cache.routes, length, truncated, greedy, grouped and not config.mla
+                )
         sizes = MixedSizes.holding(count, 1024)
         prompt = MixedBatch.view(torch.zeros(MixedBatch.length(sizes), dtype=torch.int64), sizes)._asdict()
-        mixed_step(model, b, prompt, rows.table, cache, *caches, length, True, True)
+        mixed_step(model, b, prompt, rows.table, cache, *caches, cache.routes, length, True, True)
     chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
     linear.linear_bf16(chain, chain)
     linear.linear_fp32(chain, chain)

@@ -10,7 +10,6 @@ plain sum; on a CPU it is the time of the matrix products alone.
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import alternate, arguments, bandwidth, finish, random_model, save, summary
+from common import alternate, arguments, bandwidth, finish, peer_environment, random_model, save, summary
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
@@ -250,7 +249,7 @@ def vllm_systems(model: Decoder, names: list[str], repeats: int) -> dict[str, di
             command += ["--cases", json.dumps({name: vars(CASES[name]) for name in names})]
             done = subprocess.run(
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                env={**os.environ, "VLLM_BATCH_INVARIANT": switch},
+                env=peer_environment(VLLM_BATCH_INVARIANT=switch),
             )  # fmt: skip
             found = json.loads(path.read_text()) if path.exists() else {"cases": {}}
             print(f"{mode}: exit code {done.returncode}, {list(found['cases'])}", file=sys.stderr, flush=True)

@@ -217,7 +217,10 @@ def run_system(name: str, folder: Path, parity: str, flags: list[str]) -> dict[s
     """The system in a fresh process; its figures."""
     command = [sys.executable, __file__, "--system", name, "--folder", str(folder), "--parity", parity, *flags]
     command += ["--began", repr(time.time())]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    from common import peer_environment
+
+    environment = None if name == "lockstep" else peer_environment()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         return {"failed": f"exit code {done.returncode}"}
     return json.loads(done.stdout.splitlines()[-1])

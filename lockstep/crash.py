@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import LockstepError
-
 CRASH_FILE = "crash.txt"
 
 _WORDS = """Process {process} ended without a word: this file is removed when a run ends in any other way.
@@ -31,8 +29,10 @@ def noted(run_dir: Path) -> Iterator[None]:
         file = path.open("w", encoding="utf-8")
         file.write(_WORDS.format(process=os.getpid()))
         file.flush()
-    except OSError as error:
-        raise LockstepError(f"could not write {path}: {error}") from error
+    except OSError:  # whatever the run itself cannot write there is named
+        path.unlink(missing_ok=True)
+        yield
+        return
     faulthandler.enable(file)
     try:
         yield

@@ -225,9 +225,9 @@ class Loop:
         self._latest = (groups, result)
         if self.config.parity != "off":
             self.certificate.add(step, result, self._sampled(groups))
+        self._require_finite(f"step {step + 1}", result)
         if self.config.parity == "strict" and not result.identical:
             raise_mismatch(step, result)
-        self._require_finite(f"step {step + 1}", result)
 
     def _require_finite(self, where: str, result: StepResult) -> None:
         self._latest = (self._latest[0], result)

@@ -167,7 +167,7 @@ class Report:
                 f"  Bitwise identical : {self.identical}",
                 f"  Tokens checked    : {self.tokens_checked}",
                 f"  Tokens different  : {self.tokens_different}",
-                f"  Not compared      : {self.tokens_not_covered}",
+                *([f"  Not compared      : {self.tokens_not_covered}"] if self.tokens_not_covered else ()),
                 *(experts if self.expert_choices_checked is not None else ()),
                 f"  Max delta         : {self.max_delta:.6e}",
                 verdict,

@@ -295,7 +295,7 @@ def test_a_checkpoint_of_another_model_is_refused(place: Path, capsys: pytest.Ca
     (place / "m").symlink_to(place / "other")
     capsys.readouterr()
     message = refused(["train", "--resume", "run", "--steps", "2"], capsys)
-    assert "checkpoints/step_1 does not fit this run" in message and "was the model folder" in message
+    assert "run: model m" in message and "when step_1 was saved" in message and "put it back" in message
 
 
 @pytest.mark.parametrize("folder", ["nothing", "tiny", "good.jsonl"])

@@ -105,7 +105,7 @@ def test_settings_that_cannot_work(config: RunConfig, arguments: dict, message: 
 
 def test_a_task_without_problems(config: RunConfig) -> None:
     with pytest.raises(InputError, match="has no validation problems"):
-        evaluate(replace(config, task=replace(config.task, validation_prompts=0)))
+        evaluate(replace(config, task=replace(config.task, validation_prompts=0, validation_data=None)))
 
 
 def test_the_command_reads_an_own_prompt_column(

@@ -247,13 +247,13 @@ def test_nothing_to_learn_from_goes_on_then_stops(config: RunConfig) -> None:
 
 def test_groups_without_advantages_are_trained_on_for_their_kl_alone(config: RunConfig) -> None:
     loop = Loop(config, build(config))
-    groups, _ = loop._collect(0)
+    groups, without_reward, _ = loop._collect(0)
     for i, rollout in enumerate(groups[0].rollouts):  # the other group's advantages are 0
         rollout.advantage = float(i % 3 - 1)
 
     def sequences(beta: float) -> list[int]:
         loop.config = replace(config, loss=LossConfig(beta=beta))
-        return [sum(len(b.sequences) for b in batches) for batches in loop._pack(groups)]
+        return [sum(len(b.sequences) for b in batches) for batches in loop._pack(groups, without_reward)]
 
     assert sequences(0.0) == [8, 8] and sequences(0.1) == [16, 0]
 

@@ -83,7 +83,7 @@ def test_a_recipe_takes_its_settings_for_a_random_model(name: str, folder: Path)
     if name in ("gsm8k", "dataset"):  # without worked examples
         assert on_folder == replace(on_trained, model=model)
         return
-    assert on_folder == replace(alone, model=model, checkpoint=on_trained.checkpoint)
+    assert on_folder == replace(alone, model=model, arch=on_trained.arch, checkpoint=on_trained.checkpoint)
     assert on_folder.trainer.warmup_steps > 0 == on_trained.trainer.warmup_steps
 
 

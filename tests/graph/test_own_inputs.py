@@ -134,11 +134,12 @@ def test_around_its_two_graphs_a_step_launches_one_small_thing(decoder, rollout,
     assert trainer.optim_step(1e-2).applied
     for graph in (g for f in compiler.functions for g in f.graphs.values()):
         monkeypatch.setattr(graph._recording, "replay", lambda: None)
+    sampled = int(moved.valid_C.sum())
     with Calls() as calls:
         trainer.forward_backward(moved)
         trainer.launch_optim_step(1e-2)
         assert calls.names == ["copy_"]  # the batch in; the graphs do all else
-        trainer.launch_optim_step(2e-2)
+        trainer.launch_optim_step(2e-2, sampled)
         assert calls.names[1:] == ["fill_"]
         trainer.forward_backward(moved)
         trainer.forward_backward(moved)  # the first one's log-probabilities are still to be compared
