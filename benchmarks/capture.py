@@ -22,7 +22,7 @@ from common import arguments, finish, random_model, save, seconds
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Compiler, FakeRecorder
-from lockstep.graph.bits import fingerprint
+from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.models import Decoder
 from lockstep.timings import Span, Timings
 from lockstep.trainer import Trainer, pack

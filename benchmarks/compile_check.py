@@ -30,17 +30,18 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.generator.forward import decode_step, mixed_step
 from lockstep.generator.kv_cache import KVCache
-from lockstep.generator.mixed_batch import MixedBatch, MixedSizes
-from lockstep.generator.rows import Rows
-from lockstep.generator.steps import decode_step, mixed_step
+from lockstep.generator.prefill_batch import MixedBatch, MixedSizes
+from lockstep.generator.running_batch import RunningBatch
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import architecture
-from lockstep.ops import backend
-from lockstep.ops.fused_backward import add_gradient, rms_norm_add, rotated_attention_packed
-from lockstep.ops.kernels import grouped as grouped_kernels
-from lockstep.ops.kernels import linear, linear_async, pdl
-from lockstep.ops.linear_table import AsyncChoice
+from lockstep.ops import pdl
+from lockstep.ops.fused.backward import add_gradient, rms_norm_add, rotated_attention_packed
+from lockstep.ops.linear import cublas, hopper_async
+from lockstep.ops.linear import triton as linear_triton
+from lockstep.ops.moe import triton_grouped as grouped_kernels
+from lockstep.ops.tables.linear_table import AsyncChoice
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.step import score
@@ -112,7 +113,7 @@ class Kernels:
             mock.patch.object(FakeTensor, "data_ptr", lambda x: int(x.storage_offset()) * x.element_size()),
             mock.patch.object(pdl, "_capability", lambda _: pdl.HOPPER if pdl.gdc_wait else (0, 0)),
             mock.patch.object(grouped_kernels, "_multiprocessors", lambda _: MULTIPROCESSORS),
-            mock.patch.object(backend, "cublaslt_linear", product),
+            mock.patch.object(cublas, "cublaslt_linear", product),
             FakeTensorMode(allow_non_fake_inputs=True),
             Implementations(),
         ):
@@ -186,7 +187,7 @@ def generate(model: Decoder) -> None:
     for count in ROWS:
         for length in LENGTHS:
             pages = length // PAGE_SIZE
-            rows = Rows(count, pages, RESULTS, cache.null_page, model.embed.device, bool(config.moe_layers))
+            rows = RunningBatch(count, pages, RESULTS, cache.null_page, model.embed.device, bool(config.moe_layers))
             b, caches = rows.tensors(count), (cache.k, cache.v)
             for truncated, greedy, grouped in ((False, False, False), (True, False, count > 1), (False, True, False)):
                 decode_step(
@@ -196,10 +197,10 @@ def generate(model: Decoder) -> None:
         prompt = MixedBatch.view(torch.zeros(MixedBatch.length(sizes), dtype=torch.int64), sizes)._asdict()
         mixed_step(model, b, prompt, rows.table, cache, *caches, cache.routes, length, True, True)
     chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
-    linear.linear_bf16(chain, chain)
-    linear.linear_fp32(chain, chain)
+    linear_triton.linear_bf16(chain, chain)
+    linear_triton.linear_fp32(chain, chain)
     one_step = torch.empty(128, 128, dtype=model.embed.dtype)
-    linear_async.product(one_step, one_step, AsyncChoice(64, 64, 128, 3, 3))
+    hopper_async.product(one_step, one_step, AsyncChoice(64, 64, 128, 3, 3))
 
 
 def table(found: list[dict[str, Any]]) -> list[list[str]]:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import Compiler, FakeRecorder, LayerCompiler
-from lockstep.graph.bits import fingerprint
-from lockstep.graph.closeness import BOUNDS, relative_error
+from lockstep.graph.check.fingerprints import fingerprint
+from lockstep.graph.check.tolerance import BOUNDS, relative_error
 from lockstep.models import Decoder
 from lockstep.trainer import Trainer
 from lockstep.types import PackedBatch

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.models.init import architecture
-from lockstep.ops import backend
+from lockstep.ops.linear import cublas
 
 EPS, PAGE_SIZE = 1e-6, 16
 BANDWIDTH = 4.4e6  # bytes a microsecond, measured on an H200
@@ -127,7 +127,7 @@ class Stack:
 def contract() -> None:
     """cuBLAS as the contract needs it."""
     if DEVICE == "cuda":
-        backend.configure_cuda.__wrapped__()
+        cublas.configure_cuda.__wrapped__()
 
 
 def stock() -> None:

@@ -18,8 +18,8 @@ from common import arguments, finish, random_weights
 from lockstep.config import OptimizerConfig, RunConfig, SamplingConfig, TaskConfig
 from lockstep.models import save_model
 from lockstep.models.init import architecture
-from lockstep.run import train
-from lockstep.tokenizer import byte_tokenizer, save_tokenizer
+from lockstep.models.tokenizer import byte_tokenizer, save_tokenizer
+from lockstep.run.train import train
 
 VOCABULARY = 512
 STOPS = ("a", "b", "c", "d")

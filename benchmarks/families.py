@@ -21,7 +21,7 @@ from generate import Case, random_prompts
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
-from lockstep.graph import Compiler, trust
+from lockstep.graph import Compiler, check_against_eager
 from lockstep.models import ModelConfig
 from lockstep.models.init import architecture
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
@@ -89,7 +89,7 @@ class Policy:
         self._warm_up()
         sampling = self.case.sampling
         work = [*self.trainer.trust_cases(self.shapes, sampling, check_parity=True), *self.engine.trust_cases()]
-        verdicts = trust(self.compiler, [w for w in work if w[0].name in trusted], "strict")
+        verdicts = check_against_eager(self.compiler, [w for w in work if w[0].name in trusted], "strict")
         self.compiler.end_warm_up()
         return [f"{v.function}: {v.cases} cases, {v.level}" for v in verdicts]
 

@@ -27,7 +27,7 @@ GROUPS, SAMPLES = 4, 3  # kept of the first and of the last step
 KEPT = ("reward/mean", "reward/std", "frac_reward_zero_std", "response_length/mean", "entropy", "grad_norm", "lr",
         "parity/tokens_checked", "parity/tokens_different", "recompiles", "time/step", "time/generate",
         "memory/peak_gib")  # fmt: skip
-COMMAND = "import sys; from lockstep.cli import main; sys.exit(main())"
+COMMAND = "import sys; from lockstep.cli.main import main; sys.exit(main())"
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from lockstep.ops.linear_table import AsyncChoice, Choice, Kernel, Kind, TmaChoice
+from lockstep.ops.tables.linear_table import AsyncChoice, Choice, Kernel, Kind, TmaChoice
 
 KERNELS = ("pipelined", "async", "tma")  # `kernels.linear`, `linear_async`, `linear_tma`
 PROBES = {  # bound on the rows: rows measured

@@ -23,7 +23,8 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.models.config import ModelConfig
 from lockstep.models.init import architecture
-from lockstep.ops import backend, philox
+from lockstep.ops.linear import cublas
+from lockstep.ops.logprobs import philox
 
 COLD_BYTES = 200 << 20 if ON_GPU else 1  # more than the L2 cache holds
 ROWS = (2, 8, 16, 40, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if ON_GPU else (2, 40)
@@ -43,7 +44,7 @@ def stock_cublas() -> Iterator[None]:
     try:
         yield
     finally:
-        backend.configure_cuda.__wrapped__()
+        cublas.configure_cuda.__wrapped__()
 
 
 def stock_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def linear(bench: Bench, models: dict[str, ModelConfig]) -> None:
 
 def compile_linear(models: dict[str, ModelConfig]) -> None:
     """The kernels that the table names, side by side."""
-    from lockstep.ops.kernels.precompile import compiling_only
+    from lockstep.ops.precompile import compiling_only
 
     with compiling_only():
         for n, k in {shape for config in models.values() for shape in projections(config).values()}:
@@ -93,7 +94,7 @@ def linear_case(bench: Bench, case: str, x: Tensor, weights: list[Tensor]) -> No
 
     systems = {"ours": each(ops.linear)}
     if ON_GPU:
-        systems["cuBLASLt, K whole"] = each(backend.cublaslt_linear)
+        systems["cuBLASLt, K whole"] = each(cublas.cublaslt_linear)
     systems["cuBLAS"] = each(stock_linear)
     others = bench.time_all(systems)
     ours = others.pop("ours")
@@ -185,7 +186,7 @@ def torch_sample(logits_CV: Tensor, noise_CV: Tensor, temperature: float, top_p:
 
 def sampling(bench: Bench, models: dict[str, ModelConfig]) -> None:
     """Drawing a token and its two log-probabilities, the LM head left out; the floor reads the logits once."""
-    from lockstep.ops.kernels import logprobs as kernels
+    from lockstep.ops.logprobs import triton as kernels
 
     def drawn(logits: Tensor, temperature: float, top_p: float) -> Run:
         columns, rows = sampling_columns(len(logits), temperature, top_p), len(logits)
@@ -321,7 +322,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", default=[default], help=f"architectures (default: {default})")
     args = parser.parse_args()
     if ON_GPU:
-        backend.configure_cuda()
+        cublas.configure_cuda()
     torch.manual_seed(0)
     bench = Bench(args.repeats)
     models = {name: architecture(name) for name in args.models}

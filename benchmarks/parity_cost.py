@@ -29,7 +29,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.models.init import architecture
-from lockstep.ops import attention_packed, backend, linear_table
+from lockstep.ops import attention_packed
+from lockstep.ops.linear import cublas
+from lockstep.ops.tables import linear_table
 from lockstep.trainer import Trainer
 
 MODES = ("parity", "parity off", "library products")
@@ -46,7 +48,7 @@ LIBRARIES = {
 
 def use_the_library() -> None:
     """torch's defaults for every product: nothing here is under the contract any more."""
-    backend.configure_cuda = lambda: None  # type: ignore[assignment]
+    cublas.configure_cuda = lambda: None  # type: ignore[assignment]
     linear_table.choose = lambda *_: None  # type: ignore[assignment]
 
 

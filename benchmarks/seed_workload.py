@@ -43,7 +43,7 @@ def coin(completions: list[str], **_: Any) -> list[float]:
 
 def prompts() -> list[str]:
     """Ends of SumDigits prompts, one token a character under the byte-level tokenizer."""
-    from lockstep.tasks.sum_digits import SumDigits
+    from lockstep.environments.tasks.sum_digits import SumDigits
 
     task = SumDigits(SEED, 99, 0, easy=False)
     return [str(task.train_problem(s, g).prompt)[-PROMPT_TOKENS:] for s in range(STEPS) for g in range(PROMPTS)]
@@ -55,7 +55,7 @@ def prepare(folder: Path, arch: str) -> None:
     from common import random_model
 
     from lockstep.models import save_model
-    from lockstep.tokenizer import byte_tokenizer, save_tokenizer
+    from lockstep.models.tokenizer import byte_tokenizer, save_tokenizer
 
     save_model(random_model(arch, "cuda" if torch.cuda.is_available() else "cpu"), folder / "model")
     save_tokenizer(byte_tokenizer(), folder / "model")
@@ -99,8 +99,8 @@ def configuration(folder: Path, parity: Parity, extra: dict[str, Any], count: in
 
 def ours(folder: Path, began: float, parity: Parity, extra: dict[str, Any], count: int) -> dict[str, Any]:
     """`lockstep train` on the folder, run folder and report included."""
-    from lockstep.run import train
-    from lockstep.timeline import TIMELINE_FILE, read_timeline
+    from lockstep.run.timeline import TIMELINE_FILE, read_timeline
+    from lockstep.run.train import train
 
     config = configuration(folder, parity, extra, count)
     imported = time.time() - began

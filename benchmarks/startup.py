@@ -50,7 +50,7 @@ def _process(flags: list[str], kept: dict[str, str]) -> dict[str, Any]:
 
 def make_graphs(folder: Path, part: str) -> dict[str, float]:
     """Load the model and make the graphs that the steps of one role, or of both, need."""
-    from lockstep.build import build
+    from lockstep.session.build import build
 
     run = build(seed_workload.configuration(folder, "strict", {"capture": "step"}, 1))
     began = time.perf_counter()

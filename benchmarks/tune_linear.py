@@ -1,4 +1,4 @@
-"""Measure which kernel computes each matrix product fastest, and write `lockstep/ops/linear_table.json`.
+"""Measure which kernel computes each matrix product fastest, and write `lockstep/ops/tables/linear_table.json`.
 
 Everything runs in CUDA graphs over the weights of enough layers that none is left in the L2 cache. The products of a
 decoder layer are tuned one after the other inside the whole layer (but for its attention), where kernels overlap. Plain
@@ -33,9 +33,12 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.models.init import architecture
-from lockstep.ops import backend, linear_table
-from lockstep.ops.kernels import linear, linear_async, linear_tma, rows
-from lockstep.ops.linear_table import AsyncChoice, Choice, Kernel, Kind, TmaChoice
+from lockstep.ops.activation import triton as activation_triton
+from lockstep.ops.linear import cublas, hopper_async, hopper_tma
+from lockstep.ops.linear import triton as linear_triton
+from lockstep.ops.norm import triton as norm_triton
+from lockstep.ops.tables import linear_table
+from lockstep.ops.tables.linear_table import AsyncChoice, Choice, Kernel, Kind, TmaChoice
 
 ARCHITECTURES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
 LAYER: dict[str, Kind] = {
@@ -62,15 +65,15 @@ def product(kind: Kind, choice: Chosen, x: Tensor, weight: Tensor, norm: Tensor,
     if DEVICE == "cpu":  # to try the search
         return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // (2 if gated else 1)]
     if kind in ("norm_linear", "norm_gate_up"):
-        x = rows.rms_norm(x, norm, EPS)
+        x = norm_triton.rms_norm(x, norm, EPS)
     if isinstance(choice, AsyncChoice | TmaChoice):
-        kernel = linear_async if isinstance(choice, AsyncChoice) else linear_tma
+        kernel = hopper_async if isinstance(choice, AsyncChoice) else hopper_tma
         added_to = residual if added else None
         return kernel.product(x, weight, choice, gated=gated, residual_MN=added_to, ahead=kind != "linear")
     if choice:
-        return linear.product(x, weight, choice, dtype, gated=gated, residual_MN=residual if added else None)
-    out = backend.cublaslt_linear(x, weight, dtype)
-    return rows.silu_mul(out) if gated else out.add_(residual) if added else out
+        return linear_triton.product(x, weight, choice, dtype, gated=gated, residual_MN=residual if added else None)
+    out = cublas.cublaslt_linear(x, weight, dtype)
+    return activation_triton.silu_mul(out) if gated else out.add_(residual) if added else out
 
 
 class LayerProblem:
@@ -233,7 +236,7 @@ def compile_all(shapes: list[tuple[Kind, int, int]], bounds: list[int], kernels:
             if not isinstance(choice, Choice):
                 key += shape
             if isinstance(choice, AsyncChoice):
-                key.append(max(triton.next_power_of_2(min(m, choice.block_m)), linear_async.MIN_COPIED))
+                key.append(max(triton.next_power_of_2(min(m, choice.block_m)), hopper_async.MIN_COPIED))
             jobs[tuple(key)] = kind, m, *shape, choice
     workers = max(1, (os.cpu_count() or 2) - 2)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:

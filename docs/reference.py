@@ -13,10 +13,10 @@ from typing import Any
 
 import tyro
 
-from lockstep import flags
+from lockstep.cli import flags
 from lockstep.config import RunConfig
-from lockstep.config_file import flat
-from lockstep.recipes import RECIPES
+from lockstep.config.recipes import RECIPES
+from lockstep.config.yaml_file import flat
 
 INTRODUCTION = """# Reference
 

@@ -15,7 +15,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import recipes as recipes
     from .api import train as train
     from .config import CheckpointConfig as CheckpointConfig
     from .config import CompileConfig as CompileConfig
@@ -28,21 +27,22 @@ if TYPE_CHECKING:
     from .config import SamplingConfig as SamplingConfig
     from .config import TaskConfig as TaskConfig
     from .config import TrainerConfig as TrainerConfig
+    from .config import recipes
     from .errors import InputError as InputError
     from .errors import LockstepError as LockstepError
     from .errors import NonFiniteError as NonFiniteError
     from .errors import ParityError as ParityError
-    from .evaluation import evaluate as evaluate
-    from .llm import LLM as LLM
-    from .parity import check_model as check_model
-    from .report import write_comparison as write_comparison
-    from .report import write_report as write_report
+    from .run.report import write_comparison as write_comparison
+    from .run.report import write_report as write_report
+    from .session.evaluation import evaluate as evaluate
+    from .session.generate import LLM as LLM
+    from .session.parity_check import check_model as check_model
     from .types import Completion as Completion
     from .types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
-from .environment import wait_asleep  # noqa: E402 (it reads the version)
+from .machine import wait_asleep  # noqa: E402 (it reads the version)
 
 wait_asleep()
 
@@ -54,10 +54,10 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         *("ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "TrainerConfig"),
     ),
     "errors": ("InputError", "LockstepError", "NonFiniteError", "ParityError"),
-    "evaluation": ("evaluate",),
-    "llm": ("LLM",),
-    "parity": ("check_model",),
-    "report": ("write_comparison", "write_report"),
+    "session.evaluation": ("evaluate",),
+    "session.generate": ("LLM",),
+    "session.parity_check": ("check_model",),
+    "run.report": ("write_comparison", "write_report"),
     "types": ("Completion", "SamplingParams"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -67,7 +67,7 @@ __all__ = ["__version__", "recipes", *sorted(_MODULE_OF)]
 
 def __getattr__(name: str) -> Any:
     if name == "recipes":
-        return importlib.import_module(".recipes", __name__)
+        return importlib.import_module(".config.recipes", __name__)
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)

@@ -1,5 +1,5 @@
 """`python -m lockstep`: the same as the `lockstep` command."""
 
-from .cli import entry
+from .cli.main import entry
 
 entry()

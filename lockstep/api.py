@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import config_file, environment, run_lock
-from .closing import interrupted
-from .config import RunConfig, validate
+from . import machine
+from .config import RunConfig, validate, yaml_file
 from .errors import InputError
+from .run import lock as run_lock
+from .run.closing import interrupted
 
 if TYPE_CHECKING:
-    from .parallel import World
+    from .distributed import World
 
 
 def train(
@@ -48,7 +49,7 @@ def train(
     """
     if rewards:
         config = replace(config, task=replace(config.task, reward=tuple(map(_spec, rewards))))
-    config = validate(config_file.checked(config))
+    config = validate(yaml_file.checked(config))
     given = None if run_dir is None else Path(run_dir)
     if resume and given is None:
         raise InputError("run_dir is missing: name the folder of the run to resume")
@@ -63,7 +64,7 @@ def train(
             folder = world.from_first(lambda: _claim(given, config.recipe, lock))
         if world.first:
             print(f"run folder: {folder}", file=sys.stderr, flush=True)
-        from .run import train as run
+        from .run.train import train as run
 
         try:
             return {"run_dir": str(folder)} | run(config, folder, resume, world, resume_with_other_numerics)
@@ -80,14 +81,14 @@ def train(
 @contextlib.contextmanager
 def _world(config: RunConfig) -> Iterator[World]:
     """The processes of the run, for as long as it takes; in the end they leave together."""
-    environment.own_gpu()
-    from .build import resolve_device
-    from .parallel import join
+    machine.own_gpu()
+    from .distributed import join
+    from .session.build import resolve_device
 
     world = join(config.parallel, resolve_device(config.device).type)
     try:
         with world.peers():
-            world.same("the processes of this run", config_file.flat(config))
+            world.same("the processes of this run", yaml_file.flat(config))
             yield world
     except BaseException:
         world.close(failed=True)
@@ -96,7 +97,7 @@ def _world(config: RunConfig) -> Iterator[World]:
 
 
 def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
-    from .build import resolve
+    from .session.build import resolve
 
     before, now = resolve(resumed(run_dir), world.size), resolve(config, world.size)
     _refuse_changes(run_dir, before, now)
@@ -118,12 +119,12 @@ def resumed(run_dir: Path) -> RunConfig:
     path = run_dir / "config.yaml"
     if not os.path.lexists(path):
         raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml)")
-    return config_file.load(path)
+    return yaml_file.load(path)
 
 
 def _refuse_changes(run_dir: Path, old: RunConfig, new: RunConfig) -> None:
     """A resumed run is the same run: nothing changes but that it may go on for longer."""
-    before, after = config_file.flat(old), config_file.flat(new)
+    before, after = yaml_file.flat(old), yaml_file.flat(new)
     for name, value in after.items():
         if name == "steps" and value < before[name]:
             raise InputError(

@@ -6,10 +6,9 @@ import math
 from html.parser import HTMLParser
 from pathlib import Path
 
-from lockstep import config_file
-from lockstep.config import RunConfig, TaskConfig
-from lockstep.metrics import SECTIONS, MetricsWriter, write_json, write_summary
-from lockstep.report import write_report
+from lockstep.config import RunConfig, TaskConfig, yaml_file
+from lockstep.run.metrics import SECTIONS, MetricsWriter, write_json, write_summary
+from lockstep.run.report import write_report
 
 HOSTILE = "</pre><script>alert(1)</script>&\"'<img src=x onerror=alert(1)>"
 STARTUP = {"startup/import": 1.5, "startup/trace": 4.25, "startup/record": 0.25}
@@ -70,7 +69,7 @@ def step_metrics(step: int, different: int = 0) -> dict[str, object]:
 
 def make_run(folder: Path, steps: int = 5, different: int = 0, config: RunConfig | None = None) -> Path:
     folder.mkdir(exist_ok=True)
-    config_file.save(config or RunConfig(task=TaskConfig(reward=(HOSTILE,))), folder / "config.yaml")
+    yaml_file.save(config or RunConfig(task=TaskConfig(reward=(HOSTILE,))), folder / "config.yaml")
     with MetricsWriter(folder / "metrics.jsonl") as metrics, MetricsWriter(folder / "rollouts.jsonl") as rollouts:
         for step in range(steps):
             metrics.write(step_metrics(step, different))

@@ -14,7 +14,7 @@ from processes import finished
 
 import lockstep
 import lockstep.config
-from lockstep.cli import main
+from lockstep.cli.main import main
 from lockstep.errors import InputError
 
 SMALL = lockstep.RunConfig(

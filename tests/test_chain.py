@@ -12,7 +12,8 @@ from small import compare, generate, make_model, requests, train_groups, words
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, KVCache, SharedWeights, SnapshotWeights
 from lockstep.models import Decoder
-from lockstep.ops import attention_reference, reference
+from lockstep.ops import reference
+from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.native import library
 from lockstep.trainer import Trainer, pack
 from lockstep.types import SamplingParams

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep import loop as loops
-from lockstep import parity
-from lockstep.build import Run, build
 from lockstep.config import CompileConfig, OptimizerConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
-from lockstep.display import Display
 from lockstep.errors import NonFiniteError, ParityError
-from lockstep.loop import Loop
-from lockstep.parity import Certificate, check_model
-from lockstep.run import train
+from lockstep.rl import loop as loops
+from lockstep.rl.loop import Loop
+from lockstep.run.display import Display
+from lockstep.run.train import train
+from lockstep.session import parity_check
+from lockstep.session.build import Session, build
+from lockstep.session.certificate import Certificate
+from lockstep.session.parity_check import check_model
 from lockstep.trainer import StepResult
 
 REWARD = """
@@ -60,7 +61,7 @@ def config(tmp_path: Path) -> Callable[..., RunConfig]:
     return make
 
 
-def weights(run: Run) -> list[torch.Tensor]:
+def weights(run: Session) -> list[torch.Tensor]:
     return [p.detach().clone() for p in run.policy.model.parameters()]
 
 
@@ -211,7 +212,7 @@ def test_the_certificates_largest_difference_keeps_nan(values: list[float]) -> N
 
 
 def test_the_parity_command_fails_where_tokens_are_not_compared(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "pack", every_second_dropped(parity.pack))
+    monkeypatch.setattr(parity_check, "pack", every_second_dropped(parity_check.pack))
     report = check_model(str(model), tokens=64, seed=0, device="cpu", dtype="float32")
     assert not report.identical and report.tokens_different == 0 < report.tokens_not_covered
     assert report.to_dict()["identical"] is False

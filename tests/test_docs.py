@@ -26,9 +26,9 @@ import pytest
 from processes import finished
 
 import lockstep
-from lockstep import config_file, flags, recipes
-from lockstep.cli import main
-from lockstep.config import RunConfig
+from lockstep.cli import flags
+from lockstep.cli.main import main
+from lockstep.config import RunConfig, recipes, yaml_file
 from lockstep.models.init import init_folder
 
 ROOT = Path(lockstep.__file__).parents[1]
@@ -174,13 +174,13 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     done = SimpleNamespace(identical=True, render=str, to_dict=dict)
     fakes = {
-        "run": SimpleNamespace(train=lambda *_: {}),
-        "precompile": SimpleNamespace(precompile=lambda *_: {}, render=str),
-        "parity": SimpleNamespace(check_model=lambda *_: done),
+        "run.train": SimpleNamespace(train=lambda *_: {}),
+        "session.precompile": SimpleNamespace(precompile=lambda *_: {}, render=str),
+        "session.parity_check": SimpleNamespace(check_model=lambda *_: done),
         "models.init": SimpleNamespace(init_folder=lambda *_: {}),
-        "evaluation": SimpleNamespace(evaluate=lambda *_, **__: {}, render=str),
+        "session.evaluation": SimpleNamespace(evaluate=lambda *_, **__: {}, render=str),
     }
-    importlib.import_module("lockstep.build")  # which imports some of what the fakes stand for
+    importlib.import_module("lockstep.session.build")  # which imports some of what the fakes stand for
     for name, fake in fakes.items():
         monkeypatch.setitem(sys.modules, f"lockstep.{name}", fake)
     words = shlex.split(line, comments=True)[1:]
@@ -188,7 +188,7 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
         if flag in words:
             run_dir = Path(words[words.index(flag) + 1].removesuffix("/config.yaml"))
             run_dir.mkdir(parents=True, exist_ok=True)
-            config_file.save(RunConfig(), run_dir / "config.yaml")
+            yaml_file.save(RunConfig(), run_dir / "config.yaml")
     assert main(words) == 0
 
 
@@ -223,7 +223,7 @@ def reference() -> Iterator[SimpleNamespace]:
 def test_the_reference_has_every_flag_with_a_meaning(reference: SimpleNamespace) -> None:
     rows = [line.split(" | ") for line in reference.page().splitlines() if line.startswith("| `")]
     documented = {name for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
-    for name, default in config_file.flat(RunConfig()).items():
+    for name, default in yaml_file.flat(RunConfig()).items():
         if name != "recipe":
             section, _, field = name.rpartition(".")
             flag = f"--{name}".replace("_", "-")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from processes import finished
 
-from lockstep import environment
-from lockstep.environment import THREADS_BESIDE_A_GPU, bound_threads
+from lockstep import machine
+from lockstep.machine import THREADS_BESIDE_A_GPU, bound_threads
 
 CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -33,7 +33,7 @@ def test_idle_threads_sleep_unless_the_environment_says_how_they_wait(
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (*CHOICES, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(environment.os, "cpu_count", lambda: 96)
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 96)
     before = torch.get_num_threads()
     torch.set_num_threads(96)
     yield

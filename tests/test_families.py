@@ -22,8 +22,8 @@ from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, Optimize
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
 from lockstep.graph import Compiler
 from lockstep.models import Decoder, ModelConfig
+from lockstep.models.blocks.rope import RopeScaling, YarnScaling
 from lockstep.models.config import MLAConfig, MoEConfig
-from lockstep.models.rope import RopeScaling, YarnScaling
 from lockstep.ops.native import library
 from lockstep.trainer import Trainer, pack
 

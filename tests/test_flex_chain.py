@@ -15,15 +15,15 @@ from small import CONFIG, assert_no_schedule_changes_a_bit, compare, generate, m
 from test_families import DEEPSEEK, rounds
 
 from lockstep import ops
-from lockstep.attention import load_mask, set_attention, whole_tiles
-from lockstep.cli import main
+from lockstep.cli.main import main
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from lockstep.errors import InputError
 from lockstep.generator import Engine, KVCache, SharedWeights, SnapshotWeights
 from lockstep.graph import Compiler
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
-from lockstep.ops import flex
+from lockstep.ops.attention import flex
+from lockstep.session.attention import load_mask, set_attention, whole_tiles
 from lockstep.trainer import Trainer, pack
 
 WINDOW = replace(CONFIG, sliding_window=40, sliding_layers=(1,))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from model_edits import NORM, tensors
 
-from lockstep.cli import main
+from lockstep.cli.main import main
 from lockstep.errors import NonFiniteError
-from lockstep.llm import LLM
+from lockstep.session.generate import LLM
 from lockstep.types import SamplingParams
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from small import CONFIG, compare, generate, make_model, requests, train_groups
 
-from lockstep.build import build
 from lockstep.config import (
     CompileConfig,
     GeneratorConfig,
@@ -27,14 +26,16 @@ from lockstep.config import (
 )
 from lockstep.errors import InputError, ParityError
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
-from lockstep.graph import Compiler, FakeRecorder, trust
-from lockstep.loop import Loop
+from lockstep.graph import Compiler, FakeRecorder, check_against_eager
 from lockstep.models import Decoder, PackedAttention, Routing
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import init_folder
-from lockstep.ops import routing
-from lockstep.parity import Certificate, check_model, raise_mismatch
-from lockstep.startup import warm_up
+from lockstep.ops.moe import routing
+from lockstep.rl.loop import Loop
+from lockstep.session.build import build
+from lockstep.session.certificate import Certificate, raise_mismatch
+from lockstep.session.parity_check import check_model
+from lockstep.session.warm_up import warm_up
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
 from lockstep.types import Completion, PackedBatch, RolloutGroup, SamplingParams, TrainGroup
 
@@ -295,7 +296,7 @@ def test_graphs_of_experts_pass_the_check_against_eager_and_none_comes_late(chec
     trainer.warm_up([SHAPE], sampling, check_parity=check_parity)
     engine.warm_up(4, 60, sampling)
     work = trainer.trust_cases([SHAPE], sampling, check_parity=check_parity)
-    verdicts = trust(compiler, [*work, *engine.trust_cases()], "strict")
+    verdicts = check_against_eager(compiler, [*work, *engine.trust_cases()], "strict")
     assert {v.function for v in verdicts} == {"forward_backward", "check", "optim_step", "decode", "mixed"}
     compiler.end_warm_up()
     for batch in batches:

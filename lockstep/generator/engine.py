@@ -16,13 +16,13 @@ from ..errors import InputError
 from ..graph import Compiler, LayerCompiler
 from ..timings import Timings
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
-from .graphs import row_buckets
+from .check_cases import Work
 from .kv_cache import KVCache
+from .programs import row_buckets
 from .request import Prefill, Sequence
-from .rows import Rows
 from .runner import Block, Runner
+from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
-from .trust_cases import Work
 from .weights import SharedWeights, SnapshotWeights
 
 AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
@@ -65,7 +65,7 @@ class Engine:
         )
         count, width = row_buckets(config.max_num_seqs)[0], self.cache.pages_for(MIN_CONTEXT)
         routed = model.config.moe_layers > 0
-        rows = Rows(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
+        rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
         self.scheduler = Scheduler(config, self.cache, rows)
         self.compiler = compiler
         self.timings = timings or Timings()

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .. import graph
 from ..types import SamplingParams
-from .graphs import StepGraphs
+from .forward import decode_step, mixed_step
 from .kv_cache import KVCache, upload
-from .mixed_batch import MixedBatch, MixedSizes, lay_out
+from .prefill_batch import MixedBatch, MixedSizes, lay_out
+from .programs import StepGraphs
 from .request import Sequence
-from .rows import Rows
+from .running_batch import RunningBatch
 from .scheduler import Chunk
-from .steps import decode_step, mixed_step
 from .weights import SharedWeights, SnapshotWeights
 
 # Tokens, both log-probabilities and, of a model with experts, `Completion.route_digests`, one a step.
@@ -82,7 +82,7 @@ class Runner:
         self,
         weights: SharedWeights | SnapshotWeights,
         cache: KVCache,
-        rows: Rows,
+        rows: RunningBatch,
         max_tokens: int,
         compiler: graph.Compiler | graph.LayerCompiler | None = None,
     ) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ..config import GeneratorConfig
 from .kv_cache import KVCache
 from .request import Prefill, Sequence, SharedPrefix
-from .rows import Rows
+from .running_batch import RunningBatch
 
 MAX_PROMPTS = 64  # that a step runs tokens of
 ADMISSION_SHARE = 16  # with all slots taken, prompts wait until one in so many is free: admission costs a mixed step
@@ -43,7 +43,7 @@ class Scheduler:
         max_tokens: prompt tokens that a step may run.
     """
 
-    def __init__(self, config: GeneratorConfig, cache: KVCache, rows: Rows) -> None:
+    def __init__(self, config: GeneratorConfig, cache: KVCache, rows: RunningBatch) -> None:
         self.config, self.cache, self.rows = config, cache, rows
         self.waiting: deque[Prefill] = deque()
         self.running: list[Sequence] = []

@@ -1,33 +1,33 @@
 """Captured graphs for both roles: trace once a shape, verify, rewrite, launch; on a GPU as CUDA graphs."""
 
 from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
-from . import compat as _compat
-from .artifact import dumps, loads, register_region
-from .bound import BoundGraph
-from .capture import Differentiated, backward, capture, in_module, module_inputs, substituted
-from .compat_inductor import missing_compiler
+from ..cache.fingerprint import origin
+from .capture.layers import LayerCompiler
+from .capture.step import Differentiated, backward, capture, in_module, module_inputs, substituted
+from .check.against_eager import Verdict, Work, check_against_eager
+from .check.comparison import Case
+from .check.passed_checks import PassedChecks
 from .compiler import Compiler
-from .constants import Constants
-from .cudagraph import CudaRecorder, FakeRecorder
 from .function import GraphFunction
-from .ir import Captured, Dynamic, GraphError, Inputs, Static
-from .layers import LayerCompiler
-from .origin import origin
+from .ir.captured import Captured, Dynamic, GraphError, Inputs, Static
+from .ir.text import diff, digest, dump
+from .ir.verify import NOT_GRAPH_SAFE, verify
+from .launch.cudagraph import CudaRecorder, FakeRecorder
+from .launch.dry_run import NAMESPACE as _NAMESPACE
+from .launch.launcher import GraphLauncher
 from .passes import Pass, pipeline, run_passes
-from .rehearsal import NAMESPACE as _NAMESPACE
 from .report import compile_report, refusals, replay_metrics
-from .store import Store
-from .text import diff, digest, dump
-from .trial import Case
-from .trust import Verdict, Work, trust
-from .verdicts import Verdicts
-from .verify import NOT_GRAPH_SAFE, verify
+from .store.artifact import dumps, loads, register_region
+from .store.baked_constants import Constants
+from .store.folder import Store
+from .torch_private import trace as _trace
+from .torch_private.inductor import missing_compiler
 
-_compat.spare_dynamo(_NAMESPACE)
+_trace.spare_dynamo(_NAMESPACE)
 
 __all__ = [
     "NOT_GRAPH_SAFE",
-    "BoundGraph",
+    "GraphLauncher",
     "Captured",
     "Case",
     "Compiler",
@@ -44,7 +44,7 @@ __all__ = [
     "Static",
     "Store",
     "Verdict",
-    "Verdicts",
+    "PassedChecks",
     "Work",
     "backward",
     "capture",
@@ -64,6 +64,6 @@ __all__ = [
     "replay_metrics",
     "run_passes",
     "substituted",
-    "trust",
+    "check_against_eager",
     "verify",
 ]

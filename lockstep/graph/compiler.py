@@ -12,19 +12,20 @@ import torch
 
 from ..config import CompileConfig, resolve_compile
 from ..timings import Timings
-from . import compat, compat_inductor
-from .capture import Differentiated, GraphBody, capture
-from .constants import Constants, flattened
-from .cudagraph import CudaRecorder, Recorder
+from .capture.joint import capture_joint
+from .capture.step import Differentiated, GraphBody, capture
 from .function import GraphFunction
-from .ir import Captured, Dynamic, GraphError, Inputs, Level, Role, Static
-from .joint import capture_joint
+from .ir.captured import Captured, Dynamic, GraphError, Inputs, Level, Role, Static
+from .ir.verify import NOT_GRAPH_SAFE, verify
+from .launch.cudagraph import CudaRecorder, GraphRecorder
+from .launch.piecewise import ATTENTION
 from .passes import BACKWARD_PASS, common_digests, lacking, pipeline, run_passes
-from .peers import MakeGraph, Peers, made_by_first
-from .piecewise import ATTENTION
-from .regions import Regions
-from .store import Key, Store
-from .verify import NOT_GRAPH_SAFE, verify
+from .passes.compiled_subgraph import Regions
+from .ranks import MakeGraph, Ranks, made_by_first
+from .store.baked_constants import Constants, flattened
+from .store.folder import Key, Store
+from .torch_private import inductor as torch_inductor
+from .torch_private import trace as torch_trace
 
 
 class Compiler:
@@ -56,12 +57,12 @@ class Compiler:
         config: CompileConfig,
         device: torch.device,
         *,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
         not_graph_safe: Mapping[str, str] = NOT_GRAPH_SAFE,
         timings: Timings | None = None,
         store: Store | None = None,
         mesh: Mapping[str, int] | None = None,
-        peers: Peers | None = None,
+        peers: Ranks | None = None,
         regions: Regions | None = None,
     ) -> None:
         config = resolve_compile(config, device.type == "cuda")
@@ -113,7 +114,7 @@ class Compiler:
         constants: Constants | None = None,
         lasting: Collection[str] = (),
     ) -> GraphFunction:
-        """`body` as graphs bound to the static tensors of `inputs`; see `capture.capture` and `GraphFunction`.
+        """`body` as graphs bound to the static tensors of `inputs`; see `capture.step.capture` and `GraphFunction`.
 
         Args:
             constants: every Python value that the body takes from elsewhere than its arguments and that a trace bakes
@@ -148,7 +149,7 @@ class Compiler:
         """Trace, rewrite and verify."""
         self.captures += 1
         with self.timings.measured("import_tracer"):
-            compat.import_tracer()
+            torch_trace.import_tracer()
         with self.timings.measured("trace"):
             if self.joint and isinstance(body, Differentiated):
                 captured = capture_joint(name, body, inputs, statics=statics, writes=writes, dynamic=dynamic)
@@ -202,7 +203,7 @@ class Compiler:
             sizes: the values of its open sizes at the trace.
         """
         weighed = {"sizes": sizes} if self._weighs_sizes else {}
-        machine = compat_inductor.settings() if self.compiled else {}
+        machine = torch_inductor.settings() if self.compiled else {}
         return {**self._settings, **machine, **flattened({"constants": constants, **weighed})}
 
     def _check_regions(self, captured: Captured) -> None:
@@ -274,7 +275,7 @@ class Compiler:
         """Within, functions make their graphs and launch none (what they return is zero), and by the end the kernels of
         those graphs are compiled, side by side; launches of any other Triton kernel are left out too. Yields what is
         then a list of these kernels, for `preload`."""
-        from ..ops.kernels.precompile import compiling_only
+        from ..ops.precompile import compiling_only
 
         with self.timings.measured("compile"), compiling_only() as kernels:
             self.rehearsing = True
@@ -297,7 +298,7 @@ class Compiler:
         """Load kernels that a rehearsal listed in another process; how many there were."""
         if not kernels:
             return 0
-        from ..ops.kernels.precompile import preload
+        from ..ops.precompile import preload
 
         with self.timings.measured("compile"):
             return preload(kernels)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..cache.fingerprint import origin
 from ..types import SideBySide
-from .bound import BoundGraph
-from .capture import GraphBody
-from .constants import Constants
-from .ir import Captured, Dynamic, Inputs, InputSpec, Level, Role, Static, title_of
-from .keys import key_of
-from .origin import origin
-from .store import Key
-from .text import write_stages
+from .capture.step import GraphBody
+from .ir.captured import Captured, Dynamic, Inputs, InputSpec, Level, Role, Static, title_of
+from .ir.text import write_stages
+from .launch.launcher import GraphLauncher
+from .store.baked_constants import Constants
+from .store.folder import Key
+from .store.key import key_of
 
 if TYPE_CHECKING:
     from .compiler import Compiler
@@ -70,8 +70,8 @@ class GraphFunction:
     ) -> None:
         assert not inputs.user, "user inputs come with each call"
         self.name = name
-        self.graphs: dict[tuple, BoundGraph] = {}
-        self._by_layout: dict[tuple, BoundGraph] = {}  # the same, found without a look at each tensor
+        self.graphs: dict[tuple, GraphLauncher] = {}
+        self._by_layout: dict[tuple, GraphLauncher] = {}  # the same, found without a look at each tensor
         self.body, self.inputs = body, inputs
         self._compiler, self._writes, self._dynamic = compiler, writes, dynamic
         self._constants, self._known, self._lasting = constants, known or _Known(), lasting
@@ -94,7 +94,7 @@ class GraphFunction:
         with self._compiler.timings.measured("record"):
             return graph(user, times)
 
-    def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> BoundGraph:
+    def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
         """The graph for such inputs, made if the key is new."""
         if not isinstance(user, SideBySide):
             return self._graph(user, statics)
@@ -103,12 +103,12 @@ class GraphFunction:
             self._by_layout[known] = self._graph(user, statics)
         return self._by_layout[known]
 
-    def _graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> BoundGraph:
+    def _graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
         key = (*statics.items(), *user, *map(_shape, user.values()))
         if key not in self.graphs:
             self._compiler.graph_made()
             inputs = replace(self.inputs, user=user)
-            self.graphs[key] = BoundGraph(
+            self.graphs[key] = GraphLauncher(
                 self._captured(inputs, statics), inputs, self._compiler.recorder, self._lasting
             )
         return self.graphs[key]

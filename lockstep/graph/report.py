@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .capture.layers import LayerCompiler
+from .check.against_eager import Verdict
 from .compiler import Compiler
-from .layers import LayerCompiler
-from .trust import Verdict
 
 
 def replay_metrics(compiler: Compiler | LayerCompiler | None) -> dict[str, int]:

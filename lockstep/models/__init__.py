@@ -1,10 +1,10 @@
 """Architecture only: one decoder for both roles, and its Hugging Face form."""
 
-from .attention import Masks, PackedAttention, PagedAttention
+from .blocks.attention import Masks, PackedAttention, PagedAttention
+from .blocks.moe import Routing
 from .config import ModelConfig
 from .decoder import Decoder
-from .hf import describe_folder, load_model, resolve_folder, save_model
-from .moe import Routing
+from .folder import describe_folder, load_model, resolve_folder, save_model
 
 __all__ = [
     "Decoder",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import InputError
+from .blocks.rope import is_positive
 from .config import ModelConfig
-from .rope import is_positive
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import InputError
-from .rope import RopeScaling, YarnScaling
+from .blocks.rope import RopeScaling, YarnScaling
 
 FamilyName = Literal["qwen3", "qwen3_moe", "llama", "deepseek_v3"]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .attention import Attend, Heads, Masks
+from .blocks.attention import Attend, Heads, Masks
+from .blocks.mla import LatentAttention
+from .blocks.moe import MixtureOfExperts, Routing
+from .blocks.rope import YarnScaling, inverse_frequencies
 from .config import ModelConfig
-from .mla import LatentAttention
-from .moe import MixtureOfExperts, Routing
-from .rope import YarnScaling, inverse_frequencies
 
 
 class Decoder(nn.Module):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
+from .blocks.rope import YarnScaling, rope_of_hf, scaling_from_hf, scaling_to_hf
 from .config import MLAConfig, ModelConfig, MoEConfig
-from .rope import YarnScaling, rope_of_hf, scaling_from_hf, scaling_to_hf
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from ..config.random_weights import MARK
 from ..errors import InputError
-from ..random_weights import MARK
+from .blocks.rope import RopeScaling, YarnScaling
 from .checks import require_memory
 from .config import MLAConfig, ModelConfig, MoEConfig
 from .decoder import Decoder
-from .hf import save_model
-from .rope import RopeScaling, YarnScaling
+from .folder import save_model
 
 INITIALIZER_RANGE = 0.02
 
@@ -120,7 +120,7 @@ def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, v
     Returns:
         A summary: arch, out, parameters, vocab_size, dtype.
     """
-    from ..tokenizer import byte_tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
+    from .tokenizer import byte_tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 
     config = architecture(arch)
     out = Path(out)

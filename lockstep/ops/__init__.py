@@ -2,26 +2,36 @@
 
 Both roles call these and nothing else, so a log-probability is the same bits wherever it is computed. The rules are
 in `docs/numerics.md`.
+
+Triton kernels are imported by the operators when they first run on a GPU, never before. Two rules keep their bits apart
+from the batch. A reduction's order follows the tile's shape, the number of warps and the loads' alignment, so all three
+are functions of the model's sizes alone. Multiplications and additions are fused only where `tl.fma` says so
+(`enable_fp_fusion=False`), so the compiler has nothing left to choose.
 """
 
-from . import fused_backward  # registers what graphs call
-from .adamw import BLOCK as SQUARES_BLOCK
-from .adamw import adamw, square_sums
-from .attention import KEY_TILE, attention_packed, attention_paged, write_kv
-from .decode_state import advance_rows, decode_slots
-from .flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
-from .fused import attention_decode, linear_add, norm_gate_up, norm_linear, qk_norm_rope_write_kv
-from .grouped import grouped_linear
-from .head_linear import head_linear
-from .latent import latent_attention_packed, latent_attention_paged, write_latent
-from .linear import linear
-from .logprobs import TokenLogprobs, sample, support_mask, token_logprobs
-from .masks import MaskFunction, register_mask, visibility
+from .activation.operator import silu_mul
+from .adamw.operator import BLOCK as SQUARES_BLOCK
+from .adamw.operator import adamw, square_sums
+from .attention.decode import attention_decode
+from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
+from .attention.masks import MaskFunction, register_mask, visibility
+from .attention.operator import KEY_TILE, attention_packed, attention_paged, write_kv
+from .decode_update.operator import advance_rows, decode_slots
+from .embedding.operator import gather_rows
+from .fused import backward as fused_backward  # registers what graphs call
+from .linear.fused import linear_add, norm_gate_up, norm_linear
+from .linear.operator import linear
+from .linear.per_head import head_linear
+from .logprobs.operator import TokenLogprobs, sample, support_mask, token_logprobs
+from .logprobs.philox import sample_key
+from .mla.operator import latent_attention_packed, latent_attention_paged, write_latent
+from .moe.grouped_linear import grouped_linear
+from .moe.routing import combine, dispatch, dispatch_plan, route, router_logits
+from .moe.statistics import expert_loads, route_digest, router_probabilities
 from .native.library import cpu_backend, cpu_build
-from .philox import sample_key
-from .routing import combine, dispatch, dispatch_plan, route, router_logits
-from .routing_statistics import expert_loads, route_digest, router_probabilities
-from .rows import gather_rows, qk_norm_rope, rms_norm, rope_table, silu_mul
+from .norm.operator import rms_norm
+from .rope.fused import qk_norm_rope_write_kv
+from .rope.operator import qk_norm_rope, rope_table
 
 __all__ = [
     "SQUARES_BLOCK",

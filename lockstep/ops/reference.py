@@ -4,7 +4,7 @@ What makes it so was measured, not assumed (`docs/numerics.md`): matrix products
 with at least `MIN_COLUMNS` columns and a depth of at least `MIN_DEPTH`, attention sees fixed key tiles at absolute
 positions, and no kernel whose vector body and scalar tail differ is used.
 
-Shape suffixes as in `rows.py` and `attention.py`.
+Shape suffixes as in `ops/rope/operator.py` and `ops/attention/operator.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def qk_norm_rope(
     num_kv_heads: int,
     eps: float,
 ) -> Tensor:
-    """See `rows.qk_norm_rope`."""
+    """See `rope.operator.qk_norm_rope`."""
     tokens, head_dim = cos_sin_TH.shape
     heads = num_heads + num_kv_heads
     qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim)
@@ -67,19 +67,20 @@ def qk_norm_rope(
 
 
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
-    """See `rows.rope_table`."""
+    """See `rope.operator.rope_table`."""
     angles = positions_T.to(torch.float32).unsqueeze(1) * inv_freq
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 def silu_mul(gate_up_TE: Tensor) -> Tensor:
-    """See `rows.silu_mul`. `x / (1 + exp(-x))`: torch's own silu differs between its vector body and scalar tail."""
+    """See `activation.operator.silu_mul`. `x / (1 + exp(-x))`: torch's own silu differs between its vector body and
+    scalar tail."""
     gate, up = gate_up_TE.float().chunk(2, dim=1)
     return (gate / (torch.exp(-gate) + 1.0) * up).to(gate_up_TE.dtype)
 
 
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
-    """See `rows.silu_mul_backward`."""
+    """See `activation.operator.silu_mul_backward`."""
     gate, up = gate_up_TE.float().chunk(2, dim=1)
     grad = grad_TF.float()
     sigmoid = torch.sigmoid(gate)

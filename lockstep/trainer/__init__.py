@@ -1,6 +1,6 @@
 """The policy step: packing with shared prompts, losses, AdamW on flat buffers, and the trainer that joins them."""
 
-from .losses import LOSSES
+from ..algorithms.losses import LOSSES
 from .optimizer import AdamW, FlatParameters, learning_rate
 from .packing import loss_weights, pack, pack_shards, packed_slots
 from .result import PendingResult, StepResult

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import ops, parallel
+from .. import distributed, ops
 from ..config import OptimizerConfig
-from ..parallel import ONE, World
-from .layout import Layout
+from ..distributed import ONE, World
+from .fsdp.layout import Layout
 
 
 class FlatParameters:
@@ -60,7 +60,7 @@ class FlatParameters:
         one = self.layout.one_rank
         whole = torch.zeros(one.size if self.world.first else 0, dtype=local.dtype)
         for part, size, at in zip(self.layout.views(local), one.sizes, one.offsets, strict=False):
-            parts = parallel.gather(part, self.world.size).flatten()
+            parts = distributed.gather(part, self.world.size).flatten()
             if self.world.first:
                 whole[at : at + size] = parts[:size]
         return whole
@@ -163,7 +163,7 @@ def adamw_step(
     sums = ops.square_sums(t.grad)
     if flat.world.size > 1:
         assert t.norm_order is not None
-        sums = parallel.gather(sums, flat.world.size).flatten().index_select(0, t.norm_order)
+        sums = distributed.gather(sums, flat.world.size).flatten().index_select(0, t.norm_order)
     grad_norm = sums.sum().sqrt()
     applied = ok & torch.isfinite(grad_norm)
     c, max_norm = config, config.max_grad_norm

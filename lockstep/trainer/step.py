@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from .. import graph, ops
+from ..algorithms.losses import LOSSES, TokenValues, corrected_kl, kl_k3
 from ..config import LossConfig, LossType
 from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
-from .losses import LOSSES, TokenValues, corrected_kl, kl_k3
-from .sharding import Sharding
+from .fsdp.sharding import Sharding
 
 # What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
 # the trained and the checked tokens; those that were compared with the generator's are `identical` or `different`.

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from .. import ops
 from ..config import LossConfig, LossType, OptimizerConfig
+from ..distributed import ONE, World
 from ..errors import InputError
 from ..graph import Compiler, LayerCompiler
 from ..models import Decoder
-from ..parallel import ONE, World
 from ..types import PackedBatch, SamplingParams
+from .check_cases import Work, trust_cases
 from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
 from .optimizer import AdamW, FlatParameters
 from .packing import blank_batch
+from .programs import EagerRuns, GraphRuns
 from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
-from .runs import EagerRuns, GraphRuns
 from .shapes import BatchShape
 from .step import STATISTICS, found_names, take
-from .trust_cases import Work, trust_cases
 
 
 class Trainer:

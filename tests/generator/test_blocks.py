@@ -12,7 +12,7 @@ from small import make_model, words
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.generator import rows as rows_module
+from lockstep.generator import running_batch as rows_module
 from lockstep.models import Decoder
 from lockstep.types import Completion, SampleIdentity, SamplingParams
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep import ops
-from lockstep.ops import attention_backward
-from lockstep.ops.rows import accumulate_rows
+from lockstep.ops.attention import reference_backward
+from lockstep.ops.embedding.operator import accumulate_rows
 
 Segment = tuple[int, int, int]  # own length, prefix start, prefix length
 
@@ -94,7 +94,7 @@ def gradients(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def torch_path(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    return attention_backward.packed(grad, q, k, v, *packing.layout(), accumulate_rows)
+    return reference_backward.packed(grad, q, k, v, *packing.layout(), accumulate_rows)
 
 
 def dense(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

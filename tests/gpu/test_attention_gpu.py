@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep import ops
-from lockstep.ops.attention import KEY_SPLIT
+from lockstep.ops.attention.operator import KEY_SPLIT
 
 EDGES = [0, 1, 62, 63, 64, 65, 127, 128, 200, 256, 1000, 2047, 4094, 4095, 4096, 4097, 4160, 8191, 8192, 8193, 8999]
 
@@ -96,27 +96,28 @@ def test_splits_are_the_same_in_every_layout(census, heads, kv_heads, head_dim):
 
 
 def test_other_splits_are_caught(census, monkeypatch):
-    from lockstep.ops.kernels import attention
+    from lockstep.ops.attention import triton as attention_triton
 
     q, k, v = qkv_rows(257)
     whole = packed(q, k, v, [257])
-    monkeypatch.setattr(attention, "KEY_SPLIT", 128)
+    monkeypatch.setattr(attention_triton, "KEY_SPLIT", 128)
     split = packed(q, k, v, [257])
     assert census("CONTROL attention: splits of 128", split[128:], whole[128:]) > 0
     assert census("attention: the first of several splits", split[:128], whole[:128]) == 0
 
 
 def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
-    from lockstep.ops.kernels import attention, attention_decode
+    from lockstep.ops.attention import triton as attention_triton
+    from lockstep.ops.attention import triton_decode
 
     length = 700
     q, k, v = qkv_rows(length)
     whole, rows = packed(q, k, v, [length]), list(range(0, length, 7))
     for tile in ((16, 1, 2), (32, 2, 3), (64, 4, 1), (128, 8, 2)):
-        monkeypatch.setattr(attention, "_tile", lambda *_, tile=tile: attention.Tile(*tile))
+        monkeypatch.setattr(attention_triton, "_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile))
         assert census("attention: other tiles", packed(q, k, v, [length]), whole) == 0
-        monkeypatch.setattr(attention_decode, "_rows_and_warps", lambda _, tile=tile: tile[:2])
-        monkeypatch.setattr(attention_decode, "STAGES", tile[2])
+        monkeypatch.setattr(triton_decode, "_rows_and_warps", lambda _, tile=tile: tile[:2])
+        monkeypatch.setattr(triton_decode, "STAGES", tile[2])
         assert census("attention: other tiles, decode", decoded(q, k, v, 16, rows), whole[rows]) == 0
 
 

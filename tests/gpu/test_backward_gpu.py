@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops import logprobs, logprobs_backward, logprobs_reference
-from lockstep.ops.linear import linear_fp32
-from lockstep.ops.rows import accumulate_rows
+from lockstep.ops.embedding.operator import accumulate_rows
+from lockstep.ops.linear.operator import linear_fp32
+from lockstep.ops.logprobs import backward as logprobs_backward
+from lockstep.ops.logprobs import operator as logprobs_operator
+from lockstep.ops.logprobs import reference as logprobs_reference
 
 DEVICE = "cuda"
 TOKENS, SCORED, VOCABULARY, DIM, FEED_FORWARD = 4685, 4000, 151_936, 1024, 3072
@@ -142,9 +144,9 @@ def scored_gradients(s: Scored) -> list[Tensor]:
 
 def statistics(s: Scored) -> tuple[Tensor, ...]:
     """Log-sum-exp, that of the sampled distribution, threshold: what the forward leaves."""
-    return logprobs._token_logprobs(s.hidden, s.weight, s.targets, s.temperature, *s.filters, s.support, s.truncated)[
-        3:
-    ]
+    return logprobs_operator._token_logprobs(
+        s.hidden, s.weight, s.targets, s.temperature, *s.filters, s.support, s.truncated
+    )[3:]
 
 
 def grad_logits(s: Scored, rows: slice, stats: tuple[Tensor, ...]) -> Tensor:
@@ -164,8 +166,8 @@ def torch_path(s: Scored, stats: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The torch formula, 1,024 rows at a time."""
     grad_hidden = torch.empty_like(s.hidden)
     grad_weight = torch.zeros_like(s.weight, dtype=torch.float32)
-    for i in range(0, s.hidden.shape[0], logprobs.CHUNK):
-        rows = slice(i, i + logprobs.CHUNK)
+    for i in range(0, s.hidden.shape[0], logprobs_operator.CHUNK):
+        rows = slice(i, i + logprobs_operator.CHUNK)
         grad = grad_logits(s, rows, stats).to(s.hidden.dtype)
         grad_hidden[rows] = grad @ s.weight
         grad_weight += grad.t() @ s.hidden[rows]

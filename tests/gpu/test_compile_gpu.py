@@ -7,7 +7,7 @@ import torch
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, LayerCompiler, compile_report, trust
+from lockstep.graph import Compiler, LayerCompiler, check_against_eager, compile_report
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, Trainer, pack
@@ -34,7 +34,7 @@ def test_every_function_is_trusted(capture: str, backend: str, mode: str) -> Non
     compiler = Compiler(CompileConfig(capture, mode, backend=backend), CUDA)  # type: ignore[arg-type]
     trainer = Trainer(model(), OptimizerConfig(weight_decay=0.1), LossConfig(), compiler=compiler)
     trainer.warm_up(SHAPES, TOP_P, check_parity=True)
-    verdicts = trust(compiler, trainer.trust_cases(SHAPES, TOP_P, check_parity=True), "strict")
+    verdicts = check_against_eager(compiler, trainer.trust_cases(SHAPES, TOP_P, check_parity=True), "strict")
     assert {v.function for v in verdicts} == {"forward_backward", "optim_step", "check"}
     assert all(v.level == ("captured" if mode == "none" else mode) and not v.faults for v in verdicts)
     print(f"\n{capture}, {backend}, {mode}: {compiler.timings.seconds}")

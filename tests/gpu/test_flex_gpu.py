@@ -8,10 +8,10 @@ from both_roles import assert_roles_agree_over_updates, drawn
 from flex_cases import MASKS, Case, Mask, dense, edges
 
 from lockstep import ops
-from lockstep.attention import set_attention
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.graph import Compiler
 from lockstep.models.init import ARCHITECTURES
+from lockstep.session.attention import set_attention
 
 DEVICE = torch.device("cuda")
 CHOSEN = ["causal", "window of 100", "dilated in a window", "rows without keys"]
@@ -65,15 +65,15 @@ def test_long_contexts(census):
 
 
 def test_other_tiles_are_caught(census, monkeypatch):
-    from lockstep.ops.kernels import flex
+    from lockstep.ops.attention import triton_flex
 
     case = case_of(300)
     whole = case.packed(Mask())
-    flex._attend.cache_clear()
+    triton_flex._attend.cache_clear()
     torch.compiler.reset()
-    monkeypatch.setitem(flex.OPTIONS, "fwd_BLOCK_N", 32)
+    monkeypatch.setitem(triton_flex.OPTIONS, "fwd_BLOCK_N", 32)
     assert census("CONTROL flex: key tiles of 32", case.packed(Mask()), whole) > 0
-    flex._attend.cache_clear()
+    triton_flex._attend.cache_clear()
 
 
 @pytest.mark.parametrize("name", CHOSEN)

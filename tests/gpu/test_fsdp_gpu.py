@@ -28,7 +28,7 @@ def json_of(command: list[str], **environment: str) -> Any:
 
 @pytest.fixture(scope="module", params=["", "expandable_segments:True"], ids=["plain memory", "expandable segments"])
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What `tests/parallel/ranks.py` finds on two GPUs."""
+    """What `tests/distributed/ranks.py` finds on two GPUs."""
     return json_of([*TORCHRUN, str(TESTS / "parallel" / "ranks.py"), "cuda"], PYTORCH_CUDA_ALLOC_CONF=request.param)
 
 

@@ -13,7 +13,11 @@ from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import Compiler
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
-from lockstep.ops import attention, fused_backward, rows_backward
+from lockstep.ops.attention import operator as attention_operator
+from lockstep.ops.embedding import backward as embedding_backward
+from lockstep.ops.fused import backward as fused_backward
+from lockstep.ops.norm import backward as norm_backward
+from lockstep.ops.rope import backward as rope_backward
 from lockstep.trainer import Trainer, pack
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 
@@ -28,7 +32,7 @@ def normal(*shape: int) -> Tensor:
 def test_norm_and_residual(width: int, census) -> None:
     torch.manual_seed(0)
     grad, x, weight, other = normal(TOKENS, width), 3 * normal(TOKENS, width), normal(width), normal(TOKENS, width)
-    separate = rows_backward.rms_norm(grad, x, weight, EPS)
+    separate = norm_backward.rms_norm(grad, x, weight, EPS)
     joined = fused_backward.rms_norm_add(grad, x, weight, EPS, other)
     assert census("residual gradients with norms", other + separate[0], joined[0]) == 0
     assert census("norm weights with residual gradients", separate[1], joined[1]) == 0
@@ -52,10 +56,10 @@ def test_attention_and_rotation(heads: tuple[int, int, int], norm: bool, bound: 
     rotation = *weights, ops.rope_table(torch.arange(TOKENS, device=DEVICE), inverse), num_heads, kv_heads, EPS
     q, k = ops.qk_norm_rope(qkv, *rotation).split((num_heads, kv_heads), 1)
     v = qkv.unflatten(1, (-1, head_dim))[:, num_heads + kv_heads :]
-    out, lse = attention._packed(q, k, v, *layout)
+    out, lse = attention_operator._packed(q, k, v, *layout)
     grad = normal(TOKENS, num_heads, head_dim)
-    dq, dk, dv = attention.attention_packed_backward(grad, q, k, v, out, lse, *layout)
-    expected, *of_weights = rows_backward.qk_norm_rope(torch.cat((dq, dk), 1), qkv, *rotation)
+    dq, dk, dv = attention_operator.attention_packed_backward(grad, q, k, v, out, lse, *layout)
+    expected, *of_weights = rope_backward.qk_norm_rope(torch.cat((dq, dk), 1), qkv, *rotation)
     of_values = torch.nn.functional.pad(dv.flatten(1), (expected.shape[1] - dv[0].numel(), 0))
     found = fused_backward.rotated_attention_packed(grad, q, k, v, out, lse, *layout, qkv, *rotation)
     assert census("gradients of fused projections", expected + of_values, found[0] + 0) == 0  # a -0 is 0 in a sum
@@ -76,7 +80,7 @@ def test_embedding_and_head(census) -> None:
     torch.manual_seed(0)
     rows = (torch.rand(TOKENS, device=DEVICE) ** 8 * 5000).long()
     grad, total = normal(TOKENS, 1024), normal(5000, 1024)
-    expected = total + rows_backward.gather_rows(grad, rows, 5000)
+    expected = total + embedding_backward.gather_rows(grad, rows, 5000)
     fused_backward.add_gathered_rows(total, grad, rows)
     assert census("embeddings and LM heads", expected, total) == 0
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops import backend
-from lockstep.ops.linear_table import AsyncChoice, Choice, TmaChoice
+from lockstep.ops.linear import cublas
+from lockstep.ops.tables.linear_table import AsyncChoice, Choice, TmaChoice
 
 DEVICE = "cuda"
 ROWS = (1, 2, 7, 16, 40, 64, 100, 256, 700)
@@ -67,26 +67,26 @@ def separate(x: Tensor, norm: Tensor, weight: Tensor, gated: bool) -> Tensor:
     ("n", "k"), [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (2048, 6144), (128, 2048)]
 )
 def test_every_tile_is_one_chain(census, n, k):
-    from lockstep.ops.kernels import linear
+    from lockstep.ops.linear import triton as linear_triton
 
     x, weight, residual = wide(max(ROWS), k), wide(n, k), wide(max(ROWS), n)
-    chain, chain_fp32 = linear.linear_bf16(x, weight), linear.linear_fp32(x, weight)
+    chain, chain_fp32 = linear_triton.linear_bf16(x, weight), linear_triton.linear_fp32(x, weight)
     for m in ROWS:
-        library = backend.cublaslt_linear(x[:m], weight)
+        library = cublas.cublaslt_linear(x[:m], weight)
         assert census("linear: cuBLASLt = one chain", library, chain[:m]) == 0
-        float32 = backend.cublaslt_linear(x[:m], weight, torch.float32)
+        float32 = cublas.cublaslt_linear(x[:m], weight, torch.float32)
         assert census("linear_fp32: cuBLASLt = one chain", float32, chain_fp32[:m]) == 0
         for tile in TILES:
-            assert census("linear: any tile = one chain", linear.product(x[:m], weight, tile), chain[:m]) == 0
-            added = linear.product(x[:m], weight, tile, residual_MN=residual[:m])
+            assert census("linear: any tile = one chain", linear_triton.product(x[:m], weight, tile), chain[:m]) == 0
+            added = linear_triton.product(x[:m], weight, tile, residual_MN=residual[:m])
             assert census("linear_add: any tile = separate", added, residual[:m] + chain[:m]) == 0
 
 
 def forms(x: Tensor, weight: Tensor, residual: Tensor, tile: AsyncChoice | TmaChoice) -> dict[str, Tensor]:
     """What a tile makes of its three forms, as far as they fit."""
-    from lockstep.ops.kernels import linear_async, linear_tma
+    from lockstep.ops.linear import hopper_async, hopper_tma
 
-    kernel = linear_async if isinstance(tile, AsyncChoice) else linear_tma
+    kernel = hopper_async if isinstance(tile, AsyncChoice) else hopper_tma
     x_stages, w_stages = tile[3], tile[-1]
     made = {"plain": kernel.product(x, weight, tile), "add": kernel.product(x, weight, tile, residual_MN=residual)}
     staged = x_stages * tile.block_m + w_stages * 2 * tile.block_n
@@ -97,14 +97,14 @@ def forms(x: Tensor, weight: Tensor, residual: Tensor, tile: AsyncChoice | TmaCh
 
 def are_one_chain(census, name: str, cases: list, x: Tensor, weight: Tensor, residual: Tensor) -> None:
     """All forms of all cases, of a number of rows and a tile each."""
-    from lockstep.ops.kernels import linear
-    from lockstep.ops.kernels.precompile import compiling_only
+    from lockstep.ops.linear import triton as linear_triton
+    from lockstep.ops.precompile import compiling_only
 
     with compiling_only():  # side by side
         for m, tile in cases:
             forms(x[:m], weight, residual[:m], tile)
     for m, tile in cases:
-        chain = linear.linear_bf16(x[:m], weight)
+        chain = linear_triton.linear_bf16(x[:m], weight)
         expected = {"plain": chain, "add": residual[:m] + chain, "gated": ops.silu_mul(chain)}
         for form, found in forms(x[:m], weight, residual[:m], tile).items():
             assert census(f"{name}, {form}", found, expected[form]) == 0
@@ -143,7 +143,7 @@ def test_linear_add_is_separate(census, n, k):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(4096, 1024), (6144, 1024), (4096, 2048), (512, 96)])
 def test_norm_layers_are_separate(census, n, k, gated):
-    from lockstep.ops.kernels import linear
+    from lockstep.ops.linear import triton as linear_triton
 
     x, norm, weight = wide(max(ROWS), k), wide(k), wide(n, k) * 0.02
     name = "norm_gate_up" if gated else "norm_linear"
@@ -155,7 +155,7 @@ def test_norm_layers_are_separate(census, n, k, gated):
         normed = ops.rms_norm(x[:m], norm, 1e-6)
         for tile in TILES:
             if gated and (tile.block_m + 2 * tile.block_n) * tile.block_k * tile.num_stages * 2 < 220 * 1024:
-                one = linear.product(normed, weight, tile, gated=True)
+                one = linear_triton.product(normed, weight, tile, gated=True)
                 assert census(f"{name}: any tile = separate", one, expected) == 0
     strided = torch.cat((x, torch.full_like(x, torch.nan)), dim=1)[:, :k]
     with torch.no_grad():

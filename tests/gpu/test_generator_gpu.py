@@ -13,7 +13,7 @@ from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Compiler
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
-from lockstep.ops import decode_state
+from lockstep.ops.decode_update import operator as decode_update_operator
 from lockstep.types import Completion, SampleIdentity, SamplingParams
 
 DEVICE = torch.device("cuda")
@@ -39,7 +39,7 @@ def test_rows_move_on_as_on_a_cpu(rows: int) -> None:
     table = torch.randint(0, 1000, (rows, 6), dtype=torch.int32)  # rows move on into the last page
     on_gpu = [t.to(DEVICE) for t in state]
     for _ in range(3):
-        expected = decode_state.decode_slots(state[5], state[6], table, 16, 1000)
+        expected = decode_update_operator.decode_slots(state[5], state[6], table, 16, 1000)
         found = ops.decode_slots(on_gpu[5], on_gpu[6], table.to(DEVICE), 16, 1000)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
         ops.advance_rows(*state)

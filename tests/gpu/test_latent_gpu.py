@@ -9,13 +9,13 @@ from latent_cases import Case, exact, exact_gradients
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops import latent as operators
-from lockstep.ops.attention import KEY_SPLIT
+from lockstep.ops.attention.operator import KEY_SPLIT
+from lockstep.ops.mla import operator as operators
 
 HEADS, RANK, ROPE_DIM, NOPE_DIM = 128, 512, 64, 128
 EDGES = [0, 1, 63, 64, 65, 1000, 4094, 4095, 4096, 4097, 8191, 8192, 8193, 8999]
 
-linear_bf16 = pytest.importorskip("lockstep.ops.kernels.linear", exc_type=ImportError).linear_bf16
+linear_bf16 = pytest.importorskip("lockstep.ops.linear.triton", exc_type=ImportError).linear_bf16
 
 
 @pytest.fixture(autouse=True)
@@ -73,14 +73,14 @@ def test_splits_are_the_same_in_every_layout(census):
 
 
 def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
-    from lockstep.ops.kernels import latent
+    from lockstep.ops.mla import triton as mla_triton
 
     case = make([300], heads=32)
     whole = packed(case)
     for tile in ((16, 4, 2), (32, 8, 1), (32, 8, 2), (64, 8, 1), (64, 4, 1)):
-        monkeypatch.setattr(latent, "TILE", latent.Tile(*tile))
+        monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(*tile))
         assert census("latent attention: other tiles", packed(case), whole) == 0
-    monkeypatch.setattr(latent, "KEY_SPLIT", 128)
+    monkeypatch.setattr(mla_triton, "KEY_SPLIT", 128)
     assert census("CONTROL latent attention: splits of 128", packed(case)[128:], whole[128:]) > 0
 
 
@@ -141,9 +141,9 @@ TILES = [(64, 8, 2), (64, 8, 1), (32, 8, 2)]
 
 @pytest.mark.parametrize("tile", TILES)
 def test_time_of_decode(monkeypatch, tile):
-    from lockstep.ops.kernels import latent
+    from lockstep.ops.mla import triton as mla_triton
 
-    monkeypatch.setattr(latent, "TILE", latent.Tile(*tile))
+    monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(*tile))
     sequences, context, page = 64, 1024, 16
     q = torch.randn(sequences, HEADS, RANK, device=DEVICE).bfloat16()
     q_rope = torch.randn(sequences, HEADS, ROPE_DIM, device=DEVICE).bfloat16()
@@ -159,9 +159,9 @@ def test_time_of_decode(monkeypatch, tile):
 
 @pytest.mark.parametrize("tile", TILES)
 def test_time_of_packed(monkeypatch, tile):
-    from lockstep.ops.kernels import latent
+    from lockstep.ops.mla import triton as mla_triton
 
-    monkeypatch.setattr(latent, "TILE", latent.Tile(*tile))
+    monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(*tile))
     case = make([1024] * 4)
     flops = 2 * 4 * 1024 * 1025 / 2 * HEADS * (2 * RANK + ROPE_DIM)
     assert shown(f"4 x 1024 tokens, tile {tile}", captured_milliseconds(lambda: packed(case), 3), flops, 0) < 8

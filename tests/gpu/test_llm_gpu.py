@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lockstep.config import CompileConfig
-from lockstep.llm import LLM
 from lockstep.models.init import init_folder
-from lockstep.parity import check_model
+from lockstep.session.generate import LLM
+from lockstep.session.parity_check import check_model
 from lockstep.types import SamplingParams
 
 CALLED = CompileConfig("none")

@@ -15,7 +15,7 @@ ROWS = (1, 2, 7, 8, 16, 17, 63, 64, 65, 129, 512)
 SOFTMAX = (SLOTS, False, 1, 1, True, 1.0)
 DEEPSEEK = (SLOTS, True, 8, 4, True, 2.5)
 
-linear_bf16 = pytest.importorskip("lockstep.ops.kernels.linear", exc_type=ImportError).linear_bf16
+linear_bf16 = pytest.importorskip("lockstep.ops.linear.triton", exc_type=ImportError).linear_bf16
 
 
 @pytest.fixture(autouse=True)

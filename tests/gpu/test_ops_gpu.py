@@ -11,8 +11,11 @@ from attention_cases import cache_of, qkv_rows
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops import backend, logprobs_reference, philox, reference
-from lockstep.ops.linear import linear_fp32
+from lockstep.ops import reference
+from lockstep.ops.linear import cublas
+from lockstep.ops.linear.operator import linear_fp32
+from lockstep.ops.logprobs import philox
+from lockstep.ops.logprobs import reference as logprobs_reference
 
 DEVICE = "cuda"
 ROWS = (1, 2, 7, 8, 40, 64, 100, 256, 512, 4725)
@@ -48,7 +51,7 @@ def relative_error(out: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize(("n", "k"), PROJECTIONS)
 def test_linear_is_one_ascending_chain(census, n, k):
-    from lockstep.ops.kernels.linear import linear_bf16
+    from lockstep.ops.linear.triton import linear_bf16
 
     x, weight = wide(max(ROWS), k), wide(n, k)
     chain = linear_bf16(x, weight)
@@ -85,7 +88,7 @@ def test_stock_cublas_is_caught(census):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
         stock = F.linear(x, weight)
     finally:
-        backend.configure_cuda.__wrapped__()
+        cublas.configure_cuda.__wrapped__()
     assert census("CONTROL linear: stock cuBLAS", stock, contract) > 0
 
 
@@ -208,11 +211,11 @@ def test_filters_elsewhere_do_not_touch_an_unfiltered_row(census, head):
 
 
 def test_statistics_against_float64(head):
-    from lockstep.ops.kernels import logprobs
+    from lockstep.ops.logprobs import triton as logprobs_triton
 
     logits = linear_fp32(head[0][:28], head[1])
     columns = filter_columns(28)
-    lse, kept_lse, threshold, entropy = logprobs.statistics(logits, *columns, None, True, True)
+    lse, kept_lse, threshold, entropy = logprobs_triton.statistics(logits, *columns, None, True, True)
     exact = logits.double()
     z = logits / logprobs_reference.divisor(columns[0]).unsqueeze(1)
     kept = z >= threshold.unsqueeze(1)
@@ -235,12 +238,12 @@ def test_statistics_against_float64(head):
 
 
 def test_draw_is_the_reference_draw(head):
-    from lockstep.ops.kernels import logprobs
+    from lockstep.ops.logprobs import triton as logprobs_triton
 
     logits = linear_fp32(head[0][:21], head[1])
     columns, (keys, positions) = filter_columns(21), identities(21)
-    threshold = logprobs.statistics(logits, *columns, None, True, False)[2]
-    token = logprobs.draw(logits, columns[0], threshold, keys, positions, True).cpu()
+    threshold = logprobs_triton.statistics(logits, *columns, None, True, False)[2]
+    token = logprobs_triton.draw(logits, columns[0], threshold, keys, positions, True).cpu()
     cpu = [x.cpu() for x in (logits, columns[0], threshold, keys, positions)]
     expected = logprobs_reference.draw(*cpu, True)
     assert int((token != expected).sum()) <= 1  # noise differs in its last bits, so a near tie may fall otherwise

@@ -5,8 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.ops import gate, linear_table, logprobs_reference, philox
-from lockstep.ops.gate import Heads, Product
+from lockstep.ops.logprobs import philox
+from lockstep.ops.logprobs import reference as logprobs_reference
+from lockstep.ops.machine_check import check as machine_check
+from lockstep.ops.machine_check.check import HeadShape, Product
+from lockstep.ops.tables import linear_table
 
 DEVICE = "cuda"
 VOCABULARY = 151_936
@@ -18,9 +21,9 @@ def columns(rows: int, temperature: float, top_k: int, top_p: float) -> tuple[Te
 
 
 def thresholds(logits: Tensor, *filters: float) -> Tensor:
-    from lockstep.ops.kernels import logprobs
+    from lockstep.ops.logprobs import triton as logprobs_triton
 
-    return logprobs.statistics(logits, *columns(len(logits), *filters), None, True, False)[2]
+    return logprobs_triton.statistics(logits, *columns(len(logits), *filters), None, True, False)[2]
 
 
 # temperature, top-k, top-p; spread of the logits. The last three are beyond the list: the row itself is searched.
@@ -50,7 +53,7 @@ def test_noise_is_bounded_for_every_word():
     import triton
     import triton.language as tl
 
-    from lockstep.ops.kernels.logprobs import gumbel, gumbel_bound
+    from lockstep.ops.logprobs.triton import gumbel, gumbel_bound
 
     @triton.jit
     def above(count_ptr, gap_ptr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
@@ -72,7 +75,7 @@ def test_noise_is_bounded_for_every_word():
 @pytest.mark.parametrize(("top_p", "limit"), [(1.0, 0.08), (0.95, 0.15)])
 def test_speed_of_sampling(top_p, limit):
     """40 rows after the LM head, in milliseconds of a CUDA graph."""
-    from lockstep.ops.kernels import logprobs
+    from lockstep.ops.logprobs import triton as logprobs_triton
 
     logits = 0.6 * torch.randn(40, VOCABULARY, device=DEVICE)
     filters = columns(40, 0.8, 0, top_p)
@@ -80,9 +83,9 @@ def test_speed_of_sampling(top_p, limit):
     position = torch.arange(40, device=DEVICE)
 
     def sample() -> tuple[Tensor, Tensor]:
-        lse, kept_lse, threshold, _ = logprobs.statistics(logits, *filters, None, top_p < 1, False)
-        token = logprobs.draw(logits, filters[0], threshold, keys, position, False)
-        return logprobs.scores(logits, token, filters[0], lse, kept_lse)
+        lse, kept_lse, threshold, _ = logprobs_triton.statistics(logits, *filters, None, top_p < 1, False)
+        token = logprobs_triton.draw(logits, filters[0], threshold, keys, position, False)
+        return logprobs_triton.scores(logits, token, filters[0], lse, kept_lse)
 
     sample()
     torch.cuda.synchronize()
@@ -109,8 +112,12 @@ def no_overrides():
 
 
 def test_the_machine_keeps_the_contract(tmp_path):
-    products = gate.decoder_products([1, 8, 40, 512], [4685], [40, 4000], 1024, Heads(16, 8, 128), 3072, VOCABULARY)
-    verdict = gate.check(products, [Heads(16, 8, 128)], torch.device(DEVICE), torch.bfloat16, tmp_path / "cache")
+    products = machine_check.decoder_products(
+        [1, 8, 40, 512], [4685], [40, 4000], 1024, HeadShape(16, 8, 128), 3072, VOCABULARY
+    )
+    verdict = machine_check.check(
+        products, [HeadShape(16, 8, 128)], torch.device(DEVICE), torch.bfloat16, tmp_path / "cache"
+    )
     print(f"\n{verdict}")
     assert verdict.holds and not verdict.replaced
 
@@ -124,9 +131,9 @@ def test_a_product_in_two_halves_is_replaced(tmp_path, monkeypatch, no_overrides
             x[:, :half].float() @ weight[:, :half].float().t() + x[:, half:].float() @ weight[:, half:].float().t()
         ).to(x.dtype)
 
-    monkeypatch.setattr(gate, "linear", halves)
+    monkeypatch.setattr(machine_check, "linear", halves)
     product = Product("linear", 300, 1024, 3072)
     assert linear_table.choose(*product) is None, "the library's"
-    verdict = gate.check([product], [], torch.device(DEVICE), torch.bfloat16, tmp_path / "cache")
+    verdict = machine_check.check([product], [], torch.device(DEVICE), torch.bfloat16, tmp_path / "cache")
     assert verdict.holds and verdict.replaced == (str(product),)
     assert linear_table.choose(*product) == linear_table.CHAIN

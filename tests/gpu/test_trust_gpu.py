@@ -9,7 +9,7 @@ import torch
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, CudaRecorder, GraphError, compile_report, trust
+from lockstep.graph import Compiler, CudaRecorder, GraphError, check_against_eager, compile_report
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, Trainer
@@ -40,7 +40,7 @@ def test_every_function_gives_eagers_bits(mode: str) -> None:
     began = time.perf_counter()
     compiler, trainer, engine = make(mode)
     warm = time.perf_counter()
-    verdicts = trust(compiler, work(trainer, engine), "strict")
+    verdicts = check_against_eager(compiler, work(trainer, engine), "strict")
     checked = time.perf_counter()
     report = compile_report(compiler, verdicts)
     print(f"\n{mode}: warm-up {warm - began:.2f} s, check {checked - warm:.2f} s, pool {report['pool_gib']:.3f} GiB")
@@ -66,7 +66,7 @@ def test_a_recording_of_other_memory_is_found() -> None:
     with pytest.raises(
         GraphError, match=r"forward_backward\(.*replay differs from the step before in .*, first at node"
     ):
-        trust(compiler, work(trainer, engine), "strict")
+        check_against_eager(compiler, work(trainer, engine), "strict")
     assert torch.equal(trainer.flat.grad, before)
     compiler.close()
 

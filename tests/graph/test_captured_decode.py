@@ -10,8 +10,8 @@ import torch
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
-from lockstep.generator import graphs as graphs_module
-from lockstep.generator.graphs import row_buckets, token_buckets
+from lockstep.generator import programs as graphs_module
+from lockstep.generator.programs import row_buckets, token_buckets
 from lockstep.graph import Compiler
 from lockstep.models import Decoder
 from lockstep.types import Completion, SampleIdentity, SamplingParams

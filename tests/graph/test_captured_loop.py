@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import build as build_room
-from lockstep import startup
 from lockstep.config import (
     CompileConfig,
     OptimizerConfig,
@@ -22,7 +20,9 @@ from lockstep.config import (
     validate,
 )
 from lockstep.errors import InputError
-from lockstep.loop import Loop
+from lockstep.rl.loop import Loop
+from lockstep.session import build as build_room
+from lockstep.session import warm_up
 
 REWARD = """
 def letters(completion_ids, **_):
@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> RunConfig:
 def train(config: RunConfig) -> tuple[list[dict[str, Any]], list[Any], list[torch.Tensor]]:
     """Each step's metrics (but times), everything that was sampled, and the final weights."""
     run = build_room.build(config)
-    startup.warm_up(config, run)
+    warm_up.warm_up(config, run)
     loop = Loop(config, run)
     validation = loop.validate()
     metrics, samples = [], []
@@ -89,7 +89,7 @@ def test_twenty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, com
     trainer = replace(config.trainer, skip_zero_variance=True)
     config = replace(config, compile=CompileConfig("step", verify="off"), sampling=sampling, trainer=trainer)
     run = build_room.build(config)
-    startup.warm_up(config, run)
+    warm_up.warm_up(config, run)
     graphs, traces = made(run), run.compiler.captures
     loop = Loop(config, run)
     lengths = set()
@@ -100,7 +100,7 @@ def test_twenty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, com
     assert len(lengths) > 12 and (made(run), run.compiler.captures) == (graphs, traces)
 
 
-def made(run: build_room.Run) -> list[int]:
+def made(run: build_room.Session) -> list[int]:
     return [len(function.graphs) for function in run.compiler.functions]
 
 
@@ -136,7 +136,7 @@ def test_graphs_are_checked_before_the_first_step_and_remembered(config, compile
     found = []
     for verify in ("strict", "strict", "off"):
         run.verdicts = []
-        startup.warm_up(replace(config, compile=CompileConfig("step", verify=verify)), run)
+        warm_up.warm_up(replace(config, compile=CompileConfig("step", verify=verify)), run)
         found.append({v.function: (v.level, v.cases > 0, v.cases == v.known) for v in run.verdicts})
     names = ("forward_backward", "optim_step", "decode", "mixed")
     assert found == [dict.fromkeys(names, ("full", True, False)), dict.fromkeys(names, ("full", True, True)), {}]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import BoundGraph, Compiler, FakeRecorder, GraphError
+from lockstep.graph import Compiler, FakeRecorder, GraphError, GraphLauncher
 from lockstep.models import Decoder
 from lockstep.trainer import BatchShape, Trainer, loss_weights, pack
-from lockstep.trainer import runs as trainer_runs
+from lockstep.trainer import programs as trainer_runs
 from lockstep.types import SamplingParams
 
 WAYS = {"captured": {}, "recorded": {"recorded": True}, "recomputed": {"recorded": True, "recompute": ("full",)}}
@@ -175,7 +175,7 @@ def unlasting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs that the graph's own next launch overwrites."""
-    monkeypatch.setattr(BoundGraph, "_save_latest", lambda self: None)
+    monkeypatch.setattr(GraphLauncher, "_save_latest", lambda self: None)
 
 
 @pytest.mark.parametrize(("mutant", "shapes"), [(unlasting, "several"), (unsaved, "one")])

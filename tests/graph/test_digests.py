@@ -16,7 +16,7 @@ import torch
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Compiler, digest
-from lockstep.graph.ir import op_name
+from lockstep.graph.ir.captured import op_name
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import LossConfig, OptimizerConfig
-from lockstep.graph import BoundGraph, Compiler, GraphError
+from lockstep.graph import Compiler, GraphError, GraphLauncher
 from lockstep.models import Decoder
 from lockstep.trainer import Trainer, pack
 from lockstep.types import PackedBatch, side_by_side
@@ -79,7 +79,7 @@ def test_a_batch_that_was_changed_is_launched_as_it_is(decoder, rollout, compile
 
 def test_launches_of_a_batch_in_its_buffer_look_at_no_tensor(decoder, rollout, compiler_of, monkeypatch) -> None:
     looked = []
-    monkeypatch.setattr(BoundGraph, "_check_user", lambda self, user: looked.append(len(user)))
+    monkeypatch.setattr(GraphLauncher, "_check_user", lambda self, user: looked.append(len(user)))
     model = decoder()
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
     for step in range(3):

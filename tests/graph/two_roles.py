@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lockstep import ops
 from lockstep.config import CompileConfig
 from lockstep.graph import Case, Compiler, Differentiated, FakeRecorder, Inputs, module_inputs, substituted
-from lockstep.graph.compat_inductor import missing_compiler
-from lockstep.graph.regions import Regions
+from lockstep.graph.passes.compiled_subgraph import Regions
+from lockstep.graph.torch_private.inductor import missing_compiler
 
 CPU = torch.device("cpu")
 needs_inductor = pytest.mark.skipif(missing_compiler(CPU) is not None, reason=f"needs {missing_compiler(CPU)}")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.models import Decoder
-from lockstep.models.attention import Heads
-from lockstep.models.rope import YarnScaling, inverse_frequencies, scaling_from_hf, scaling_to_hf
+from lockstep.models.blocks.attention import Heads
+from lockstep.models.blocks.rope import YarnScaling, inverse_frequencies, scaling_from_hf, scaling_to_hf
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.errors import InputError
 from lockstep.models import Decoder, PackedAttention, load_model, save_model
-from lockstep.models.hf import read_config
+from lockstep.models.folder import read_config
 from lockstep.models.init import ARCHITECTURES, initialize
 
 transformers = pytest.importorskip("transformers")

@@ -39,7 +39,7 @@ def digest(folder: Path) -> str:
 
 def ask(odd: Odd, shared: Path) -> str:
     """What is wrong with the answer; empty where it is good."""
-    from lockstep import cli
+    from lockstep.cli import main as cli_main
 
     for name in ("tiny", "run", "good.jsonl", "r.py"):
         os.symlink(shared / name, name)
@@ -54,7 +54,7 @@ def ask(odd: Odd, shared: Path) -> str:
     sys.stdin = io.StringIO(odd.stdin)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), left_out():
-            code: object = cli.main(odd.line.split("\0") if "\0" in odd.line else odd.line.split())
+            code: object = cli_main.main(odd.line.split("\0") if "\0" in odd.line else odd.line.split())
     except BaseException:
         return f"TRACEBACK {traceback.format_exc()[-600:]}"
     finally:
@@ -74,18 +74,18 @@ def ask(odd: Odd, shared: Path) -> str:
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
     """A process of several leaves at once, which would be this one."""
-    from lockstep import cli
+    from lockstep.cli import main as cli_main
 
-    kept, cli._leave = cli._leave, lambda code: None  # type: ignore[assignment]
+    kept, cli_main._leave = cli_main._leave, lambda code: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        cli._leave = kept
+        cli_main._leave = kept
 
 
 def prepared(shared: Path) -> None:
     """The model folder, the finished run, the rows and the rewards that all share."""
-    from lockstep.cli import main
+    from lockstep.cli.main import main
 
     os.chdir(shared)
     Path("good.jsonl").write_text('{"prompt": "hello"}\n' * 4)

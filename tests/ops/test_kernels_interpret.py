@@ -13,28 +13,36 @@ import pytest
 import torch
 from processes import finished, run_interpreted
 
-from lockstep.ops import attention_reference, logprobs_reference, reference
-from lockstep.ops.philox import philox, sample_key
+from lockstep.ops import reference
+from lockstep.ops.attention import reference as attention_reference
+from lockstep.ops.logprobs import reference as logprobs_reference
+from lockstep.ops.logprobs.philox import philox, sample_key
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     import triton
     import triton.language as tl
 
-    from lockstep.ops.kernels import attention, linear, logprobs, rows, support
+    from lockstep.ops.activation import triton as activation_triton
+    from lockstep.ops.attention import triton as attention_triton
+    from lockstep.ops.linear import triton as linear_triton
+    from lockstep.ops.logprobs import triton as logprobs_triton
+    from lockstep.ops.logprobs import triton_topk_topp
+    from lockstep.ops.norm import triton as norm_triton
+    from lockstep.ops.rope import triton as rope_triton
 
     @triton.jit
     def _words_kernel(key_ptr, position_ptr, words_ptr, QUADS: tl.constexpr):
         row = tl.program_id(0)
-        words = logprobs.philox_words(key_ptr + row * 4, tl.load(position_ptr + row), tl.arange(0, QUADS))
+        words = logprobs_triton.philox_words(key_ptr + row * 4, tl.load(position_ptr + row), tl.arange(0, QUADS))
         tl.store(words_ptr + row * 4 * QUADS + tl.arange(0, 4 * QUADS), words.to(tl.int64))
 
     @triton.jit
     def _noise_kernel(words_ptr, noise_ptr, COUNT: tl.constexpr):
         column = tl.arange(0, COUNT)
         words = tl.load(words_ptr + column).to(tl.uint32)
-        tl.store(noise_ptr + column, logprobs.gumbel(words))
-        tl.store(noise_ptr + COUNT + column, logprobs.gumbel_bound(words))
+        tl.store(noise_ptr + column, logprobs_triton.gumbel(words))
+        tl.store(noise_ptr + COUNT + column, logprobs_triton.gumbel_bound(words))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -85,7 +93,9 @@ def paged_chunks(q, k, v, page_size: int, cuts: list[int]) -> torch.Tensor:
     for end in cuts:
         k_cache, v_cache, table = paged_cache(k[:end], v[:end], page_size)
         cu_seqlens, context = torch.tensor([0, end - start]).int(), torch.tensor([end]).int()
-        chunks.append(attention.paged(q[start:end], k_cache, v_cache, table, cu_seqlens, context, end - start, len(q)))
+        chunks.append(
+            attention_triton.paged(q[start:end], k_cache, v_cache, table, cu_seqlens, context, end - start, len(q))
+        )
         start = end
     return torch.cat(chunks)
 
@@ -93,7 +103,7 @@ def paged_chunks(q, k, v, page_size: int, cuts: list[int]) -> torch.Tensor:
 def packed_alone(q, k, v) -> torch.Tensor:
     """One segment without a prefix."""
     zero = torch.zeros(1, dtype=torch.int32)
-    return attention.packed(q, k, v, torch.tensor([0, len(q)]).int(), zero, zero, len(q))[0]
+    return attention_triton.packed(q, k, v, torch.tensor([0, len(q)]).int(), zero, zero, len(q))[0]
 
 
 # temperature, top-k, top-p, min-p
@@ -136,11 +146,11 @@ class Interpreted:
     @pytest.mark.parametrize("width", [96, 128, 33])
     def test_rms_norm(self, dtype, width):
         x, weight = torch.randn(5, width).to(dtype), torch.randn(width).to(dtype)
-        out = rows.rms_norm(x, weight, 1e-6)
+        out = norm_triton.rms_norm(x, weight, 1e-6)
         torch.testing.assert_close(out, reference.rms_norm(x, weight, 1e-6).to(dtype))
         view = torch.cat((torch.full((5, 1), torch.nan).to(dtype), x), dim=1)[:, 1:]
-        assert same_bits(rows.rms_norm(view, weight, 1e-6), out)
-        assert same_bits(rows.rms_norm(x[2:3], weight, 1e-6), out[2:3])
+        assert same_bits(norm_triton.rms_norm(view, weight, 1e-6), out)
+        assert same_bits(norm_triton.rms_norm(x[2:3], weight, 1e-6), out[2:3])
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "norm"), [(4, 2, 32, True), (3, 1, 24, False)])
@@ -149,35 +159,35 @@ class Interpreted:
         weights = [torch.randn(head_dim).to(dtype) if norm else None for _ in range(2)]
         angles = torch.rand(7, head_dim // 2) * 100
         arguments = (*weights, torch.cat((angles.cos(), angles.sin()), dim=1), heads, kv_heads, 1e-6)
-        out = rows.qk_norm_rope(qkv_TE, *arguments)
+        out = rope_triton.qk_norm_rope(qkv_TE, *arguments)
         torch.testing.assert_close(out, reference.qk_norm_rope(qkv_TE, *arguments))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_silu_mul(self, dtype):
         gate_up = (torch.randn(3, 2 * 1100) * 30).to(dtype)
-        torch.testing.assert_close(rows.silu_mul(gate_up), reference.silu_mul(gate_up))
+        torch.testing.assert_close(activation_triton.silu_mul(gate_up), reference.silu_mul(gate_up))
 
     @pytest.mark.parametrize(
         ("m", "n", "k"), [(1, 130, 96), (20, 64, 256), (40, 129, 72), (130, 40, 64), (520, 300, 65)]
     )
     def test_linear(self, m, n, k):
         x, weight = torch.randn(m, 2 * k)[:, k:], torch.randn(n, k)
-        out = linear.linear_fp32(x, weight)
+        out = linear_triton.linear_fp32(x, weight)
         assert out.shape == (m, n) and out.dtype == torch.float32
         torch.testing.assert_close(out, (x.double() @ weight.double().t()).float(), atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(linear.linear_bf16(x, weight), out.bfloat16())  # the interpreter truncates
+        torch.testing.assert_close(linear_triton.linear_bf16(x, weight), out.bfloat16())  # the interpreter truncates
 
     @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 24), (4, 4, 64), (5, 1, 16)])
     def test_packed_attention(self, heads, kv_heads, head_dim):
         q, k, v = qkv(ROWS, heads, kv_heads, head_dim)
-        out = attention.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)[0]
+        out = attention_triton.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)[0]
         expected = attention_reference.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN)
         torch.testing.assert_close(out, expected)
         assert same_bits(out[127:], torch.zeros(3, heads, head_dim))
 
     def test_shared_prefix_is_a_repeated_prefix(self, exact_matmul):
         q, k, v = qkv(ROWS, 6, 2, 32)
-        out = attention.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)[0]
+        out = attention_triton.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)[0]
         for s, (first, end) in enumerate([(0, 70), (70, 100), (100, 127)]):
             shared = torch.arange(PREFIX_START[s], PREFIX_START[s] + PREFIX_LEN[s])
             index = torch.cat((shared, torch.arange(first, end)))
@@ -196,16 +206,16 @@ class Interpreted:
         k_cache, v_cache, table = paged_cache(k, v, 16)
         tables = torch.cat((table, table.flip(1), torch.zeros_like(table)))
         cu_seqlens, context = torch.tensor([0, 1, 31, 31]).int(), torch.tensor([65, 90, 0]).int()
-        out = attention.paged(q[:33], k_cache, v_cache, tables, cu_seqlens, context, 30, 90)
+        out = attention_triton.paged(q[:33], k_cache, v_cache, tables, cu_seqlens, context, 30, 90)
         expected = attention_reference.paged(q[:33], k_cache, v_cache, tables, cu_seqlens, context, 30, 90)
         torch.testing.assert_close(out, expected, equal_nan=True)
         assert not out[:1].isnan().any() and same_bits(out[31:], torch.zeros(2, 4, 16))
 
     @pytest.mark.parametrize("vocabulary", [37, 203])
     def test_statistics(self, vocabulary, monkeypatch):
-        monkeypatch.setattr(support, "MAX_BLOCK", 128)
+        monkeypatch.setattr(triton_topk_topp, "MAX_BLOCK", 128)
         x, (temperature, top_k, top_p, min_p) = logits(vocabulary), filter_columns()
-        out = logprobs.statistics(x, temperature, top_k, top_p, min_p, None, True, True)
+        out = logprobs_triton.statistics(x, temperature, top_k, top_p, min_p, None, True, True)
         expected = logprobs_reference.statistics(x, temperature, top_k, top_p, min_p, None, True, True)
         torch.testing.assert_close(out[0], expected[0])
         torch.testing.assert_close(out[1], expected[1])
@@ -216,16 +226,18 @@ class Interpreted:
         filtered = ~kept.all(dim=1)
         assert filtered[1:].all() and same_bits(out[2][filtered] + 0.0, expected[2][filtered] + 0.0)
 
-        plain = logprobs.statistics(x, temperature, top_k, top_p, min_p, None, False, True)
+        plain = logprobs_triton.statistics(x, temperature, top_k, top_p, min_p, None, False, True)
         assert same_bits(plain[0], out[0]) and same_bits(plain[1][:1], out[1][:1])
         assert same_bits(plain[1][:1], plain[0][:1]), "temperature 1 without filters is the model's own distribution"
-        alone = logprobs.statistics(x[5:6], *(c[5:6] for c in (temperature, top_k, top_p, min_p)), None, True, True)
+        alone = logprobs_triton.statistics(
+            x[5:6], *(c[5:6] for c in (temperature, top_k, top_p, min_p)), None, True, True
+        )
         assert all(same_bits(a, o[5:6]) for a, o in zip(alone, out, strict=True))
 
     def test_statistics_over_a_given_support(self):
         x, columns = logits(203), filter_columns()
         bits = logprobs_reference.pack_support(torch.rand(x.shape) < 0.3)
-        out = logprobs.statistics(x, *columns, bits, True, True)
+        out = logprobs_triton.statistics(x, *columns, bits, True, True)
         expected = logprobs_reference.statistics(x, *columns, bits, True, True)
         for a, e in zip(out, expected, strict=True):
             torch.testing.assert_close(a, e)
@@ -235,7 +247,9 @@ class Interpreted:
         x = torch.randn(1, 300) * 1e4
         x[:, 40:200] = -torch.inf
         one = torch.ones(1)
-        out = logprobs.statistics(x, one, torch.zeros(1, dtype=torch.int32), 0.9 * one, 0 * one, None, True, True)
+        out = logprobs_triton.statistics(
+            x, one, torch.zeros(1, dtype=torch.int32), 0.9 * one, 0 * one, None, True, True
+        )
         finite = x[:, ~x.isinf()[0]]
         torch.testing.assert_close(out[0], finite.logsumexp(1))
         torch.testing.assert_close(out[2], finite.amax(1))
@@ -262,14 +276,14 @@ class Interpreted:
 
     @pytest.mark.parametrize("block", [64, 2048])
     def test_draw(self, block, monkeypatch):
-        monkeypatch.setattr(support, "MAX_BLOCK", 128)
-        monkeypatch.setattr(logprobs, "DRAW_BLOCK", block)
+        monkeypatch.setattr(triton_topk_topp, "MAX_BLOCK", 128)
+        monkeypatch.setattr(logprobs_triton, "DRAW_BLOCK", block)
         x, columns = logits(203).repeat(4, 1), tuple(c.repeat(4) for c in filter_columns())
         threshold = logprobs_reference.statistics(x, *columns, None, True, False)[2]
         key = torch.tensor([sample_key(1, 0, 2, 3, i) for i in range(len(x))])
         position = torch.arange(len(x)) + 100
-        token = logprobs.draw(x, columns[0], threshold, key, position, True)
+        token = logprobs_triton.draw(x, columns[0], threshold, key, position, True)
         assert token.equal(logprobs_reference.draw(x, columns[0], threshold, key, position, True))
         assert token[4] == (x[4] == x[4].max()).nonzero()[0, 0], "greedy takes the first of equals"
-        alone = logprobs.draw(x[9:10], columns[0][9:10], threshold[9:10], key[9:10], position[9:10], False)
+        alone = logprobs_triton.draw(x[9:10], columns[0][9:10], threshold[9:10], key[9:10], position[9:10], False)
         assert alone.equal(token[9:10])

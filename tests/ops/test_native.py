@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lockstep import ops
-from lockstep.ops import logprobs_reference, native, reference
+from lockstep.ops import native, reference
+from lockstep.ops.logprobs import reference as logprobs_reference
+from lockstep.ops.logprobs.philox import gumbel, philox
 from lockstep.ops.native import library
-from lockstep.ops.philox import gumbel, philox
 
 pytestmark = pytest.mark.skipif(library.built is None, reason="the C library is not built")
 

@@ -19,7 +19,7 @@ import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from lockstep.ops.kernels.precompile import compiling_only
+from lockstep.ops.precompile import compiling_only
 
 class Hopper:  # all that compiling and loading ask of a driver
     get_current_device = get_current_stream = lambda self, *_: 0
@@ -90,8 +90,8 @@ LISTED = (
     DRIVER
     + """
 import json, sys
-from lockstep.ops.kernels import adamw
-from lockstep.ops.kernels.precompile import preload, preload_beside
+from lockstep.ops.adamw import triton as adamw
+from lockstep.ops.precompile import preload, preload_beside
 
 def launch(warp_count):
     adamw._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count)
@@ -104,7 +104,7 @@ if sys.argv[1] == "list":
     print(json.dumps(kernels))
 else:
     kernels = json.loads(sys.stdin.read())
-    others = [["os", "system", "{}"], ["lockstep.ops.kernels.adamw", "absent", "{}"]]
+    others = [["os", "system", "{}"], ["lockstep.ops.adamw.triton", "absent", "{}"]]
     changed = [[module, name, text.replace("f32", "f64")[:-9]] for module, name, text in kernels]
     load = preload if sys.argv[1] == "load" else lambda kernels: preload_beside(kernels).result()
     assert load([*others, *changed]) == 0 and load([*kernels, *others]) == 2
@@ -143,9 +143,9 @@ GLUON = (
     DRIVER
     + """
 import json, sys
-from lockstep.ops.kernels import linear_async, linear_tma, pdl
-from lockstep.ops.kernels.precompile import preload
-from lockstep.ops.linear_table import AsyncChoice, TmaChoice
+from lockstep.ops.linear import hopper_async as linear_async, hopper_tma as linear_tma; from lockstep.ops import pdl
+from lockstep.ops.precompile import preload
+from lockstep.ops.tables.linear_table import AsyncChoice, TmaChoice
 
 def by_tma(*tile):
     linear_tma.product(x, w, TmaChoice(*tile))

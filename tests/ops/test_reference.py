@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from latent_cases import same_bits
 from torch import Tensor
 
-from lockstep.ops import attention_reference, reference
-from lockstep.ops.gate_inputs import cancel
-from lockstep.ops.linear import linear, linear_fp32
+from lockstep.ops import reference
+from lockstep.ops.attention import reference as attention_reference
+from lockstep.ops.linear.operator import linear, linear_fp32
+from lockstep.ops.logprobs.philox import sample_key
+from lockstep.ops.machine_check.inputs import cancel
 from lockstep.ops.native import library
-from lockstep.ops.philox import sample_key
-from lockstep.parity import CHECK_DOMAIN
+from lockstep.session.parity_check import CHECK_DOMAIN
 from lockstep.types import GENERATE_DOMAIN, TRAIN_DOMAIN, VALIDATION_DOMAIN, WARMUP_DOMAIN
 
 DTYPES = [torch.float32, torch.bfloat16]

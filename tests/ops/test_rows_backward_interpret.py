@@ -11,11 +11,18 @@ import torch
 from processes import run_interpreted
 from torch import Tensor
 
-from lockstep.ops import reference, rows_backward
+from lockstep.ops import reference
+from lockstep.ops.embedding import backward as embedding_backward
+from lockstep.ops.norm import backward as norm_backward
+from lockstep.ops.rope import backward as rope_backward
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from lockstep.ops.kernels import fused_backward, gather_backward
-    from lockstep.ops.kernels import rows_backward as kernels
+    from lockstep.ops import row_gradients
+    from lockstep.ops.activation import triton_backward as activation_triton_backward
+    from lockstep.ops.embedding import triton_backward as embedding_triton_backward
+    from lockstep.ops.fused import triton_backward as fused_triton_backward
+    from lockstep.ops.norm import triton_backward as norm_triton_backward
+    from lockstep.ops.rope import triton_backward as rope_triton_backward
 
 ROWS = (1, 16, 35)  # one, a whole program, programs and a part of one
 
@@ -63,10 +70,10 @@ class Interpreted:
         grad, x = torch.randn(rows, width), torch.randn(rows, 2 * width)[:, :width]
         weight = torch.randn(width)
         exact = exact_gradients(lambda x, w: exact_norm(x, w, 1e-6), grad, x, weight)
-        separate = kernels.rms_norm(grad, x, weight, 1e-6)
+        separate = norm_triton_backward.rms_norm(grad, x, weight, 1e-6)
         assert_near(separate, exact)
         other = torch.randn(rows, 3 * width)[:, width : 2 * width]
-        joined = kernels.rms_norm(grad, x, weight, 1e-6, other)
+        joined = norm_triton_backward.rms_norm(grad, x, weight, 1e-6, other)
         assert torch.equal(joined[0], separate[0] + other) and torch.equal(joined[1], separate[1])
 
     @pytest.mark.parametrize("rows", ROWS)
@@ -83,12 +90,12 @@ class Interpreted:
 
         exact = exact_gradients(function, grad, qkv, *weights)
         given = weights or (None, None)
-        results = kernels.qk_norm_rope(grad, qkv, *given, cos_sin, heads, kv_heads, 1e-6)
+        results = rope_triton_backward.qk_norm_rope(grad, qkv, *given, cos_sin, heads, kv_heads, 1e-6)
         assert not results[0][:, -kv_heads * head_dim :].any(), "the gradient for v is not here"
         assert norm or (results[1].numel() == 0 and results[2].numel() == 0)
         assert_near(results[: len(exact)], exact)
         there = torch.randn_like(qkv)
-        joined = kernels.qk_norm_rope(grad, qkv, *given, cos_sin, heads, kv_heads, 1e-6, there.clone())
+        joined = rope_triton_backward.qk_norm_rope(grad, qkv, *given, cos_sin, heads, kv_heads, 1e-6, there.clone())
         qk = (heads + kv_heads) * head_dim
         assert torch.equal(joined[0], torch.cat((results[0][:, :qk], there[:, qk:]), 1))
         assert all(map(torch.equal, joined[1:], results[1:]))
@@ -101,11 +108,11 @@ class Interpreted:
             gate, up = x.chunk(2, 1)
             return torch.nn.functional.silu(gate) * up
 
-        assert_near((kernels.silu_mul(grad, gate_up),), exact_gradients(function, grad, gate_up))
+        assert_near((activation_triton_backward.silu_mul(grad, gate_up),), exact_gradients(function, grad, gate_up))
 
     def test_silu_mul_far_out(self):
         gate_up = torch.tensor([[-200.0, 200.0, -0.0, 3.0, 3.0, 3.0]])
-        assert kernels.silu_mul(torch.ones(1, 3), gate_up)[0, :3].tolist() == [0.0, 3.0, 1.5]
+        assert activation_triton_backward.silu_mul(torch.ones(1, 3), gate_up)[0, :3].tolist() == [0.0, 3.0, 1.5]
 
     @pytest.mark.parametrize(
         "rows_T",
@@ -122,38 +129,38 @@ class Interpreted:
     def test_gather_rows(self, rows_T, width):
         grad = torch.randn(len(rows_T), width)
         exact = torch.zeros(7, width, dtype=torch.float64).index_add_(0, rows_T, grad.double())
-        separate = gather_backward.gather_rows(grad, rows_T, 7)
+        separate = embedding_triton_backward.gather_rows(grad, rows_T, 7)
         assert_near((separate,), (exact,))
         total = torch.randn(7, width)
         expected = total + separate
-        gather_backward.add_gathered_rows(total, grad, rows_T)
+        embedding_triton_backward.add_gathered_rows(total, grad, rows_T)
         assert torch.equal(total, expected)
 
     def test_gather_rows_of_an_expanded_gradient(self):
-        result = gather_backward.gather_rows(torch.ones(1, 1).expand(40, 8), torch.arange(40) % 3, 3)
+        result = embedding_triton_backward.gather_rows(torch.ones(1, 1).expand(40, 8), torch.arange(40) % 3, 3)
         assert torch.equal(result, torch.tensor([14.0, 13.0, 13.0]).unsqueeze(1).expand(3, 8))
 
     def test_gather_rows_of_one_row_in_many_programs(self):
-        tokens = gather_backward.ROWS * (2 * gather_backward.PIECES + 3)
-        result = gather_backward.gather_rows(torch.ones(tokens, 1), torch.ones(tokens, dtype=torch.int64), 3)
+        tokens = embedding_triton_backward.ROWS * (2 * embedding_triton_backward.PIECES + 3)
+        result = embedding_triton_backward.gather_rows(torch.ones(tokens, 1), torch.ones(tokens, dtype=torch.int64), 3)
         assert result.flatten().tolist() == [0.0, tokens, 0.0]
 
     def test_partial_sums_of_more_programs_than_are_added_at_a_time(self):
-        partial = torch.randn(2 * kernels.FOLD_ROWS + 1, 9)
-        assert_near((kernels._fold(partial, torch.float32),), (partial.double().sum(0),))
+        partial = torch.randn(2 * row_gradients.FOLD_ROWS + 1, 9)
+        assert_near((row_gradients._fold(partial, torch.float32),), (partial.double().sum(0),))
 
     @pytest.mark.parametrize("shape", [(1,), (3, 5), (4097,)])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_add_gradient(self, shape, dtype):
         total, grad = torch.randn(shape), torch.randn(shape).to(dtype)
         expected = total.clone().add_(grad)
-        fused_backward.add_gradient(total, grad)
+        fused_triton_backward.add_gradient(total, grad)
         assert torch.equal(total, expected)
 
     def test_add_gradient_of_another_layout(self):
         total, grad = torch.randn(4, 6), torch.randn(6, 4).t()
         expected = total + grad
-        fused_backward.add_gradient(total, grad)
+        fused_triton_backward.add_gradient(total, grad)
         assert torch.equal(total, expected)
 
 
@@ -167,9 +174,9 @@ def test_operators_under_fake_tensors(norm):
         rows, cos_sin = torch.empty(9, dtype=torch.int64, device="cuda"), torch.empty(9, 8, device="cuda")
         weights = (head, head) if norm else (None, None)
         grads = (
-            rows_backward.gather_rows(x, rows, 50),
-            *rows_backward.rms_norm(x, x, weight, 1e-6),
-            *rows_backward.qk_norm_rope(qk, qkv, *weights, cos_sin, 2, 1, 1e-6),
+            embedding_backward.gather_rows(x, rows, 50),
+            *norm_backward.rms_norm(x, x, weight, 1e-6),
+            *rope_backward.qk_norm_rope(qk, qkv, *weights, cos_sin, 2, 1, 1e-6),
         )
         none = torch.empty(0, **options)
     expected = (table, x, weight, qkv, *((head, head) if norm else (none, none)))

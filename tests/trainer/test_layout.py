@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import ops
+from lockstep.distributed import World
 from lockstep.models import Decoder
-from lockstep.parallel import World
 from lockstep.trainer import FlatParameters
-from lockstep.trainer.layout import ALIGNMENT, Layout
+from lockstep.trainer.fsdp.layout import ALIGNMENT, Layout
 
 SHAPES = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from updates import LR, NoHostReads, bits, make_trainer, one_batch, same
 
 from lockstep.config import CompileConfig
-from lockstep.graph import Compiler, FakeRecorder, trust
+from lockstep.graph import Compiler, FakeRecorder, check_against_eager
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.result import ROWS
 from lockstep.types import SamplingParams
@@ -89,7 +89,9 @@ def test_a_warm_up_and_its_check_leave_results_as_they_were(make_model, make_gro
             found.append(trainer.launch_optim_step(LR))
             if warm_up and i == 1:
                 trainer.warm_up(SHAPES, SamplingParams(), check_parity=True)
-                trust(compiler, trainer.trust_cases(SHAPES, SamplingParams(), check_parity=True), "strict")
+                check_against_eager(
+                    compiler, trainer.trust_cases(SHAPES, SamplingParams(), check_parity=True), "strict"
+                )
         return [repr(pending.get()) for pending in found]
 
     assert results(True) == results(False)

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from ...timings import Timings
-from ..ir import Captured, GraphError, inexact_results
-from ..regions import Regions
-from ..verify import verify
+from ..ir.captured import Captured, GraphError, inexact_results
+from ..ir.verify import verify
 from .bucket import bucket
 from .canonicalize import canonicalize
+from .compiled_subgraph import Regions
 from .fuse import fuse
 from .inductor import BACKWARD_PASS, common_digests, inductor, lacking
 from .recompute import fit, recompute, saved_bytes
@@ -27,7 +27,8 @@ class Pass:
 
     Attributes:
         preserves_numerics: no bit of any output or write changes. If some may, the pass says which by the calls that it
-            puts in: `ir.is_exact` is false of them, and the check against eager (`trust`) bounds what depends on them.
+            puts in: `captured.is_exact` is false of them, and the check against eager (`trust`) bounds what depends on
+            them.
         options: what it was made with, by name: two passes of one name and options do the same to a graph.
         apply: leaves its argument as it is; returns the new graph and, in a few words, what it did.
     """

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from .. import compat, compat_collectives
-from ..ir import Captured
+from ..ir.captured import Captured
+from ..torch_private import collectives as torch_collectives
+from ..torch_private import trace as torch_trace
 from .collectives import Collective, by_layer, gradient_exchanges, sources, weight_gathers
 from .rewrite import rewritten
 
@@ -45,8 +46,8 @@ def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     calls = [gather.collective for gather in run]
     with graph.inserting_before(min(calls, key=order.__getitem__)):
-        made = compat_collectives.gather_many(graph, calls)
-    compat.copy_tags(calls[0], [*made[0].all_input_nodes, *made])
+        made = torch_collectives.gather_many(graph, calls)
+    torch_trace.copy_tags(calls[0], [*made[0].all_input_nodes, *made])
     for call, one in zip(calls, made, strict=True):
         call.replace_all_uses_with(one)
         graph.erase_node(call)
@@ -63,8 +64,8 @@ def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
     calls = [exchange.collective for exchange in run]
     known = set(graph.nodes)
     with graph.inserting_before(anchor.next):
-        made = compat_collectives.exchange_many(graph, calls)
-    compat.copy_tags(calls[0], [node for node in graph.nodes if node not in known])
+        made = torch_collectives.exchange_many(graph, calls)
+    torch_trace.copy_tags(calls[0], [node for node in graph.nodes if node not in known])
     for call, rows in zip(calls, made, strict=True):
         (waited,) = call.users
         (laid_out,) = waited.users  # as rows, one a rank

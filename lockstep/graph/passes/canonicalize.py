@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ir import Captured, mutates, op_name
+from ..ir.captured import Captured, mutates, op_name
 from .rewrite import rewritten
 
 SAME_TENSOR = ("aten.detach", "aten.alias")  # graphs run without autograd, where these are their argument

@@ -8,8 +8,8 @@ from itertools import groupby
 
 from torch import fx
 
-from ..compat_collectives import EXCHANGE, GATHER, GATHER_MANY, WAIT
-from ..ir import Captured, is_backward, module_of, mutates, op_name, viewed
+from ..ir.captured import Captured, is_backward, module_of, mutates, op_name, viewed
+from ..torch_private.collectives import EXCHANGE, GATHER, GATHER_MANY, WAIT
 
 GATHERS = (GATHER, GATHER_MANY)
 _PREPARES = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.constant_pad_nd", "aten.cat")

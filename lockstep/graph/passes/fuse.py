@@ -8,13 +8,13 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
-from .. import compat
-from ..ir import Captured, op_name
+from ..ir.captured import Captured, op_name
+from ..torch_private import trace as torch_trace
 from .rewrite import rewritten
 
 
 def fuse(captured: Captured) -> tuple[Captured, str]:
-    """Put the operators of `ops.fused_backward` in place of the calls that they stand for.
+    """Put the operators of `fused.backward` in place of the calls that they stand for.
 
     - The backward of attention and that of its rotation, whose gradients autograd lays side by side and adds to those
       of the values, padded with zeros: one call writes all three where they stay. What it saves is the addition, which
@@ -83,9 +83,9 @@ def _join_table(gather: fx.Node) -> bool:
     if not _call(_source(table), "lockstep.token_logprobs_backward"):
         return False
     with gather.graph.inserting_before(gather):
-        name = compat.operator_named("lockstep.add_gathered_rows.default")
+        name = torch_trace.operator_named("lockstep.add_gathered_rows.default")
         made = gather.graph.call_function(name, (table, *gather.args[:2]))
-    compat.copy_tags(gather, [made])
+    torch_trace.copy_tags(gather, [made])
     total.replace_all_uses_with(table)
     _erase(total, gather)
     return True
@@ -100,12 +100,12 @@ def _accumulate_early(addition: fx.Node) -> bool:
         return False
     if grad.op == "placeholder" or set(total.users) != {addition}:
         return False
-    a, b = compat.fake_value(total), compat.fake_value(grad)
+    a, b = torch_trace.fake_value(total), torch_trace.fake_value(grad)
     if a.shape != b.shape or a.dtype == b.dtype:
         return False
     with addition.graph.inserting_after(_settled(grad, addition)):
-        added = addition.graph.call_function(compat.operator_named("lockstep.add_gradient.default"), (total, grad))
-    compat.copy_tags(addition, [added])
+        added = addition.graph.call_function(torch_trace.operator_named("lockstep.add_gradient.default"), (total, grad))
+    torch_trace.copy_tags(addition, [added])
     addition.graph.erase_node(addition)
     return True
 
@@ -121,9 +121,9 @@ def _settled(grad: fx.Node, addition: fx.Node) -> fx.Node:
 def _replace(node: fx.Node, name: str, args: Sequence[Any]) -> None:
     """Another call, of the same results, in place of a node, which stays unused."""
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(compat.operator_named(f"{name}.default"), tuple(args))
-    compat.copy_tags(node, [made])
-    compat.set_fake_value(made, compat.fake_value(node))
+        made = node.graph.call_function(torch_trace.operator_named(f"{name}.default"), tuple(args))
+    torch_trace.copy_tags(node, [made])
+    torch_trace.set_fake_value(made, torch_trace.fake_value(node))
     node.replace_all_uses_with(made)
 
 
@@ -162,6 +162,6 @@ def _other_term(total: fx.Node, term: fx.Node) -> fx.Node | None:
     others = [x for x in total.args if x is not term]
     if total.kwargs or len(total.args) != 2 or len(others) != 1 or not isinstance(others[0], fx.Node):
         return None
-    x, y = compat.fake_value(others[0]), compat.fake_value(term)
+    x, y = torch_trace.fake_value(others[0]), torch_trace.fake_value(term)
     is_alike = isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype
     return others[0] if is_alike else None

@@ -13,13 +13,13 @@ from fnmatch import fnmatchcase
 import torch
 from torch import fx
 
-from .. import compat
-from ..compat_inductor import Uncompilable
-from ..ir import Captured, is_backward, module_of, mutates, op_name, origins, written
-from ..regions import Region, Regions, digest_of
-from ..values import tensors_in
+from ..ir.captured import Captured, is_backward, module_of, mutates, op_name, origins, written
+from ..ir.values import tensors_in
+from ..torch_private import trace as torch_trace
+from ..torch_private.inductor import Uncompilable
+from .compiled_subgraph import CompiledSubgraph, Regions, digest_of
 from .recompute import UnknownPattern
-from .stretch import Stretch, makes_no_memory, outlined
+from .subgraph import Stretch, makes_no_memory, outlined
 
 BACKWARD_PASS, ALL = "backward", "all"
 LEAST_CALLS = 2  # of a region: one call alone is a kernel already
@@ -43,7 +43,7 @@ def inductor(captured: Captured, choices: Sequence[str], regions: Regions) -> tu
     """
     _check_patterns(captured, choices)
     found: list[Stretch] = []
-    made: dict[Stretch, Region] = {}
+    made: dict[Stretch, CompiledSubgraph] = {}
     for backward in (False, True):  # the backward pass then has what it computes again of the forward pass
         some = [stretch for stretch in stretches(captured, choices) if stretch.backward == backward]
         of_these = _regions(some, regions)
@@ -53,21 +53,21 @@ def inductor(captured: Captured, choices: Sequence[str], regions: Regions) -> tu
     return captured, _note(found, made, regions)
 
 
-def _regions(found: Sequence[Stretch], regions: Regions) -> dict[Stretch, Region]:
+def _regions(found: Sequence[Stretch], regions: Regions) -> dict[Stretch, CompiledSubgraph]:
     """The compiled regions for those stretches that may have one."""
     wanted = [stretch for stretch in found if stretch.backward or digest_of(stretch.body) in regions.shared]
     made = {s: regions.region(s.body, s.module, s.signature) for s in wanted}
     return {stretch: region for stretch, region in made.items() if region is not None}
 
 
-def _with_regions(captured: Captured, made: Mapping[Stretch, Region]) -> Captured:
+def _with_regions(captured: Captured, made: Mapping[Stretch, CompiledSubgraph]) -> Captured:
     if not made:
         return captured
     conditions = [c for stretch, region in made.items() for c in stretch.conditions(region.conditions)]
     return replace(captured, module=outlined(captured, made), sizes=captured.sizes.also(conditions))
 
 
-def _note(found: Sequence[Stretch], made: Mapping[Stretch, Region], regions: Regions) -> str:
+def _note(found: Sequence[Stretch], made: Mapping[Stretch, CompiledSubgraph], regions: Regions) -> str:
     if not found:
         return "nothing to compile: nowhere that was asked for do two calls of torch's operators lie together"
     calls = sum(len(stretch.calls) for stretch in made)
@@ -120,7 +120,7 @@ def common_digests(traces: Sequence[Captured], choices: Sequence[str]) -> frozen
 
 def lacking(captured: Captured, shared: frozenset[str]) -> frozenset[str]:
     """Those of the shared regions that a model's graph does not have."""
-    has = {node.target.digest for node in captured.graph.nodes if isinstance(node.target, Region)}
+    has = {node.target.digest for node in captured.graph.nodes if isinstance(node.target, CompiledSubgraph)}
     return shared - has if any(map(module_of, captured.graph.nodes)) else frozenset()
 
 
@@ -142,12 +142,14 @@ def _passes_by(captured: Captured, node: fx.Node) -> bool:
 def _fits(captured: Captured, node: fx.Node) -> bool:
     """Whether Inductor may compile a call: an operator of torch's own, pure and repeatable, on the graph's device."""
     target = node.target
-    if not compat.is_operator(target) or not op_name(node).startswith(_NAMESPACES) or mutates(node):
+    if not torch_trace.is_operator(target) or not op_name(node).startswith(_NAMESPACES) or mutates(node):
         return False
     if op_name(node).startswith(_ADDED_IN_ANY_ORDER):
         return False
     values, home = tensors_in(captured.value(node)), captured.inputs[0].device
-    return bool(values) and all(v.device == home for v in values) and not _BARRED & set(compat.operator_tags(target))
+    return (
+        bool(values) and all(v.device == home for v in values) and not _BARRED & set(torch_trace.operator_tags(target))
+    )
 
 
 def _wanted(node: fx.Node, choices: Sequence[str]) -> bool:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ...errors import InputError
-from .. import compat
-from ..ir import (
+from ..ir.captured import (
     BACKWARD,
     BACKWARD_TAG,
     Captured,
@@ -27,6 +26,7 @@ from ..ir import (
     origins,
     written,
 )
+from ..torch_private import trace as torch_trace
 from .collectives import GATHERS
 from .rewrite import rewritten
 
@@ -113,12 +113,12 @@ def saved_bytes(captured: Captured) -> int:
         for origin in lies_in[source]
         if origin.op == "call_function" and not is_backward(origin) and op_name(origin) not in GATHERS
     }
-    return sum(_bytes(compat.fake_value(node)) for node in kept)
+    return sum(_bytes(torch_trace.fake_value(node)) for node in kept)
 
 
 def _bytes(value: object) -> int:
     if isinstance(value, Tensor):
-        return math.prod(map(compat.traced_size, value.shape)) * value.element_size()
+        return math.prod(map(torch_trace.traced_size, value.shape)) * value.element_size()
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
@@ -153,7 +153,7 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
         by_module = any(_names_module(p, node) for p in patterns) and not _leaves_module(node)
         if not by_module and not any(_names_operator(p, node) for p in patterns):
             continue
-        random = compat.is_operator(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
+        random = torch_trace.is_operator(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
         if not random and not any(o in overwritten for a in [node, *node.all_input_nodes] for o in lies_in[a]):
             chosen.add(node)
     return chosen
@@ -179,7 +179,7 @@ def make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx
         for source in sorted(_needed(node, chosen) - again.keys(), key=order.__getitem__):
             with graph.inserting_before(node):
                 again[source] = graph.node_copy(source, lambda n: again.get(n, n))
-            compat.set_tag(again[source], BACKWARD_TAG, BACKWARD)
+            torch_trace.set_tag(again[source], BACKWARD_TAG, BACKWARD)
         for source in node.all_input_nodes:
             if source in again:
                 node.replace_input_with(source, again[source])
@@ -189,5 +189,5 @@ def make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx
 def _choices(captured: Captured) -> str:
     forward = [n for n in captured.graph.nodes if n.op == "call_function" and not is_backward(n)]
     modules = sorted({module_of(n) for n in forward} - {""})
-    operators = sorted({op_name(n) for n in forward if compat.is_operator(n.target)})
+    operators = sorted({op_name(n) for n in forward if torch_trace.is_operator(n.target)})
     return f"Modules: {', '.join(modules) or 'none'}. Operators: {', '.join(operators)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..ir import Captured, op_name
+from ..ir.captured import Captured, op_name
 
 
 def cudagraph(captured: Captured, split_at: Collection[str] = ()) -> tuple[Captured, str]:

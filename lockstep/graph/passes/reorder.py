@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from ..ir import Captured
+from ..ir.captured import Captured
 from .collectives import Collective, by_layer, first_use, gradient_exchanges, sources, weight_gathers
 from .rewrite import rewritten
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..ir import Captured, is_backward
+from ..ir.captured import Captured, is_backward
 from .collectives import Collective, weight_gathers
 from .recompute import make_again
 from .rewrite import rewritten

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..ir import Captured
+from ..ir.captured import Captured
 
 
 def rewritten(captured: Captured) -> Captured:

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from .. import logprobs_reference
+from ..logprobs import reference as logprobs_reference
 from . import library
 
 THREAD_WORK = 1 << 25  # multiplications that are worth a thread
@@ -40,7 +40,7 @@ def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int |
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """See `linear.linear`."""
+    """See `linear.operator.linear`."""
     assert x_TK.shape[1] == weight_NK.shape[1]
     return _product(x_TK, weight_NK.contiguous(), True, weight_NK.shape[0])
 
@@ -55,7 +55,7 @@ def _product(a_RD: Tensor, b: Tensor, transposed: bool, columns: int) -> Tensor:
     """`a @ b`, or `a @ b.T`."""
     (rows, dim), out = a_RD.shape, a_RD.new_empty(a_RD.shape[0], columns)
     addresses = out.data_ptr(), a_RD.data_ptr(), b.data_ptr()
-    job = library.Product(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
+    job = library.ProductArguments(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
     if not _run("product", job, rows * columns * dim):
         raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
     return out
@@ -73,7 +73,7 @@ def _run(name: str, job: ctypes.Structure, work: int) -> bool:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """See `rows.rms_norm`."""
+    """See `norm.operator.rms_norm`."""
     x_TD = x_TD.contiguous()
     out, dim = torch.empty_like(x_TD), x_TD.shape[-1]
     assert weight_D.shape == (dim,)
@@ -90,7 +90,7 @@ def qk_norm_rope(
     num_kv_heads: int,
     eps: float,
 ) -> Tensor:
-    """See `rows.qk_norm_rope`."""
+    """See `rope.operator.qk_norm_rope`."""
     qkv_TE = qkv_TE.contiguous()
     (tokens, width), head_dim, heads = qkv_TE.shape, cos_sin_TH.shape[1], num_heads + num_kv_heads
     assert cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
@@ -113,7 +113,7 @@ def qk_norm_rope(
 
 
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
-    """See `rows.rope_table`."""
+    """See `rope.operator.rope_table`."""
     positions_T, tokens, half = positions_T.contiguous(), positions_T.shape[0], inv_freq.shape[0]
     out = inv_freq.new_empty(tokens, 2 * half)
     address = _pointer(positions_T, torch.int64)
@@ -122,7 +122,7 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up_TE: Tensor) -> Tensor:
-    """See `rows.silu_mul`."""
+    """See `activation.operator.silu_mul`."""
     gate_up_TE = gate_up_TE.contiguous()
     rows, width = gate_up_TE.shape
     out = gate_up_TE.new_empty(rows, width // 2)
@@ -131,7 +131,7 @@ def silu_mul(gate_up_TE: Tensor) -> Tensor:
 
 
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
-    """See `rows.silu_mul_backward`."""
+    """See `activation.operator.silu_mul_backward`."""
     grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
@@ -140,7 +140,7 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
 
 
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:
-    """See `attention.write_kv`."""
+    """See `attention.operator.write_kv`."""
     k_TKH, v_TKH, slots_T = _head_rows(k_TKH), _head_rows(v_TKH), slots_T.contiguous()
     tokens, kv_heads, head_dim = k_TKH.shape
     assert v_TKH.shape == k_TKH.shape and slots_T.shape == (tokens,)
@@ -171,7 +171,7 @@ def packed(
     prefix_len_S: Tensor,
     max_len: int,
 ) -> Tensor:
-    """See `attention.attention_packed`."""
+    """See `attention.operator.attention_packed`."""
     context_len_S = prefix_len_S + cu_seqlens.diff()
     k_TKH, v_TKH = _head_rows(k_TKH), _head_rows(v_TKH)
     start_S = prefix_start_S.contiguous()
@@ -187,7 +187,7 @@ def paged(
     context_len_S: Tensor,
     max_context_len: int,
 ) -> Tensor:
-    """See `attention.attention_paged`."""
+    """See `attention.operator.attention_paged`."""
     k, v, page_size = k_cache.contiguous(), v_cache.contiguous(), k_cache.shape[1]
     cu_seqlens, context_len_S, table = cu_seqlens.contiguous(), context_len_S.contiguous(), block_table.contiguous()
     return _attention(q_TNH, k, v, cu_seqlens, context_len_S, None, table, page_size, max_context_len)
@@ -216,7 +216,7 @@ def _attention(
     assert cu_seqlens.shape == (sequences + 1,)
     assert all(x is None or x.shape[0] == sequences for x in (prefix_start_S, block_table))
     out = q_TNH.new_empty(tokens, heads, head_dim)
-    job = library.Attention(
+    job = library.AttentionArguments(
         out.data_ptr(),
         q_TNH.data_ptr(),
         k.data_ptr(),
@@ -252,7 +252,7 @@ def statistics(
     truncated: bool,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `logprobs_reference.statistics`; the search for the threshold is the reference's."""
+    """See `logprobs.reference.statistics`; the search for the threshold is the reference's."""
     rows, vocabulary = logits_CV.shape
     threshold_C = torch.full_like(temperature_C, -torch.inf)
     if truncated and support_CB is None:
@@ -280,7 +280,7 @@ def statistics(
 def scores(
     logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, lse_C: Tensor, sampled_lse_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `logprobs_reference.scores`."""
+    """See `logprobs.reference.scores`."""
     rows, vocabulary = logits_CV.shape
     assert targets_C.shape == temperature_C.shape == lse_C.shape == sampled_lse_C.shape == (rows,)
     sampled_C, model_C = torch.empty_like(lse_C), torch.empty_like(lse_C)
@@ -302,7 +302,7 @@ def scores(
 def draw(
     logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, key_C4: Tensor, position_C: Tensor, greedy: bool
 ) -> Tensor:
-    """See `logprobs_reference.draw`."""
+    """See `logprobs.reference.draw`."""
     rows, vocabulary = logits_CV.shape
     assert key_C4.shape == (rows, 4) and temperature_C.shape == threshold_C.shape == position_C.shape == (rows,)
     token_C = torch.empty_like(position_C)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 _log = logging.getLogger("lockstep")
 
 
-class Attention(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """`Attention` of attention.c."""
 
     _fields_ = [
@@ -32,7 +32,7 @@ class Attention(ctypes.Structure):
     ]
 
 
-class Product(ctypes.Structure):
+class ProductArguments(ctypes.Structure):
     """`Product` of linear.c."""
 
     _fields_ = [

@@ -1,0 +1,1 @@
+"""Advantages and losses: the mathematics of policy optimization."""

@@ -1,0 +1,146 @@
+"""Tokenizers as they were loaded before, without importing `transformers`: a second, and seven on a slow file system.
+
+What is kept of one is what it saves of itself: its backend (`tokenizers.Tokenizer`), template and settings, in the
+user's cache folder, found by the contents of its own folder, the versions of both libraries, and this package's. Plain
+text goes through that backend with the same switches as before; for everything else, such as messages, the tokenizer
+itself is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from . import user_folder
+
+_FORMAT = 1
+_FILES = (".json", ".jinja", ".txt", ".model")  # of a model's folder, what a tokenizer may read
+_MOST = 8  # tokenizers that are kept
+_LARGEST = 64 << 20  # bytes of a file that is hashed; a larger one is known by its size and time
+
+
+class KeptTokenizer:
+    """A tokenizer's text part, with the attributes that this package uses; any other is the whole tokenizer's.
+
+    Args:
+        files: what the tokenizer saved of itself, by name. about: its attributes. load: loads all of it.
+    """
+
+    def __init__(self, files: Mapping[str, str], about: Mapping[str, Any], load: Callable[[], Any]) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_str(files["tokenizer.json"])
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._files, self._load = dict(files), load
+        self._whole: Any = None
+        self.eos_token_id, self.pad_token_id = about["eos_token_id"], about["pad_token_id"]
+        self.chat_template, self.name_or_path = about["chat_template"], about["name_or_path"]
+        self._kept_template = self.chat_template
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text, add_special_tokens)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token ids by token, added ones too."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the files that the tokenizer itself would."""
+        if self.chat_template != self._kept_template:
+            self._all().save_pretrained(folder)
+        else:
+            for name, text in self._files.items():
+                (Path(folder) / name).write_text(text, encoding="utf-8")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._all(), name)
+
+    def _all(self) -> Any:
+        """The whole tokenizer."""
+        if self._whole is None:
+            self._whole = self._load()
+        self._whole.chat_template = self.chat_template  # it may have been changed
+        return self._whole
+
+
+def kept(source: Path | str, load: Callable[[], Any]) -> Any:
+    """The tokenizer of a folder, or of a name, that `load` loads: as it was kept, or loaded now and then kept."""
+    path = user_folder.cache_folder() / "tokenizers" / f"{_key(source)}.json"
+    with suppress(Exception):  # whatever a library makes of what does not fit it; then it is loaded
+        if (found := _read(path)) is not None:
+            return KeptTokenizer(*found, load)
+    whole = load()
+    if _is_plain(whole):
+        files = _saved(whole)
+        names = ("eos_token_id", "pad_token_id", "chat_template", "name_or_path")
+        content = json.dumps([files, {name: getattr(whole, name) for name in names}])
+        user_folder.write(path, {"content": content, "hash": _hash(content)}, keep=_MOST)
+    return whole
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]] | None:
+    """What was kept, whole."""
+    raw = user_folder.read(path)
+    if not isinstance(raw, dict) or not isinstance(raw.get("content"), str) or raw.get("hash") != _hash(raw["content"]):
+        return None
+    files, about = json.loads(raw["content"])
+    return files, about
+
+
+def _hash(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _is_plain(whole: Any) -> bool:
+    """Whether text goes straight to the backend and back: no class of its own does anything before or after."""
+    from transformers import PreTrainedTokenizerFast
+
+    methods = ("__call__", "_call_one", "_encode_plus", "_batch_encode_plus", "encode", "decode", "_decode")
+    if not isinstance(whole, PreTrainedTokenizerFast) or not isinstance(whole.chat_template, (str, type(None))):
+        return False
+    own = any(getattr(type(whole), m, None) is not getattr(PreTrainedTokenizerFast, m, None) for m in methods)
+    return not (own or whole.clean_up_tokenization_spaces or getattr(whole, "split_special_tokens", False))
+
+
+def _saved(whole: Any) -> dict[str, str]:
+    """What the tokenizer writes of itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole.save_pretrained(folder)
+        return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir() if path.is_file()}
+
+
+def _identity(path: Path) -> bytes:
+    """What changes with a file."""
+    status = path.stat()
+    if status.st_size < _LARGEST:
+        return hashlib.sha256(path.read_bytes()).digest()
+    return f"{status.st_size} {status.st_mtime_ns}".encode()
+
+
+def _key(source: Path | str) -> str:
+    """A hash of all that the tokenizer of a folder may be made from."""
+    parts = [str(_FORMAT), __version__, *(metadata.version(name) for name in ("transformers", "tokenizers"))]
+    key = hashlib.sha256("\n".join([*parts, str(source)]).encode())
+    if isinstance(source, Path):
+        for path in sorted([*source.iterdir(), *source.glob("additional_chat_templates/*")]):
+            if path.suffix in _FILES and path.is_file():
+                key.update(f"\n{path.relative_to(source)}\n".encode() + _identity(path))
+    return key.hexdigest()[:32]

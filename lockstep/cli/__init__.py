@@ -1,0 +1,1 @@
+"""The `lockstep` command: flags, commands, and what goes to which stream."""

@@ -1,0 +1,121 @@
+"""`lockstep chat`: a conversation with a model, as lines in and text out."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..errors import InputError
+from ..session.generate import LLM, Prompt
+from ..types import SamplingParams
+
+HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer.\n"
+
+
+class Conversation:
+    """The turns so far. With a chat template they are messages; without one, text that simply goes on."""
+
+    def __init__(self, llm: LLM, sampling: SamplingParams, system: str | None = None, plain: bool = False) -> None:
+        """`plain` leaves an existing chat template out. Raises `InputError` for a system prompt, or variables of the
+        template, without one."""
+        self._llm = llm
+        self._sampling = sampling
+        self._templated = bool(llm.policy.tokenizer.chat_template) and not plain
+        given = {"--system-prompt": system, "--chat-template-kwargs": llm.policy.template_variables}
+        for flag, value in given.items():
+            if value and not self._templated:
+                raise InputError(
+                    f"{flag} needs a chat template, which is not there or turned off by --plain; remove it"
+                )
+        self._first: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self._turns = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system prompt."""
+        self._messages = list(self._first)
+        self._text = ""
+
+    def ask(self, line: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
+        """The answer to `line`, as it appears; what was said until `stopped` stays in the conversation.
+
+        Raises `InputError` when the conversation fills the model's context; `line` is then not part of it.
+        """
+        prompt: Prompt = self._text + line
+        if self._templated:
+            prompt = [*self._messages, {"role": "user", "content": line}]
+        room = self._llm.context - len(self._llm.policy.encode(prompt))
+        if room < 1:
+            raise InputError(f"the conversation fills the model's context of {self._llm.context} tokens; /reset it")
+        sampling = replace(self._sampling, max_completion_length=min(self._sampling.max_completion_length, room))
+        answer = ""
+        self._turns += 1
+        with contextlib.closing(self._llm.stream([prompt], sampling, self._turns)) as pieces:
+            for piece in pieces:
+                answer += piece.text
+                yield piece.text
+                if stopped():
+                    break
+        self._text += f"{line}{answer}\n"
+        self._messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+
+
+def converse(conversation: Conversation, lines: Iterable[str]) -> Iterator[str]:
+    """What the terminal shows: an answer, or the effect of a command, for each of `lines` until /quit."""
+    for line in lines:
+        line = line.rstrip("\n")
+        if line in ("/quit", "/exit"):
+            return
+        if line == "/reset":
+            conversation.reset()
+            yield "The conversation starts anew.\n"
+        elif line.startswith("/"):
+            yield HELP
+        elif line:
+            try:
+                with interrupts() as pressed:
+                    yield from conversation.ask(line, pressed)
+                yield "\n"
+            except InputError as error:
+                yield f"({error})\n"
+
+
+def read_lines() -> Iterator[str]:
+    """Lines typed after a prompt, with the terminal's editing and history; of a pipe, its lines."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 costs one line, not the conversation
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (input() uses it once it is imported)
+    while True:
+        try:
+            with contextlib.redirect_stdout(sys.__stdout__):
+                line = input("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print("\n" + HELP, end="", file=sys.stderr)
+            continue
+        yield line
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Within it Ctrl-C does not raise, which would come in mid-computation; the callable says if it was pressed."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only there may signals be caught
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)

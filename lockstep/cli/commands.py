@@ -1,0 +1,274 @@
+"""What each command does, from its flags to what is printed. Torch is imported only once the flags are known good."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import api
+from ..config import (
+    GeneratorConfig,
+    RunConfig,
+    TaskConfig,
+    check_generation,
+    recipes,
+    template_variables,
+    validate,
+    yaml_file,
+)
+from ..config.yaml_file import suggest
+from ..errors import InputError
+from ..machine import launched
+from ..run.closing import closing
+from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Train
+
+if TYPE_CHECKING:
+    from ..session.generate import LLM
+    from ..types import SamplingParams
+
+
+_MODEL = ("attention", "attention_mask", "compile")  # flags of all that use a model
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command prints and how it ended. `text` may be a stream, printed as it comes."""
+
+    payload: dict[str, Any] = field(default_factory=dict)
+    text: Iterable[str] = ()
+    code: int = 0
+
+
+def recipe(name: str, kind: str, model: str | None) -> RunConfig:
+    """The configuration of the recipe `name`, which messages call a `kind`."""
+    if name not in recipes.RECIPES:
+        raise InputError(f"unknown {kind} {name!r}; {suggest(name, recipes.RECIPES)}")
+    return recipes.RECIPES[name](model)
+
+
+def _train(flags: Train) -> Outcome:
+    summary = api.train(
+        flags.resolved(),
+        flags.resume or flags.run_dir,
+        resume=flags.resume is not None,
+        resume_with_other_numerics=flags.resume_with_other_numerics,
+    )
+    if launched().rank > 0:
+        return Outcome()  # the first process tells of the run
+    return Outcome(summary, [closing(summary)])
+
+
+def _precompile(flags: Precompile) -> Outcome:
+    config = validate(yaml_file.checked(flags.resolved()))
+    from ..session.precompile import precompile, render
+
+    result = precompile(config)
+    return Outcome(result, [render(result) + "\n"])
+
+
+def _generate(flags: Generate) -> Outcome:
+    if (flags.prompt is None) == (flags.prompts is None):
+        raise InputError("give --prompt TEXT or --prompts FILE, one of the two")
+    sampling = _sampling(flags, n=flags.n, stop=flags.stop)
+    if flags.prompt_column != TaskConfig.prompt_column and (flags.prompts is None or flags.prompts.endswith(".txt")):
+        raise InputError("--prompt-column has no effect without rows in --prompts; remove it")
+    variables = _variables(flags)
+    prompts = _prompts(flags)
+    if variables and all(isinstance(prompt, str) for prompt in prompts):
+        raise InputError(
+            "--chat-template-kwargs has no effect on text prompts, which go without a template; remove it, or make "
+            "them chats with --system-prompt"
+        )
+    llm = _llm(flags, not flags.json, variables)
+    if not flags.json:
+        return Outcome(text=_closing(llm, _in_order(llm, prompts, sampling)))
+    with llm:
+        results = [[asdict(one) for one in completions] for completions in llm.generate(prompts, sampling)]
+    if flags.prompts is None:
+        return Outcome({"model": flags.model, "prompt": prompts[0], "completions": results[0]})
+    pairs = [{"prompt": prompt, "completions": result} for prompt, result in zip(prompts, results, strict=True)]
+    return Outcome({"model": flags.model, "prompts": pairs})
+
+
+def _prompts(flags: Generate) -> list[Any]:
+    """The prompt, the prompts of data rows, or the lines of a .txt file; under the system prompt, if there is one."""
+    from ..environments import RowFormat, read_problems
+
+    form = RowFormat(flags.prompt_column, flags.system_prompt)
+    source = flags.prompts
+    if source is None:
+        return [form.with_system(flags.prompt or "")]
+    if source.endswith(".txt"):
+        if Path(source).exists() and not Path(source).is_file():
+            raise InputError(f"--prompts {source} is not a regular file")
+        try:
+            lines = Path(source).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--prompts {source} cannot be read: {error}") from error
+        return [form.with_system(line) for line in lines if line.strip()]
+    config = TaskConfig(prompt_column=flags.prompt_column, system_prompt=flags.system_prompt)
+    return [problem.prompt for problem in read_problems(source, config, field="--prompts")]
+
+
+def _chat(flags: Chat) -> Outcome:
+    sampling = _sampling(flags)
+    variables = _variables(flags)
+    if sys.stdin is None:
+        raise InputError("standard input is closed; give chat a terminal, or its lines through a pipe")
+    from . import chat
+
+    llm = _llm(flags, True, variables)
+    conversation = chat.Conversation(llm, sampling, flags.system_prompt, flags.plain)
+    return Outcome(text=_closing(llm, chat.converse(conversation, chat.read_lines())))
+
+
+def _variables(flags: Generate | Chat) -> dict[str, Any]:
+    """The chat template's variables; what the flags say of the template is valid."""
+    if flags.system_prompt == "":
+        raise InputError("--system-prompt is empty; give a text, or leave it out")
+    return template_variables(flags.chat_template_kwargs, "--chat-template-kwargs")
+
+
+def _sampling(flags: Generate | Chat, **more: Any) -> SamplingParams:
+    """The flags' sampling parameters, valid."""
+    from ..session.generate import check_sampling
+    from ..types import SamplingParams
+
+    names = ("temperature", "top_k", "top_p", "min_p", "max_completion_length")
+    sampling = SamplingParams(**{name: getattr(flags, name) for name in names}, **more)
+    check_sampling(sampling, flags.seed)
+    return sampling
+
+
+def _llm(flags: Generate | Chat, streaming: bool, variables: dict[str, Any]) -> LLM:
+    from ..session.generate import LLM
+
+    # Text that someone reads comes a token at a time; otherwise the host looks in every few steps.
+    config = GeneratorConfig(steps_per_sync=1) if streaming else None
+    how = {name: getattr(flags, name) for name in ("device", "dtype", "seed", *_MODEL)}
+    return LLM(flags.model, **how, config=config, template_variables=variables)
+
+
+def _closing(llm: LLM, texts: Iterable[str]) -> Iterator[str]:
+    """The texts, and then the model's graphs are freed."""
+    with llm:
+        yield from texts
+
+
+def _in_order(llm: LLM, prompts: list[Any], sampling: SamplingParams) -> Iterator[str]:
+    """The texts one after another: the first that is unfinished as it grows, the others once it is their turn."""
+    order = [(p, s) for p in range(len(prompts)) for s in range(sampling.n)]
+    held: dict[tuple[int, int], str] = dict.fromkeys(order, "")
+    finished: set[tuple[int, int]] = set()
+    turn = 0
+    yield _heading(turn, len(order))
+    for piece in llm.stream(prompts, sampling):
+        held[piece.prompt, piece.sample] += piece.text
+        if piece.completion is not None:
+            finished.add((piece.prompt, piece.sample))
+        yield held.pop(order[turn], "")
+        held[order[turn]] = ""
+        while turn < len(order) and order[turn] in finished:
+            yield held[order[turn]] + "\n"
+            turn += 1
+            if turn < len(order):
+                yield _heading(turn, len(order)) + held[order[turn]]
+                held[order[turn]] = ""
+
+
+def _heading(index: int, total: int) -> str:
+    return f"--- {index + 1} of {total}\n" if total > 1 else ""
+
+
+def _eval(flags: Eval) -> Outcome:
+    base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
+    check_generation(flags.compile)
+    if not flags.easy and flags.task != "sum-digits":
+        raise InputError(f"--no-easy has no effect on {flags.task}; remove it")
+    prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts
+    if prompts < 1:
+        raise InputError(f"--prompts is {prompts}; it must be at least 1")
+    task = replace(
+        base.task,
+        easy=flags.easy and flags.task == "sum-digits",
+        data=flags.data,
+        validation_data=flags.data,
+        prompt_column=flags.prompt_column,
+        system_prompt=flags.system_prompt,
+        chat_template_kwargs=flags.chat_template_kwargs,
+        reward=flags.reward,
+        validation_prompts=prompts,
+    )
+    length = flags.max_completion_length or base.sampling.max_completion_length
+    sampling = replace(base.sampling, max_completion_length=length)
+    changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype", *_MODEL)}
+    config = replace(base, task=task, sampling=sampling, **changes)
+    from ..session.evaluation import evaluate, render
+
+    result = evaluate(
+        validate(config),
+        n=flags.n,
+        k=flags.k,
+        temperature=flags.temperature,
+        pass_reward=flags.pass_reward,
+        pass_threshold=flags.pass_threshold,
+        progress=sys.stderr,
+    )
+    return Outcome(result, [render(result) + "\n"])
+
+
+def _report(flags: Report) -> Outcome:
+    from ..run.report import write_comparison, write_report
+
+    if not flags.runs:
+        raise InputError("name at least one RUN_DIR, a folder that `lockstep train` wrote")
+    for run_dir in flags.runs:
+        if not (run_dir / "config.yaml").is_file():
+            raise InputError(f"{run_dir} is not a run folder (it has no config.yaml)")
+    if len(flags.runs) == 1:
+        path = write_report(flags.runs[0], flags.out)
+    elif flags.out is None:
+        raise InputError(f"{len(flags.runs)} runs are compared on a page of their own: name it with --out FILE.html")
+    else:
+        path = write_comparison(flags.runs, flags.out)
+    return Outcome({"report": str(path)}, [f"{path}\n"])
+
+
+def _parity(flags: Parity) -> Outcome:
+    from ..session.parity_check import check_model
+
+    how = (getattr(flags, name) for name in _MODEL)
+    report = check_model(flags.model, flags.tokens, flags.seed, flags.device, flags.dtype, *how)
+    return Outcome(report.to_dict(), [report.render() + "\n"], code=0 if report.identical else 1)
+
+
+def _init(flags: Init) -> Outcome:
+    from ..models.init import init_folder
+
+    summary = init_folder(flags.arch, flags.out, flags.seed, flags.tokenizer, flags.vocab_size)
+    return Outcome(summary, [_table(summary)])
+
+
+def _table(values: dict[str, Any]) -> str:
+    """The scalars of `values`, aligned, one a line."""
+    rows = {key: value for key, value in values.items() if value is not None and not isinstance(value, (dict, list))}
+    width = max(map(len, rows), default=0)
+    return "".join(
+        f"{key:<{width}}  {value:.4g}\n" if isinstance(value, float) else f"{key:<{width}}  {value}\n"
+        for key, value in rows.items()
+    )
+
+
+COMMANDS: dict[type, Callable[[Any], Outcome]] = {
+    Train: _train,
+    Precompile: _precompile,
+    Generate: _generate,
+    Eval: _eval,
+    Chat: _chat,
+    Report: _report,
+    Parity: _parity,
+    Init: _init,
+}

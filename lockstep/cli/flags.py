@@ -1,0 +1,269 @@
+"""Flags of each command, as the dataclasses that tyro derives the parser and its help from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tyro
+
+from ..config import Attention, CompileConfig, RunConfig, TaskConfig
+
+_Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+_Device = Literal["auto", "cpu", "cuda"]
+_Dtype = Literal["auto", "float32", "bfloat16"]
+_MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
+_SHORT = {"--data": "--task.data", "--reward": "--task.reward"}  # of train
+
+
+def spelled_out(flag: str) -> str:
+    """The one name of what `flag` sets: dashes for underscores, no alias, without the no- of a switch turned off."""
+    *sections, name = flag.replace("_", "-").removeprefix("--").split(".")
+    flag = "--" + ".".join([*sections, name.removeprefix("no-")])
+    return _SHORT.get(flag, flag)
+
+
+@dataclass(frozen=True)
+class _Task(TaskConfig):
+    """Where prompts and rewards come from."""
+
+    data: Annotated[str | None, tyro.conf.arg(metavar=_DATA, aliases=["--data"])] = None
+    """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
+    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...", aliases=["--reward"])] = ()
+    """Reward functions as module:function or path.py:function; empty for the task's own."""
+
+
+@dataclass(frozen=True)
+class _Begin(RunConfig):
+    """What a run is: a recipe, or a replayed configuration, with flags on top."""
+
+    recipe: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE", help_behavior_hint="(default: sum-digits)")
+    ] = ""
+    """Named configuration to begin from: sum-digits, word-arithmetic, gsm8k or dataset."""
+    model: Annotated[str | None, tyro.conf.arg(metavar=_MODEL)] = None
+    """Hugging Face folder or hub id; without it a tiny random model is made."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
+    """Begin from this configuration (a run folder's config.yaml) instead of a recipe. What it leaves out is as in the
+    recipe that it names."""
+    task: _Task = field(default_factory=_Task)
+    json: _Switch = False
+    """Print one JSON object on standard output."""
+
+    @classmethod
+    def of(cls, config: RunConfig, **changes: Any) -> Self:
+        """Flags whose defaults are `config`'s values."""
+        values = {item.name: getattr(config, item.name) for item in fields(RunConfig)}
+        return cls(**(values | {"task": _Task(**vars(config.task))} | changes))
+
+    def resolved(self) -> RunConfig:
+        """The configuration that the flags spell out."""
+        values = {item.name: getattr(self, item.name) for item in fields(RunConfig)}
+        return RunConfig(**(values | {"task": TaskConfig(**vars(self.task))}))
+
+
+@dataclass(frozen=True)
+class Train(_Begin):
+    """Train a model by reinforcement learning: a recipe, or a replayed configuration, with flags on top."""
+
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR")] = None
+    """Continue the run in this folder from its last checkpoint; only --steps may be raised."""
+    resume_with_other_numerics: _Switch = False
+    """Resume even where arithmetic gives other words than when the run began; the certificate says so."""
+    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/RECIPE-TIME)")] = (
+        None
+    )
+    """Folder for everything the run writes; new or empty."""
+
+
+@dataclass(frozen=True)
+class Precompile(_Begin):
+    """Make the graphs and kernels of a run ahead of it: the flags of train. Later runs start without making them."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Generate from one prompt, or from several of a file. The text appears as it is generated."""
+
+    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
+    """Hugging Face folder or hub id."""
+    prompt: str | None = None
+    """Text to continue, as it is (no chat template); with --system-prompt a user's message."""
+    prompts: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
+    """Instead of --prompt: rows with a `prompt` (text, or chat messages), or a .txt file with a prompt a line."""
+    prompt_column: str = "prompt"
+    """Column of --prompts that holds the prompt."""
+    system_prompt: str | None = None
+    """System message for prompts without one; a text prompt becomes a chat of one user message."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
+    n: int = 1
+    """Completions a prompt."""
+    max_completion_length: int = 128
+    """New tokens a completion, at most."""
+    temperature: float = 1.0
+    """Softmax temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Keep the most likely tokens up to this mass; 1 is off."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 is off."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely; 0 is off."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    seed: int = 0
+    """Seed of sampling."""
+    device: _Device = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: _Dtype = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    attention: Attention = "native"
+    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
+    """flex only: which keys a query attends to, by the positions of both."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    json: _Switch = False
+    """Print completions, tokens and log-probabilities as one JSON object."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Talk to a model. /reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."""
+
+    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
+    """Hugging Face folder or hub id."""
+    system_prompt: str | None = None
+    """System message before the conversation."""
+    plain: _Switch = False
+    """Leave out the model's chat template: the text goes on from what was typed."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
+    max_completion_length: int = 1024
+    """New tokens an answer, at most; the model's context may leave fewer."""
+    temperature: float = 0.7
+    """Softmax temperature; 0 is greedy."""
+    top_p: float = 0.95
+    """Keep the most likely tokens up to this mass; 1 is off."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 is off."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely; 0 is off."""
+    seed: int = 0
+    """Seed of sampling."""
+    device: _Device = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: _Dtype = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    attention: Attention = "native"
+    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
+    """flex only: which keys a query attends to, by the positions of both."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Measure a model on a task: mean reward and pass@k, with 95 % intervals over the problems."""
+
+    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
+    """Hugging Face folder or hub id."""
+    task: Annotated[str, tyro.conf.arg(metavar="NAME")]
+    """Recipe whose task it is: sum-digits, word-arithmetic, gsm8k or dataset."""
+    easy: bool = True
+    """sum-digits: the easy form that a tiny model trains on; --no-easy for the full one."""
+    data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
+    """Rows to evaluate on (gsm8k and dataset)."""
+    prompt_column: str = "prompt"
+    """Column of --data that holds the prompt."""
+    system_prompt: str | None = None
+    """System message for prompts without one; a text prompt becomes a chat of one user message."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
+    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
+    """Reward functions; a dataset task needs one."""
+    prompts: int | None = None
+    """Prompts to evaluate, at most; the recipe's number by default."""
+    n: int = 1
+    """Completions a prompt."""
+    k: tuple[int, ...] = ()
+    """Which pass@k to estimate, each at most n; the powers of two up to n by default."""
+    temperature: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 0 for n 1, or the recipe's)")] = (
+        None
+    )
+    """Softmax temperature; 0 is greedy."""
+    pass_reward: Annotated[str | None, tyro.conf.arg(metavar="FUNCTION")] = None
+    """Name of the reward function that decides whether a completion passes; the task's first by default."""
+    pass_threshold: float = 1.0
+    """A completion passes when that function's value is at least this."""
+    max_completion_length: int | None = None
+    """New tokens a completion, at most; the recipe's number by default."""
+    seed: int = 0
+    """Seed of sampling."""
+    device: _Device = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: _Dtype = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    attention: Attention = "native"
+    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
+    """flex only: which keys a query attends to, by the positions of both."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    json: _Switch = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a run's report.html again, or one page that compares several runs."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """Run folders; several are compared."""
+    out: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: RUN_DIR/report.html)"),
+    ] = None
+    """File to write; RUN_DIR/report.html by default. Several runs need one."""
+    json: _Switch = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Check that generator and trainer give a model's tokens the same log-probabilities, bit for bit."""
+
+    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
+    """Hugging Face folder or hub id."""
+    tokens: int = 4000
+    """Tokens to check."""
+    seed: int = 0
+    """Seed of sampling."""
+    device: _Device = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: _Dtype = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    attention: Attention = "native"
+    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
+    """flex only: which keys a query attends to, by the positions of both."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    json: _Switch = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """Make a model folder with random weights."""
+
+    arch: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ARCH")]
+    """Architecture; an unknown one lists them all."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Folder to write."""
+    seed: int = 0
+    """Seed of the weights."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """Tokenizer to put in the folder."""
+    vocab_size: int | None = None
+    """Rows of the embedding; the architecture's or the tokenizer's by default."""
+    json: _Switch = False
+    """Print one JSON object."""

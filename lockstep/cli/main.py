@@ -1,0 +1,200 @@
+"""The `lockstep` command: from arguments to a command's flags, what goes to which stream, and exit codes.
+
+Nothing here imports torch before the flags are parsed and valid, so `--help` and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import operator
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import tyro
+
+from .. import __version__
+from ..api import resumed
+from ..config import RunConfig, recipes, unread, yaml_file
+from ..errors import InputError, LockstepError, Terminated
+from ..machine import launched, several_processes
+from ..run.display import FailsafeStream, RequiredStream
+from ..run.metrics import to_json
+from .commands import COMMANDS, recipe
+from .flags import Precompile, Train, spelled_out
+
+_GRACE = 5.0  # seconds that threads have to end, once the command has
+
+
+def entry() -> NoReturn:
+    """`main` as a process, which ends with the command: a thread that a reward function left running does not hold it
+    up, and Ctrl-C no longer changes an outcome that was printed."""
+    code = main()
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_threads, args=(code,), daemon=True).start()
+    sys.exit(code)
+
+
+def _leave_threads(code: int) -> None:
+    """End the process when, after some seconds, threads still hold it up."""
+    time.sleep(_GRACE)
+    others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    if others:
+        names = ", ".join(thread.name for thread in others)
+        print(
+            f"lockstep: done; threads that still ran were left (of a reward function, perhaps): {names}",
+            file=sys.stderr,
+        )
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        _leave(code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 the run or check failed, 2 bad input, 130 interrupted.
+
+    A run that a signal ended has 128 and the signal's number.
+    """
+    with contextlib.redirect_stderr(FailsafeStream(sys.stderr)):
+        code = _with_output(list(sys.argv[1:] if argv is None else argv))
+        if several_processes():
+            _leave(code)
+    return code
+
+
+def _with_output(arguments: list[str]) -> int:
+    if sys.stdout is None:
+        return _fail("error: standard output is closed; send it somewhere, such as to /dev/null", 2)
+    with contextlib.redirect_stdout(RequiredStream(sys.stdout)):
+        return _main(arguments)
+
+
+def _leave(code: int) -> None:
+    """End the process here: what is left of a process group after a failure can hold up an orderly exit."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _main(arguments: list[str]) -> int:
+    output = sys.stdout
+    try:
+        if arguments == ["--version"]:
+            output.write(f"lockstep {__version__}\n")
+            output.flush()
+            return 0
+        flags = _parse(arguments)
+        if isinstance(flags, int):
+            output.flush()
+            return flags
+        if several_processes() and not isinstance(flags, Train):
+            raise InputError(f"lockstep {arguments[0]} works in one process; start it without torchrun")
+        with contextlib.redirect_stdout(sys.stderr):  # standard output carries the outcome and nothing else
+            outcome = COMMANDS[type(flags)](flags)
+            as_json = getattr(flags, "json", False)
+            for piece in [to_json(outcome.payload) + "\n"] * bool(outcome.payload) if as_json else outcome.text:
+                output.write(piece)
+                output.flush()
+        return outcome.code
+    except LockstepError as error:
+        bad_input = isinstance(error, InputError)
+        return _fail(f"{'error' if bad_input else 'failed'}: {error}", 2 if bad_input else 1, _is_reported(error))
+    except Terminated as stop:
+        return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0])
+    except KeyboardInterrupt as stop:
+        return _fail(_with_notes("interrupted", stop), 130)
+    except BrokenPipeError:  # whoever read standard output has gone
+        return 1
+
+
+def _with_notes(message: str, error: BaseException) -> str:
+    """`message`, and below it what was noted on `error`: where the run is, and what goes on with it."""
+    return "\n".join((message, *getattr(error, "__notes__", ()))).rstrip()
+
+
+def _fail(message: str, code: int, reported: bool = False) -> int:
+    if not reported:
+        print(f"lockstep: {message}", file=sys.stderr)
+    return code
+
+
+def _is_reported(error: LockstepError) -> bool:
+    """Whether another process of the run has the same error, and reports it."""
+    return getattr(error, "reported", False)
+
+
+def _parse(arguments: list[str]) -> Any:
+    """The command's flags, or an exit code when tyro has printed help or a usage error.
+
+    `train` and `precompile` are parsed twice: once to learn what the run begins from, then with that as the defaults
+    that flags override.
+    """
+    _refuse_repeated(arguments)
+    kind: Any = _KINDS.get(arguments[0]) if arguments else None
+    try:
+        if kind is None:  # help, or no such command
+            commands: Any = functools.reduce(operator.or_, (Annotated[k, _subcommand(n)] for n, k in _KINDS.items()))
+            return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
+        given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
+        if kind not in (Train, Precompile):
+            return tyro.cli(kind, **given)
+        named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
+        flags = tyro.cli(kind, **given, default=kind.of(recipes.RECIPES[named](None), recipe=""))
+        flags = tyro.cli(kind, **given, default=kind.of(_base(flags)))
+        _refuse_unread(arguments, flags.resolved())
+        return flags
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def _subcommand(name: str) -> Any:
+    return tyro.conf.subcommand(name)
+
+
+_KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in COMMANDS}
+_DESCRIPTION = "Reinforcement learning for language models: one model definition generates and trains, bit for bit."
+
+
+def _refuse_repeated(arguments: list[str]) -> None:
+    """The last of two flags that set the same would win in silence."""
+    seen: dict[str, str] = {}
+    for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")):
+        name = spelled_out(flag)
+        if name in seen:
+            also = "" if seen[name] == flag else f" (as {seen[name]} before)"
+            raise InputError(f"{flag} is given twice{also}; give it once, with all its values")
+        seen[name] = flag
+
+
+def _refuse_unread(arguments: list[str], config: RunConfig) -> None:
+    """A flag that nothing reads is refused at any value, also at the one that it has without being given."""
+    given = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
+    for path, why in unread(config):
+        if f"--{path.replace('_', '-')}" in given:
+            raise InputError(f"{path} has no effect {why}")
+
+
+def _base(flags: Train | Precompile) -> RunConfig:
+    """What the run begins from: a recipe, --config or --resume."""
+    resume = flags.resume if isinstance(flags, Train) else None
+    given = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}
+    used = [name for name, value in given.items() if value]
+    if len(used) > 1:
+        raise InputError(f"{' and '.join(used)} both say what to begin from; give one")
+    if isinstance(flags, Train) and resume is not None:
+        if flags.run_dir is not None:
+            raise InputError("--run-dir has no effect with --resume, which continues in the folder it names; remove it")
+        return resumed(resume)
+    if flags.config is not None:
+        return yaml_file.load(flags.config, recipes.RECIPES)
+    name = flags.recipe or recipes.DEFAULT
+    begin = recipe(name, "recipe", flags.model)
+    if launched().rank == 0 and (remark := recipes.remark(name, flags.model)):
+        print(remark, file=sys.stderr)
+    return begin

@@ -1,0 +1,115 @@
+"""Recipes: named functions from the model that was asked for (or None) to a `RunConfig`.
+
+Flags of the command line override what they set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import CheckpointConfig, LossConfig, OptimizerConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from .random_weights import random_width
+
+_TINY_WIDTH, _WIDTH_100M = 128, 768  # `hidden_size` of the random models that rates were chosen on
+
+
+def sum_digits(model: str | None) -> RunConfig:
+    """Add up digits. Without a model, a tiny random one learns an easy form: minutes on a laptop's CPU, a short
+    supervised warm-up first. So does a folder with random weights that `lockstep init` made, at rates that fall with
+    its width. With another model, the full form: 5 prompts of 8 samples and 100 tokens."""
+    width = _random_width(model, _TINY_WIDTH)
+    if width is None:
+        return RunConfig(
+            recipe="sum-digits",
+            model=model,
+            steps=10,
+            sampling=SamplingConfig(temperature=0.8, top_p=0.95),
+            optimizer=OptimizerConfig(learning_rate=2e-6, weight_decay=0.1, warmup_steps=2),
+        )
+    narrower = _TINY_WIDTH / width
+    return RunConfig(
+        recipe="sum-digits",
+        model=model,
+        steps=120,
+        task=TaskConfig(easy=True, validation_prompts=200),
+        sampling=SamplingConfig(max_completion_length=24),
+        trainer=TrainerConfig(
+            prompts_per_step=24, warmup_steps=400, warmup_learning_rate=2e-3 * narrower, warmup_loss=0.05
+        ),
+        # A right answer is 20 tokens with its end. Without a price on more, nothing keeps the model from rambling on.
+        loss=LossConfig(loss_type="dapo", overlong_buffer=4, scale_rewards="group"),
+        optimizer=OptimizerConfig(learning_rate=3e-4 * narrower, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
+        checkpoint=CheckpointConfig(interval=25 if model is None else 0),  # of a larger one it takes gigabytes
+    )
+
+
+def word_arithmetic(model: str | None) -> RunConfig:
+    """Short stories of additions and subtractions. Without a model, a random one of 100 million parameters
+    trains on them, a supervised warm-up first: meant for a GPU. So does a folder with random weights that
+    `lockstep init` made, at rates that fall with its width."""
+    width = _random_width(model, _WIDTH_100M)
+    arch = "qwen3-100m" if model is None else RunConfig.arch
+    warm_up, rate, narrower = (0, 2e-5, 1.0) if width is None else (2000, 5e-5, _WIDTH_100M / width)
+    return RunConfig(
+        recipe="word-arithmetic",
+        model=model,
+        arch=arch,
+        steps=300,
+        task=TaskConfig(name="word-arithmetic", validation_prompts=200, validation_interval=25),
+        sampling=SamplingConfig(max_completion_length=64),
+        trainer=TrainerConfig(
+            prompts_per_step=64, warmup_steps=warm_up, warmup_learning_rate=4e-4 * narrower, warmup_reward=0.6
+        ),
+        loss=LossConfig(scale_rewards="group"),
+        optimizer=OptimizerConfig(learning_rate=rate * narrower, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
+    )
+
+
+def gsm8k(model: str | None) -> RunConfig:
+    """Grade-school mathematics (`--data` FILE.jsonl with question and answer) with a small pretrained model."""
+    return RunConfig(
+        recipe="gsm8k",
+        model=model or "Qwen/Qwen3-0.6B",
+        steps=200,
+        task=TaskConfig(name="gsm8k", validation_prompts=100, validation_interval=50),
+        sampling=SamplingConfig(num_generations=8, max_completion_length=512),
+        trainer=TrainerConfig(prompts_per_step=16),
+        optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10),
+    )
+
+
+def dataset(model: str | None) -> RunConfig:
+    """Your own prompts (`--data`) and reward functions (`--reward`) with a small pretrained model."""
+    return RunConfig(
+        recipe="dataset",
+        model=model or "Qwen/Qwen3-0.6B",
+        steps=100,
+        task=TaskConfig(name="dataset"),
+        sampling=SamplingConfig(num_generations=8, max_completion_length=256),
+        trainer=TrainerConfig(prompts_per_step=8),
+        optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10),
+    )
+
+
+RECIPES: dict[str, Callable[[str | None], RunConfig]] = {
+    "sum-digits": sum_digits,
+    "word-arithmetic": word_arithmetic,
+    "gsm8k": gsm8k,
+    "dataset": dataset,
+}
+DEFAULT = "sum-digits"
+
+
+def remark(name: str, model: str | None) -> str | None:
+    """A line for whoever trains the folder `model`: that the recipe `name` takes it for an untrained one, and why."""
+    if model is None or random_width(model) is None or not RECIPES[name](model).trainer.warmup_steps:
+        return None
+    return (
+        f"model {model} has random weights, as lockstep init made them: {name} takes its settings for a random model, "
+        "a supervised warm-up first; flags override them"
+    )
+
+
+def _random_width(model: str | None, without: int) -> int | None:
+    """The width of a random model: `without` when none is given, None for a model that is trained."""
+    return without if model is None else random_width(model)

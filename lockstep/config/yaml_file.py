@@ -1,0 +1,187 @@
+"""config.yaml: a resolved `RunConfig` written out, and read back strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import InputError
+from . import RunConfig
+
+
+def save(config: RunConfig, path: Path) -> None:
+    """Write every field of `config`; `load(path)` gives an equal one back."""
+    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+
+
+Recipes = Mapping[str, Callable[[str | None], RunConfig]]
+
+
+def load(path: Path, recipes: Recipes | None = None) -> RunConfig:
+    """Read a config.yaml. A key that is left out has the default of its dataclass.
+
+    With `recipes`, the file is what someone begins from: keys that it leaves out are those of the recipe that it names,
+    which must be one unless none is left out, and a file without any key is refused.
+
+    Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
+    Values' ranges are `config.validate`'s business.
+    """
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: cannot be read: it is not a regular file")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    try:
+        if recipes is None:
+            return _dataclass({} if values is None else values, RunConfig(), "")
+        return _dataclass(values, _begin(values, recipes), "")
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def checked(config: RunConfig) -> RunConfig:
+    """`config`, made in code, with every value of its field's type; raises `InputError` naming the first that is not.
+
+    A whole number where a number with decimals is due is converted.
+    """
+    return _dataclass(to_dict(config), config, "")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as plain JSON and YAML values: dicts, lists, strings, numbers, booleans, None."""
+    return {key: _plain(value) for key, value in dataclasses.asdict(config).items()}
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """`to_dict` with dotted names, such as `sampling.top_p`."""
+    result: dict[str, Any] = {}
+    for key, value in to_dict(config).items():
+        inner = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
+        result.update(inner)
+    return result
+
+
+def suggest(name: str, allowed: Iterable[str]) -> str:
+    """Words that follow "unknown NAME": the close matches, and everything that is allowed."""
+    names = list(allowed)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}allowed: {', '.join(names)}"
+
+
+_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """A SafeLoader that refuses a key given twice (plain YAML would take the last in silence).
+
+    Its booleans and whole numbers are YAML 1.2's: `parity: off` is the word, not False; `1:30` is not 90, nor `010` 8.
+    """
+
+    yaml_implicit_resolvers: typing.ClassVar = {
+        first: [
+            (tag, _WHOLE if tag == "tag:yaml.org,2002:int" else pattern)
+            for tag, pattern in resolvers
+            if tag != "tag:yaml.org,2002:bool" or first in "tTfF"
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _begin(values: Any, recipes: Recipes) -> RunConfig:
+    """What the keys that a file leaves out are taken from: the recipe that it names."""
+    if not values and values in (None, {}):
+        raise InputError(f"the file holds no key; name what it begins from, such as recipe: {next(iter(recipes))}")
+    name = values.get("recipe") if isinstance(values, dict) else None
+    if name is None:
+        return RunConfig()
+    if isinstance(name, str) and name in recipes:
+        model = values.get("model")
+        return recipes[name](model if isinstance(model, str) else None)
+    whole = to_dict(RunConfig())
+    if values.keys() >= whole.keys() and all(
+        isinstance(values[key], dict) and values[key].keys() >= inner.keys()
+        for key, inner in whole.items()
+        if isinstance(inner, dict)
+    ):
+        return RunConfig()  # a recipe of one's own, of which nothing is asked
+    raise InputError(f"recipe is {name!r}, which is none; {suggest(str(name), recipes)}")
+
+
+def _dataclass(values: Any, begin: Any, prefix: str) -> Any:
+    """`begin`, a dataclass, with `values` in place of its own."""
+    if not isinstance(values, dict):
+        where = prefix.rstrip(".") or "the file"
+        raise InputError(f"{where} holds {values!r}; it must be a mapping of keys to values")
+    hints = typing.get_type_hints(type(begin))
+    for key in values:
+        if key not in hints:
+            raise InputError(f"unknown key {prefix}{key}; {suggest(str(key), hints)}")
+    changes = {key: _item(value, getattr(begin, key), hints[key], f"{prefix}{key}") for key, value in values.items()}
+    return dataclasses.replace(begin, **changes)
+
+
+def _item(value: Any, begin: Any, hint: Any, path: str) -> Any:
+    return _dataclass(value, begin, f"{path}.") if dataclasses.is_dataclass(hint) else _value(value, hint, path)
+
+
+def _value(value: Any, hint: Any, path: str) -> Any:
+    """`value` as the type `hint` asks for, or `InputError` saying what `path` takes."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):  # X | None
+        return None if value is None else _value(value, arguments[0], path)
+    if origin is tuple and isinstance(value, list):  # tuple[X, ...]
+        return tuple(_value(inner, arguments[0], f"{path}[{index}]") for index, inner in enumerate(value))
+    if origin is typing.Literal and value in arguments:
+        return value
+    if hint is float:
+        return _float(value, path)
+    if type(value) is hint:
+        return value
+    raise InputError(f"{path} is {value!r}; it must be {_expected(hint)}")
+
+
+def _float(value: Any, path: str) -> float:
+    """YAML 1.1 reads 1e-6 (no dot) as a string; whoever writes it means the number."""
+    if type(value) in (int, float, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    raise InputError(f"{path} is {value!r}; it must be a number")
+
+
+def _expected(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(hint)))}"
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each item {_expected(typing.get_args(hint)[0])}"
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]

@@ -1,0 +1,171 @@
+"""The processes of a run, and what they agree on through the host. No wait is without a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InputError, LockstepError, PeerLost
+from . import torch_private
+from .collectives import GROUP
+
+T = TypeVar("T")
+GRACE = 10.0  # seconds by which the collectives' own deadlines come before ours, which ends the process
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train one model together, each with a rank; by itself a process is rank 0 of 1.
+
+    All ranks run the same program and meet in its calls. A call that one rank does not come to fails on the others.
+
+    Attributes:
+        timeout: seconds that a rank waits for the others.
+        on_gpu: whether they train on GPUs.
+    """
+
+    rank: int = 0
+    size: int = 1
+    timeout: float = 0.0
+    on_gpu: bool = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes the run's files."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank; values are pickled.
+
+        Raises:
+            PeerLost: a rank is gone, or late by more than the timeout.
+        """
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self.peers():
+            dist.all_gather_object(values, value)
+        return values
+
+    def share(self, make: Callable[[], T]) -> list[T]:
+        """What `make` returns on each rank, by rank, on every rank. What it raises on any is raised on all."""
+        if self.size == 1:
+            return [make()]
+        value, error = None, None
+        try:
+            value = make()
+        except Exception as caught:
+            error = caught
+        outcomes = self.gather((value, None if error is None else _portable(error)))
+        failed = [rank for rank, (_, found) in enumerate(outcomes) if found is not None]
+        if failed:
+            raised = error if failed[0] == self.rank and error is not None else outcomes[failed[0]][1]
+            assert raised is not None
+            raise elsewhere(raised, self.rank)
+        return [found for found, _ in outcomes]  # type: ignore[misc]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, or raises there, on every rank; the others do not call it."""
+        return self.share(lambda: make() if self.first else None)[0]  # type: ignore[return-value]
+
+    def same(self, what: str, described: dict[str, Any]) -> None:
+        """Refuse ranks that differ in any of the named values, with the names.
+
+        Raises:
+            InputError: on every rank.
+        """
+        all_described = self.gather(described)
+        names = dict.fromkeys(name for one in all_described for name in one)
+        for name in names:
+            values = [one.get(name) for one in all_described]
+            odd = [rank for rank, value in enumerate(values) if value != values[0]]
+            if odd:
+                raise elsewhere(
+                    InputError(
+                        f"{what}: {name} is {values[odd[0]]!r} on rank {odd[0]} and {values[0]!r} on rank 0; every "
+                        "process must run the same program on the same inputs"
+                    ),
+                    self.rank,
+                )
+
+    @contextlib.contextmanager
+    def peers(self) -> Iterator[None]:
+        """Within, torch's errors about other ranks are `PeerLost`."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or isinstance(error, LockstepError) or not torch_private.is_peer_failure(error):
+                raise
+            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise PeerLost(
+                f"rank {self.rank} of {self.size}: another process of the run is gone, or did not come within "
+                f"{self.timeout:g} s (parallel.timeout): {said}"
+            ) from error
+
+    @contextlib.contextmanager
+    def deadline(self, doing: str, timeouts: float = 1.0) -> Iterator[None]:
+        """Within, waits that torch puts no end to (for a device that waits for another rank) end the process, after so
+        many timeouts. It ends when the device has done what was launched."""
+        if self.size == 1:
+            yield
+            return
+        seconds = timeouts * self.timeout + GRACE
+        timer = threading.Timer(seconds, self._give_up, (doing, seconds))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+            if self.on_gpu:
+                torch.cuda.synchronize()
+        finally:
+            timer.cancel()
+
+    def _give_up(self, doing: str, seconds: float) -> None:
+        print(
+            f"lockstep: failed: rank {self.rank} of {self.size}: {doing} did not end within {seconds:g} s "
+            f"(parallel.timeout is {self.timeout:g}); another process of the run is gone or stuck",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    def close(self, failed: bool = False) -> None:
+        """Leave together: every graph is closed and every wait over. After a failure nobody is waited for."""
+        if self.size == 1:
+            return
+        if failed and self.on_gpu:  # kernels that wait for a lost rank would be waited for
+            torch_private.forget_group(GROUP)
+            return
+        with self.peers(), self.deadline("leaving together"):
+            if not failed:
+                dist.barrier()
+            torch_private.forget_group(GROUP)
+            dist.destroy_process_group()
+
+
+ONE = World()
+
+
+def elsewhere(error: Exception, rank: int) -> Exception:
+    """`error`, marked on every rank but the first as one that the first reports."""
+    error.reported = rank != 0  # type: ignore[attr-defined]
+    return error
+
+
+def _portable(error: Exception) -> Exception:
+    """An exception that can be sent: itself, or what it says."""
+    import pickle
+
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return LockstepError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,76 @@
+"""Tasks: where prompts come from and how completions are scored."""
+
+from __future__ import annotations
+
+from ..config import TaskConfig
+from ..errors import InputError
+from .base import Problem, PromptLimit, Task
+from .data.dataset import DatasetTask, hold_out
+from .data.rows import Problems, RowFormat, read_problems
+from .data.sources import has_splits
+from .rewards.loading import load_rewards
+from .rewards.reward_set import Reward, RewardSet
+from .rewards.workers import RewardWorkers
+from .tasks.gsm8k import check_answer, gsm8k_reward
+from .tasks.sum_digits import REWARDS, SumDigits
+from .tasks.word_arithmetic import WordArithmetic
+
+__all__ = ["Problem", "PromptLimit", "Reward", "RewardSet", "RowFormat", "Task", "make_task", "read_problems"]
+
+_GSM8K_REWARD = Reward("correct", gsm8k_reward, spec="gsm8k")
+_OWN_REWARDS = {"sum-digits": REWARDS, "word-arithmetic": REWARDS, "gsm8k": (_GSM8K_REWARD,)}
+
+
+def make_task(config: TaskConfig, prompts_per_step: int) -> Task:
+    """The task that `config` describes, its data read and checked and its rewards loaded.
+
+    `prompts_per_step` is the number of groups a step, which places a step in the data's order. Raises `InputError`
+    naming the field, file and line, or reward that is wrong.
+    """
+    rewards = _rewards(config)
+    if config.name in ("sum-digits", "word-arithmetic"):
+        rewards.check_columns(["answer"])
+        seeds = config.seed, config.validation_seed, config.validation_prompts
+        if config.name == "sum-digits":
+            return SumDigits(*seeds, config.easy, rewards)
+        return WordArithmetic(*seeds, rewards)
+    return DatasetTask(config, *_read(config, rewards), rewards, prompts_per_step)
+
+
+def _rewards(config: TaskConfig) -> RewardSet:
+    workers = RewardWorkers(config.reward_workers, config.reward_timeout) if config.reward_workers else None
+    if config.reward:
+        return load_rewards(config.reward, config.reward_weights, config.reward_on_error, workers)
+    if config.name not in _OWN_REWARDS:
+        raise InputError(f"task.reward is missing: task {config.name} has no reward of its own")
+    return RewardSet(list(_OWN_REWARDS[config.name]), config.reward_on_error, workers)
+
+
+def _read(config: TaskConfig, rewards: RewardSet) -> tuple[Problems, Problems | None]:
+    """Training and validation rows."""
+    assert config.data is not None  # config.validate
+    sources = [source for source in (config.data, config.validation_data) if source is not None]
+    if config.split != TaskConfig.split and not any(map(has_splits, sources)):
+        raise InputError(f"task.split has no effect on {sources[0]}, which has no splits; remove it")
+    chats = 0
+
+    def check(problem: Problem) -> None:
+        nonlocal chats
+        chats += not isinstance(problem.prompt, str)
+        if config.name == "gsm8k":
+            check_answer(problem)
+        rewards.check_row(problem.columns, problem.origin)
+
+    problems = read_problems(config.data, config, check)
+    validation: Problems | None
+    if config.validation_prompts == 0 or config.validation_data is None:
+        problems, validation = hold_out(problems, config.validation_prompts)
+    else:
+        rows = read_problems(config.validation_data, config, check, "task.validation_data")
+        validation = rows[: config.validation_prompts]
+    if config.chat_template_kwargs and not chats:
+        raise InputError(
+            "task.chat_template_kwargs has no effect on text prompts, which go without a template; remove it, or make "
+            "them chats with task.system_prompt"
+        )
+    return problems, validation

@@ -1,0 +1,1 @@
+"""Data rows: where they come from, and problems made of them."""

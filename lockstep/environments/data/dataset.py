@@ -1,0 +1,86 @@
+"""Problems from data rows, visited in a seeded order."""
+
+from __future__ import annotations
+
+from ...config import TaskConfig
+from ...errors import InputError
+from ..base import Encode, Problem, PromptLimit, Task, draw
+from ..rewards.reward_set import RewardSet
+from .rows import Problems
+
+_ROUNDS = 6
+
+
+class DatasetTask(Task):
+    """Training rows in a new permutation every epoch (or always in the data's order), and validation rows apart.
+
+    The row of (step, group) is a pure function of the seed and `prompts_per_step`, so resuming needs no state.
+    """
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        train: Problems,
+        validation: Problems | None,
+        rewards: RewardSet,
+        prompts_per_step: int,
+    ) -> None:
+        """Raises `InputError` when a reward requires a column that the rows do not have."""
+        for problems in (train, validation):
+            if problems:
+                rewards.check_columns(problems.columns)
+        self.name = config.name
+        self.rewards = rewards
+        self._config = config
+        self._train = train
+        self._validation = validation
+        self._prompts_per_step = prompts_per_step
+
+    def train_problem(self, step: int, group: int) -> Problem:
+        epoch, offset = divmod(step * self._prompts_per_step + group, len(self._train))
+        if self._config.shuffle:
+            offset = permuted(offset, len(self._train), self._config.seed, epoch)
+        return self._train[offset]
+
+    def validation_problems(self) -> list[Problem]:
+        return list(self._validation or ())
+
+    def check_lengths(self, encode: Encode, limit: PromptLimit) -> None:
+        """Over-long prompts are refused, or left out under `task.filter_overlong_prompts`."""
+        leave_out = self._config.filter_overlong_prompts
+        self._train = self._train.limited(encode, limit, leave_out)
+        if self._validation:
+            self._validation = self._validation.limited(encode, limit, leave_out, "validation")
+
+
+def hold_out(problems: Problems, count: int) -> tuple[Problems, Problems | None]:
+    """Training rows, and the last `count` rows for validation.
+
+    Raises `InputError` when that leaves nothing to train on.
+    """
+    if count == 0:
+        return problems, None
+    if count >= len(problems):
+        raise InputError(
+            f"{problems.label} has {len(problems)} rows and task.validation_prompts holds out {count}; "
+            "give more rows, fewer validation prompts, or task.validation_data"
+        )
+    cut = len(problems) - count
+    return problems[:cut], problems[cut:]
+
+
+def permuted(index: int, length: int, seed: int, epoch: int) -> int:
+    """Where a permutation of `range(length)`, a function of (seed, epoch), sends `index`. No state, no table.
+
+    A Feistel network over the next even number of bits, walked until it lands below `length` (Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002).
+    """
+    half = max(1, ((length - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (draw("order", seed, epoch, turn, right) & mask)
+        index = left << half | right
+        if index < length:
+            return index

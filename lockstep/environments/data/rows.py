@@ -1,0 +1,190 @@
+"""Data rows to problems: which column is the prompt, what its form may be, and its length in tokens."""
+
+from __future__ import annotations
+
+import logging
+import re
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from ...config import TaskConfig
+from ...errors import InputError, PromptTooLong
+from ..base import Encode, Problem, Prompt, PromptLimit
+from ..rewards.calls import RESERVED_NAMES
+from .sources import Row, Source, open_source
+
+# Names that data in other layouts gives its prompts.
+USUAL_PROMPT_COLUMNS = ("messages", "conversation", "question", "problem", "instruction", "query", "input", "text")
+
+GSM8K_INSTRUCTION = "Reason step by step. End with the final number alone after ####, like this: #### 42"
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_log = logging.getLogger("lockstep.environments")
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a row becomes a prompt: the column it stands in, and a system prompt for rows without one."""
+
+    prompt_column: str = "prompt"
+    system_prompt: str | None = None
+
+    def problem(self, row: Row, origin: str) -> Problem:
+        """The row's problem; its other columns are for the rewards. Raises `InputError` naming `origin`."""
+        for name in RESERVED_NAMES:
+            if name in row and name != self.prompt_column:
+                raise InputError(f"{origin}: column {name!r} has the name of a reward argument; rename it")
+        if self.prompt_column in row:
+            hidden = {"prompt", *RESERVED_NAMES} & {self.prompt_column}  # what functions have as `prompts`
+            columns = {name: value for name, value in row.items() if name not in hidden}
+            prompt = _checked_prompt(row[self.prompt_column], f"{origin}: {self.prompt_column}")
+        elif "question" in row and "answer" in row:  # GSM8K
+            if not _is_text(row["question"]):
+                raise InputError(f"{origin}: question must be a text that is not empty")
+            columns = row
+            prompt = [{"role": "user", "content": f"{row['question']}\n\n{GSM8K_INSTRUCTION}"}]
+        else:
+            raise InputError(
+                f"{origin} has {', '.join(row) or 'no columns'}; it needs {self.prompt_column}, or question and answer "
+                f"({_other_column(row)})"
+            )
+        return Problem(self.with_system(prompt), columns, origin=origin)
+
+    def with_system(self, prompt: Prompt) -> Prompt:
+        """`prompt` under the system prompt, unless it has one; a text then is a chat of one user message."""
+        if self.system_prompt is None:
+            return prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if any(message["role"] == "system" for message in messages):
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+
+def _other_column(row: Row) -> str:
+    """How to say that the prompt stands in another column, and in which it may."""
+    usual = [name for name in USUAL_PROMPT_COLUMNS if name in row]
+    perhaps = f", perhaps {usual[0]}," if usual else ""
+    return f"name the prompt's column{perhaps} with task.prompt_column or --prompt-column"
+
+
+class Problems(Sequence[Problem]):
+    """Problems read from their rows when asked for: some rows of a source, in order."""
+
+    def __init__(self, source: Source, form: RowFormat, columns: tuple[str, ...], rows: Sequence[int], label: str):
+        self.label = label  # "task.data rows.jsonl"
+        self.columns = columns
+        self._source = source
+        self._form = form
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The problem at `index`, or for a slice the problems of those rows. A column that its row lacks is None."""
+        if isinstance(index, slice):
+            return Problems(self._source, self._form, self.columns, self._rows[index], self.label)
+        row = self._rows[index]
+        problem = self._form.problem(self._source.row(row), self._source.origin(row))
+        return Problem(problem.prompt, {name: problem.columns.get(name) for name in self.columns}, None, problem.origin)
+
+    def limited(self, encode: Encode, limit: PromptLimit, leave_out: bool, use: str = "training") -> Problems:
+        """These problems without those whose prompts are over the limit, which are counted and named in a warning.
+
+        `use` says in messages what they are for.
+
+        Raises `InputError` naming them instead unless `leave_out`, and when none is left.
+        """
+        kept, over = array("Q"), 0
+        named: list[str] = []
+        for row, problem in zip(self._rows, self, strict=True):
+            size = _size_if_over(encode, problem, limit.tokens)
+            if size is None:
+                kept.append(row)
+                continue
+            over += 1
+            if len(named) < 3:
+                named.append(f"{problem.origin} ({size})")
+        if not over:
+            return self
+        found = (
+            f"{over} of {len(self)} {use} prompts of {self.label} have more than {limit.tokens} tokens "
+            f"({limit.reason}): {', '.join(named)}{', ...' if over > len(named) else ''}"
+        )
+        if not leave_out:
+            raise InputError(f"{found}; shorten them, or leave them out with task.filter_overlong_prompts")
+        if not kept:
+            raise InputError(f"{found}; none is left")
+        _log.warning("left out %s", found)
+        return Problems(self._source, self._form, self.columns, kept, self.label)
+
+
+def read_problems(
+    data: str, config: TaskConfig, check: Callable[[Problem], None] = lambda problem: None, field: str = "task.data"
+) -> Problems:
+    """Every row of `data` as a problem, in the data's order; each is checked once here, also by `check`.
+
+    A row's prompt is text or chat messages and its other columns go to the rewards; a row with `question` and `answer`
+    instead (GSM8K) asks the question. Raises `InputError` naming the file and the line, or the row, and what is wrong;
+    `field` is the setting that `data` is of.
+    """
+    form = RowFormat(config.prompt_column, config.system_prompt)
+    source = open_source(data, config.split, field)
+    if not len(source):
+        raise InputError(f"{field} {data} has no rows")
+    names: dict[str, None] = {}
+    for problem in _all(source, form):
+        check(problem)
+        names |= dict.fromkeys(problem.columns)
+    return Problems(source, form, tuple(names), range(len(source)), f"{field} {data}")
+
+
+def _all(source: Source, form: RowFormat) -> Iterator[Problem]:
+    return (form.problem(row, source.origin(index)) for index, row in enumerate(source))
+
+
+def _size_if_over(encode: Encode, problem: Problem, limit: int) -> str | None:
+    """How large the prompt is, in words, when it has more tokens than `limit`, else None.
+
+    A text cannot have many more tokens than bytes, so short ones are not encoded: twice the bytes allow for
+    normalization, 512 for the chat template. What that misses is refused when it is drawn.
+    """
+    if 2 * _bytes(problem.prompt) + 512 <= limit:
+        return None
+    try:
+        count = len(encode(problem.prompt))
+    except PromptTooLong as error:
+        return f"{error.size:,} bytes"
+    except InputError as error:
+        raise InputError(f"{problem.origin}: {error}") from error
+    return f"{count} tokens" if count > limit else None
+
+
+def _bytes(prompt: Prompt) -> int:
+    """Of the prompt's texts."""
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(message["content"].encode()) for message in prompt)
+
+
+def _checked_prompt(prompt: Any, where: str) -> Prompt:
+    if _is_text(prompt):
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        found = "empty" if prompt in ("", []) else f"of type {type(prompt).__name__}"
+        if isinstance(prompt, str) and prompt:
+            found = "half a surrogate pair, which is no text"
+        raise InputError(f"{where} is {found}; it must be a text or a list of chat messages")
+    for index, message in enumerate(prompt):
+        if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in ("role", "content")):
+            raise InputError(f"{where} message {index} must be an object with role and content, both texts")
+    if prompt[-1]["role"] == "assistant":
+        raise InputError(f"{where}: the last message is the assistant's; the completion comes there, so remove it")
+    return prompt
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    """Whether this is a text that is not empty and that UTF-8 can hold (JSON can escape half a surrogate pair)."""
+    return isinstance(value, str) and value != "" and not _SURROGATE.search(value)

@@ -1,0 +1,233 @@
+"""Data rows on disk, read one at a time: JSON lines by their offsets, everything else through `datasets`.
+
+`datasets` keeps rows in a memory-mapped Arrow file, and JSON lines keep two numbers a row, so neither holds the rows in
+memory: data may be larger than it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...errors import InputError
+
+Row = dict[str, Any]
+
+JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}  # of `datasets`, for files; .json: an array
+# Of what can only be a file, so that none of them is looked for on the hub.
+_FILE_SUFFIXES = {*_BUILDERS, *JSON_LINES_SUFFIXES, ".arrow", ".tsv", ".txt", ".gz", ".zst", ".zip", ".yaml", ".py"}
+_DATA_SUFFIXES = {*JSON_LINES_SUFFIXES, ".parquet", ".arrow", ".csv", ".gz", ".zst"}
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Source(Protocol):
+    """Rows by their number, counted from 0."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Row]:
+        """All rows in order, which is faster than asking for each."""
+
+    def row(self, index: int) -> Row:
+        """Row `index`."""
+
+    def origin(self, index: int) -> str:
+        """Where row `index` stands, for messages: "train.jsonl line 3"."""
+
+
+def open_source(data: str, split: str, field: str = "task.data") -> Source:
+    """The rows of a JSON lines, JSON, CSV or parquet file, of a folder (saved by `datasets`, or of data files), or of a
+    hub id, which may name its configuration as "id:configuration"; `split` is for the last two.
+
+    Raises `InputError` naming `field`, the setting that `data` is of, when they cannot be read.
+    """
+    path, label = Path(data).expanduser(), f"{field} {data}"
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{label} is not a regular file")  # a pipe or a device, which may have no end
+    if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir() and not _is_array(path):
+        return JsonLines(path, label)
+    if path.is_file() and path.suffix not in _BUILDERS:
+        raise InputError(f"{label} must end in {', '.join(JSON_LINES_SUFFIXES)}, .csv or .parquet, or be a folder")
+    if not path.exists() and (path.suffix in _FILE_SUFFIXES or not _HUB_ID.fullmatch(data)):
+        raise InputError(f"{label} does not exist")
+    if path.is_dir():
+        _require_data_files(label, path)
+    return ArrowRows(data, path, split, label)
+
+
+def has_splits(data: str) -> bool:
+    """Whether `data` names what may have splits: a hub id, or a folder other than one saved dataset."""
+    path = Path(data).expanduser()
+    if path.is_dir():
+        return not (path / "state.json").is_file()
+    return not path.exists() and path.suffix not in _FILE_SUFFIXES
+
+
+def _is_array(path: Path) -> bool:
+    """Whether this is a .json file that holds one array, over several lines as a rule."""
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
+    except OSError:  # which reading it will say
+        return False
+
+
+class JsonLines:
+    """A file with one JSON object a line; blank lines are left out. `InputError` names the line that is none."""
+
+    def __init__(self, path: Path, label: str) -> None:
+        """`label` names the file in messages, with the setting it is of."""
+        self._path = path
+        self._offsets = array("Q")
+        self._lines = array("Q")
+        try:
+            self._file = path.open("rb")
+            self._scan()
+        except OSError as error:
+            raise InputError(f"{label} cannot be read: {error.strerror}") from error
+
+    def _scan(self) -> None:
+        offset = len(_BYTE_ORDER_MARK) if self._file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK else 0
+        self._file.seek(offset)
+        for number, line in enumerate(self._file, start=1):
+            if not line.isspace():
+                self._offsets.append(offset)
+                self._lines.append(number)
+            offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.row, range(len(self)))
+
+    def row(self, index: int) -> Row:
+        """Row `index`, read from the file."""
+        self._file.seek(self._offsets[index])
+        return _parse(self._file.readline(), self.origin(index))
+
+    def origin(self, index: int) -> str:
+        """The file and the line."""
+        return f"{self._path} line {self._lines[index]}"
+
+
+class ArrowRows:
+    """Rows as `datasets` loads them: parquet, CSV, a JSON array, a folder, a hub id."""
+
+    def __init__(self, data: str, path: Path, split: str, label: str) -> None:
+        self._data = data
+        try:
+            self._rows = [] if _is_empty(path) else _load(data, path, split)
+        except InputError:
+            raise
+        except Exception as error:  # the library raises many types: missing, offline, unknown split, damaged
+            taken = "" if path.exists() else "no such path here; as a hub id: "
+            cause = error.__cause__ or error
+            reason = f"{taken}{type(cause).__name__}: {cause}"
+            raise InputError(f"{label} (split {split}) cannot be loaded: {reason}") from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def row(self, index: int) -> Row:
+        """Row `index`, read from the memory-mapped file."""
+        return self._rows[index]
+
+    def origin(self, index: int) -> str:
+        """The data and the row, counted from 0."""
+        return f"{self._data} row {index}"
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether this is a file without rows, which `datasets` cannot read."""
+    if path.suffix == ".csv":
+        return _checked_csv(path) == 0
+    if path.suffix == ".json":
+        with path.open("rb") as file:
+            return b"".join(file.read(64).split()) == b"[]"
+    if path.suffix != ".parquet":
+        return False
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    return parquet.read_metadata(path).num_rows == 0
+
+
+def _checked_csv(path: Path) -> int:
+    """The rows of a CSV file, each of as many fields as the first line has names: the library would shift them."""
+    before = csv.field_size_limit(1 << 30)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file)
+            names = next(lines, [])
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise InputError(f"{path} line 1 names the column {repeated[0]!r} twice")
+            rows = 0
+            for row in filter(None, lines):
+                if len(row) != len(names):
+                    raise InputError(f"{path} line {lines.line_num} has {len(row)} fields for {len(names)} columns")
+                rows += 1
+            return rows
+    finally:
+        csv.field_size_limit(before)
+
+
+def _load(data: str, path: Path, split: str) -> Any:
+    import datasets
+
+    if path.is_file():
+        return datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
+    if (path / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(str(path))[split]
+    if (path / "state.json").is_file():
+        return datasets.load_from_disk(str(path))
+    name, _, configuration = (str(path.resolve()), "", "") if path.exists() else data.partition(":")
+    return datasets.load_dataset(name, configuration or None, split=split)
+
+
+def _require_data_files(label: str, folder: Path) -> None:
+    """`datasets` would search a whole tree for files; a folder without any near its top is a mistake."""
+    for pattern in ("*", "*/*"):
+        if any(path.suffix in _DATA_SUFFIXES for path in folder.glob(pattern)):
+            return
+    raise InputError(
+        f"{label} is a folder without data files; name a .jsonl or .parquet file, a folder of such files, "
+        "or a folder that datasets saved"
+    )
+
+
+class _RepeatedKey(ValueError):
+    """An object has a key twice, of which plain JSON would take the last in silence."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+    return row
+
+
+def _parse(line: bytes, origin: str) -> Row:
+    try:
+        row = json.loads(line, object_pairs_hook=_without_repeats)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{origin} is not UTF-8: {error.reason}") from error
+    except _RepeatedKey as error:
+        raise InputError(f"{origin} has the key {error.args[0]!r} twice; a key may stand in an object once") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{origin} is not JSON: {error}; each line must be one JSON object") from error
+    if not isinstance(row, dict):
+        raise InputError(f"{origin} is of type {type(row).__name__}; each line must be a JSON object")
+    return row

@@ -1,0 +1,258 @@
+"""One call of a reward function: what it is given, what it may return, and its failures as values.
+
+The same code runs here and in a worker process. A function sees lists with one entry a completion and returns one:
+a number, or None where it does not apply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError
+
+RewardFunction = Callable[..., Any]
+Arguments = dict[str, Any]  # by name: lists with one entry a completion, and TRL's three below
+
+# Larger values are beyond float32, which the loss computes in; their sums must stay within float64.
+MAX_VALUE, MAX_WEIGHT = 1e38, 1e6
+
+_HERE = Path(__file__).parents[1]
+
+MAX_TEXT = 300  # characters of a user's text in a message
+
+# What every reward is offered besides the data's columns, which may not take these names.
+RESERVED_NAMES = ("prompts", "completions", "completion_ids")
+
+# TRL's further arguments, for a function that names them.
+TRAINER_NAMES = ("trainer_state", "log_metric", "log_extra")
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """`trainer_state`: the steps done before the one that is scored; of a validation 0."""
+
+    global_step: int = 0
+
+
+class Logged:
+    """What functions gave `log_metric(name, value)` and `log_extra(column, values)` while a batch was scored."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._values: dict[str, list[float]] = {}
+        self.extra: dict[str, list[Any]] = {}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of the values under each name."""
+        return {name: sum(values) / len(values) for name, values in self._values.items()}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Raises `ValueError` for a value that is no finite number."""
+        number = _value(value)
+        if not isinstance(number, float):
+            raise ValueError(f"log_metric({name!r}, ...) takes a finite number, not {one_line(value, repr)}")
+        self._values.setdefault(str(name), []).append(number)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Raises `ValueError` for another number of values than there are completions."""
+        if len(values) != self._count:
+            raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for {self._count} completions")
+        self.extra[str(column)] = list(values)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why there is no value; `reason` follows "reward f ", as in "raised KeyError: 'x'".
+
+    `fatal` marks a mistake in the function or the set-up, not bad luck: the run ends whatever `on_error` says.
+    """
+
+    reason: str
+    fatal: bool = False
+
+
+# What one call came to: a value a completion, or one failure for all of them.
+Values = list[float | None | Failed]
+Outcome = Values | Failed
+
+
+def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> list[str]:
+    """The arguments to pass: of the reserved names and `columns`, those the function takes by name.
+
+    Raises `InputError` when the function called `name` requires one that is not there, or takes none by name.
+    """
+    offered = [*RESERVED_NAMES, *columns]
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if by_position:
+        raise InputError(
+            f"reward {name} takes {by_position[0]} by position only; arguments come by name, as in "
+            "def reward(completions, **columns)"
+        )
+    offered += [p.name for p in named if p.name in TRAINER_NAMES and p.name not in offered]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+    if missing:
+        raise InputError(
+            f"reward {name} requires the column {missing[0]!r}; the data has {', '.join(columns) or 'none'}"
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return offered
+    taken = [p.name for p in named if p.name in offered]
+    if not taken:
+        raise InputError(f"reward {name} takes no argument by name; write it as def reward(completions, **columns)")
+    return taken
+
+
+def call_all(
+    calls: Sequence[tuple[RewardFunction, Arguments, int]], began: Callable[[list[int]], None] = lambda calls: None
+) -> list[Outcome]:
+    """Call each (function, arguments, number of completions): plain functions one after the other, then all async ones
+    concurrently. `began` is told which of them it comes to."""
+    results: list[Any] = []
+    for index, (function, arguments, _) in enumerate(calls):
+        began([index])
+        results.append(_started(function, arguments))
+    waiting = [index for index, result in enumerate(results) if inspect.iscoroutine(result)]
+    if waiting:
+        began(waiting)
+        finished = _run([_finished(results[index], calls[index][0]) for index in waiting])
+        for index, result in zip(waiting, finished, strict=True):
+            results[index] = result
+    return [
+        result if isinstance(result, Failed) else _values(result, count)
+        for result, (_, _, count) in zip(results, calls, strict=True)
+    ]
+
+
+def _started(function: RewardFunction, arguments: Arguments) -> Any:
+    """The function's result, its coroutine, or its failure."""
+    try:
+        with ending_forks():
+            return function(**{name: list(v) if isinstance(v, list) else v for name, v in arguments.items()})
+    except BaseException as error:
+        return raised(error, function)
+
+
+async def _finished(coroutine: Any, function: RewardFunction) -> Any:
+    try:
+        with ending_forks():
+            return await coroutine
+    except BaseException as error:
+        return raised(error, function)
+
+
+@contextlib.contextmanager
+def ending_forks() -> Iterator[None]:
+    """Around a function's call: a copy of this process that the function forked ends where it leaves the function.
+
+    Otherwise it would go on with the run, in the same folder. Its exit code is what the copy would have had.
+    """
+    process, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == process:
+            raise
+        code = _exit_code(error)
+    finally:
+        if os.getpid() != process:
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    """The exit code of a process that ends with `error`, which is printed as Python would."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        return (error.code or 0) & 0xFF
+    if isinstance(error, SystemExit):
+        print(error.code, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    return 1
+
+
+def _run(coroutines: list[Any]) -> list[Any]:
+    async def gathered() -> list[Any]:
+        return await asyncio.gather(*coroutines)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(gathered())
+    with ThreadPoolExecutor(1) as pool:  # the caller is inside a loop, as in a notebook
+        return pool.submit(asyncio.run, gathered()).result()
+
+
+def raised(error: BaseException, function: RewardFunction) -> Failed:
+    """The failure that an exception is, with the line of the function's own file where it arose.
+
+    The text of an `InputError` is the reason as it is. `KeyboardInterrupt`, which is Ctrl-C, goes on.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, InputError):
+        return Failed(str(error), fatal=True)
+    frames = traceback.extract_tb(error.__traceback__)
+    source = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
+    outside = [f for f in frames if f.filename != contextlib.__file__ and _HERE not in Path(f.filename).parents]
+    own = [frame for frame in frames if frame.filename == source] or outside
+    place = f" in {Path(own[-1].filename).name} line {own[-1].lineno}" if own else ""
+    text = one_line(error)
+    return Failed(f"raised {type(error).__name__}{': ' if text else ''}{text}{place}")
+
+
+def _values(result: Any, count: int) -> Outcome:
+    result = result.tolist() if hasattr(result, "tolist") else result  # an array or tensor
+    if not isinstance(result, (list, tuple)):
+        reason = f"returned {type(result).__name__}; it must return a list with a number or None for each completion"
+        return Failed(reason, fatal=True)
+    if len(result) != count:
+        reason = f"returned {len(result)} values for {count} completions; it must return one for each"
+        return Failed(reason, fatal=True)
+    return [_value(value) for value in result]
+
+
+def _value(value: Any) -> float | None | Failed:
+    if value is None or isinstance(value, Failed):
+        return value
+    number = value.tolist() if hasattr(value, "tolist") else value  # an array's or tensor's scalar
+    try:
+        real = float(number) if isinstance(number, (Real, Decimal)) else math.nan
+    except (OverflowError, ValueError):  # an int beyond float's range; a signalling NaN
+        real = math.inf
+    if abs(real) <= MAX_VALUE:  # not for NaN
+        return real
+    return Failed(f"returned {one_line(value, repr)}; it must be a finite number (at most {MAX_VALUE:g}) or None")
+
+
+def one_line(value: Any, form: Callable[[Any], str] = str) -> str:
+    """The text of `value` for a message: cut when it is long, and with escapes for line ends and control characters."""
+    try:
+        text = form(value)
+    except Exception:  # the value's own code
+        return f"(a {type(value).__name__} that has no text)"
+    text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def completion_text(completion: str | list[dict[str, Any]]) -> str:
+    """The text of a completion, whichever form the prompt gave it."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,0 +1,228 @@
+"""Reward functions on a batch: called, checked, combined.
+
+A reward function is `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, plain or async: every
+argument is a list with one entry a completion, and so is the result. A conversational prompt's completion is
+`[{"role": "assistant", "content": text}]`. None means that the function does not apply to that completion.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from ...errors import InputError
+from .calls import MAX_WEIGHT, Arguments, Failed, Logged, Outcome, RewardFunction, TrainerState, accepted, call_all
+from .workers import RewardWorkers
+
+OnError = Literal["raise", "zero", "skip"]
+
+_log = logging.getLogger("lockstep.environments")
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function with its name in metrics and messages and its weight in the sum.
+
+    `spec` is where a worker process finds it, `module:function` or `path.py:function`; None: only this process can.
+    """
+
+    name: str
+    function: RewardFunction
+    weight: float = 1.0
+    spec: str | None = None
+
+
+class Scores(NamedTuple):
+    """What scoring found, one entry a completion: each function's value by name, and the weighted sum over those that
+    apply (None: none does). `errors` counts the values that each function failed to give."""
+
+    values: list[dict[str, float | None]]
+    totals: list[float | None]
+    errors: dict[str, int]
+
+
+class _Batch(NamedTuple):
+    """The completions of one call: `arguments` by name, and words for messages."""
+
+    arguments: Arguments
+    where: str
+    origins: Sequence[str]
+
+    def completion(self, index: int) -> str:
+        """Words that name completion `index` of this batch."""
+        origin = f" ({self.origins[index]})" if self.origins[index] else ""
+        return f"completion {index} of the {self.where}{origin}"
+
+
+class RewardSet:
+    """One or several reward functions, combined by a weighted sum over those that apply.
+
+    Args:
+        on_error: what a function that raises, crashes, takes too long or returns no finite number does to the
+            completions concerned. raise: end the run. zero: the value is 0. skip: there is no value (as with None).
+        workers: processes to call the functions in, a prompt's completions a call; None calls them here, with the
+            whole batch.
+
+    Attributes:
+        logged: what functions logged while the last batch was scored.
+    """
+
+    def __init__(
+        self, rewards: Sequence[Reward], on_error: OnError = "raise", workers: RewardWorkers | None = None
+    ) -> None:
+        """Raises `InputError` for a weight that is too large, or a function that workers cannot find."""
+        assert rewards and len({reward.name for reward in rewards}) == len(rewards)
+        for reward in rewards:
+            if not abs(reward.weight) <= MAX_WEIGHT:
+                raise InputError(
+                    f"task.reward_weights: the weight of reward {reward.name} is {reward.weight}; it must be between "
+                    f"{-MAX_WEIGHT:g} and {MAX_WEIGHT:g}"
+                )
+            if workers is not None and reward.spec is None:
+                raise InputError(
+                    f"task.reward_workers: reward {reward.name} has no module:function name that another process "
+                    "could find it by; set it to 0"
+                )
+        self.rewards = tuple(rewards)
+        self._on_error = on_error
+        self._workers = workers
+        self.logged = Logged(0)
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise `InputError` when a function requires a column that is not one of `columns`."""
+        columns = list(columns)
+        for reward in self.rewards:
+            logs = {"log_metric", "log_extra"} & set(accepted(reward.name, reward.function, columns)) - {*columns}
+            if logs and self._workers is not None:
+                raise InputError(f"reward {reward.name} takes {min(logs)}, which needs task.reward_workers 0")
+
+    def check_row(self, columns: dict[str, Any], origin: str) -> None:
+        """Raise `InputError` when a function's own `check_row`, if it has one, refuses a data row's columns."""
+        for reward in self.rewards:
+            try:
+                getattr(reward.function, "check_row", lambda columns: None)(columns)
+            except InputError as error:
+                raise InputError(f"{origin}: reward {reward.name} {error}") from error
+
+    def score(
+        self,
+        prompts: Sequence[str | list[dict[str, Any]]],
+        completions_text: Sequence[str],
+        completion_ids: Sequence[list[int]],
+        columns_rows: Sequence[dict[str, Any]],
+        where: str = "",
+        origins: Sequence[str] = (),
+        groups: Sequence[int] = (),
+        step: int = 0,
+        tell: Callable[[str], None] = lambda names: None,
+    ) -> Scores:
+        """Score completions; every argument but `where` has one entry a completion.
+
+        A column goes to the functions when every row has it. `where` says in messages what was scored, for example
+        "step 3", `origins` which data row each is of. `groups` (equal for the completions of one prompt, which stand
+        together) divides the calls among workers. `step` is `trainer_state.global_step`. `tell` is given the names of
+        the functions that are being called.
+
+        Raises `InputError` when a function returns no list or one of the wrong length and, unless `on_error` says
+        otherwise, when it raises or returns something that is no finite number.
+        """
+        if not prompts:
+            return Scores([], [], {})
+        columns = [name for name in columns_rows[0] if all(name in row for row in columns_rows)]
+        arguments: Arguments = {name: [row[name] for row in columns_rows] for name in columns}
+        arguments["prompts"] = list(prompts)
+        arguments["completions"] = [_in_prompts_form(p, t) for p, t in zip(prompts, completions_text, strict=True)]
+        arguments["completion_ids"] = list(completion_ids)
+        self.logged = Logged(len(prompts))
+        offered = {
+            "trainer_state": TrainerState(step),
+            "log_metric": self.logged.log_metric,
+            "log_extra": self.logged.log_extra,
+        }
+        batches = self._batches(arguments, where, origins or [""] * len(prompts), groups)
+        errors: Counter[str] = Counter()
+        values: dict[str, list[float | None]] = {reward.name: [] for reward in self.rewards}
+        calls = list(itertools.product(self.rewards, batches))
+        for (reward, batch), outcome in zip(calls, self._call(calls, columns, offered, tell), strict=True):
+            values[reward.name] += self._accept(reward, batch, outcome, errors)
+        rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+        return Scores(rows, [self._total(row) for row in rows], dict(errors))
+
+    def _batches(self, arguments: Arguments, where: str, origins: Sequence[str], groups: Sequence[int]) -> list[_Batch]:
+        """The whole as one batch, or for workers a batch a prompt."""
+        total = len(origins)
+        cuts = [0, total]
+        if self._workers is not None and groups:
+            cuts = [0, *(i for i in range(1, total) if groups[i] != groups[i - 1]), total]
+        return [
+            _Batch(
+                {name: values[start:end] for name, values in arguments.items()},
+                f"{end - start} completions" + (f" of {where}" if where else ""),
+                origins[start:end],
+            )
+            for start, end in itertools.pairwise(cuts)
+        ]
+
+    def _call(
+        self,
+        calls: Sequence[tuple[Reward, _Batch]],
+        columns: list[str],
+        offered: dict[str, Any],
+        tell: Callable[[str], None],
+    ) -> list[Outcome]:
+        def began(indices: Iterable[int]) -> None:
+            tell(", ".join(dict.fromkeys(calls[i][0].name for i in indices)))
+
+        taken = {reward.name: accepted(reward.name, reward.function, columns) for reward in self.rewards}
+        given = [
+            {name: batch.arguments.get(name, offered.get(name)) for name in taken[reward.name]}
+            for reward, batch in calls
+        ]
+        counts = [len(batch.origins) for _, batch in calls]
+        if self._workers is not None:
+            began(range(len(calls)))
+            specs = [reward.spec or "" for reward, _ in calls]  # there is one, as __init__ made sure
+            return self._workers.call_all(list(zip(specs, given, counts, strict=True)))
+        functions = [reward.function for reward, _ in calls]
+        return call_all(list(zip(functions, given, counts, strict=True)), began)
+
+    def _accept(self, reward: Reward, batch: _Batch, outcome: Outcome, errors: Counter[str]) -> list[float | None]:
+        """The call's values, with `on_error` applied to the failures among them."""
+        count = len(batch.origins)
+        if isinstance(outcome, Failed):
+            first, what = outcome, f"the {batch.where}{_rows(batch.origins)}"
+            outcome = [outcome] * count
+        else:
+            failures = [(index, value) for index, value in enumerate(outcome) if isinstance(value, Failed)]
+            if not failures:
+                return outcome  # type: ignore[return-value]  # no Failed is in it
+            (index, first) = failures[0]
+            what = batch.completion(index)
+        message = f"reward {reward.name} {first.reason} (for {what})"
+        if self._on_error == "raise" or first.fatal:
+            raise InputError(message)
+        if reward.name not in errors:  # the first of a batch; `errors` counts them all
+            _log.warning("%s; such values %s", message, "count as 0" if self._on_error == "zero" else "are left out")
+        errors[reward.name] += sum(isinstance(value, Failed) for value in outcome)
+        stand_in = 0.0 if self._on_error == "zero" else None
+        return [stand_in if isinstance(value, Failed) else value for value in outcome]
+
+    def _total(self, row: dict[str, float | None]) -> float | None:
+        terms = [r.weight * value for r in self.rewards if (value := row[r.name]) is not None]
+        return sum(terms) if terms else None
+
+
+def _rows(origins: Sequence[str]) -> str:
+    """Words for the data rows of a batch: the first, and the last when that is another."""
+    named = [origin for origin in origins if origin]
+    if not named:
+        return ""
+    return f", {named[0]}" + (f" to {named[-1]}" if named[-1] != named[0] else "")
+
+
+def _in_prompts_form(prompt: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

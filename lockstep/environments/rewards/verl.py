@@ -1,0 +1,93 @@
+"""verl's reward signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, as TRL's."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Coroutine
+from typing import Any
+
+from ...errors import InputError
+from .calls import Failed, RewardFunction, completion_text, ending_forks, one_line, raised
+
+MAX_CONCURRENT_CALLS = 64
+
+
+def has_verl_signature(function: RewardFunction) -> bool:
+    """Whether the function takes one completion as verl's `solution_str`, with its `ground_truth`."""
+    return {"solution_str", "ground_truth"} <= set(inspect.signature(function).parameters)
+
+
+def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT_CALLS) -> RewardFunction:
+    """`compute_score` as a reward function of a batch.
+
+    Each row's ground truth is its `reward_model["ground_truth"]`. The score is what `compute_score` returns, or the
+    entry "score" of a dict. It may be async; then at most `concurrency` calls run at once. A call that raises fails
+    its own completion only.
+    """
+    parameters = inspect.signature(compute_score).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters}
+
+    def started(arguments: dict[str, Any]) -> Any:
+        try:
+            with ending_forks():
+                return compute_score(**{k: v for k, v in arguments.items() if takes_all or k in names})
+        except BaseException as error:
+            return raised(error, compute_score)
+
+    def reward(
+        completions: list[Any],
+        reward_model: list[Any],
+        data_source: list[Any] | None = None,
+        extra_info: list[Any] | None = None,
+        **_: Any,
+    ) -> list[Any] | Coroutine[Any, Any, list[Any]]:
+        results = [
+            started(
+                {
+                    "data_source": data_source[index] if data_source else None,
+                    "solution_str": completion_text(completion),
+                    "ground_truth": ground_truth(reward_model[index]),
+                    "extra_info": extra_info[index] if extra_info else {},
+                }
+            )
+            for index, completion in enumerate(completions)
+        ]
+        if any(inspect.iscoroutine(result) for result in results):
+            return _gathered(results, compute_score, concurrency)
+        return [_score(result) for result in results]
+
+    reward.__name__ = getattr(compute_score, "__name__", "compute_score")
+    reward.check_row = lambda columns: ground_truth(columns.get("reward_model"))  # type: ignore[attr-defined]
+    return reward
+
+
+def ground_truth(value: Any) -> Any:
+    """What a row's `reward_model` says is right. `InputError` when it is no object with `ground_truth`."""
+    if not isinstance(value, dict) or "ground_truth" not in value:
+        found = one_line(value, repr)
+        raise InputError(f"needs the column reward_model to hold an object with ground_truth; a row's is {found}")
+    return value["ground_truth"]
+
+
+async def _gathered(results: list[Any], compute_score: RewardFunction, concurrency: int) -> list[Any]:
+    gate = asyncio.Semaphore(concurrency)
+
+    async def awaited(result: Any) -> Any:
+        if not inspect.iscoroutine(result):
+            return _score(result)
+        async with gate:
+            try:
+                with ending_forks():
+                    return _score(await result)
+            except BaseException as error:
+                return raised(error, compute_score)
+
+    return await asyncio.gather(*map(awaited, results))
+
+
+def _score(result: Any) -> Any:
+    if not isinstance(result, dict):
+        return result
+    return result["score"] if "score" in result else Failed(f"returned a dict without score: {sorted(result)}")

@@ -1,0 +1,53 @@
+"""The process at the other end of `workers`: loads reward functions by name and calls them until its parent is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ...errors import InputError
+from .calls import Arguments, Failed, Outcome, RewardFunction, call_all
+from .loading import load_reward
+
+
+def main(descriptor: int) -> None:
+    """Answer ("load", spec) and ("call", spec, arguments, count) on the connection of this file descriptor."""
+    os.dup2(2, 1)  # what functions print must not mix with the parent's standard output
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    channel = Connection(descriptor)
+    functions: dict[str, RewardFunction] = {}
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
+        while True:
+            kind, spec, *call = channel.recv()
+            channel.send(_loaded(spec, functions) if kind == "load" else _called(functions[spec], *call))
+
+
+def _loaded(spec: str, functions: dict[str, RewardFunction]) -> Any:
+    try:
+        functions[spec] = load_reward(spec)
+    except InputError as error:
+        return Failed(f"cannot be loaded in its process: {error}", fatal=True)
+    return True
+
+
+def _called(function: RewardFunction, arguments: Arguments, count: int) -> Outcome:
+    try:
+        return call_all([(function, arguments, count)])[0]
+    except KeyboardInterrupt:  # the function's own doing: Ctrl-C does not come here
+        return Failed("raised KeyboardInterrupt")
+
+
+def _end_with(parent: int) -> None:
+    """Leave when the parent is gone, also out of a function that never returns."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

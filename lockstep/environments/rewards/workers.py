@@ -1,0 +1,133 @@
+"""Processes that reward functions run in: a crash or an endless loop there costs one call, not the run.
+
+Each process is `python -m lockstep.environments.rewards.worker`, started when first needed and again after it died.
+Messages are pickles over a socket pair that only the two of them hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pickle import PicklingError
+from queue import SimpleQueue
+from typing import Any
+
+from .calls import Arguments, Failed, Outcome
+
+_START_SECONDS = 120.0  # for importing the function's module
+
+
+class RewardWorkers:
+    """`count` processes that share the calls. Results come in the order of the calls, whoever was first.
+
+    Args:
+        timeout: seconds one call may take, importing its module aside; 0 is no limit. The process is killed then.
+    """
+
+    def __init__(self, count: int, timeout: float = 0.0) -> None:
+        self._count = count
+        self._timeout = timeout
+        self._workers = [_Worker() for _ in range(count)]
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._finalizer = weakref.finalize(self, _stop_all, self._workers)
+
+    def call_all(self, calls: Sequence[tuple[str, Arguments, int]]) -> list[Outcome]:
+        """Call the function of each (spec, arguments, number of completions) and wait for all of them."""
+        with ThreadPoolExecutor(self._count) as pool:
+            return list(pool.map(self._call, calls))
+
+    def close(self) -> None:
+        """End the processes; a later call starts new ones."""
+        _stop_all(self._workers)
+
+    def _call(self, call: tuple[str, Arguments, int]) -> Outcome:
+        worker = self._idle.get()
+        try:
+            return worker.call(*call, timeout=self._timeout or None)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process, or none yet."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Connection | None = None
+        self._loaded: set[str] = set()
+
+    def call(self, spec: str, arguments: Arguments, count: int, timeout: float | None) -> Outcome:
+        """The function's outcome; `Failed` when the process died or was killed for taking too long."""
+        if self._process is None:
+            self._start()
+        if spec not in self._loaded:
+            answer = self._ask(("load", spec), _START_SECONDS)
+            if isinstance(answer, Failed):
+                return answer
+            self._loaded.add(spec)
+        return self._ask(("call", spec, arguments, count), timeout)
+
+    def stop(self) -> None:
+        """Kill the process."""
+        process, self._process = self._process, None
+        self._loaded.clear()
+        if self._channel is not None:
+            self._channel.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", f"{__package__}.worker", str(theirs.fileno())]
+        path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))  # imports as here
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the run, whose end is the worker's
+        )
+        theirs.close()
+        self._channel = ours
+
+    def _ask(self, message: tuple[Any, ...], timeout: float | None) -> Any:
+        assert self._channel is not None
+        try:
+            self._channel.send(message)
+        except (PicklingError, AttributeError, TypeError) as error:  # what pickle raises, before anything is sent
+            return Failed(f"cannot be sent to its process: {error}", fatal=True)
+        except OSError:
+            return self._ended()
+        try:
+            if not self._channel.poll(timeout):
+                self.stop()
+                return Failed(f"gave no answer within {timeout:g} s and was stopped")
+            return self._channel.recv()
+        except (EOFError, OSError):
+            return self._ended()
+
+    def _ended(self) -> Failed:
+        """The failure of a call whose process closed its connection."""
+        assert self._process is not None
+        how = "closed its connection"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(timeout=5)
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self.stop()
+        return Failed(f"ended its process ({how})")
+
+
+def _stop_all(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()

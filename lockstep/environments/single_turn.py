@@ -1,0 +1,171 @@
+"""From problems to scored groups: encode the prompts, generate, score. Advantages come later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..distributed import ONE, World
+from ..errors import InputError
+from ..timings import Timings
+from ..types import TRAIN_DOMAIN, Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
+from .base import Encode, Problem
+from .rewards.reward_set import RewardSet
+
+LOGGED = "logged/"  # of metrics that reward functions logged
+
+Problems = Sequence[tuple[int, Problem]]  # each with its group
+
+
+class Collected(NamedTuple):
+    """What was sampled and scored.
+
+    Attributes:
+        groups: those whose completions all have a reward.
+        without_reward: the others.
+        counts: metrics: `groups_without_reward`, `reward_errors/<fn>`.
+    """
+
+    groups: list[RolloutGroup]
+    without_reward: list[RolloutGroup]
+    counts: dict[str, float]
+
+
+# generate(prompt_ids, sampling, identities): for each prompt its `sampling.n` completions, whose identities are the
+# prompt's with sample 0 to n - 1.
+Generate = Callable[[list[list[int]], list[SamplingParams], list[SampleIdentity]], list[list[Completion]]]
+
+
+def collect(
+    problems: Problems,
+    encode: Encode,
+    generate: Generate,
+    sampling: SamplingParams,
+    seed: int,
+    domain: int,
+    step: int,
+    rewards: RewardSet,
+    max_prompt_length: int | None = None,
+    timings: Timings | None = None,
+    world: World = ONE,
+) -> Collected:
+    """Sample `sampling.n` completions of each (group, problem) and score them, on all ranks of `world` together: each
+    takes its share of the problems, and every rank has all groups in the end.
+
+    `seed`, `domain`, `step` and the group key the random numbers (`SampleIdentity`). `max_prompt_length` is in
+    tokens; None is no limit. `timings` measures `encode` and `rewards`. A group with a completion that no reward
+    applies to is kept apart.
+
+    Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group has
+    a reward, and whatever scoring refuses.
+    """
+    where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
+    arguments = encode, generate, sampling, seed, domain, step, rewards, max_prompt_length, timings or Timings()
+    own = problems[world.rank :: world.size]
+    found = world.share(lambda: _sample_and_score(own, where, *arguments))
+    groups = sorted((group for of_rank in found for group in of_rank.groups), key=_number)
+    without = sorted((group for of_rank in found for group in of_rank.without_reward), key=_number)
+    counts: Counter[str] = Counter()
+    for of_rank in found:
+        counts.update(of_rank.counts)
+    for name in [name for name in counts if name.startswith(LOGGED)]:
+        counts[name] /= sum(name in of_rank.counts for of_rank in found)  # type: ignore[assignment]  # means
+    if problems and not groups:
+        names = ", ".join(reward.name for reward in rewards.rewards)
+        raise InputError(
+            f"{where}: every group has a completion that no reward applies to: {names} returned None or failed; "
+            "at least one must return a number"
+        )
+    return Collected(groups, without, dict(counts))
+
+
+def _number(group: RolloutGroup) -> int:
+    return group.group
+
+
+def _sample_and_score(
+    problems: Problems,
+    where: str,
+    encode: Encode,
+    generate: Generate,
+    sampling: SamplingParams,
+    seed: int,
+    domain: int,
+    step: int,
+    rewards: RewardSet,
+    max_prompt_length: int | None,
+    timings: Timings,
+) -> Collected:
+    """`collect` of these problems."""
+    if not problems:
+        return Collected([], [], {})
+    with timings.measured("encode"):
+        prompt_ids = [_encode(encode, *item, where, max_prompt_length) for item in problems]
+    identities = [SampleIdentity(seed, domain, step, group) for group, _ in problems]
+    completions = generate(prompt_ids, [sampling] * len(problems), identities)
+    assert [len(samples) for samples in completions] == [sampling.n] * len(problems)
+    groups = [
+        RolloutGroup(
+            group=group,
+            prompt=problem.prompt,
+            prompt_ids=ids,
+            rollouts=[Rollout(completion, rewards={}, reward=0.0) for completion in samples],
+            sampling=sampling,
+            columns=problem.columns,
+        )
+        for (group, problem), ids, samples in zip(problems, prompt_ids, completions, strict=True)
+    ]
+    with timings.measured("rewards"):
+        origins = [problem.origin for _, problem in problems]
+        return _score(groups, origins, rewards, where, step if domain == TRAIN_DOMAIN else 0, timings)
+
+
+def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int | None) -> list[int]:
+    where = f"{where} group {group}" + (f" ({problem.origin})" if problem.origin else "")
+    try:
+        ids = encode(problem.prompt)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    if not ids:
+        raise InputError(f"{where}: the prompt has no tokens")
+    if limit is not None and len(ids) > limit:
+        raise InputError(f"{where}: the prompt has {len(ids)} tokens; at most {limit} are allowed")
+    return ids
+
+
+def _score(
+    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str, step: int, timings: Timings
+) -> Collected:
+    """Fill in every rollout's `rewards` and `reward`."""
+    rows = [
+        (group, rollout, origin) for group, origin in zip(groups, origins, strict=True) for rollout in group.rollouts
+    ]
+    scores = rewards.score(
+        prompts=[group.prompt for group, _, _ in rows],
+        completions_text=[rollout.completion.text for _, rollout, _ in rows],
+        completion_ids=[rollout.completion.token_ids for _, rollout, _ in rows],
+        columns_rows=[group.columns for group, _, _ in rows],
+        where=f"{where}, groups {groups[0].group} to {groups[-1].group}",
+        origins=[origin for _, _, origin in rows],
+        groups=[group.group for group, _, _ in rows],
+        step=step,
+        tell=timings.tell,
+    )
+    for name, column in rewards.logged.extra.items():
+        for (_, rollout, _), value in zip(rows, column, strict=True):
+            rollout.extra[name] = value
+    without = set()
+    for (group, rollout, _), values, total in zip(rows, scores.values, scores.totals, strict=True):
+        rollout.rewards = values
+        if total is None:
+            without.add(group.group)
+        else:
+            rollout.reward = total
+    split: tuple[list[RolloutGroup], list[RolloutGroup]] = [], []
+    for group in groups:
+        split[group.group in without].append(group)
+    counts: dict[str, float] = {f"reward_errors/{name}": count for name, count in scores.errors.items()}
+    counts |= {f"{LOGGED}{name}": value for name, value in rewards.logged.metrics.items()}
+    counts["groups_without_reward"] = len(without)
+    return Collected(*split, counts)

@@ -1,0 +1,51 @@
+"""Tasks whose problems are drawn from a hash of their place in the run, with worked examples, and need no data."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Literal
+
+from ..base import Problem, Task
+from ..rewards.reward_set import RewardSet
+
+Share = Literal["train", "selection", "validation"]
+
+_SHARES: dict[int, Share] = {0: "validation", 8: "selection"}  # of 16; the rest is trained on
+
+
+def share_of(hashed: int) -> Share:
+    """What the problems with this hash are for."""
+    return _SHARES.get(hashed % 16, "train")
+
+
+class DrawnTask(Task):
+    """Training, selection, validation and warm-up problems, each of its own draw.
+
+    What decides what a problem is for is the problem alone, whatever the seeds: none is trained on that is held out,
+    and none decides anything that is reported.
+    """
+
+    def __init__(self, seed: int, validation_seed: int, validation_prompts: int, rewards: RewardSet) -> None:
+        self._seed = seed
+        self._validation_seed = validation_seed
+        self._validation_prompts = validation_prompts
+        self.rewards = rewards
+
+    @abstractmethod
+    def draw_problem(self, share: Share, *key: int | str) -> Problem:
+        """The problem of this key, among those of the share."""
+
+    def train_problem(self, step: int, group: int) -> Problem:
+        return self.draw_problem("train", "train", self._seed, step, group)
+
+    def validation_problems(self) -> list[Problem]:
+        return self._held_out("validation")
+
+    def selection_problems(self) -> list[Problem]:
+        return self._held_out("selection")
+
+    def _held_out(self, share: Share) -> list[Problem]:
+        return [self.draw_problem(share, share, self._validation_seed, i) for i in range(self._validation_prompts)]
+
+    def warmup_problem(self, step: int, index: int) -> Problem:
+        return self.draw_problem("train", "warmup", self._seed, step, index)

@@ -1,0 +1,96 @@
+"""The prompt tokens of a mixed step, laid out for the device in one block of memory.
+
+Shape suffixes: R rows, P prompt tokens, S segments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .forward import SEGMENT
+from .scheduler import MAX_PROMPTS, Chunk
+
+
+class MixedSizes(NamedTuple):
+    """Rows, prompt tokens and segments that a mixed step has room for."""
+
+    rows: int
+    tokens: int
+    segments: int
+
+    @staticmethod
+    def holding(rows: int, tokens: int) -> MixedSizes:
+        """Room for so many tokens however they are spread over prompts."""
+        return MixedSizes(rows, tokens, tokens // SEGMENT + min(tokens, MAX_PROMPTS))
+
+    @staticmethod
+    def exactly(rows: int, chunks: list[Chunk]) -> MixedSizes:
+        """Room for these chunks and nothing else."""
+        counts = [chunk.count for chunk in chunks]
+        return MixedSizes(rows, sum(counts), sum(-(-n // SEGMENT) for n in counts))
+
+
+class MixedBatch(NamedTuple):
+    """Views of one int64 tensor. Tokens and segments without a use have the null row, empty segments come last.
+
+    Attributes:
+        token, position, row: [P]; `row` is the one whose pages the token's keys and values go to.
+        segment_row, segment_context: [S]; the segment's row, and the positions up to its end.
+        segment_start: [S + 1]; its first token's place in the batch, which begins with a token of every row.
+        source: [R]; the place in the batch of the token that a row's next one is drawn after.
+    """
+
+    token: Tensor
+    position: Tensor
+    row: Tensor
+    segment_row: Tensor
+    segment_context: Tensor
+    segment_start: Tensor
+    source: Tensor
+
+    @staticmethod
+    def view(flat: Tensor, sizes: MixedSizes) -> MixedBatch:
+        """The fields in `flat`, int64 [`length(sizes)`]."""
+        return MixedBatch(*flat.split(_lengths(sizes)))
+
+    @staticmethod
+    def length(sizes: MixedSizes) -> int:
+        """Elements in all."""
+        return sum(_lengths(sizes))
+
+
+def _lengths(sizes: MixedSizes) -> list[int]:
+    r, p, s = sizes
+    return [p, p, p, s, s, s + 1, r]
+
+
+def lay_out(chunks: list[Chunk], sizes: MixedSizes, null_row: int, pinned: bool) -> Tensor:
+    """The batch of these chunks, a host tensor int64 [`MixedBatch.length(sizes)`]."""
+    flat = torch.zeros(MixedBatch.length(sizes), dtype=torch.int64, pin_memory=pinned)
+    batch = MixedBatch.view(flat, sizes)
+    batch.row.fill_(null_row)
+    torch.arange(sizes.rows, out=batch.source)
+    segments: list[tuple[int, int, int]] = []
+    place = 0
+    for chunk in chunks:
+        end = chunk.start + chunk.count
+        tokens = slice(place, place + chunk.count)
+        batch.token[tokens] = torch.tensor(chunk.prefill.token_ids[chunk.start : end])
+        torch.arange(chunk.start, end, out=batch.position[tokens])
+        batch.row[tokens] = chunk.prefill.row
+        for start in range(chunk.start, end, SEGMENT):
+            context = min(start + SEGMENT, end)
+            segments.append((chunk.prefill.row, context, sizes.rows + place + start - chunk.start))
+        place += chunk.count
+        for sample in chunk.started:
+            batch.source[sample.row] = sizes.rows + place - 1
+    rest = sizes.segments - len(segments)
+    segments += [(null_row, 0, sizes.rows + place)] * (rest + 1)
+    row_S, context_S, start_S = torch.tensor(segments).t()
+    batch.segment_row.copy_(row_S[:-1])
+    batch.segment_context.copy_(context_S[:-1])
+    batch.segment_start.copy_(start_S)
+    return flat

@@ -1,0 +1,232 @@
+"""Where running sequences live on the device: rows of a few tensors that never move.
+
+A graph for r sequences works on the first r rows. What the host changes (a sequence that comes, leaves or gets pages)
+is collected and uploaded together before the next launch; everything else stays on the device from step to step.
+
+Shape suffixes: R rows, K stop ids, W pages a sequence.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+
+import torch
+from torch import Tensor
+
+from ..ops import KEY_TILE
+from ..types import SamplingParams
+from .kv_cache import upload
+from .request import Sequence, SharedPrefix
+
+STOP_IDS = 4  # that the device looks for; rows with more stop on the host
+RESULTS = 3  # token, log-probability, the model's own: 32-bit words each; a fourth for the experts, if there are any
+GROUP = 8  # sequences that read a prefix together
+ALIGNMENT = 16  # elements: every field of 32 bits starts on a 64-byte boundary
+
+_FIELDS = [2, STOP_IDS, 4, 5]  # of an uploaded row: token and position, stop ids, key, remaining and the filters
+
+
+class RunningBatch:
+    """The rows, the sequence of each, and what is still to be uploaded.
+
+    Args:
+        routed: the model has experts, and each result a word that tells which.
+
+    A row without a sequence, and one whose sequence has stopped, is idle: nothing remains for it to sample. It takes
+    part in a step at position 0 of the null page. One row more, `null_row`, is always idle and has only that page.
+
+    Attributes:
+        sequences: by row; None where there is none.
+        truncated, greedy: how many of them have a filter on, or temperature 0.
+        saved: positions that a decode step need not read again when `group` was called for its rows.
+    """
+
+    def __init__(
+        self, count: int, width: int, steps: int, null_page: int, device: torch.device, routed: bool = False
+    ) -> None:
+        self.count, self.null_row, self._null_page, self.device = count, count, null_page, device
+        self.sequences: list[Sequence | None] = [None] * count
+        self.truncated = self.greedy = self.saved = 0
+        self._free = list(range(count))
+        self._taken: set[int] = set()
+        self._changed: dict[int, list[int]] = {}
+        self._pages: dict[int, list[tuple[int, list[int]]]] = {}  # by row: first column and pages
+        stride = -(-(count + 1) // ALIGNMENT) * ALIGNMENT
+        with torch.inference_mode(False):
+            self._long = torch.zeros(2, stride, dtype=torch.int64, device=device)
+            self._int = torch.zeros(5, stride, dtype=torch.int32, device=device)  # remaining, and the filters
+            self._float = self._int.view(torch.float32)
+            self._float[2:4] = 1  # temperature and top-p that no idle row can go wrong with
+            self._stop = torch.full((count + 1, STOP_IDS), -1, dtype=torch.int64, device=device)
+            self._key = torch.zeros(count + 1, 4, dtype=torch.int64, device=device)
+            self._ordinal = torch.arange(count, device=device)
+            self._cu_seqlens = torch.arange(count + 1, dtype=torch.int32, device=device)
+            self._shared_len = torch.zeros(count, dtype=torch.int32, device=device)
+            self._groups = torch.full((groups(count), GROUP), -1, dtype=torch.int32, device=device)
+            self._next_result = torch.zeros(1, dtype=torch.int64, device=device)
+            self.results = torch.zeros(count, RESULTS + routed, steps, dtype=torch.int32, device=device)
+            self.table = torch.full((count + 1, width), null_page, dtype=torch.int32, device=device)
+        self._views: dict[int, dict[str, Tensor]] = {}
+        self._grouped = count  # rows that the groups on the device are for; 0: they are out of date
+
+    @property
+    def width(self) -> int:
+        """Pages that a sequence may have."""
+        return self.table.shape[1]
+
+    def widen(self, width: int) -> None:
+        """Make the block table `width` pages wide. Tensors that `tensors` gave out before are no longer used."""
+        with torch.inference_mode(False):
+            table = torch.full((self.count + 1, width), self._null_page, dtype=torch.int32, device=self.device)
+            table[:, : self.width] = self.table
+        self.table = table
+        self._views.clear()
+
+    def tensors(self, rows: int) -> dict[str, Tensor]:
+        """Views of the first rows: what a step reads and writes."""
+        if rows not in self._views:
+            with torch.inference_mode(False):
+                self._views[rows] = self._view(rows)
+        return self._views[rows]
+
+    def _view(self, rows: int) -> dict[str, Tensor]:
+        return {
+            "token": self._long[0, :rows],
+            "position": self._long[1, :rows],  # of `token`
+            "stop": self._stop[:rows],  # -1: none
+            "remaining": self._int[0, :rows],  # tokens still to be sampled; 0: idle
+            "top_k": self._int[1, :rows],
+            "temperature": self._float[2, :rows],
+            "top_p": self._float[3, :rows],
+            "min_p": self._float[4, :rows],
+            "key": self._key[:rows],
+            "table": self.table[:rows],
+            "ordinal": self._ordinal[:rows],
+            "cu_seqlens": self._cu_seqlens[: rows + 1],
+            "groups": self._groups[: groups(rows)],  # rows that read the same pages, then -1
+            "shared_len": self._shared_len[:rows],  # positions in them
+            "results": self.results[:rows],
+            "next_result": self._next_result,  # the step whose results come next
+        }
+
+    @property
+    def used(self) -> int:
+        """Rows up to the last one that is taken."""
+        return max(self._taken) + 1 if self._taken else 0
+
+    def take(self) -> int:
+        """The first free row."""
+        row = heapq.heappop(self._free)
+        self._taken.add(row)
+        return row
+
+    def load(self, row: int, sequence: Sequence) -> None:
+        """Put a sequence into its row. The next step draws its next token, at the position after its last one."""
+        assert self.sequences[row] is None
+        sequence.row, self.sequences[row], self._grouped = row, sequence, 0
+        self._count(sequence.sampling, 1)
+        stops = list(sequence.stop_ids) if len(sequence.stop_ids) <= STOP_IDS else []
+        stops += [-1] * (STOP_IDS - len(stops))
+        p = sequence.sampling
+        filters = [p.top_k, _bits(p.temperature), _bits(p.top_p), _bits(p.min_p)]
+        self._changed[row] = [0, sequence.length - 1, *stops, *sequence.key, sequence.remaining, *filters]
+
+    def set_pages(self, row: int, first: int, pages: list[int]) -> None:
+        """Enter pages into the block table from column `first` on."""
+        self._pages.setdefault(row, []).append((first, pages))
+
+    def release(self, row: int) -> None:
+        """Make a row idle and free."""
+        sequence = self.sequences[row]
+        if sequence is not None:
+            self._count(sequence.sampling, -1)
+            self.sequences[row], sequence.row, self._grouped = None, -1, 0
+        self._changed[row] = [0, 0, *[-1] * STOP_IDS, 0, 0, 0, 0, 0, 0, _bits(1.0), _bits(1.0), 0]
+        self._pages.pop(row, None)
+        self._taken.discard(row)
+        heapq.heappush(self._free, row)
+
+    def compact(self, rows: int) -> None:
+        """Move sequences from rows beyond the first `rows` into free ones among them, on the device."""
+        if not any(self.sequences[rows:]):
+            return
+        self.flush()
+        self._grouped = 0
+        moves = []
+        for source, sequence in enumerate(self.sequences[rows:], rows):
+            if sequence is not None:
+                target = self.take()
+                assert target < rows, "more sequences than rows"
+                moves.append((source, target))
+                self.sequences[target], self.sequences[source], sequence.row = sequence, None, target
+                self._taken.discard(source)
+                heapq.heappush(self._free, source)
+        source_M, target_M = upload(moves, self.device).t()
+        for tensor, dim in ((self._long, 1), (self._stop, 0), (self._key, 0), (self._int, 1), (self.table, 0)):
+            tensor.index_copy_(dim, target_M, tensor.index_select(dim, source_M))
+        self._int[0].index_fill_(0, source_M, 0)
+        self._long[1].index_fill_(0, source_M, 0)
+
+    def flush(self) -> None:
+        """Upload what has changed."""
+        if self._changed:
+            changed = upload([[row, *fields] for row, fields in self._changed.items()], self.device)
+            row_M, long_M, stop_M, key_M, int_M = changed.split([1, *_FIELDS], dim=1)
+            row_M = row_M.squeeze(1)
+            self._long.index_copy_(1, row_M, long_M.t())
+            self._stop.index_copy_(0, row_M, stop_M)
+            self._key.index_copy_(0, row_M, key_M)
+            self._int.index_copy_(1, row_M, int_M.t().int())
+            self._changed.clear()
+        if self._pages:
+            index: list[int] = []
+            entered: list[int] = []
+            for row, runs in self._pages.items():
+                for first, pages in runs:
+                    index += range(row * self.width + first, row * self.width + first + len(pages))
+                    entered += pages
+            index_M, page_M = upload([index, entered], self.device)
+            self.table.view(-1).index_copy_(0, index_M, page_M.int())
+            self._pages.clear()
+
+    def group(self, rows: int) -> None:
+        """Bring up to date which of the first `rows` rows may read a prefix together."""
+        if self._grouped == rows:
+            return
+        members: dict[SharedPrefix, list[int]] = {}
+        for row, sequence in enumerate(self.sequences[:rows]):
+            if sequence is not None and sequence.shared and sequence.shared.positions >= KEY_TILE:
+                members.setdefault(sequence.shared, []).append(row)
+        shared_len, self.saved = [0] * rows, 0
+        grouped: list[list[int]] = []
+        for prefix, found in members.items():
+            for group in (found[i : i + GROUP] for i in range(0, len(found), GROUP)):
+                if len(group) > 1 and len(grouped) < groups(rows):
+                    grouped.append(group + [-1] * (GROUP - len(group)))
+                    self.saved += (len(group) - 1) * prefix.positions
+                    for row in group:
+                        shared_len[row] = prefix.positions
+        grouped += [[-1] * GROUP] * (groups(rows) - len(grouped))
+        flat = upload(shared_len + [row for group in grouped for row in group], self.device).int()
+        self._shared_len[:rows].copy_(flat[:rows])
+        self._groups[: groups(rows)].copy_(flat[rows:].view(-1, GROUP))
+        self._grouped = rows
+
+    def begin(self) -> None:
+        """The next step is the first of a launch: its results come first."""
+        self._next_result.zero_()
+
+    def _count(self, sampling: SamplingParams, change: int) -> None:
+        self.truncated += change * sampling.truncated
+        self.greedy += change * (sampling.temperature == 0)
+
+
+def groups(rows: int) -> int:
+    """Groups that there is room for among so many rows. More would read their prefixes each for itself."""
+    return max(2, rows // 4)
+
+
+def _bits(value: float) -> int:
+    """A float32 as the integer with the same bits."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]

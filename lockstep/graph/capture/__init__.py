@@ -1,0 +1,1 @@
+"""Ways to capture a function."""

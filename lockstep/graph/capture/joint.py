@@ -1,0 +1,143 @@
+"""Capturing a function with a backward pass as a joint graph that is cut in two, laid out again as one flat graph.
+
+The cut is torch's min-cut partitioner's, which computes again in the backward pass what is cheap to. The graph gives
+the bits of a trace of the whole (`capture`); what the forward pass writes is written at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.captured import (
+    BACKWARD,
+    BACKWARD_TAG,
+    Captured,
+    Dynamic,
+    GraphError,
+    Inputs,
+    Role,
+    Static,
+    is_backward,
+    op_name,
+)
+from ..passes.recompute import saved_bytes
+from ..torch_private import joint as torch_joint
+from ..torch_private import trace as torch_trace
+from .step import Differentiated, check_closure
+
+
+def capture_joint(
+    name: str,
+    body: Differentiated,
+    inputs: Inputs,
+    *,
+    statics: Mapping[str, Static] | None = None,
+    writes: Collection[Role] = (),
+    dynamic: Dynamic | None = None,
+) -> Captured:
+    """As `capture.step.capture`, forward and backward pass from the partitioned joint graph."""
+    statics = dict(statics or {})
+    check_closure(name, body.forward)
+    layout = _Layout.of(body, inputs, writes)
+    outputs: list[str] = []
+
+    def forward(*tensors: Tensor) -> list[Tensor]:
+        """The loss, the outputs, and what the inputs that may be written hold in the end."""
+        own = [tensor.clone() if i in layout.written else tensor for i, tensor in enumerate(tensors)]
+        loss, found = body.forward(inputs.with_tensors(own), **statics)
+        outputs[:] = found  # it is called more than once
+        return [loss, *found.values(), *(own[i] for i in layout.written)]
+
+    specs = inputs.described(dynamic or {})
+    tensors = [tensor for _, _, tensor in inputs.flat()]
+    try:
+        module, sizes = torch_trace.trace(forward, tensors, [spec.sizes for spec in specs], layout.graph)
+    except torch_trace.Untraceable as error:
+        raise GraphError(f"{name}: cannot be captured: {error}") from error
+    captured = Captured(name, module, specs, tuple(outputs), statics, frozenset(writes), sizes=sizes)
+    return replace(captured, log=(_described(captured),))
+
+
+def _described(captured: Captured) -> str:
+    calls = [node for node in captured.graph.nodes if node.op == "call_function"]
+    behind = sum(map(is_backward, calls))
+    saved = f"{saved_bytes(captured) / 2**20:.1f} MiB kept for the backward pass"
+    return f"capture: joint; {len(calls) - behind} calls forward, {behind} backward, {saved}"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where things stand among the inputs, by number: leaves (with their names), the totals of their gradients, and
+    what else the forward pass may write."""
+
+    body: Differentiated
+    names: tuple[str, ...]
+    leaves: tuple[int, ...]
+    totals: tuple[int, ...]
+    written: tuple[int, ...]
+
+    @staticmethod
+    def of(body: Differentiated, inputs: Inputs, writes: Collection[Role]) -> _Layout:
+        number = {(role, name): i for i, (role, name, _) in enumerate(inputs.flat())}
+        return _Layout(
+            body,
+            tuple(inputs.grad),
+            tuple(number["param", name] for name in inputs.grad),
+            tuple(number["grad", name] for name in inputs.grad),
+            tuple(i for (role, _), i in number.items() if role in writes and role != "grad"),
+        )
+
+    def graph(self, fn: torch_trace.Flat, fakes: Sequence[Tensor]) -> fx.GraphModule:
+        """The flat graph of `fn`, of its gradients and of their accumulation."""
+        halves = torch_joint.partition(fn, fakes, self.leaves)
+        graph = fx.Graph()
+        arguments = [_made(graph.placeholder(f"arg{i}_1"), fake) for i, fake in enumerate(fakes)]
+        results, known = _copied(graph, halves.forward, arguments)
+        loss, *outputs = results[: halves.results]
+        for i, value in zip(self.written, outputs[len(outputs) - len(self.written) :], strict=True):
+            if op_name(value) != "aten.clone" or value.args[0] is not arguments[i]:
+                _call(graph, torch.ops.aten.copy_.default, arguments[i], value)
+        before = set(graph.nodes)
+        seed = _call(graph, torch.ops.aten.ones_like.default, loss)
+        inputs = [known.get(node.name, seed) for node in _placeholders(halves.backward)]
+        gradients = _copied(graph, halves.backward, inputs)[0][: len(self.leaves)]
+        if unused := [name for name, gradient in zip(self.names, gradients, strict=True) if gradient is None]:
+            raise torch_trace.Untraceable(f"no gradient reaches param {', '.join(map(repr, unused))}")
+        for node in set(graph.nodes) - before:
+            torch_trace.set_tag(node, BACKWARD_TAG, BACKWARD)
+        operands = [*(arguments[i] for i in self.totals), *gradients]
+        _copied(
+            graph, torch_trace.flat_graph(self._accumulated, [torch_trace.fake_value(n) for n in operands]), operands
+        )
+        graph.output(outputs[: len(outputs) - len(self.written)])
+        return fx.GraphModule(halves.forward, graph)
+
+    def _accumulated(self, *tensors: Tensor) -> list[Tensor]:
+        self.body.accumulate(tensors[: len(self.totals)], tensors[len(self.totals) :])
+        return []
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _made(node: fx.Node, value: object) -> fx.Node:
+    torch_trace.set_fake_value(node, value)
+    return node
+
+
+def _call(graph: fx.Graph, op: Callable[..., Tensor], *args: fx.Node) -> fx.Node:
+    return _made(graph.call_function(op, args), op(*map(torch_trace.fake_value, args)))
+
+
+def _copied(
+    graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[fx.Node]
+) -> tuple[list[fx.Node], dict[str, fx.Node]]:
+    """Append a module's calls to a graph; its results there, and every node there by its name in the module."""
+    copies = dict(zip(_placeholders(module), inputs, strict=True))
+    results = graph.graph_copy(module.graph, copies)
+    return list(results), {node.name: copy for node, copy in copies.items()}  # type: ignore[arg-type]

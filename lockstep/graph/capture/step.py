@@ -1,0 +1,152 @@
+"""Tracing a function of named tensors into a flat graph.
+
+Only tensors vary between launches, and of their shapes the sizes that are declared open. Every other Python value the
+trace meets becomes a constant, so the function takes them as declared statics, and there is a graph for each
+combination. Writes to inputs stay writes: a launch changes the very gradients, weights and cache that it is bound to.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ir.captured import BACKWARD, BACKWARD_TAG, MODULE_TAG, Captured, Dynamic, GraphError, Inputs, Role, Static
+from ..torch_private import trace as torch_trace
+
+GraphBody = Callable[..., Mapping[str, Tensor]]  # (inputs: Inputs, **statics) -> named outputs
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A `GraphBody` that adds the gradients of a loss to the inputs of role `grad`.
+
+    Attributes:
+        forward: (inputs, **statics) to a loss, 0-dim, and named outputs without gradients.
+        accumulate: (totals, gradients): adds each gradient to its total, in place.
+    """
+
+    forward: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+    accumulate: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
+    def __call__(self, inputs: Inputs, **statics: Static) -> Mapping[str, Tensor]:
+        """The outputs; gradients are those by the `param` of each `grad`'s name."""
+        with torch.enable_grad():
+            loss, outputs = self.forward(inputs, **statics)
+            with backward():
+                found = torch.autograd.grad(loss, [inputs.param[name] for name in inputs.grad])
+        self.accumulate(list(inputs.grad.values()), found)
+        return outputs
+
+
+def backward() -> AbstractContextManager[None]:
+    """Marks what is traced within as the backward pass; put it around `torch.autograd.grad`."""
+    return torch_trace.annotate(**{BACKWARD_TAG: BACKWARD})
+
+
+def in_module(path: str) -> AbstractContextManager[None]:
+    """Marks what is traced within as a part of the module of this path."""
+    return torch_trace.annotate(**{MODULE_TAG: path})
+
+
+def capture(
+    name: str,
+    body: GraphBody,
+    inputs: Inputs,
+    *,
+    statics: Mapping[str, Static] | None = None,
+    writes: Collection[Role] = (),
+    dynamic: Dynamic | None = None,
+) -> Captured:
+    """Trace `body(inputs, **statics)`; no input is read or written.
+
+    Gradients are off; the body turns them on where it differentiates.
+
+    Args:
+        body: returns its outputs by name, each a tensor of its own (not a view of an input).
+        statics: Python values that become constants of the graph.
+        writes: roles that the body writes in place (checked by the verifier).
+        dynamic: inputs with open sizes, for which one trace serves every value from 2 on: the sizes' names, dim by dim,
+            None for a fixed one. Equal names are one size.
+
+    Raises:
+        GraphError: the body closes over a number or a tensor, asks for a tensor's value, takes an open size for a
+            number, or returns something else.
+    """
+    statics = dict(statics or {})
+    check_closure(name, body)
+    outputs: list[str] = []
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        result = body(inputs.with_tensors(tensors), **statics)
+        outputs.extend(result)
+        return list(result.values())
+
+    specs = inputs.described(dynamic or {})
+    try:
+        module, sizes = torch_trace.trace(
+            flat, [tensor for _, _, tensor in inputs.flat()], [spec.sizes for spec in specs]
+        )
+    except torch_trace.Untraceable as error:
+        raise GraphError(f"{name}: cannot be captured: {error}") from error
+    return Captured(name, module, specs, tuple(outputs), statics, frozenset(writes), sizes=sizes)
+
+
+def check_closure(name: str, body: Callable[..., Any]) -> None:
+    """Refuse numbers and tensors that would become constants without being declared."""
+    hidden: dict[str, Any] = {}
+    if isinstance(body, Differentiated):
+        body = body.forward
+    while isinstance(body, functools.partial):
+        hidden |= {f"argument {i}": value for i, value in enumerate(body.args)} | body.keywords
+        body = body.func
+    if inspect.isroutine(body):
+        hidden |= inspect.getclosurevars(body).nonlocals
+    for variable, value in hidden.items():
+        if isinstance(value, (bool, int, float, str, Tensor)):
+            kind = "tensor; pass it as an input" if isinstance(value, Tensor) else "value; pass it as a static"
+            raise GraphError(f"{name}: the traced function closes over {variable!r}, a {type(value).__name__} {kind}")
+
+
+@contextmanager
+def substituted(module: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Within a traced function: `module` with the traced tensors of its `module_inputs`, its calls marked by path."""
+    own = module_inputs(module)
+    traced = {name: inputs.param[name] for name in own.param} | {name: inputs.buffer[name] for name in own.buffer}
+    with torch_trace.swapped(module, traced), _tagged(module):
+        yield
+
+
+def module_inputs(module: nn.Module) -> Inputs:
+    """A module's parameters (role `param`) and its other tensors (role `buffer`), for `substituted`."""
+    parameters, others = torch_trace.module_tensors(module)
+    return Inputs(param=parameters, buffer=others)
+
+
+@contextmanager
+def _tagged(module: nn.Module) -> Iterator[None]:
+    """Nodes made in the forward of a submodule carry its path."""
+    contexts: list[AbstractContextManager[None]] = []
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            contexts.append(torch_trace.annotate(**{MODULE_TAG: path}))
+            contexts[-1].__enter__()
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        contexts.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for path, submodule in module.named_modules():
+            if path:
+                stack.callback(submodule.register_forward_pre_hook(enter(path)).remove)
+                stack.callback(submodule.register_forward_hook(leave, always_call=True).remove)
+        yield

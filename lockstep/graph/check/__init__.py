@@ -1,0 +1,1 @@
+"""Captured graphs held to eager's bits."""

@@ -1,0 +1,153 @@
+"""Before the first step: each function is run eagerly, as its captured graph and as its replay, and must give the same
+bits. One trace serves many shapes: its graph is run by itself on the first case, and its replay on all. What depends on
+a compiled region may differ from eager within a bound (`closeness`); two runs and the replay are still equal.
+
+A function's owner brings the cases: inputs, state to start from, and what of large state a run may write. State is put
+back after every run. Where the ways part, the step and the node that made the difference are named (`bisect`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from ..compiler import Compiler
+from ..function import GraphFunction
+from ..ir.captured import GraphError, Level, title_of
+from ..ir.text import digest
+from ..ranks import anywhere
+from ..store.key import body_name
+from .comparison import Case, Comparison
+from .fingerprints import fingerprint, first_difference
+from .passed_checks import PassedChecks, key
+
+Mode = Literal["strict", "warn"]
+_log = logging.getLogger("lockstep.graph")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check of the functions of one name found.
+
+    Attributes:
+        level: how the function runs from now on.
+        cases, known: launches that were checked, and how many of them had passed before and were not run again.
+        faults: what was found at the levels above; empty when there was none.
+    """
+
+    function: str
+    level: Level
+    cases: int
+    known: int
+    seconds: float
+    faults: tuple[str, ...] = ()
+
+
+Work = Sequence[tuple[GraphFunction, Sequence[Case]]]
+
+
+def check_against_eager(
+    compiler: Compiler,
+    work: Work,
+    mode: Mode,
+    verdicts: PassedChecks | None = None,
+) -> list[Verdict]:
+    """Check every function on its cases; those of one name together.
+
+    Args:
+        mode: what a difference does. strict: it is an error. warn: the function runs one level further down, and is
+            checked again there.
+        verdicts: checks that passed before are not repeated; None repeats all.
+
+    Raises:
+        GraphError: strict, and a way differs from eager: names function, case, step and node. In either mode: a run
+            wrote what its case does not declare.
+    """
+    functions = [function for function, _ in work]
+    with compiler.timings.measured("verify"):
+        state = _State(functions)
+        names = dict.fromkeys(function.name for function in functions)
+        found = [_check(compiler, [w for w in work if w[0].name == name], mode, verdicts, state) for name in names]
+        if changed := state.changed():
+            raise GraphError(f"the check of captured graphs left {changed} changed: a case must declare what it writes")
+    return found
+
+
+def _check(compiler: Compiler, work: Work, mode: Mode, verdicts: PassedChecks | None, state: _State) -> Verdict:
+    """Check the functions of one name, at lower and lower levels."""
+    began, name = time.perf_counter(), work[0][0].name
+    faults: list[str] = []
+    known = 0
+    while (level := compiler.level(name)) != "eager":
+        fault, known = _first_fault(compiler, work, level, verdicts, state)
+        if fault is not None and compiler.retrace(name):
+            _log.warning("%s; it was a stored graph, and is captured anew", fault)
+            continue
+        if fault is None:
+            break
+        if mode == "strict":
+            raise GraphError(f"{fault}. compile.verify warn runs the function one level further down instead")
+        faults.append(fault)
+        _log.warning("%s; the function now runs one level further down: %s", fault, compiler.lower(name))
+    cases = sum(len(cases) for _, cases in work)
+    return Verdict(name, level, cases, known, time.perf_counter() - began, tuple(faults))
+
+
+def _first_fault(
+    compiler: Compiler, work: Work, level: Level, verdicts: PassedChecks | None, state: _State
+) -> tuple[str | None, int]:
+    """The first case that differs, as a message, and the number of those that were known to pass."""
+    known = 0
+    digests: dict[int, str] = {}
+    for function, case in [(function, case) for function, cases in work for case in cases]:
+        captured = function.graph(case.user, case.statics).captured
+        first = id(captured) not in digests
+        text = digests.setdefault(id(captured), digest(captured) if first else "")
+        shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
+        asked = title_of(function.name, case.statics), body_name(function.body)
+        this = key(text, asked, level, case.name, shapes)
+        if verdicts and not anywhere(compiler.peers, not verdicts.passed(this)):
+            known += 1
+            continue
+        state.note()
+        trial = Comparison(compiler, function, case)
+        if fault := trial.fault(interpret=first) if compiler.peers is None else trial.fault_of_any(compiler.peers):
+            return f"{captured.title}, case {case.name!r}: {fault}", known
+        if verdicts:
+            verdicts.add(this, {"function": captured.title, "level": level, "case": case.name})
+    return None, known
+
+
+class _State:
+    """What all functions work on, as it was before the first run; nothing is looked at if there is none."""
+
+    def __init__(self, functions: Iterable[GraphFunction]) -> None:
+        self._functions = list(functions)
+        self._before: dict[str, Tensor] | None = None
+
+    def note(self) -> None:
+        """A run is about to begin."""
+        if self._before is None:
+            self._before = _all_state(self._functions)
+
+    def changed(self) -> str | None:
+        """What is not as it was."""
+        return None if self._before is None else first_difference(self._before, _all_state(self._functions))
+
+
+def _all_state(functions: Iterable[GraphFunction]) -> dict[str, Tensor]:
+    """A hash of every static input, once for each memory."""
+    seen: set[tuple[int, int]] = set()
+    hashes: dict[str, Tensor] = {}
+    for i, function in enumerate(functions):
+        for role, name, tensor in function.inputs.flat():
+            place = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            if place not in seen:
+                seen.add(place)
+                hashes[f"{role} {name!r} of {function.name} ({i})"] = fingerprint(tensor)
+    return hashes

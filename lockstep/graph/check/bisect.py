@@ -1,0 +1,241 @@
+"""Where two ways to run one function part: which step made the difference, and which node shows it first.
+
+The ways are eager, the graph as it was captured, the graph after each pass, and its replay. Values are compared by
+hashes, operator by operator, so nothing large is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.captured import Captured, is_exact, module_of, mutates, op_name, written
+from ..launch.cudagraph import GraphRecorder
+from ..passes.canonicalize import SAME_TENSOR
+from ..torch_private import trace as torch_trace
+from .fingerprints import fingerprint, first_difference
+from .tolerance import bound, relative_error
+
+Around = Callable[
+    [Callable[[], Any]], Any
+]  # calls its argument on the state and inputs of the trial, then puts them back
+_NO_NEW_VALUES = {*SAME_TENSOR, "aten.lift_fresh", "aten.lift_fresh_copy", "aten._unsafe_view"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first step whose result has other bits than the one before.
+
+    Attributes:
+        step: `capture`, the name of a pass, `repetition` (the same graph, run once more), `replay`, or `storage` of a
+            graph that was loaded.
+        node: where it shows first: a node of the graph after that step, or None where no node alone shows it.
+        what: the outputs or inputs written whose bits differ.
+    """
+
+    step: str
+    node: str | None
+    what: str
+
+    def __str__(self) -> str:
+        against = "eager" if self.step in ("capture", "storage") else "the step before"
+        if self.step == "repetition":
+            return f"two runs of the graph differ in {self.what}"
+        where = f"first at {self.node}" if self.node else "at no node when run one by one"
+        return f"{self.step} differs from {against} in {self.what}, {where}"
+
+
+def faulty_step(
+    captured: Captured,
+    eager: Callable[[], Any],
+    arguments: Sequence[Tensor],
+    differs: Callable[[Captured], str | None],
+    around: Around,
+) -> Fault:
+    """The fault of a graph whose results are not eager's.
+
+    Args:
+        eager: runs the function as it stands.
+        arguments: the graph's inputs.
+        differs: what of a graph's results has other bits than eager's.
+    """
+    kept = captured.stages()
+    parting = ((i, what) for i, (_, graph) in enumerate(kept) if (what := differs(graph)))
+    i, what = next(parting, (-1, "results that differ from run to run"))
+    step, after = kept[i]
+    if i < 0:
+        return Fault(step, None, what)
+    seen = around(partial(_node_prints, after, arguments))
+    if i == 0:
+        return Fault(step, _against_eager(after, seen, around(partial(_eager_prints, eager))), what)
+    if region := around(partial(_worst_region, after, arguments)):
+        return Fault(step, region, what)
+    before = kept[i - 1][1]
+    if node := first_difference(around(partial(_node_prints, before, arguments)), seen):
+        return Fault(step, _describe(after, node), what)
+    lost = _lost_write(before, after)
+    return Fault(step, _describe(before, lost) if lost else None, what)
+
+
+def faulty_replay(
+    captured: Captured,
+    recorder: GraphRecorder,
+    arguments: Sequence[Tensor],
+    load: Callable[[], None],
+    around: Around,
+    what: str,
+) -> Fault:
+    """The fault of a recording whose replay is not what its graph computes.
+
+    The graph is recorded once more, on what the arguments hold now, with the hash of every node as its result.
+
+    Args:
+        arguments: the graph's inputs; user inputs in buffers of the recording's own.
+        load: fills these buffers.
+    """
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.stack(list(_node_prints(captured, tensors).values()))]
+
+    def replay() -> Tensor:
+        load()
+        recording.replay()
+        return recording.outputs[0].clone()
+
+    def interpret() -> dict[str, Tensor]:
+        load()
+        return _node_prints(captured, arguments)
+
+    recording = around(lambda: recorder.record(run, arguments))
+    expected = around(interpret)
+    found = dict(zip(expected, around(replay), strict=True))
+    recording.close()
+    node = first_difference(expected, found)
+    return Fault("replay", _describe(captured, node) if node else None, what)
+
+
+class _Prints(fx.Interpreter):
+    """Runs a graph node by node; `seen` has the hash of what each call returned and wrote."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.seen: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function" and n.target is not operator.getitem:
+            self._note(n, [result, [self.env[a] for a in written(n)]])
+        return result
+
+    def _note(self, node: fx.Node, values: object) -> None:
+        if tensors := list(_tensors(values)):
+            self.seen[node.name] = _together(tensors)
+
+
+class _Regions(fx.Interpreter):
+    """Runs a graph, and each compiled region's operators beside it; `errors` has how far the results are apart."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.errors: dict[str, float] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if not is_exact(n):
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            own = n.target.module.forward(*args)  # type: ignore[union-attr]
+            self.errors[n.name] = max(map(relative_error, result, own), default=0.0)
+        return result
+
+
+def _worst_region(captured: Captured, arguments: Sequence[Tensor]) -> str | None:
+    """The compiled region that is furthest from its operators; None when all are within the bound."""
+    if all(map(is_exact, captured.graph.nodes)):
+        return None
+    regions = _Regions(captured.module)
+    with torch.inference_mode(False), torch.no_grad():
+        regions.run(*arguments)
+    name = max(regions.errors, key=lambda name: (math.isnan(regions.errors[name]), regions.errors[name]))
+    if regions.errors[name] <= bound(captured):
+        return None
+    return f"{_describe(captured, name)}, which is {regions.errors[name]:.2g} from its operators"
+
+
+def _node_prints(captured: Captured, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
+    prints = _Prints(captured.module)
+    with torch.inference_mode(False), torch.no_grad():
+        prints.run(*arguments)
+    return prints.seen
+
+
+def _eager_prints(eager: Callable[[], Any]) -> list[tuple[str, Tensor]]:
+    """(operator, hash) of every call that computes or writes tensors, in order."""
+    calls: list[tuple[str, Tensor]] = []
+
+    def seen(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        passed = {a.name: kwargs.get(a.name) for a in torch_trace.arguments(op)}
+        passed.update(zip(passed, args, strict=False))
+        writes = [passed[a.name] for a in torch_trace.arguments(op) if a.is_write]
+        tensors = list(_tensors([result, writes]))
+        if tensors and _computes(op):
+            calls.append((torch_trace.operator_name(op), _together(tensors)))
+
+    with torch.inference_mode(False), torch.no_grad():
+        torch_trace.watched(eager, seen)
+    return calls
+
+
+def _against_eager(captured: Captured, seen: Mapping[str, Tensor], calls: Sequence[tuple[str, Tensor]]) -> str | None:
+    """The first node that has another result than eager's call of the same operator, or else is another operator.
+
+    Calls are matched by their operators: with open sizes a trace slices where eager finds nothing to cut off.
+    """
+    nodes = [n for n in captured.graph.nodes if n.name in seen and _computes(n.target)]
+    matcher = SequenceMatcher(None, [op_name(n) for n in nodes], [name for name, _ in calls], autojunk=False)
+    eager = {nodes[m.a + i].name: calls[m.b + i][1] for m in matcher.get_matching_blocks() for i in range(m.size)}
+    if different := first_difference(eager, seen):
+        return _describe(captured, different)
+    for tag, i, end, j, stop in matcher.get_opcodes():
+        if tag != "equal":
+            found = f"where eager calls {calls[j][0] if j < stop else 'nothing'}"
+            return f"{_describe(captured, nodes[i].name) if i < end else 'no node'}, {found}"
+    return None
+
+
+def _computes(op: Any) -> bool:
+    """Whether a call has values of its own: the views on the way to them are not the same in eager and in a trace."""
+    if not torch_trace.is_operator(op) or torch_trace.operator_name(op) in _NO_NEW_VALUES:
+        return False
+    return any(a.is_write for a in torch_trace.arguments(op)) or not any(r.aliases for r in torch_trace.results(op))
+
+
+def _lost_write(before: Captured, after: Captured) -> str | None:
+    """A call that writes in place and is not in the graph any more."""
+    kept = {n.name for n in after.graph.nodes}
+    return next((n.name for n in before.graph.nodes if mutates(n) and n.name not in kept), None)
+
+
+def _describe(captured: Captured, name: str) -> str:
+    node = next(n for n in captured.graph.nodes if n.name == name)
+    module = f" of {module_of(node)}" if module_of(node) else ""
+    return f"node {name} ({op_name(node)}){module}"
+
+
+def _together(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([fingerprint(t) * (2 * i + 1) for i, t in enumerate(tensors)]).sum()
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,190 @@
+"""One launch of a function, run in every way from one state: eagerly, as its graph at each stage, as its replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compiler import Compiler
+from ..function import GraphFunction
+from ..ir.captured import Captured, Inputs, Static, inexact_results
+from ..ranks import Ranks
+from .bisect import Fault, faulty_replay, faulty_step
+from .fingerprints import Snapshot, fingerprints, first_difference
+from .tolerance import bound, too_far
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to check.
+
+    Attributes:
+        name: what is special about it, for messages.
+        user, statics: what the function is called with.
+        load: puts into place the state to start from, before each run; it may write what the run writes, every
+            `buffer`, and `touches`.
+        touches: for large state, as "role name", the views of it that `load` and the run may write. Any other input
+            that the graph writes, and every `buffer`, is copied and put back whole.
+        scratch: views that the run writes and whose values mean nothing: put back, but not compared.
+    """
+
+    name: str
+    user: Mapping[str, Tensor] = field(default_factory=dict)
+    statics: Mapping[str, Static] = field(default_factory=dict)
+    load: Callable[[], object] = lambda: None
+    touches: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    scratch: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a run returned and wrote: hashes, the names that need not have eager's bits, and the values of these after
+    the run and, of state, before it."""
+
+    prints: Mapping[str, Tensor]
+    loose: frozenset[str]
+    values: Mapping[str, Sequence[Tensor]]
+    before: Mapping[str, Sequence[Tensor]]
+
+
+class Comparison:
+    """One case of one function, run in every way from the same state."""
+
+    def __init__(self, compiler: Compiler, function: GraphFunction, case: Case) -> None:
+        self._recorder = compiler.recorder
+        self._function, self._case = function, case
+        self._graph = function.graph(case.user, case.statics)
+        self._captured = self._graph.captured
+        self._inputs = replace(function.inputs, user=case.user)
+        self._loose = inexact_results(self._captured)
+        self._state = _touched(self._captured, self._inputs, case)
+        self._before = Snapshot([*(view for views in self._state.values() for view in views), *case.scratch])
+
+    def fault(self, interpret: bool) -> Fault | None:
+        """Where the ways part, or None when all is as it must be.
+
+        Args:
+            interpret: run the graph as it was captured, too, even if its replay is what eager is.
+        """
+        eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
+        if not self._graph.launches:
+            self._around(self._launch)  # the first one records
+        launched = self._around(lambda: self._seen(self._launch, self._loose))
+        if not interpret and self._differs(eager, launched) is None:
+            return None
+        captured = self._results(self._captured)
+        earlier = [stage for _, stage in self._captured.stages()[:-1]] if self._loose else []
+        if self._differs(eager, captured) or any(self._differs(eager, self._results(stage)) for stage in earlier):
+            return faulty_step(
+                self._captured,
+                self._eager,
+                [tensor for _, _, tensor in self._inputs.flat()],
+                lambda stage: self._differs(eager, self._results(stage)),
+                self._around,
+            )
+        if self._loose and (what := first_difference(captured.prints, self._results(self._captured).prints)):
+            return Fault("repetition", None, what)
+        what = first_difference(captured.prints, launched.prints)
+        return self._faulty_replay(what) if what else None
+
+    def fault_of_any(self, peers: Ranks) -> str | None:
+        """What differs in which process. All run the same, whatever is found, as their collectives must meet; so the
+        node is not looked for."""
+        eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
+        captured = self._results(self._captured)
+        if not self._graph.launches:
+            self._around(self._launch)
+        launched = self._around(lambda: self._seen(self._launch, self._loose))
+        ways = {"the graph": captured, "its launch": launched}
+        here = [f"{way} differs from eager in {at}" for way, seen in ways.items() if (at := self._differs(eager, seen))]
+        if at := first_difference(captured.prints, launched.prints):
+            here.append(f"the launch differs from the graph in {at}")
+        found = [f"{what[0]} on rank {rank}" for rank, what in enumerate(peers.gather(here)) if what]
+        return "; ".join(found) or None
+
+    def _around(self, run: Callable[[], Any]) -> Any:
+        """`run` from the case's state, which is put back afterwards."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._case.load()
+            try:
+                return run()
+            finally:
+                self._before.restore()
+
+    def _seen(self, run: Callable[[], Mapping[str, Tensor]], loose: frozenset[str]) -> _Seen:
+        """What a run returns and writes; of what is `loose` in the graph that is checked, the values too."""
+        before = {name: Snapshot(self._state[name]).copies for name in self._loose & self._state.keys()}
+        found = {**{f"output {name}": [tensor] for name, tensor in run().items()}, **self._state}
+        values = {name: Snapshot(found[name]).copies for name in self._loose & found.keys()}
+        return _Seen(fingerprints(found), loose, values, before)
+
+    def _differs(self, eager: _Seen, found: _Seen) -> str | None:
+        """The first result that is not as eager's: bit for bit or, where a graph may have its own, within a bound."""
+        exact = {name: print_ for name, print_ in found.prints.items() if name not in found.loose}
+        if different := first_difference(eager.prints, exact):
+            return different
+        limit = bound(self._captured)
+        for name in sorted(found.loose):
+            if too_far(found.values[name], eager.values[name], eager.before.get(name, ()), limit):
+                return f"{name} by more than {limit:g} of it"
+        return None
+
+    def _eager(self) -> Mapping[str, Tensor]:
+        with torch.autograd.set_multithreading_enabled(False):  # else the backward pass would leave the pool
+            return self._function.body(self._inputs, **self._case.statics)
+
+    def _results(self, captured: Captured) -> _Seen:
+        """What a graph of the function returns and writes."""
+
+        def interpreted() -> Mapping[str, Tensor]:
+            outputs = captured.module.forward(*(tensor for _, _, tensor in self._inputs.flat()))
+            return dict(zip(captured.outputs, outputs, strict=True))
+
+        loose = inexact_results(captured)
+        return self._around(lambda: self._seen(lambda: self._in_pool(interpreted), loose))
+
+    def _launch(self) -> dict[str, Tensor]:
+        return self._graph(self._case.user)
+
+    def _in_pool(self, run: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """`run` in the memory that recordings use, so that the check needs none besides."""
+        if self._recorder is None:
+            return run()
+        names: list[str] = []
+
+        def outputs(_: Sequence[Tensor]) -> list[Tensor]:
+            found = run()
+            names.extend(found)
+            return list(found.values())
+
+        return dict(zip(names, self._recorder.run(outputs, []), strict=True))
+
+    def _faulty_replay(self, what: str) -> Fault:
+        assert self._recorder is not None
+        own = {name: torch.zeros_like(tensor) for name, tensor in self._case.user.items()}
+        arguments = [tensor for _, _, tensor in replace(self._inputs, user=own).flat()]
+
+        def load() -> None:
+            for name, tensor in self._case.user.items():
+                own[name].copy_(tensor)
+
+        return faulty_replay(self._captured, self._recorder, arguments, load, self._around, what)
+
+
+def _touched(captured: Captured, inputs: Inputs, case: Case) -> dict[str, list[Tensor]]:
+    """The state that a run may change, by input: whole tensors, or the views that the case declares."""
+    names = {f"{captured.inputs[i].role} {captured.inputs[i].name}" for i in captured.written_inputs}
+    unknown = case.touches.keys() - {f"{role} {name}" for role, name, _ in inputs.flat()}
+    assert not unknown, f"case {case.name!r} touches {unknown}, which are no inputs of {captured.title}"
+    state: dict[str, list[Tensor]] = {}
+    for role, name, tensor in inputs.flat():
+        title = f"{role} {name}"
+        if title in case.touches:
+            state[title] = list(case.touches[title])
+        elif title in names or role == "buffer":
+            state[title] = [tensor]
+    return state

@@ -1,0 +1,49 @@
+"""How far a result may be from eager's where other bits are allowed: gradients of a compiled backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..ir.captured import Captured
+
+# The most that a tensor may differ by, in norms, relative to eager's: by the dtype of the weights.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2**-5}
+
+
+def bound(captured: Captured) -> float:
+    """The bound for a graph's results."""
+    kinds = {spec.dtype for spec in captured.inputs if spec.role == "param"}
+    return max((BOUNDS[kind] for kind in kinds if kind in BOUNDS), default=BOUNDS[torch.float32])
+
+
+def too_far(found: Sequence[Tensor], eager: Sequence[Tensor], start: Sequence[Tensor], limit: float) -> bool:
+    """Whether any of the tensors is further from eager's than `limit` times what eager changed.
+
+    Whole numbers have no such distance (a token that was drawn is another or the same) and are never too far.
+
+    Args:
+        start: what they held before; nothing for tensors that are new. Rounding on top of it is allowed for.
+    """
+    pairs = enumerate(zip(found, eager, strict=True))
+    return any(_too_far(a, b, start[i] if start else None, limit) for i, (a, b) in pairs)
+
+
+def _too_far(found: Tensor, eager: Tensor, start: Tensor | None, limit: float) -> bool:
+    if not eager.is_floating_point():
+        return False
+    changed = _norm(eager if start is None else eager - start)
+    rounding = 0.0 if start is None else torch.finfo(eager.dtype).eps * _norm(eager)
+    return not _norm(found - eager) <= limit * changed + rounding  # not a number is too far
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference by that of the expected value."""
+    size = _norm(expected)
+    return _norm(found - expected) / size if size else _norm(found)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.float(), dtype=torch.float64))

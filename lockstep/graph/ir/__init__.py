@@ -1,0 +1,1 @@
+"""What a captured graph is, as text and as plain data, and what must hold of it."""

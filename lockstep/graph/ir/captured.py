@@ -1,0 +1,293 @@
+"""What a capture is: a flat graph with named inputs that have roles, and the questions passes ask of its nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor, fx
+
+from ...errors import LockstepError
+from ..torch_private import trace as torch_trace
+from .sizes import Sizes
+from .values import Value, value_of
+
+Role = Literal["param", "grad", "buffer", "optimizer", "kv", "user"]
+Level = Literal["full", "piecewise", "captured", "eager"]  # how a function runs, from the fastest down
+Static = bool | int | float | str | None
+Dynamic = Mapping[str, tuple[str | None, ...]]  # input: the names of its open sizes, None for a fixed one
+
+BACKWARD_TAG = "remat_pass_tag"  # what torch's own rematerialization passes read, in every version
+BACKWARD = "is_backward"
+MODULE_TAG = "module"
+STORED = "lockstep_value"  # where a loaded graph's nodes keep what they compute
+
+
+class GraphError(LockstepError):
+    """A graph cannot be captured, is refused by the verifier, or is launched with what it was not made for."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A graph's tensors by role and name. All but `user` are static: the graph is bound to those very tensors.
+
+    Attributes:
+        param: weights. grad: what gradients add into. buffer: other state, such as statistics or positions.
+        optimizer: masters and moments. kv: the cache. user: what differs from launch to launch.
+    """
+
+    param: Mapping[str, Tensor] = field(default_factory=dict)
+    grad: Mapping[str, Tensor] = field(default_factory=dict)
+    buffer: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
+    kv: Mapping[str, Tensor] = field(default_factory=dict)
+    user: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def flat(self) -> Iterator[tuple[Role, str, Tensor]]:
+        """(role, name, tensor) in a fixed order."""
+        for item in fields(self):
+            for name, tensor in getattr(self, item.name).items():
+                yield item.name, name, tensor  # type: ignore[misc]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Inputs:
+        """The same names with other tensors, given in the order of `flat`."""
+        source = iter(tensors)
+        return Inputs(**{f.name: {name: next(source) for name in getattr(self, f.name)} for f in fields(self)})
+
+    def described(self, dynamic: Dynamic) -> tuple[InputSpec, ...]:
+        """What the inputs are, in the order of `flat`, with open sizes by name; see `InputSpec.of`."""
+        return tuple(InputSpec.of(role, name, tensor, dynamic.get(name, ())) for role, name, tensor in self.flat())
+
+    def open_sizes(self, specs: Sequence[InputSpec]) -> dict[str, int]:
+        """The values that the open sizes of `specs` have here.
+
+        Raises:
+            GraphError: two inputs disagree about a size.
+        """
+        sizes: dict[str, int] = {}
+        for spec, (_, _, tensor) in zip(specs, self.flat(), strict=True):
+            for size, value in zip(spec.shape, tensor.shape, strict=True):
+                if isinstance(size, str) and sizes.setdefault(size, value) != value:
+                    raise GraphError(f"size {size} of {spec} is {value}, that of an input before it {sizes[size]}")
+        return sizes
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What an input must be; an open size stands by its name, and then the tensor is contiguous."""
+
+    role: Role
+    name: str
+    shape: tuple[int | str, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(role: Role, name: str, tensor: Tensor, sizes: Sequence[str | None] = ()) -> InputSpec:
+        """The description of a tensor.
+
+        Args:
+            sizes: names of the open sizes, None for a fixed one. A size of 0 or 1 is fixed all the same, as it is
+                another thing to broadcasting.
+        """
+        named = sizes or [None] * tensor.dim()
+        shape = tuple(n if n and value > 1 else value for value, n in zip(tensor.shape, named, strict=True))
+        stride = None if any(isinstance(size, str) for size in shape) else tensor.stride()
+        return InputSpec(role, name, shape, stride, tensor.dtype, tensor.device)
+
+    @property
+    def sizes(self) -> tuple[str | None, ...]:
+        """The names of the open sizes, None for a fixed one."""
+        return tuple(size if isinstance(size, str) else None for size in self.shape)
+
+    def mismatch(self, tensor: Tensor) -> str | None:
+        """What about `tensor` differs from this description, or None."""
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        if (shape, stride, tensor.dtype, tensor.device) == (self.shape, self.stride, self.dtype, self.device):
+            return None  # as at almost every launch
+        expected: tuple[int | str, ...]
+        if self.stride is None and len(shape) == len(self.shape):
+            if not tensor.is_contiguous():
+                return f"{self} has open sizes and must be contiguous; its stride is {stride}"
+            expected = tuple(
+                have if isinstance(want, str) else want for have, want in zip(shape, self.shape, strict=True)
+            )
+        else:
+            expected = self.shape
+        for aspect, have, want in (
+            ("shape", shape, expected),
+            ("dtype", tensor.dtype, self.dtype),
+            ("device", tensor.device, self.device),
+            ("stride", stride, self.stride or stride),
+        ):
+            if have != want:
+                return f"{self} has {aspect} {have}, the graph was captured for {want}"
+        return None
+
+    @property
+    def title(self) -> str:
+        """Role and name."""
+        return f"{self.role} {self.name}"
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name!r}"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A flat graph of `torch.fx` and its signature.
+
+    Attributes:
+        module: one placeholder an input, in order; returns a list of tensors, one an output.
+        statics: the Python values that the graph was traced with and holds as constants.
+        writes: roles whose tensors the graph may write in place.
+        recorded: whether it runs as a CUDA graph.
+        split_at: operators (`namespace.name`) that run between recorded pieces; empty when it is recorded whole.
+        sizes: the open sizes of the inputs. Nodes that compute with them give Python numbers.
+        log: what each pass did.
+        before: the graph before the last pass, as long as it is kept.
+    """
+
+    name: str
+    module: fx.GraphModule
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[str, ...]
+    statics: Mapping[str, Static]
+    writes: frozenset[Role]
+    recorded: bool = False
+    split_at: frozenset[str] = frozenset()
+    sizes: Sizes = field(default_factory=Sizes)
+    log: tuple[str, ...] = ()
+    before: Captured | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph of `module`."""
+        return self.module.graph
+
+    @property
+    def title(self) -> str:
+        """Name and statics, for messages."""
+        return title_of(self.name, self.statics)
+
+    def value(self, node: fx.Node) -> Value:
+        """What a node computes: as it was stored, or as the trace recorded it."""
+        return node.meta[STORED] if STORED in node.meta else value_of(torch_trace.fake_value(node), self.sizes)
+
+    @cached_property
+    def written_inputs(self) -> frozenset[int]:
+        """Numbers of the inputs that the graph writes in place."""
+        number = {node: i for i, (node, _) in enumerate(self.placeholders())}
+        lies_in = origins(self.graph)
+        return frozenset(number[o] for n in self.graph.nodes for a in written(n) for o in lies_in[a] if o in number)
+
+    def stages(self) -> list[tuple[str, Captured]]:
+        """The graph as captured and after each pass, oldest first, as far as they were kept; of one that was loaded, as
+        it was stored."""
+        found = [self]
+        while found[-1].before is not None:
+            found.append(found[-1].before)
+        said = [line.partition(":")[0] for line in self.log]
+        names = said if said[:1] == ["capture"] else ["capture", *said]
+        kept = names[-len(found) :]
+        if len(kept) < len(names):
+            kept[0] = "storage"
+        return list(zip(kept, reversed(found), strict=True))
+
+    def placeholders(self) -> list[tuple[fx.Node, InputSpec]]:
+        """The graph's inputs with their descriptions."""
+        nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
+        return list(zip(nodes, self.inputs, strict=True))
+
+
+def title_of(name: str, statics: Mapping[str, Static]) -> str:
+    """What messages call a graph."""
+    return f"{name}({', '.join(f'{k}={v}' for k, v in statics.items())})"
+
+
+def is_exact(node: fx.Node) -> bool:
+    """Whether a call has the bits that eager has; a compiled region has its own."""
+    return getattr(node.target, "exact", True)
+
+
+def inexact_results(captured: Captured) -> frozenset[str]:
+    """Outputs ("output NAME") and inputs written ("ROLE NAME") that depend on a call that is not exact."""
+    if all(map(is_exact, captured.graph.nodes)):
+        return frozenset()
+    lies_in = origins(captured.graph)
+    found: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        sources = {source for a in node.all_input_nodes for source in (a, *lies_in[a])}
+        if node.op == "call_function" and not (is_exact(node) and sources.isdisjoint(found)):
+            found |= {node, *(origin for argument in written(node) for origin in lies_in[argument])}
+    (output,) = (n for n in captured.graph.nodes if n.op == "output")
+    outputs = zip(captured.outputs, output.args[0], strict=True)
+    names = {f"output {name}" for name, node in outputs if not found.isdisjoint({node, *lies_in[node]})}
+    return frozenset(names | {spec.title for node, spec in captured.placeholders() if node in found})
+
+
+def op_name(node: fx.Node) -> str:
+    """`namespace.operator` of a call, without the overload; the node's kind otherwise."""
+    if torch_trace.is_operator(node.target):
+        return torch_trace.operator_name(node.target)
+    return getattr(node.target, "__name__", node.op) if node.op == "call_function" else node.op
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the node was traced within `capture.step.backward`."""
+    return torch_trace.tags(node).get(BACKWARD_TAG) == BACKWARD
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the innermost module whose forward made the node; empty outside all."""
+    return torch_trace.tags(node).get(MODULE_TAG, "")
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call writes in place."""
+    return [a for argument, values in _bound(node) if argument.is_write for a in values]
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a call writes any argument in place."""
+    return bool(written(node))
+
+
+# Their schemas declare a fresh result, but it shares memory with the argument.
+_UNDECLARED_VIEWS = {"aten._unsafe_view", "aten.lift_fresh", "_c10d_functional.wait_tensor"}
+
+
+def viewed(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory a call's result shares."""
+    if node.target is operator.getitem:
+        return [node.args[0]]  # type: ignore[list-item]
+    if op_name(node) in _UNDECLARED_VIEWS:
+        return list(node.all_input_nodes[:1])
+    if not torch_trace.is_operator(node.target):
+        return []
+    shared = frozenset().union(*(result.aliases for result in torch_trace.results(node.target)))
+    return [a for argument, values in _bound(node) if argument.aliases & shared for a in values]
+
+
+def origins(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node the nodes whose memory its result lies in: placeholders, constants, or calls that allocate."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        sources = viewed(node) if node.op == "call_function" else []
+        found[node] = frozenset().union(*(found[s] for s in sources)) if sources else frozenset((node,))
+    return found
+
+
+def _bound(node: fx.Node) -> Iterator[tuple[torch_trace.Argument, list[fx.Node]]]:
+    """A call's declared arguments with the nodes that it passes for each."""
+    if node.op != "call_function" or not torch_trace.is_operator(node.target):
+        return
+    for i, argument in enumerate(torch_trace.arguments(node.target)):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        yield argument, [v for v in values if isinstance(v, fx.Node)]

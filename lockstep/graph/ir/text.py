@@ -1,0 +1,82 @@
+"""A captured graph as text: dumped, digested, compared."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from torch import fx
+
+from ..torch_private import trace as torch_trace
+from .captured import Captured, is_backward, module_of
+from .values import Value
+
+Namer = Callable[[fx.Node], str]
+
+
+def dump(captured: Captured) -> str:
+    """The graph, a line a node, with the names that passes keep."""
+    return "\n".join([captured.title, *_lines(captured, str)])
+
+
+def diff(before: Captured, after: Captured) -> str:
+    """What a pass changed, as a unified diff of the dumps; empty when nothing."""
+    return "\n".join(difflib.unified_diff(dump(before).splitlines(), dump(after).splitlines(), lineterm="", n=1))
+
+
+def write_stages(captured: Captured, folder: Path) -> None:
+    """Write the graph as captured, what each pass changed (as a diff) and the graph in the end, a file each."""
+    level = ("pieces" if captured.split_at else "full") if captured.recorded else "captured"
+    target = folder / f"{captured.name}-{level}-{digest(captured)}"
+    target.mkdir(parents=True, exist_ok=True)
+    stages = captured.stages()
+    (target / "0-capture.txt").write_text(dump(stages[0][1]) + "\n", "utf-8")
+    for i, ((_, before), (step, after)) in enumerate(pairwise(stages), 1):
+        (target / f"{i}-{step}.diff").write_text(diff(before, after) + "\n", "utf-8")
+    (target / "final.txt").write_text(dump(captured) + "\n", "utf-8")
+
+
+def digest(captured: Captured) -> str:
+    """A hash of all that the graph computes and expects. The order of its nodes counts, their names do not."""
+    numbers = {node: f"%{i}" for i, node in enumerate(captured.graph.nodes)}
+    signature = (captured.title, captured.inputs, captured.outputs, sorted(captured.writes))
+    return hashlib.sha256("\n".join([repr(signature), *_lines(captured, numbers.__getitem__)]).encode()).hexdigest()[
+        :16
+    ]
+
+
+def _lines(captured: Captured, name: Namer) -> list[str]:
+    specs = dict(captured.placeholders())
+    lines = []
+    for node in captured.graph.nodes:
+        tags = [module_of(node)] * bool(module_of(node)) + ["backward"] * is_backward(node)
+        suffix = f"  # {', '.join(tags)}" if tags else ""
+        call = f"input {specs[node]}" if node in specs else call_text(node, name)
+        lines.append(f"{name(node)}: {_value(captured.value(node))} = {call}{suffix}")
+        lines += [f"    {line}" for line in getattr(node.target, "body", ())]  # of a compiled region
+    return lines
+
+
+def call_text(node: fx.Node, name: Namer) -> str:
+    """A call, or what a graph returns, with its arguments by name."""
+    args = [_argument(a, name) for a in node.args]
+    args += [f"{key}={_argument(value, name)}" for key, value in sorted(node.kwargs.items())]
+    target = "return" if node.op == "output" else getattr(node.target, "__name__", node.target)
+    return f"{str(node.target) if torch_trace.is_operator(node.target) else target}({', '.join(args)})"
+
+
+def _argument(value: object, name: Namer) -> str:
+    if isinstance(value, fx.Node):
+        return name(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_argument(v, name) for v in value)}]"
+    return repr(value)
+
+
+def _value(value: Value) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_value, value))})"
+    return "()" if value is None else str(value)

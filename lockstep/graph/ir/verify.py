@@ -1,0 +1,188 @@
+"""What every captured graph must be, and what it must be besides to run as a CUDA graph. Messages name the node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from ..torch_private import trace as torch_trace
+from .captured import Captured, GraphError, is_backward, module_of, op_name, origins, written
+from .values import TensorValue, tensors_in
+
+MAX_PROBLEMS = 8
+
+# Operators of torch whose work in the forward pass belongs to one of ours, whose bits the contract fixes.
+OURS = {
+    **dict.fromkeys(("aten.mm", "aten.addmm", "aten.mv", "aten.addmv", "aten.dot", "aten.linear"), "ops.linear"),
+    **dict.fromkeys(("aten.matmul", "aten._scaled_mm", "aten._grouped_mm", "aten.convolution"), "ops.linear"),
+    **dict.fromkeys(("aten.bmm", "aten.baddbmm", "aten.addbmm"), "ops.attention_packed or ops.attention_paged"),
+    **dict.fromkeys(("aten._softmax", "aten._safe_softmax"), "ops.attention_packed or ops.attention_paged"),
+    **dict.fromkeys(("aten._log_softmax", "aten.logsumexp"), "ops.token_logprobs"),
+    **dict.fromkeys(("aten.mean", "aten.native_layer_norm", "aten._fused_rms_norm"), "ops.rms_norm"),
+    **dict.fromkeys(("aten.silu", "aten.silu_"), "ops.silu_mul"),
+    **dict.fromkeys(("aten.argmax", "aten.multinomial"), "ops.sample"),
+    "aten.embedding": "ops.gather_rows",
+}
+_ATTENTION = "aten._scaled_dot_product"
+
+# Our operators (`namespace.name`) whose GPU path waits for the device, and why: CUDA graphs with them are refused.
+NOT_GRAPH_SAFE: Mapping[str, str] = {}
+
+
+def verify(captured: Captured, not_graph_safe: Mapping[str, str] = NOT_GRAPH_SAFE) -> Captured:
+    """Return `captured` if it is sound.
+
+    Args:
+        not_graph_safe: operators (`namespace.name`) that cannot be part of a CUDA graph, with the reason.
+
+    Raises:
+        GraphError: naming each node at fault and what would be right.
+    """
+    problems = list(_signature(captured))
+    if not problems:  # the other checks rely on it
+        problems = [*_constants(captured), *_numerics(captured), *_writes(captured)]
+        problems += _recordable(captured, not_graph_safe) if captured.recorded else []
+    if problems:
+        shown = "\n  ".join(problems[:MAX_PROBLEMS])
+        more = f"\n  and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+        raise GraphError(f"{captured.title}: the captured graph is refused\n  {shown}{more}")
+    return captured
+
+
+def _where(node: fx.Node) -> str:
+    module = f" of {module_of(node)}" if module_of(node) else ""
+    return f"node {node.name} ({op_name(node)}){module}"
+
+
+def _signature(captured: Captured) -> Iterator[str]:
+    """Every input described, every output named and a tensor of its own, nothing but calls in between."""
+    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    if len(placeholders) != len(captured.inputs):
+        yield f"the graph has {len(placeholders)} inputs, its signature names {len(captured.inputs)}"
+        return
+    for node, spec in captured.placeholders():
+        value = captured.value(node)
+        if not isinstance(value, TensorValue):
+            yield f"node {node.name}: {spec} has no recorded shape"
+            continue
+        if (value.shape, value.dtype, value.device) != (spec.shape, spec.dtype, spec.device):
+            found = f"{value.dtype} {list(value.shape)} on {value.device}"
+            yield f"node {node.name}: {spec} is {found}, its signature says otherwise"
+    for node in captured.graph.nodes:
+        if node.op in ("call_module", "call_method"):
+            yield f"{_where(node)} is not an operator; a flat graph has only operators"
+    yield from _outputs(captured)
+
+
+def _outputs(captured: Captured) -> Iterator[str]:
+    (output,) = (n for n in captured.graph.nodes if n.op == "output")
+    values = output.args[0]
+    if not isinstance(values, (list, tuple)) or len(values) != len(captured.outputs):
+        yield f"the graph returns {values!r}, its signature names {len(captured.outputs)} outputs"
+        return
+    lies_in = origins(captured.graph)
+    for name, value in zip(captured.outputs, values, strict=True):
+        if not isinstance(value, fx.Node) or not isinstance(captured.value(value), TensorValue):
+            yield f"output {name!r} is {value!r}; an output must be a tensor that the graph computes"
+        elif any(o.op == "placeholder" for o in lies_in[value]):
+            yield f"output {name!r} is node {value.name}, a view of an input; return a copy, or let the caller read it"
+
+
+def _constants(captured: Captured) -> Iterator[str]:
+    for node in captured.graph.nodes:
+        if node.op == "get_attr":
+            users = ", ".join(u.name for u in node.users)
+            yield (
+                f"node {node.name} ({node.target}), used by {users}: a tensor from outside became a constant of the "
+                "graph; pass it as an input"
+            )
+
+
+def _numerics(captured: Captured) -> Iterator[str]:
+    for node in captured.graph.nodes:
+        name = op_name(node)
+        due = "ops.attention_packed or ops.attention_paged" if name.startswith(_ATTENTION) else OURS.get(name)
+        if due and not is_backward(node):
+            yield f"{_where(node)}: the forward pass must use {due}, whose bits are fixed"
+
+
+def _writes(captured: Captured) -> Iterator[str]:
+    """In-place writes reach only what the graph allocated and inputs of the declared roles."""
+    specs = dict(captured.placeholders())
+    lies_in = origins(captured.graph)
+    for node in captured.graph.nodes:
+        for argument in written(node):
+            for origin in lies_in[argument]:
+                if origin in specs and specs[origin].role not in captured.writes:
+                    allowed = ", ".join(sorted(captured.writes)) or "none"
+                    yield f"{_where(node)} writes {specs[origin]} in place; roles it may write: {allowed}"
+                elif origin.op == "get_attr":
+                    yield f"{_where(node)} writes the constant {origin.target} in place"
+
+
+def overlapping(captured: Captured, tensors: Sequence[Tensor]) -> str | None:
+    """The first input that the graph writes and that shares memory with another, as a sentence; None is as it must be.
+
+    A graph takes its inputs for distinct: passes move what reads one of them past a write to another.
+
+    Args:
+        tensors: the inputs.
+    """
+    spans = sorted(
+        (
+            t.data_ptr(),
+            t.data_ptr() + t.numel() * t.element_size(),
+            i in captured.written_inputs,
+            str(captured.inputs[i]),
+        )
+        for i, t in enumerate(tensors)
+        if t.numel() and t.is_contiguous()
+    )
+    reach: list[tuple[int, int, bool, str]] = []  # earlier spans that may reach into this one
+    for span in spans:
+        reach = [earlier for earlier in reach if earlier[1] > span[0]]
+        for earlier in reach:
+            if span[2] or earlier[2]:
+                both = (earlier, span) if earlier[2] else (span, earlier)
+                return f"{both[0][3]} is written in place and shares memory with {both[1][3]}; pass the memory once"
+        reach.append(span)
+    return None
+
+
+def _recordable(captured: Captured, not_graph_safe: Mapping[str, str]) -> Iterator[str]:
+    """What a CUDA graph cannot hold: waiting for the device, random state, a second device."""
+    home = captured.inputs[0].device if captured.inputs else None
+    for node in captured.graph.nodes:
+        if away := {str(t.device) for t in tensors_in(captured.value(node)) if t.device != home}:
+            yield f"{_where(node)} lies on {', '.join(away)}, the first input on {home}"
+        if op_name(node) in captured.split_at:
+            continue  # runs between recorded pieces
+        if reason := not_graph_safe.get(op_name(node)):
+            yield f"{_where(node)} cannot be part of a CUDA graph yet: {reason}"
+        elif reason := _waits(captured, node):
+            yield f"{_where(node)} cannot be part of a CUDA graph: {reason}"
+
+
+def _waits(captured: Captured, node: fx.Node) -> str | None:
+    """Why a call makes the host wait for the device, or cannot be repeated; None when it may be recorded."""
+    if not torch_trace.is_operator(node.target):
+        return None
+    tags = node.target.tags  # type: ignore[union-attr]
+    if torch.Tag.cudagraph_unsafe in tags:
+        return "it is tagged cudagraph_unsafe"
+    if torch.Tag.data_dependent_output in tags or op_name(node) == "aten._local_scalar_dense":
+        return "it brings a value to the host"
+    if torch.Tag.dynamic_output_shape in tags and not _is_index(node):
+        return "the size of its result depends on values, so the host must read it"
+    if torch.Tag.nondeterministic_seeded in tags:
+        return "it draws from torch's global random state, which a replay would repeat"
+    indices = [t for n in node.all_input_nodes[1:] for t in tensors_in(captured.value(n))]
+    if _is_index(node) and any(t.dtype == torch.bool for t in indices):
+        return "a boolean index is counted on the host"
+    return None
+
+
+def _is_index(node: fx.Node) -> bool:
+    return op_name(node) in ("aten.index", "aten.index_put", "aten.index_put_", "aten._unsafe_index")

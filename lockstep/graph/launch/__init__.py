@@ -1,0 +1,1 @@
+"""Captured graphs bound to memory, recorded and launched."""

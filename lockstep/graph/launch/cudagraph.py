@@ -1,0 +1,221 @@
+"""CUDA graphs: one memory pool and one stream for all of them, and a stand-in for machines without a GPU.
+
+A recorded graph reads and writes the addresses that it was recorded with, so its inputs must not move. What it returns
+lies in the pool, where the next replay of *any* graph of the pool may overwrite it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..ir.captured import GraphError
+from ..torch_private import trace as torch_trace
+
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+class Recording(Protocol):
+    """One recorded graph. `outputs` are the same tensors after every replay. It is replayed in any mode of autograd."""
+
+    outputs: list[Tensor]
+
+    def replay(self) -> None:
+        """Run it again; does not wait for the device."""
+
+    def close(self) -> None:
+        """Give its memory back; it cannot be replayed any more."""
+
+
+class GraphRecorder(Protocol):
+    """Makes recordings that share one pool. Record the largest first: its temporaries' memory serves the others."""
+
+    def record(
+        self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
+    ) -> Recording:
+        """Run once for real with the pool's memory, which also compiles and loads kernels, then record.
+
+        The recording's outputs are those of the real run.
+
+        Args:
+            keep: tensors of the pool whose values this run or a later one needs. Memory that someone holds is never
+                given to a recording, so only a recorder that checks its caller looks at them.
+            lasting: numbers of outputs that the recording copies out of the pool, where no other overwrites them.
+        """
+
+    def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Run once with the pool's memory, without recording; what it returns lies in the pool."""
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """The same memory, without keeping the pool from giving it to others."""
+
+    def reserved_bytes(self) -> int:
+        """Memory that the pool holds."""
+
+    def close(self) -> None:
+        """Let go of the pool: after all recordings are closed, and before a process group is."""
+
+
+class CudaRecorder:
+    """`torch.cuda.CUDAGraph`s."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise GraphError(f"CUDA graphs need a GPU; the tensors are on {device}")
+        self._device = device
+        self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
+        self._stream = torch.cuda.Stream(device)
+
+    def record(
+        self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
+    ) -> _CudaRecording:
+        torch.cuda.empty_cache()  # memory that others left is of no use to the pool, which takes its own from here on
+        results = [r.clone() for r in self.run(run, arguments)]  # outside the pool
+        graph = torch.cuda.CUDAGraph()
+        pool = torch_trace.graph_pool(self._open_pool())
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            outputs = run(arguments)
+            if lasting:
+                torch_trace.copy_all([results[i] for i in lasting], [outputs[i] for i in lasting])
+        for i in lasting:
+            outputs[i] = results[i]
+        if in_pool := [i for i in range(len(outputs)) if i not in lasting]:
+            torch_trace.copy_all([outputs[i] for i in in_pool], [results[i] for i in in_pool])
+        return _CudaRecording(graph, outputs)
+
+    def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
+        with self._side_stream(), torch.cuda.use_mem_pool(self._open_pool()):
+            return run(arguments)
+
+    def _open_pool(self) -> torch.cuda.MemPool:
+        if self._pool is None:
+            raise GraphError("the pool of CUDA graphs is closed")
+        return self._pool
+
+    @contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        """What is launched within runs on the stream of the recordings, in order with what comes before and after."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        size = tensor.untyped_storage().nbytes()
+        if size == 0:
+            return tensor
+        memory = torch.as_tensor(_Memory(tensor.untyped_storage().data_ptr(), size), device=tensor.device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def reserved_bytes(self) -> int:
+        if self._pool is None:
+            return 0
+        return sum(segment["total_size"] for segment in self._pool.snapshot())
+
+    def close(self) -> None:
+        if self._pool is not None:
+            torch.cuda.synchronize(self._device)
+            torch_trace.clear_matmul_workspaces()
+            self._pool = None
+
+
+class _Memory:
+    """Bytes of the device that belong to someone else, as `torch.as_tensor` takes them."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+        }
+
+
+class _CudaRecording:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[Tensor]) -> None:
+        self._graph, self.outputs = graph, outputs
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def close(self) -> None:
+        self.outputs = []
+        self._graph.reset()
+
+
+class FakeRecorder:
+    """Does on a CPU what `CudaRecorder` does where it can go wrong.
+
+    A replay works on the memory that its arguments had when it was recorded, wherever they are by then, and every
+    replay first overwrites with garbage whatever lies in the pool and was not to be kept.
+    """
+
+    def __init__(self) -> None:
+        self._in_pool: list[weakref.ref[Tensor]] = []
+
+    def record(
+        self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
+    ) -> _FakeRecording:
+        self.poison(keep)
+        outputs = self.run(run, arguments)
+        for i in lasting:
+            outputs[i] = outputs[i].clone()
+        return _FakeRecording(self, run, arguments, keep, outputs)
+
+    def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
+        outputs = [r.clone() for r in run(arguments)]
+        self._in_pool += map(weakref.ref, outputs)
+        return outputs
+
+    def poison(self, keep: Sequence[Tensor] = ()) -> None:
+        """What any graph's replay may do to all that lies in the pool."""
+        kept = {tensor.data_ptr() for tensor in keep}
+        self._in_pool = [reference for reference in self._in_pool if reference() is not None]
+        for reference in self._in_pool:
+            output = reference()
+            if output is not None and output.data_ptr() not in kept:
+                output.fill_(_garbage(output.dtype))
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def reserved_bytes(self) -> int:
+        held = [tensor for reference in self._in_pool if (tensor := reference()) is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def close(self) -> None:
+        self._in_pool.clear()
+
+
+class _FakeRecording:
+    def __init__(
+        self,
+        recorder: FakeRecorder,
+        run: Run,
+        arguments: Sequence[Tensor],
+        keep: Sequence[Tensor],
+        outputs: list[Tensor],
+    ) -> None:
+        self._recorder, self._run, self._keep, self.outputs = recorder, run, list(keep), outputs
+        self._memory = [a.detach() for a in arguments]  # tensors of its own on the memory of now
+
+    def replay(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._recorder.poison(self._keep)
+            for output, result in zip(self.outputs, self._run(self._memory), strict=True):
+                output.copy_(result)
+
+    def close(self) -> None:
+        self.outputs, self._keep, self._memory = [], [], []
+
+
+def _garbage(dtype: torch.dtype) -> float | int | bool:
+    if dtype == torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min

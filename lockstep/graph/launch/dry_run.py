@@ -1,0 +1,60 @@
+"""Going through a graph's launches without launching anything, so that its kernels can be compiled side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.captured import Captured
+from ..torch_private import trace as torch_trace
+
+NAMESPACE = "lockstep"  # of the operators that launch kernels of ours
+
+
+def dry_run(captured: Captured, arguments: Sequence[Tensor], namespace: str = NAMESPACE) -> dict[str, Tensor]:
+    """Call the implementation of each of the graph's operators, once for all calls that are alike, on tensors without
+    memory; no argument is read or written.
+
+    The caller sees to it that implementations launch nothing (`ops.precompile`).
+
+    Returns:
+        zeros in the place of the graph's outputs.
+    """
+    memory = torch_trace.WithoutMemory(namespace)
+    stand_ins = [memory.stand_in(tensor) for tensor in arguments]
+    with memory.computing():
+        results = _Rehearsal(captured.module, memory.alignment).run(*stand_ins)
+    return {
+        name: torch.zeros(result.shape, dtype=result.dtype, device=result.device)
+        for name, result in zip(captured.outputs, results, strict=True)
+    }
+
+
+class _Rehearsal(fx.Interpreter):
+    """Calls are alike when their operators are the same and their arguments alike; then one of them is made, and its
+    results stand for all. So a model's second layer costs nothing."""
+
+    def __init__(self, module: fx.GraphModule, alignment: Callable[[Tensor], int]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._alignment = alignment
+        self._made: dict[str, Any] = {}
+        self._likeness: dict[int, str] = {}  # by tensor; all tensors are kept until the end
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        key = f"{id(target)} {self._described(args)} {self._described(kwargs)}"
+        if key not in self._made:
+            self._made[key] = super().call_function(target, args, kwargs)
+        return self._made[key]
+
+    def _described(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            if id(value) not in self._likeness:
+                about = value.shape, value.stride(), value.dtype, value.device, self._alignment(value)
+                self._likeness[id(value)] = repr(about)
+            return self._likeness[id(value)]
+        if isinstance(value, dict):
+            return repr({name: self._described(item) for name, item in value.items()})
+        return repr([self._described(item) for item in value]) if isinstance(value, (list, tuple)) else repr(value)

@@ -1,0 +1,193 @@
+"""A captured graph bound to its static tensors and ready to be launched."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...types import SideBySide
+from ..ir.captured import Captured, GraphError, Inputs
+from ..ir.values import tensors_in
+from ..ir.verify import overlapping
+from .cudagraph import GraphRecorder, Recording
+from .dry_run import dry_run
+from .outputs import Outputs
+from .piecewise import Piecewise
+from .pointer_guard import Addresses
+from .static_inputs import OwnInputs
+
+
+class GraphLauncher:
+    """Launches one captured graph at one choice of its open sizes, as a CUDA graph when its passes decided so.
+
+    Static inputs are the tensors given here, by address (`Addresses`); user inputs come with each launch, and a
+    recorded graph copies them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of
+    any graph of the same recorder: read or copy them before. Those in `lasting` are overwritten by the next launch of
+    this graph alone, and copied before if someone holds what the last one returned (`Outputs`).
+
+    Attributes:
+        launches: runs so far, replays among them.
+        replays: runs as a recorded graph.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        inputs: Inputs,
+        recorder: GraphRecorder | None = None,
+        lasting: Collection[str] = (),
+    ) -> None:
+        self.captured = captured
+        self.launches = self.replays = 0
+        self._recorder = recorder if captured.recorded else None
+        if captured.recorded and recorder is None:
+            raise GraphError(f"{captured.title}: a CUDA graph needs a recorder")
+        self._recording: Recording | None = None
+        self._lasting = [i for i, name in enumerate(captured.outputs) if name in lasting] if self._recorder else []
+        self._latest: weakref.ref[Outputs] | None = None
+        self._layout: str | None = None  # of batches that were found right, and are copied whole
+        self._closed = False
+        self._arguments: list[Tensor] = [tensor for _, _, tensor in inputs.flat()]
+        self._static = [i for i, spec in enumerate(captured.inputs) if spec.role != "user"]
+        self._user = {spec.name: i for i, spec in enumerate(captured.inputs) if spec.role == "user"}
+        for i, spec in enumerate(captured.inputs):
+            if problem := spec.mismatch(self._arguments[i]):
+                raise GraphError(f"{captured.title}: {problem}")
+        if shared := overlapping(captured, self._arguments):
+            raise GraphError(f"{captured.title}: {shared}")
+        self._sizes = inputs.open_sizes(captured.inputs)
+        if broken := captured.sizes.broken(self._sizes):
+            raise GraphError(f"{captured.title}: captured for sizes with {', '.join(broken)}")
+        self._specs = inputs.described({})  # every size fixed, from here on
+        with torch.inference_mode(False):
+            given = [self._arguments[i] for i in self._user.values()]
+            self._own = OwnInputs(given if self._recorder else [])
+            empty = [x.new_empty(0) for x in given]  # each launch brings its tensors
+            self._expected = _described(given)
+            for i, x in zip(self._user.values(), self._own.tensors or empty, strict=True):
+                self._arguments[i] = x
+        self._addresses = Addresses([self._arguments[i] for i in self._static])
+
+    def __call__(self, user: Mapping[str, Tensor], times: int = 1) -> Outputs:
+        """Launch `times` times in a row, at least once; returns the last outputs by name.
+
+        Raises:
+            GraphError: the graph is closed, a user input is missing or is not what the graph was captured for, or a
+                static input has moved.
+        """
+        assert times > 0
+        if self._closed:
+            raise GraphError(f"{self.captured.title}: launched after close()")
+        self._check_addresses()
+        if self._recorder is None:
+            self._check_user(user)
+            return self._named(self._run_with(user, times))
+        self._save_latest()
+        self._bring(user)
+        if self._recording is None:
+            self._recording = self._record(self._recorder)
+            self.launches, times = self.launches + 1, times - 1
+        for _ in range(times):
+            self._recording.replay()
+        self.launches, self.replays = self.launches + times, self.replays + times
+        found = self._named(self._recording.outputs)
+        self._latest = weakref.ref(found) if self._lasting else None
+        return found
+
+    def rehearse(self, user: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Zeros for outputs, and nothing launched; see `dry_run.dry_run`."""
+        arguments = list(self._arguments)
+        if self._recorder is None:
+            for name, i in self._user.items():
+                arguments[i] = user[name]
+        return dry_run(self.captured, arguments)
+
+    def blank(self) -> dict[str, Tensor] | None:
+        """Zeros for outputs, and nothing launched; None where a shape is more than open sizes by name."""
+        (output,) = (node for node in self.captured.graph.nodes if node.op == "output")
+        values = tensors_in(tuple(map(self.captured.value, output.args[0])))
+        shapes = [[self._sizes.get(d) if isinstance(d, str) else d for d in value.shape] for value in values]
+        if len(values) < len(self.captured.outputs) or any(None in shape for shape in shapes):
+            return None
+        home = self.captured.inputs[0].device
+        zeros = [torch.zeros(s, dtype=v.dtype, device=home) for s, v in zip(shapes, values, strict=True)]  # type: ignore[arg-type]
+        return dict(zip(self.captured.outputs, zeros, strict=True))
+
+    def _named(self, outputs: Sequence[Tensor]) -> Outputs:
+        return Outputs(zip(self.captured.outputs, outputs, strict=True))
+
+    def _run_with(self, user: Mapping[str, Tensor], times: int) -> list[Tensor]:
+        arguments = list(self._arguments)
+        for name, i in self._user.items():
+            arguments[i] = user[name]
+        with torch.inference_mode(False), torch.no_grad():
+            for _ in range(times):
+                outputs = self._run(arguments)
+                self.launches += 1
+        return outputs
+
+    def _bring(self, user: Mapping[str, Tensor]) -> None:
+        """Check a launch's tensors, and copy them to the graph's own."""
+        if not user and not self._user:
+            return
+        layout = user.layout if isinstance(user, SideBySide) else None
+        if isinstance(user, SideBySide) and layout == self._layout:
+            self._own.fill_whole(user.buffer)
+            return
+        self._check_user(user)
+        if self._own.fill([user[name] for name in self._user]):
+            self._layout = layout
+
+    def _save_latest(self) -> None:
+        """Copy what the last launch returned and is to last, if someone holds it."""
+        if self._latest is not None and (held := self._latest()) is not None:
+            held.save(self.captured.outputs[i] for i in self._lasting)
+
+    def _record(self, recorder: GraphRecorder) -> Recording:
+        with torch.inference_mode(False), torch.no_grad():
+            if self.captured.split_at:
+                return Piecewise(self.captured, recorder, self._arguments, self._lasting)
+            return recorder.record(self._run, self._arguments, lasting=self._lasting)
+
+    def _run(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        return self.captured.module.forward(*arguments)
+
+    def _check_user(self, user: Mapping[str, Tensor]) -> None:
+        if user.keys() != self._user.keys():
+            odd = ", ".join(sorted(user.keys() ^ self._user.keys()))
+            raise GraphError(f"{self.captured.title}: user inputs that are missing or unknown: {odd}")
+        if _described([user[name] for name in self._user]) == self._expected:
+            return
+        for name, i in self._user.items():
+            if problem := self._specs[i].mismatch(user[name]):
+                raise GraphError(f"{self.captured.title}: {problem}")
+
+    def _check_addresses(self) -> None:
+        moved = self._addresses.moved()
+        if moved is None:
+            return
+        spec = self.captured.inputs[self._static[moved]]
+        raise GraphError(
+            f"{self.captured.title}: static input {spec} has moved in memory since the graph was "
+            "bound; write new values in place"
+        )
+
+    def close(self) -> None:
+        """Give back the recording's memory and let go of every tensor."""
+        if self._recording is not None:
+            self._recording.close()
+        self._recording, self._arguments, self._closed = None, [], True
+        self._own, self._addresses = OwnInputs([]), Addresses([])
+
+
+_looks = attrgetter("shape", "dtype", "device")
+
+
+def _described(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+    """All that a launch's inputs must share with those before, to be compared at once."""
+    return list(map(_looks, tensors)), list(map(Tensor.stride, tensors))

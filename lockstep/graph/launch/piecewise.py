@@ -1,0 +1,183 @@
+"""A graph recorded in pieces, with the calls in between that are not recorded: attention, whose shapes vary most.
+
+Pieces follow one another on the addresses that the first launch left: what one computes for another lies in the shared
+pool, and what a call in between returns is copied to where its first result lay. Views and sizes cost nothing in a
+recording, so each piece makes its own from the tensors that cross.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.captured import Captured, mutates, op_name, viewed
+from ..ir.values import Number
+from ..torch_private import trace as torch_trace
+from .cudagraph import GraphRecorder, Recording
+
+ATTENTION = frozenset(
+    f"lockstep.{variant}attention_{layout}"
+    for variant in ("", "latent_", "rotated_")
+    for layout in ("packed", "packed_backward", "paged")
+) | {"lockstep.attention_decode", "lockstep.flex_packed", "lockstep.flex_packed_backward", "lockstep.flex_paged"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a graph as a graph of its own.
+
+    Attributes:
+        module: tensors in the order of `reads` to a list of tensors in the order of `results`.
+        reads, results: nodes of the whole graph: what crosses into this part, and what others read of it.
+        recorded: whether it is a piece, and not a call between two.
+    """
+
+    module: fx.GraphModule
+    reads: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    recorded: bool
+
+    def run(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """The results, as a recorder takes it."""
+        return self.module.forward(*arguments)
+
+
+def split(captured: Captured) -> list[Part]:
+    """The graph as parts in order, the last of which only gathers the outputs; `captured.split_at` says where."""
+    stretches: list[list[fx.Node]] = [[]]
+    for node in captured.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if op_name(node) in captured.split_at:
+            stretches += [[node], []]
+        elif mutates(node) or not (_derived(captured, node) or _element(node)):
+            stretches[-1].append(node)
+    (output,) = (n for n in captured.graph.nodes if n.op == "output")
+    parts = [_part(captured, [], list(output.args[0]), recorded=False)]
+    wanted = set(parts[0].reads)
+    for nodes in reversed([nodes for nodes in stretches if nodes]):
+        results = [result for node in nodes for result in _results(captured, node) if result in wanted]
+        parts.append(_part(captured, nodes, results, recorded=op_name(nodes[0]) not in captured.split_at))
+        wanted.update(parts[-1].reads)
+    return parts[::-1]
+
+
+def _element(node: fx.Node) -> bool:
+    """Whether the node picks one of a call's several results."""
+    return node.target is operator.getitem
+
+
+def _derived(captured: Captured, node: fx.Node) -> bool:
+    """Whether every part makes this value anew: a view, what a write returns, a size."""
+    if _element(node):
+        return _derived(captured, node.args[0])  # type: ignore[arg-type]
+    value = captured.value(node)
+    return value is not None if isinstance(value, Number) else bool(viewed(node))
+
+
+def _results(captured: Captured, node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors that a call computes, as nodes."""
+    if isinstance(captured.value(node), tuple):
+        yield from filter(_element, node.users)
+    elif not _derived(captured, node):
+        yield node
+
+
+def _part(captured: Captured, nodes: Sequence[fx.Node], results: Sequence[fx.Node], recorded: bool) -> Part:
+    """The calls `nodes` as a graph that returns `results`."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    reads: list[fx.Node] = []
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in made:
+            if node.op == "call_function" and _derived(captured, node):
+                made[node] = value(viewed(node)[0]) if mutates(node) else graph.node_copy(node, value)
+            elif _element(node) and node.args[0] in made:
+                made[node] = graph.node_copy(node, value)
+            else:
+                reads.append(node)
+                made[node] = graph.placeholder(node.name)
+        return made[node]
+
+    for node in nodes:
+        made[node] = graph.node_copy(node, value)
+    last = graph.output([value(node) for node in results])
+    first = next(n for n in graph.nodes if n.op != "placeholder") if nodes else last
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        first.prepend(node)
+    return Part(fx.GraphModule(captured.module, graph), tuple(reads), tuple(results), recorded)
+
+
+class Piecewise:
+    """The recorded pieces of one graph and the calls between them; replayed as one recording."""
+
+    def __init__(
+        self, captured: Captured, recorder: GraphRecorder, arguments: Sequence[Tensor], lasting: Sequence[int] = ()
+    ) -> None:
+        """Run the parts in order, recording the pieces.
+
+        Args:
+            arguments: the graph's inputs, where they will stay. lasting: see `Recorder.record`.
+        """
+        *parts, last = split(captured)
+        inputs = dict(zip((n for n in captured.graph.nodes if n.op == "placeholder"), arguments, strict=True))
+        final = {node: i for i, part in enumerate([*parts, last]) for node in part.reads}
+        crossing: dict[fx.Node, Tensor] = {}
+        self._recordings: list[Recording] = []
+        self._steps: list[Callable[[], None]] = []
+        for i, part in enumerate(parts):
+            reads = [inputs[n] if n in inputs else crossing[n] for n in part.reads]
+            results = self._record(part, recorder, reads, list(crossing.values()))
+            crossing.update(zip(part.results, results, strict=True))
+            crossing = {node: tensor for node, tensor in crossing.items() if final[node] > i}
+            del reads, results  # the pool may use the memory again once nothing later reads it
+        self.outputs = last.run([inputs[n] if n in inputs else crossing[n] for n in last.reads])
+        if lasting:
+            in_pool = [self.outputs[i] for i in lasting]
+            copies = [tensor.clone() for tensor in in_pool]
+            for i, copy in zip(lasting, copies, strict=True):
+                self.outputs[i] = copy
+            self._steps.append(lambda: torch_trace.copy_all(copies, in_pool))
+
+    def _record(
+        self, part: Part, recorder: GraphRecorder, reads: Sequence[Tensor], keep: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        if part.recorded:
+            recording = recorder.record(part.run, reads, keep)
+            results = recording.outputs
+            recording.outputs = [recorder.borrow(result) for result in results]
+            self._recordings.append(recording)
+            self._steps.append(recording.replay)
+            return results
+        results = recorder.run(part.run, reads)
+        targets = [recorder.borrow(result) for result in results]
+        arguments = [recorder.borrow(tensor) for tensor in reads]
+
+        def call() -> None:
+            for target, result in zip(targets, part.run(arguments), strict=True):
+                target.copy_(result)
+
+        self._steps.append(call)
+        return results
+
+    @property
+    def pieces(self) -> int:
+        """Recorded pieces."""
+        return len(self._recordings)
+
+    def replay(self) -> None:
+        """Run the parts again; does not wait for the device."""
+        with torch.inference_mode(False), torch.no_grad():
+            for step in self._steps:
+                step()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for recording in self._recordings:
+            recording.close()
+        self._recordings, self._steps, self.outputs = [], [], []

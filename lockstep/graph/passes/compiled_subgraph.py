@@ -1,0 +1,96 @@
+"""Stretches of graphs that Inductor compiled, each kept once: equal stretches of any trace are one region."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from ...timings import Timings
+from ..ir.sizes import Condition
+from ..store.artifact import register_region
+from ..torch_private import inductor as torch_inductor
+
+KIND = "inductor"
+
+
+class CompiledSubgraph:
+    """A compiled function of tensors and sizes to a list of tensors, each with memory of its own: a node's target.
+
+    Called with tensors that have no memory, where a graph is only gone through, it calls its operators.
+
+    Attributes:
+        digest: of `body`: the operators and what their inputs are, as text.
+        module: the operators.
+        conditions: what must hold of its sizes (`torch_private.inductor.Signature.sizes`).
+    """
+
+    kind = KIND
+    exact = False
+    __module__ = __name__
+
+    def __init__(
+        self, body: Sequence[str], module: fx.GraphModule, artifact: Any, conditions: Sequence[Condition]
+    ) -> None:
+        self.body, self.module, self.conditions = tuple(body), module, tuple(conditions)
+        self.digest = digest_of(body)
+        self._artifact = artifact
+        self.__name__ = self.__qualname__ = f"inductor_{self.digest}"  # by which generated source calls it
+
+    def __call__(self, *args: Any) -> Sequence[Tensor]:
+        """Run it."""
+        if any(map(torch_inductor.is_fake, args)):
+            return self.module.forward(*args)
+        return self._artifact(*args)
+
+    def serialize(self) -> bytes:
+        """All of it, for `deserialize`."""
+        return pickle.dumps((self.body, self.module, self._artifact.serialize(), self.conditions))
+
+    @classmethod
+    def deserialize(cls, data: bytes) -> CompiledSubgraph:
+        """What `serialize` was called on. It executes code: only from bytes that this user's own process wrote."""
+        body, module, artifact, conditions = pickle.loads(data)
+        return cls(body, module, torch_inductor.load(artifact), conditions)
+
+
+register_region(KIND, CompiledSubgraph.deserialize)
+
+
+def digest_of(body: Sequence[str]) -> str:
+    """The digest of a region with this body."""
+    return hashlib.sha256("\n".join(body).encode()).hexdigest()[:12]
+
+
+class Regions:
+    """The regions of both roles' graphs, by digest.
+
+    Attributes:
+        shared: digests of the stretches of forward passes that both roles have (`Compiler.share_regions`).
+        refused: digests of stretches that cannot be compiled, with the reason.
+    """
+
+    def __init__(self, timings: Timings) -> None:
+        self._timings = timings
+        self._made: dict[str, CompiledSubgraph] = {}
+        self.shared: frozenset[str] = frozenset()
+        self.refused: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def region(
+        self, body: Sequence[str], module: fx.GraphModule, signature: torch_inductor.Signature
+    ) -> CompiledSubgraph | None:
+        """The region with this body, compiled if there is none yet; None where it cannot be."""
+        digest = digest_of(body)
+        if digest not in self._made and digest not in self.refused:
+            try:
+                with self._timings.measured("inductor"):
+                    self._made[digest] = CompiledSubgraph(body, module, *signature.compile(module))
+            except torch_inductor.Uncompilable as error:
+                self.refused[digest] = str(error)
+        return self._made.get(digest)

@@ -1,0 +1,179 @@
+"""Captured graphs that are kept between processes, in the user's cache folder.
+
+A graph is found by what it is (function, statics, inputs, level), which its file repeats, and then only taken if
+everything that it was made with is as it is now: the package's sources, torch, the device, the passes, and the
+constants that its body declares. Otherwise it is refused, and what differs is named. What somebody else could have
+written is not read, and what was cut off or changed is not loaded; in either case the graph is captured anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ...cache import user_folder
+from ..ir.captured import Captured
+from .artifact import Unstorable, dumps, loads
+from .framed_file import Damaged, pack, unpack
+
+VARIANTS = 4  # of one graph, made with different things, that are kept
+MOST_BYTES = 512 << 20  # that the folder may hold
+_STALE_S = 3600  # after which a file that was never finished is somebody's who died
+
+Outcome = Literal["loaded", "refused", "absent"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a graph is, and what it was made with; both by name, with values that are JSON."""
+
+    name: str
+    graph: Mapping[str, Any]
+    made_with: Mapping[str, Any]
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the graph is, with the name of its function."""
+        return {"function": self.name, **self.graph}
+
+    @property
+    def stem(self) -> str:
+        """The beginning of the names of its files, whatever it was made with."""
+        return f"{self.name}-{_digest(self.graph)}-"
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        return f"{self.stem}{_digest(self.made_with)}.graph"
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What became of a search for a stored graph.
+
+    Attributes:
+        title: the graph's.
+        file: the name of the file that it is kept in, whether it was found or not.
+        reasons: why what was found was refused; none where nothing was found.
+    """
+
+    title: str
+    file: str
+    outcome: Outcome
+    reasons: tuple[str, ...] = ()
+
+
+class Store:
+    """The folder of stored graphs.
+
+    Attributes:
+        lookups: every search so far.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = (folder or user_folder.cache_folder()) / "graphs"
+        self.lookups: list[Lookup] = []
+
+    def load(self, key: Key, title: str, device: torch.device) -> Captured | None:
+        """The graph that was stored under `key`, on this device, or None."""
+        path = self.folder / key.file
+        found, reasons = self._read(path, key, device)
+        if found is None and not reasons:
+            reasons = self._nearest(key)
+        outcome: Outcome = "loaded" if found else "refused" if reasons else "absent"
+        self.lookups.append(Lookup(title, key.file, outcome, reasons))
+        if found is not None:
+            with contextlib.suppress(OSError):
+                os.utime(path)  # the last to go
+        return found
+
+    def save(self, key: Key, captured: Captured) -> None:
+        """Store a graph for others; one that has no stored form, or a folder that cannot be written, is no error."""
+        with contextlib.suppress(Unstorable):
+            parts = {"made_with": key.made_with, "key": key.identity}
+            described = {name: json.dumps(part).encode() for name, part in parts.items()}
+            data = pack({**described, "graph": dumps(captured)})
+            if user_folder.write_bytes(self.folder / key.file, data):
+                self._evict(key)
+
+    def size(self, pattern: str = "*") -> int:
+        """Bytes of the files whose names match."""
+        return sum(status.st_size for _, status in self._files(pattern))
+
+    def _read(self, path: Path, key: Key, device: torch.device) -> tuple[Captured | None, tuple[str, ...]]:
+        data = user_folder.read_bytes(path)
+        if data is None:
+            return None, self._foreign(path)
+        try:
+            sections = unpack(data)
+            if differing := _differing(json.loads(sections["made_with"]), key.made_with):
+                return None, differing
+            if differing := _differing(json.loads(sections["key"]), key.identity):
+                return None, tuple(f"{path.name} holds another graph: {field}" for field in differing)
+            return loads(sections["graph"], device), ()
+        except (Damaged, ValueError, KeyError, TypeError) as error:
+            return None, (f"{path.name} is damaged: {error}",)
+
+    def _foreign(self, path: Path) -> tuple[str, ...]:
+        """Why a file that is there was not read."""
+        for place in (path, path.parent):
+            with contextlib.suppress(OSError):
+                if path.exists() and (why := user_folder.foreign(place.stat())):
+                    return (f"{place} is not trusted: {why}",)
+        return ()
+
+    def _nearest(self, key: Key) -> tuple[str, ...]:
+        """What differs in the last one of this graph that was made with something else."""
+        for path, _ in self._files(f"{key.stem}*.graph"):
+            with contextlib.suppress(Damaged, ValueError, KeyError, TypeError):
+                if data := user_folder.read_bytes(path):
+                    return _differing(json.loads(unpack(data)["made_with"]), key.made_with)
+        return ()
+
+    def _files(self, pattern: str) -> Iterator[tuple[Path, os.stat_result]]:
+        """Files of the folder with their status, the last used first."""
+        for path in user_folder.newest(self.folder, pattern):
+            with contextlib.suppress(OSError):
+                yield path, path.stat()
+
+    def _evict(self, key: Key) -> None:
+        """Delete what was not used for longest, beyond what is kept."""
+        gone = [path for path, _ in list(self._files(f"{key.stem}*.graph"))[VARIANTS:]]
+        held = 0
+        for path, status in self._files("*"):
+            held += status.st_size
+            unfinished = path.suffix == ".tmp" and status.st_mtime < time.time() - _STALE_S
+            if held > MOST_BYTES or unfinished:
+                gone.append(path)
+        for path in gone:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields that are not the same."""
+    now = json.loads(json.dumps(now))
+    names = sorted(was.keys() | now.keys(), key=lambda name: ("." in name, name))
+    return tuple(
+        f"{name} was {_short(was.get(name))} and is {_short(now.get(name))}"
+        for name in names
+        if was.get(name) != now.get(name)
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:16]}..."
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

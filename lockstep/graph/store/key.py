@@ -1,0 +1,72 @@
+"""What a stored graph is found by, and what it must have been made with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from ...cache.fingerprint import origin
+from ..capture.step import Differentiated
+from ..ir.captured import Inputs, InputSpec, Role, Static
+from ..passes import Pass
+from .folder import Key
+
+_PACKAGE = __package__.partition(".")[0]
+
+
+def key_of(
+    name: str,
+    body: Callable[..., Any],
+    inputs: Inputs,
+    specs: Sequence[InputSpec],
+    statics: Mapping[str, Static],
+    writes: Collection[Role],
+    level: str,
+    made_with: Mapping[str, Any],
+    passes: Sequence[Pass],
+) -> Key | None:
+    """The key of one graph, or None when it depends on code outside this package, which no hash covers.
+
+    Args:
+        specs: the inputs, with open sizes by name.
+        made_with: settings of the compiler and constants of the body, by name.
+    """
+    bodies = _bodies(body)
+    partial = any(isinstance(b, functools.partial) for b in bodies)
+    if partial or not all(map(_hashed, (*bodies, *(p.apply for p in passes)))):
+        return None
+    home = specs[0].device if specs else None
+    graph = {
+        "body": body_name(body),
+        "statics": [[k, repr(v)] for k, v in statics.items()],
+        "inputs": [
+            [s.role, s.name, s.shape, s.stride, str(s.dtype), s.device == home or str(s.device), t.requires_grad]
+            for s, (_, _, t) in zip(specs, inputs.flat(), strict=True)
+        ],
+        "on": home.type if home else "",
+        "writes": sorted(writes),
+        "level": level,
+    }
+    described = [[p.name, repr(dict(p.options))] for p in passes]
+    return Key(name, graph, {**origin(), "passes": described, **made_with})
+
+
+def body_name(body: Callable[..., Any]) -> str:
+    """Where the source of a graph's function stands."""
+    return " ".join(f"{b.__module__}.{b.__qualname__}" for b in map(_unbound, _bodies(body)))
+
+
+def _bodies(body: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    return (body.forward, body.accumulate) if isinstance(body, Differentiated) else (body,)
+
+
+def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.func if isinstance(function, functools.partial) else function
+
+
+def _hashed(function: Callable[..., Any]) -> bool:
+    """Whether `origin` covers a function: it stands in this package, by name."""
+    function = _unbound(function)
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "<locals>")
+    return module.partition(".")[0] == _PACKAGE and "<locals>" not in name

@@ -1,0 +1,219 @@
+"""Compiling a stretch of a graph with Inductor: private interfaces of torch, for torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..ir.sizes import Condition, Expression, expression
+
+# Round where the operators round, and choose kernels by rules, not by the clock; as far as this torch has them.
+_OPTIONS = {"emulate_precision_casts": True, "deterministic": True}
+
+
+class Uncompilable(Exception):
+    """An open size was taken for a number, or strides are no function of the sizes."""
+
+
+class Compiled(NamedTuple):
+    """A compiled function, and what must hold of its open sizes, by name, each with where it was asked."""
+
+    artifact: Any
+    conditions: tuple[Condition, ...]
+
+
+class Signature:
+    """The inputs of a stretch, described by themselves: each open size of a dimension has a name of its own, by order.
+
+    So stretches of different traces can be the same function, with sizes that are computed otherwise in each.
+
+    Args:
+        values: fake tensors, and numbers that the trace left open.
+
+    Attributes:
+        sizes: the names, and what each stands for in the trace.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+        dims = [d for value in values for d in (value.shape if isinstance(value, Tensor) else [value])]
+        found = dict.fromkeys(d.node.expr for d in dims if isinstance(d, torch.SymInt))
+        self.sizes: dict[str, Any] = {f"d{i}": e for i, e in enumerate(found)}
+        self._hints = {d.node.expr: d.node.hint for d in dims if isinstance(d, torch.SymInt)}
+
+    def described(self) -> list[str]:
+        """Each input as text."""
+        import sympy  # type: ignore[import-untyped]
+
+        names = {name: sympy.Symbol(name) for name in self.sizes}
+
+        def text(size: Any) -> str:
+            return str(self._in(size, names))
+
+        return [
+            f"{v.dtype} {list(map(text, v.shape))} {list(map(text, v.stride()))} {v.device.type}"
+            if isinstance(v, Tensor)
+            else text(v)
+            for v in self._values
+        ]
+
+    def _in(self, size: int | torch.SymInt, symbols: dict[str, Any]) -> Any:
+        """A size in these symbols for the names."""
+        if isinstance(size, int):
+            return size
+        found = size.node.expr.xreplace({e: symbols[name] for name, e in self.sizes.items()})
+        if not found.free_symbols <= set(symbols.values()):
+            raise Uncompilable(f"stride {size} of an input is no function of the sizes")
+        return found
+
+    def compile(self, module: fx.GraphModule) -> Compiled:
+        """`module`, a function of such inputs, by Inductor; its sizes stay open.
+
+        Raises:
+            Uncompilable: see the class.
+        """
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        env = ShapeEnv()
+        mode = FakeTensorMode(shape_env=env)
+        with torch.inference_mode(False), torch.no_grad(), tracing(TracingContext(mode)):
+            symbols, inputs = self._fakes(env, mode)
+            with mode:
+                flat = make_fx(lambda *values: module.forward(*values))(*inputs)
+            artifact = _compile(flat, inputs)
+        names = {symbol: name for name, symbol in symbols.items()}
+        if taken := [names[symbol] for symbol in env.replacements if symbol in names]:
+            raise Uncompilable(f"a number was taken for size {', '.join(taken)}")
+        try:
+            conditions = [(expression(guard.expr, names), "Inductor") for guard in env.guards]
+        except KeyError as unknown:
+            raise Uncompilable(f"a condition on sizes has {unknown}") from unknown
+        composed: list[Expression] = [[">=", name, 2] for name, e in self.sizes.items() if not e.is_Symbol]
+        return Compiled(artifact, (*conditions, *((c, "Inductor") for c in composed)))
+
+    def _fakes(self, env: Any, mode: FakeTensorMode) -> tuple[dict[str, Any], list[Any]]:
+        """Symbols for the names, and stand-ins for the values in them."""
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        symbols, sources = {}, {name: ConstantSource(name) for name in self.sizes}
+        for name, e in self.sizes.items():
+            symbols[name] = env.create_symbol(self._hints[e], sources[name], dynamic_dim=DimDynamic.DYNAMIC)
+        if fixed := [name for name, symbol in symbols.items() if not symbol.is_Symbol]:
+            raise Uncompilable(f"size {', '.join(fixed)} was 0 or 1")
+        hints = {symbols[name]: self._hints[e] for name, e in self.sizes.items()}
+
+        def size(found: int | torch.SymInt) -> Any:
+            e = self._in(found, symbols)
+            return e if isinstance(e, int) else env.create_symintnode(e, hint=int(e.xreplace(hints)))
+
+        with mode:
+            return symbols, [
+                torch.empty_strided(
+                    [size(d) for d in v.shape], [size(d) for d in v.stride()], dtype=v.dtype, device=v.device
+                )
+                if isinstance(v, Tensor)
+                else size(v)
+                for v in self._values
+            ]
+
+
+def _compile(module: fx.GraphModule, inputs: list[Any]) -> Any:
+    from torch._inductor.standalone_compile import standalone_compile
+
+    options = {"config_patches": _options()}
+    return standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options=options, aot=True)
+
+
+def compile_module(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """What Dynamo captured, by Inductor, forward and backward pass.
+
+    An element of an input by an open index, such as a layer's cache, is taken before the call: within, Inductor loses
+    its offset where an operator writes it (torch 2.13), and all would go to the first.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    before, after, values = _elements_first(module, inputs)
+    compiled: Any = compile_fx(after, values, config_patches=_options())
+    return lambda *arguments: compiled(*before(*arguments))
+
+
+def _elements_first(
+    module: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[fx.GraphModule, fx.GraphModule, Sequence[Any]]:
+    """The module as one that takes elements of its inputs, and one that does the rest, with what that one is given."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    given, first = dict(zip(placeholders, inputs, strict=True)), fx.Graph()
+    copies = {node: first.placeholder(node.name) for node in placeholders}
+    for node in module.graph.nodes:
+        if _is_element(node) and all(source in copies for source in node.all_input_nodes):
+            copies[node] = first.node_copy(node, copies.__getitem__)
+            given[node] = node.meta["example_value"]
+    others = [node for node in module.graph.nodes if node not in copies]
+    read = {source for node in others for source in node.all_input_nodes}
+    passed = [node for node, value in given.items() if node in read or not isinstance(value, Tensor)]
+    first.output(tuple(copies[node] for node in passed))
+    graph = fx.Graph()
+    rest = {node: graph.placeholder(node.name) for node in passed}
+    for node in others:
+        rest[node] = graph.node_copy(node, rest.__getitem__)
+    return fx.GraphModule(module, first), fx.GraphModule(module, graph), [given[node] for node in passed]
+
+
+def _is_element(node: fx.Node) -> bool:
+    """Whether a call takes an element of a tensor by a number, or drops dimensions of 1."""
+    if node.target not in (operator.getitem, torch.select):
+        return node.op == "call_method" and node.target == "squeeze"
+    index = node.args[-1]
+    value = index.meta.get("example_value") if isinstance(index, fx.Node) else index
+    return isinstance(value, (int, torch.SymInt)) and isinstance(node.meta.get("example_value"), Tensor)
+
+
+def settings() -> dict[str, Any]:
+    """By name what compiled code depends on besides its operators: on a CPU it is for a number of threads, by which
+    sums are split."""
+    from torch._inductor import config
+
+    found = sorted((name, repr(value)) for name, value in config.save_config_portable().items())
+    return {"threads": torch.get_num_threads(), "inductor": hashlib.sha256(repr(found).encode()).hexdigest()}
+
+
+def _options() -> dict[str, Any]:
+    from torch._inductor import config
+
+    return {name: value for name, value in _OPTIONS.items() if hasattr(config, name)}
+
+
+def load(data: bytes) -> Any:
+    """The artifact that `serialize` of `Compiled.artifact` gave; it executes code."""
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+    return AOTCompiledArtifact.deserialize(data)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value has no memory."""
+    return isinstance(value, torch._subclasses.FakeTensor)
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """What Inductor lacks to compile for a device; None if it has all."""
+    if device.type != "cpu":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception:  # torch's class for it has moved between versions
+        return "a C++ compiler such as g++"
+    return None

@@ -1,0 +1,99 @@
+"""Forward and backward pass as AOTAutograd partitions them: private interfaces of torch, for torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from .trace import Untraceable
+
+
+class Partition(NamedTuple):
+    """The two halves of a joint graph.
+
+    Attributes:
+        forward: inputs to results, and after these what the backward pass reads.
+        backward: that, by the names of the nodes in `forward`, and the gradient of the first result to the gradients of
+            the leaves, in order.
+        results: how many results there are.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    results: int
+
+
+class _Function(nn.Module):
+    """A function whose leaves are parameters; the export differentiates by those alone."""
+
+    def __init__(self, fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], leaves: Collection[int]) -> None:
+        super().__init__()
+        self.results = 0
+        self._fn, self.order = fn, [*leaves, *(i for i in range(len(tensors)) if i not in leaves)]
+        for i in leaves:
+            self.register_parameter(f"leaf{i}", nn.Parameter(tensors[i].detach()))
+
+    def forward(self, *others: Tensor) -> tuple[Tensor, ...]:
+        values = dict(zip(self.order, [*self.parameters(), *others], strict=True))
+        found = tuple(self._fn(*(values[i] for i in sorted(values))))
+        self.results = len(found)
+        return found
+
+
+def partition(fn: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor], leaves: Sequence[int]) -> Partition:
+    """`fn(*fakes)` and its gradients, cut by the min-cut partitioner, which computes again what is cheap to.
+
+    The inputs of both halves are in the order of `fakes`; call it within `torch_private.trace.trace`.
+
+    Args:
+        fn: writes none of its arguments; its first result is to be differentiated, the others have no gradient.
+        leaves: numbers of the arguments to differentiate by.
+
+    Raises:
+        Untraceable: no half, or more than one, was made of either kind.
+    """
+    from torch._functorch.aot_autograd import (
+        aot_compile_joint_with_descriptors,
+        aot_export_joint_with_descriptors,
+        make_boxed_func,
+    )
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    halves: dict[str, list[fx.GraphModule]] = {"forward": [], "backward": []}
+
+    def collect(half: str) -> Any:
+        def compiler(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+            halves[half].append(module)
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    module = _Function(fn, fakes, leaves)
+    with torch.enable_grad(), ExitStack() as stack:
+        others = tuple(fake for i, fake in enumerate(fakes) if i not in leaves)
+        joint = aot_export_joint_with_descriptors(stack, module, others, decompositions={})
+        aot_compile_joint_with_descriptors(
+            joint,
+            partition_fn=min_cut_rematerialization_partition,
+            fw_compiler=collect("forward"),
+            bw_compiler=collect("backward"),
+        )
+    if [len(found) for found in halves.values()] != [1, 1]:
+        raise Untraceable("forward and backward pass are not one graph each")
+    return Partition(_in_order(halves["forward"][0], module.order), halves["backward"][0], module.results)
+
+
+def _in_order(module: fx.GraphModule, order: Sequence[int]) -> fx.GraphModule:
+    """The graph with its inputs, of which the i-th is `order[i]`, sorted."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(order):
+        raise Untraceable(f"the forward pass has {len(placeholders)} inputs for {len(order)} tensors")
+    first = placeholders[0].prev
+    for _, node in sorted(zip(order, placeholders, strict=True), key=lambda pair: pair[0], reverse=True):
+        first.append(node)
+    module.recompile()
+    return module

@@ -1,0 +1,74 @@
+"""Calling modules through `torch.compile`: private interfaces of torch, for torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ...ops.operator import sizes_apart
+from . import inductor as torch_inductor
+
+
+class TooMany(Exception):
+    """More variants are needed than may be compiled."""
+
+
+class NotWhole(Exception):
+    """A module's call cannot be captured as one graph."""
+
+
+def compiled_call(inductor: bool, limit: int, compiled: Callable[[], None]) -> Callable[..., Any]:
+    """`call(module, *args)`, compiled by torch for each kind of module and arguments, sizes and numbers left open.
+
+    Without `inductor` what was captured is run as it is; where gradients are wanted, through AOTAutograd.
+
+    Args:
+        limit: of variants. compiled: called before each is.
+
+    Raises:
+        TooMany: a call needs one more than `limit`.
+        NotWhole: see there.
+    """
+    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compiled()
+        if inductor:
+            return torch_inductor.compile_module(module, inputs)
+        return _aot_eager(module, inputs) if torch.is_grad_enabled() else module.forward
+
+    def call(module: nn.Module, *args: Any) -> Any:
+        return module(*args)
+
+    own = types.FunctionType(call.__code__.replace(), call.__globals__)  # variants are counted by code object
+    run = torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
+
+    def guarded(module: nn.Module, *args: Any) -> Any:
+        with _open_sizes(limit):
+            try:
+                return run(module, *args)
+            except FailOnRecompileLimitHit as error:
+                raise TooMany(str(error).splitlines()[0]) from error
+            except (Unsupported, UserError) as error:
+                raise NotWhole(str(error).splitlines()[0]) from error
+
+    return guarded
+
+
+def _aot_eager(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return aot_eager(module, inputs)
+
+
+@contextmanager
+def _open_sizes(limit: int) -> Iterator[None]:
+    """A constant such as an epsilon stays one."""
+    dynamo: Any = torch._dynamo.config
+    with dynamo.patch(specialize_float=True, recompile_limit=limit), sizes_apart():
+        yield

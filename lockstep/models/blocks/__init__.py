@@ -1,0 +1,1 @@
+"""What a decoder's layers are made of."""

@@ -1,0 +1,104 @@
+"""Mixture of experts in place of a layer's feed-forward.
+
+Shape suffixes: T tokens, E experts, K slots a token, R = T * K rows sorted by expert, D hidden, F feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ..config import MoEConfig
+
+
+class Routing(NamedTuple):
+    """What a layer's router found: float32 scores before their activation [T, E], and the experts, int64 [T, K]."""
+
+    logits_TE: Tensor
+    experts_TK: Tensor
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts, and shared ones as one wide feed-forward. The submodules name the regions of a captured graph.
+
+    `router_bias` (float32, a buffer: no gradient reaches it) is added to scores where experts are chosen, not weighted.
+    """
+
+    router_bias: Tensor | None
+
+    def __init__(self, config: MoEConfig, hidden_size: int, weight: Callable[..., nn.Parameter]) -> None:
+        super().__init__()
+        self.config = config
+        self.router = weight(config.num_experts, hidden_size)
+        bias = torch.zeros(config.num_experts, device=self.router.device) if config.router_bias else None
+        self.register_buffer("router_bias", bias)
+        self.dispatch = Dispatch(config)
+        self.experts = Experts(config, hidden_size, weight)
+        self.combine = Combine()
+        self.shared = SharedExperts(config, hidden_size, weight) if config.shared_experts else None
+
+    def forward(self, x_TD: Tensor, routes: list[Routing] | None = None) -> Tensor:
+        """The sum of each token's experts' outputs, weighted, and of the shared experts' outputs, [T, D]."""
+        x_RD, plan, weights_TK, routing = self.dispatch(x_TD, self.router, self.router_bias)
+        if routes is not None:
+            routes.append(routing)
+        y_TD = self.combine(self.experts(x_RD, plan[2]), plan[1], weights_TK)
+        return y_TD if self.shared is None else self.shared(x_TD, y_TD)
+
+
+class Dispatch(nn.Module):
+    """Chooses experts and brings each its tokens."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(
+        self, x_TD: Tensor, router_ED: Tensor, bias_E: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Routing]:
+        """Rows sorted by expert, their plan (`ops.dispatch_plan`), the tokens' weights, and where both come from."""
+        c = self.config
+        settings = c.num_experts_per_token, c.sigmoid, c.groups, c.kept_groups, c.normalize, c.scale
+        logits_TE = ops.router_logits(x_TD, router_ED)
+        weights_TK, experts_TK = ops.route(logits_TE, bias_E, *settings)
+        plan = ops.dispatch_plan(experts_TK, c.num_experts)
+        return ops.dispatch(x_TD, plan[0], plan[1]), plan, weights_TK, Routing(logits_TE, experts_TK)
+
+
+class Experts(nn.Module):
+    """SiLU-gated feed-forwards, one an expert, as grouped products."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, weight: Callable[..., nn.Parameter]) -> None:
+        super().__init__()
+        self.gate_up = weight(config.num_experts, 2 * config.intermediate_size, hidden_size)
+        self.down = weight(config.num_experts, hidden_size, config.intermediate_size)
+
+    def forward(self, x_RD: Tensor, offsets: Tensor) -> Tensor:
+        """Each row through its expert, [R, D]."""
+        return ops.grouped_linear(ops.silu_mul(ops.grouped_linear(x_RD, self.gate_up, offsets)), self.down, offsets)
+
+
+class Combine(nn.Module):
+    """Brings the experts' outputs back to their tokens."""
+
+    def forward(self, y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Weighted sums, [T, D]."""
+        return ops.combine(y_RD, row_TK, weights_TK)
+
+
+class SharedExperts(nn.Module):
+    """SiLU-gated feed-forward for every token, as wide as its experts together."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, weight: Callable[..., nn.Parameter]) -> None:
+        super().__init__()
+        width = config.shared_experts * config.intermediate_size
+        self.gate_up = weight(2 * width, hidden_size)
+        self.down = weight(hidden_size, width)
+
+    def forward(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
+        """`y` plus the feed-forward of x, [T, D]."""
+        return ops.linear_add(ops.silu_mul(ops.linear(x_TD, self.gate_up)), self.down, y_TD)

@@ -1,0 +1,180 @@
+"""Rotary frequencies, with the scalings that extend a model's context."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the frequencies are stretched; field names follow Hugging Face.
+
+    - `linear`: all divided by `factor` (Chen et al. 2023, arXiv 2306.15595).
+    - `llama3`: wavelengths above `original_max_position_embeddings / low_freq_factor` divided by `factor`, those below
+      `original_max_position_embeddings / high_freq_factor` kept, a linear blend in between (the Llama 3.1 release).
+    """
+
+    rope_type: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071); field names follow Hugging Face.
+
+    Frequencies that turn more than `beta_fast` times over the original context are kept, those that turn less than
+    `beta_slow` times are divided by `factor`, with a linear ramp over the pairs in between, whose ends are whole pairs
+    when `truncate`. Cosines and sines are multiplied by `attention_factor`, or what the `mscale`s make of `factor`.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def frequencies(self, inv_freq: Tensor, theta: float) -> Tensor:
+        """The stretched ones of these, float32 [pairs]."""
+        pairs = len(inv_freq)
+
+        def pair(turns: float) -> float:  # that turns so many times over the original context
+            wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
+            return pairs * math.log(wavelength) / math.log(theta)
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        high += 0.001 if low == high else 0.0
+        stretched = ((torch.arange(pairs, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        kept = 1 - stretched
+        return inv_freq / self.factor * (1 - kept) + inv_freq * kept
+
+    @property
+    def table_factor(self) -> float:
+        """On cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """On the scale of latent attention's scores, which reaches what is not rotated (DeepSeek-V2's code)."""
+        return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None) -> Tensor:
+    """Radians a position of each pair of elements, float32 [head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    inv_freq = 1.0 / theta**exponents
+    if scaling is None:
+        return inv_freq
+    if isinstance(scaling, YarnScaling):
+        return scaling.frequencies(inv_freq, theta)
+    if scaling.rope_type == "linear":
+        return inv_freq / scaling.factor
+    low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    wavelength = 2 * math.pi / inv_freq
+    stretched = torch.where(wavelength > context / low, inv_freq / scaling.factor, inv_freq)
+    blend = (context / wavelength - low) / (high - low)
+    between = (1 - blend) * stretched / scaling.factor + blend * stretched
+    is_between = (wavelength >= context / high) & (wavelength <= context / low)
+    return torch.where(is_between, between, stretched)
+
+
+def is_positive(value: Any) -> TypeGuard[float]:
+    """Whether it is a number above 0 that a float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def rope_of_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """What a `config.json` says of rotations: `rope_scaling` where it is there and not empty, as a whole, otherwise
+    `rope_parameters`. That is what transformers 5 does; 4 knows the first only.
+
+    Raises:
+        InputError: only a part of each head is rotated, or layers differ.
+    """
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    values = raw.get(name) or {}
+    for place in (raw, values):
+        if place.get("partial_rotary_factor") not in (1, None):
+            raise InputError(f"{where}: partial_rotary_factor is {place['partial_rotary_factor']!r}; supported: 1")
+    layers = next((key for key, value in values.items() if isinstance(value, dict)), None)
+    if layers is not None:
+        raise InputError(f"{where}: {name} has {layers!r} apart; the same for all layers is supported")
+    return values
+
+
+def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScaling | None:
+    """The scaling of a `config.json` (`rope_of_hf`).
+
+    Raises:
+        InputError: its type is not in `ROPE_TYPES`, or a number is missing or is none.
+    """
+    values = rope_of_hf(raw, where)
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise InputError(f"{where}: rope_type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
+    if kind == "default":
+        return None
+
+    def number(key: str, value: Any = None) -> float:
+        value = value or values.get(key)
+        if not is_positive(value):
+            raise InputError(f"{where}: {key} of the {kind} rope scaling is {value!r}; it must be a number above 0")
+        return float(value)
+
+    if kind == "linear":
+        return RopeScaling("linear", number("factor"))
+    key = "original_max_position_embeddings"
+    factor, context = (
+        number("factor"),
+        int(number(key, raw.get(key))),
+    )  # one beside the scaling wins, as in transformers
+    if context < 1:
+        raise InputError(f"{where}: {key} of the {kind} rope scaling is below 1")
+    if kind == "yarn":
+        optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+        given = {key: number(key) for key in optional if values.get(key)}
+        if values.get("attention_factor") == 0:  # the others' 0 is their default
+            number("attention_factor")
+        truncate = values.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise InputError(f"{where}: truncate of the yarn rope scaling is {truncate!r}; it must be true or false")
+        return YarnScaling(factor, context, **given, truncate=truncate)
+    low, high = number("low_freq_factor"), number("high_freq_factor")
+    if low >= high:
+        raise InputError(f"{where}: low_freq_factor {low} must be below high_freq_factor {high}")
+    return RopeScaling("llama3", factor, low, high, context)
+
+
+def scaling_to_hf(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
+    """The entries of `rope_parameters` next to `rope_theta`."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    if isinstance(scaling, YarnScaling):
+        return {"rope_type": "yarn", **{key: value for key, value in vars(scaling).items() if value is not None}}
+    if scaling.rope_type == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return dict(vars(scaling))

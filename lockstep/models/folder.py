@@ -1,0 +1,228 @@
+"""Hugging Face model folders, read and written bit for bit: `config.json`, safetensors (sharded too)."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache.file_hashes import fingerprints
+from ..errors import InputError, LockstepError
+from .checks import check_end_of_sequence, check_fields, require_memory
+from .config import ModelConfig
+from .decoder import Decoder
+from .families import from_hf, require_family, to_hf, without_nulls
+from .shards import file_names, read_object, read_tensors, weights_path
+from .weight_map import HEAD, WeightSlice, fused_experts, weight_map
+
+_FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def resolve_folder(model: str) -> Path:
+    """The local folder of `model`: a path, or a hub id that is downloaded or already in the hub's cache.
+
+    Raises:
+        InputError: there is neither such a folder nor such a hub repository at hand.
+    """
+    path = Path(model).expanduser()
+    if model.strip() and path.is_dir():
+        return path
+    local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix.lower() in _FILE_SUFFIXES
+    if path.exists() or local:
+        raise InputError(f"model {model!r}: there is no such folder (give a Hugging Face folder or a hub id org/name)")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+    except Exception as error:
+        raise InputError(f"model {model!r}: no such folder, and the hub did not give it ({error})") from error
+
+
+def describe_folder(model: str) -> dict[str, Any]:
+    """What a model is to a run that goes on with it: a hub id's `revision`, or size and SHA-256 of a folder's `files`,
+    by name: weights, tokenizer, template and all. Raises as `resolve_folder` does, and for a file that cannot be read.
+    """
+    folder = resolve_folder(model)
+    if not (model.strip() and Path(model).expanduser().is_dir()):
+        return {"revision": folder.name}
+    try:
+        return {"files": fingerprints(folder, file_names(folder))}
+    except OSError as error:
+        raise InputError(f"model {model}: {error.filename or folder} cannot be read: {error.strerror}") from error
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The folder's configuration; generation_config.json's end-of-sequence ids are added."""
+    path, generation = folder / "config.json", folder / "generation_config.json"
+    values = read_object(path)
+    if isinstance(values.get("model_type"), str):
+        require_family(values["model_type"], str(path))  # of another model no other field says anything
+    check_fields(values, str(path))
+    try:
+        config = from_hf(without_nulls(values), str(path))
+    except InputError as error:
+        raise error if str(path) in str(error) else InputError(f"{path}: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # fields of one family only
+        raise InputError(f"{path}: a field's value is of the wrong kind ({type(error).__name__}: {error})") from error
+    check_end_of_sequence(config.eos_token_ids, config.vocab_size, str(path))
+    if generation.exists():
+        values = read_object(generation)
+        check_fields(values, str(generation))
+        eos = values.get("eos_token_id")
+        more = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        check_end_of_sequence(more, config.vocab_size, str(generation))
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+    return config
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """The decoder of a Hugging Face folder with its weights, converted to `dtype` on `device`.
+
+    Raises:
+        InputError: a file is missing or damaged; a tensor is missing, there twice, unknown, of the wrong shape, or has
+            values that are not finite in `dtype`; or there is a head that is not the embedding it is tied to.
+    """
+    config = read_config(folder)
+    require_memory(config, dtype, device, str(folder))
+    model = Decoder(config, dtype, device)
+    tensors = _tensors(model)
+    pieces = {piece.name: piece for piece in weight_map(config)}
+    fused = fused_experts(config)
+    wanted = {name: piece.parameter for name, piece in pieces.items()}
+    head: tuple[Path, Tensor] | None = None
+    extremes: dict[tuple[Path, str], Tensor] = {}  # kept on the device, so that nothing waits for a tensor
+    with torch.no_grad():
+        for name, tensor, file in read_tensors(folder, config):
+            piece, parameter = pieces.get(name), fused.get(name)
+            if piece is not None:
+                del wanted[name]
+            elif parameter is not None:
+                wanted = {n: p for n, p in wanted.items() if p != parameter}
+            else:
+                head = file, tensor
+                continue
+            target = piece.of(tensors) if piece else tensors[fused[name]]
+            _require_form(tensor, target, f"{file}: {name}")
+            target.copy_(piece.from_hf(tensor) if piece else tensor)
+            extremes[file, name] = torch.stack(torch.aminmax(target))  # a NaN is both
+    if wanted:
+        raise InputError(
+            f"{weights_path(folder)}: {len(wanted)} tensors are missing, first {next(iter(wanted))} "
+            f"(config.json asks for {len(pieces)})"
+        )
+    _require_finite(extremes, dtype)
+    if head is not None:
+        _require_tied(*head, model.embed)
+    return model
+
+
+def _require_form(tensor: Tensor, target: Tensor, where: str) -> None:
+    """Raise `InputError` when a file's tensor is not of the target's shape, or quantized."""
+    if tensor.shape != target.shape:
+        raise InputError(f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}")
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise InputError(f"{where} is {tensor.dtype}; quantized weights are not supported, use bfloat16")
+
+
+def _require_tied(file: Path, head: Tensor, embed: Tensor) -> None:
+    """Raise `InputError` when a file has a head of its own where config.json ties it to the embedding."""
+    if not torch.equal(head.to(embed), embed):
+        raise InputError(
+            f"{file}: {HEAD} differs from the embedding, and tie_word_embeddings is true in config.json; set that to "
+            f"false to use {HEAD}, or remove the tensor"
+        )
+
+
+def _require_finite(extremes: dict[tuple[Path, str], Tensor], dtype: torch.dtype) -> None:
+    """Raise `InputError` naming the first tensor whose smallest or largest value is NaN or infinite."""
+    finite = torch.stack([pair.float() for pair in extremes.values()]).isfinite().all(1).tolist()
+    for (file, name), good in zip(extremes, finite, strict=True):
+        if not good:
+            raise InputError(f"{file}: {name} has values that are NaN or infinite as {dtype}; the model is damaged")
+
+
+def _tensors(model: Decoder) -> dict[str, Tensor]:
+    """What a folder holds: parameters and buffers."""
+    return {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
+
+
+def save_model(
+    model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write `config.json`, `generation_config.json` and the weights; `transformers` loads the folder.
+
+    Args:
+        max_shard_bytes: of tensors in one file of weights, unless one tensor has more.
+        metadata: of the files of weights, besides the format.
+
+    Raises:
+        LockstepError: a file cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LockstepError(f"{folder}: the folder cannot be made ({error.strerror})") from error
+    dtype = str(model.embed.dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", to_hf(model.config, dtype))
+    _write_json(folder / "generation_config.json", _generation_config(model.config))
+    tensors = _tensors(model)
+    pieces = [(piece, piece.of(tensors)) for piece in weight_map(model.config)]
+    shards = _shards(pieces, max_shard_bytes)
+    placed: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        file = {piece.name: piece.to_hf(rows).contiguous().cpu() for piece, rows in shard}
+        _write_tensors(folder / name, file, metadata or {})
+        placed |= dict.fromkeys(file, name)
+    if len(shards) > 1:
+        total = sum(t.numel() * t.element_size() for _, t in pieces)
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
+
+
+def _shards(pieces: list[tuple[WeightSlice, Tensor]], limit: int) -> list[list[tuple[WeightSlice, Tensor]]]:
+    shards: list[list[tuple[WeightSlice, Tensor]]] = [[]]
+    used = 0.0
+    for piece, tensor in pieces:
+        size = math.prod(tensor.shape) * tensor.element_size()
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append((piece, tensor))
+        used += size
+    return shards
+
+
+def _generation_config(config: ModelConfig) -> dict:
+    fields = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+    }
+    return {k: v for k, v in fields.items() if v not in (None, [])}
+
+
+def _write_json(path: Path, value: dict) -> None:
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LockstepError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """A safetensors file with the permissions of the files beside it, which the library keeps to the owner."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt", **metadata})
+        shutil.copymode(path.with_name("config.json"), path)
+    except (OSError, SafetensorError) as error:
+        raise LockstepError(f"{path}: cannot be written ({error})") from error

@@ -1,0 +1,219 @@
+"""Tokenizers: the byte-level one of the random models, loading, saving, and prompts to token ids.
+
+`transformers` and `tokenizers` are imported inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import codecs
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..cache.tokenizers import kept
+from ..errors import InputError, LockstepError, PromptTooLong
+from ..json_file import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+# Any one of these makes a folder a tokenizer's.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+# Those that hold a JSON object, and a field of it that must be there.
+_OBJECT_FILES = {"tokenizer.json": "model", "tokenizer_config.json": None, "special_tokens_map.json": None}
+
+
+def byte_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerBase:
+    """A tokenizer with one token a byte: the token's id is the byte's value, and 256 to 258 are special.
+
+    There are no merges and no normalization, so every text round-trips. `<|endoftext|>` pads, `<|im_end|>` ends a
+    sequence, and the chat template is plain ChatML. `vocab_size` is that of the model it is for.
+
+    Raises `InputError` when the tokens do not fit into `vocab_size`.
+    """
+    tokenizer = kept("byte-level", _whole_byte_tokenizer)
+    check_vocabulary(tokenizer, vocab_size, "the byte-level tokenizer")
+    return tokenizer
+
+
+def _whole_byte_tokenizer() -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END_OF_TEXT, IM_START, IM_END])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=END_OF_TEXT, eos_token=IM_END, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The printable stand-in of each byte, as GPT-2's byte-level encoding defines it (`decoders.ByteLevel`)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    stand_ins = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local Hugging Face folder. Nothing is downloaded and no code of the folder's is run.
+
+    Raises `InputError` naming the folder when it is missing or holds no tokenizer, and the file that cannot be read or
+    holds a chat template with a syntax error.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"tokenizer folder {folder} does not exist")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise InputError(f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
+    return kept(folder, lambda: _whole_tokenizer(folder))
+
+
+def _whole_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = _tokenizer_class(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the libraries raise many types for a damaged file, a bare Exception among them
+        _check_object_files(folder)
+        raise InputError(f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {error}") from error
+    _check_template(tokenizer)
+    return tokenizer
+
+
+def _check_object_files(folder: Path) -> None:
+    """Raise `InputError` naming the file, where it is one of these that the libraries could not read."""
+    for name, field in _OBJECT_FILES.items():
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            value = read_json(path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: cannot be read as JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise InputError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+        if field is not None and field not in value:
+            raise InputError(f"{path}: there is no field {field}; it is not a tokenizer of the tokenizers library")
+        if path.read_bytes().startswith(codecs.BOM_UTF8):
+            raise InputError(f"{path}: begins with a byte order mark, which transformers does not read; remove it")
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `InputError` naming the file of a chat template that is not one, whatever the messages."""
+    from jinja2 import TemplateSyntaxError
+
+    if not tokenizer.chat_template:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise InputError(f"{_template_file(tokenizer)}, line {error.lineno}: {error.message}") from error
+    except Exception:  # it may want other messages or variables than these
+        return
+
+
+def _template_file(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Where the chat template stands, for messages."""
+    folder = Path(tokenizer.name_or_path)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        if tokenizer.name_or_path and (folder / name).is_file():
+            return f"the chat template in {folder / name}"
+    return "the tokenizer's chat template"
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """What reads the folder. Where it names the generic class that is `AutoTokenizer`'s choice too, but importing that
+    reads a file for every model there is."""
+    with suppress(OSError, ValueError):
+        named = read_json(folder / "tokenizer_config.json")
+        if isinstance(named, dict) and named.get("tokenizer_class") == "TokenizersBackend":
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write the tokenizer and its chat template in Hugging Face's layout into `folder`, made when missing.
+
+    Raises `LockstepError` when a file cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)  # given a file, the library would log and go on
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # the library's own for the one file that it writes
+        raise LockstepError(f"{folder}: the tokenizer cannot be written ({error})") from error
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, where: str) -> None:
+    """Raise `InputError`, naming `where`, when the tokenizer has a token id that the model has no row for.
+
+    A tokenizer with fewer tokens than the model has rows is usual: embeddings are padded to round sizes.
+    """
+    needed = max(tokenizer.get_vocab().values()) + 1
+    if needed > vocab_size:
+        raise InputError(f"{where} needs a vocabulary of {needed}, but the model's has {vocab_size} entries")
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Bytes of the longest text that one token of the vocabulary stands for, at most."""
+    return max(len(token.encode(errors="replace")) for token in tokenizer.get_vocab())
+
+
+def check_size(prompt: str | list[dict[str, Any]], context: int, longest: int) -> None:
+    """Raise `PromptTooLong` for a prompt that is larger than `context` tokens of `longest` bytes.
+
+    Twice as large, as a tokenizer may normalize its text first. Tokenizing megabytes takes a minute.
+    """
+    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), str)]
+    characters = sum(map(len, texts))
+    if characters > 2 * context * longest:  # no fewer bytes
+        raise PromptTooLong(sum(len(text.encode(errors="replace")) for text in texts), context)
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[dict[str, Any]],
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a prompt.
+
+    A string is plain text: no template, and the special tokens that the tokenizer adds by default and no others (a
+    Llama's BOS; nothing for a Qwen). Messages go through the tokenizer's own chat template with its generation
+    prompt; `chat_template_kwargs` are the template's variables, such as `enable_thinking`.
+
+    Raises `InputError` when messages meet a tokenizer without a template or a template that refuses them.
+    """
+    if isinstance(prompt, str):
+        return _ids(tokenizer, prompt, special=True)
+    if not tokenizer.chat_template:
+        raise InputError("the prompt is chat messages, but the tokenizer has no chat template; give a text prompt")
+    try:
+        text = tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
+        )
+    except Exception as error:  # Jinja's errors and whatever the template itself raises
+        raise InputError(f"{_template_file(tokenizer)} refuses the messages: {error}") from error
+    return _ids(tokenizer, text, special=False)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from error
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])

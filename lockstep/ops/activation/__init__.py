@@ -1,0 +1,1 @@
+"""The SiLU-gated product."""

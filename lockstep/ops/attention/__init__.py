@@ -1,0 +1,1 @@
+"""Causal attention: packed and paged, native and flex."""

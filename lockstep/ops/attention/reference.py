@@ -1,0 +1,238 @@
+"""Attention on a CPU: fixed key tiles at absolute positions, float32 throughout, one rounding at the end.
+
+Queries are taken in blocks of `QUERY_BLOCK` tokens; blocks whose last query needs the same number of key tiles run
+together. Scores of all tiles, one softmax a split, then one product a tile added in ascending order; splits are merged
+left to right. A masked key has probability 0 exactly and its value is a finite stand-in, so what lies behind the mask
+cannot reach the result.
+
+Shape suffixes: B query blocks, M query rows of a block (tokens x heads of a group), L keys, G query heads a kv head,
+H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..reference import MIN_COLUMNS
+from .masks import MaskFunction
+
+KEY_TILE = 64
+KEY_SPLIT = 4096  # a multiple of KEY_TILE
+QUERY_BLOCK = 32
+ROW_BLOCK = 16  # measured: batched products of 16, 32, 48 ... rows agree bit for bit; of 4 they do not at a depth of 96
+SCORE_BUDGET = 1 << 23  # score elements in flight
+
+
+@dataclass
+class _Block:
+    """Queries `row .. row + count` of one sequence; the first has absolute position `position`."""
+
+    sequence: int
+    row: int
+    position: int
+    count: int
+
+
+def packed(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    visible: MaskFunction | None = None,
+) -> Tensor:
+    """See `attention.operator.attention_packed`; with `visible`, `flex.flex_packed`."""
+    starts, prefix_len = cu_seqlens.tolist(), prefix_len_S.tolist()
+    queries = [(starts[s], starts[s + 1] - starts[s], prefix_len[s]) for s in range(len(prefix_len))]
+    start_S, prefix_start, prefix = cu_seqlens[:-1].long(), prefix_start_S.long(), prefix_len_S.long()
+
+    def rows(sequence_B: Tensor, position_BL: Tensor) -> Tensor:
+        own = (start_S - prefix)[sequence_B].unsqueeze(1)
+        shared = prefix_start[sequence_B].unsqueeze(1)
+        return position_BL + torch.where(position_BL < prefix[sequence_B].unsqueeze(1), shared, own)
+
+    return _attend(q_TNH, k_TKH, v_TKH, queries, rows, visible)
+
+
+def paged(
+    q_TNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_len_S: Tensor,
+    max_query_len: int,
+    max_context_len: int,
+    visible: MaskFunction | None = None,
+) -> Tensor:
+    """See `attention.operator.attention_paged`; with `visible`, `flex.flex_paged`."""
+    if q_TNH.shape[0] == context_len_S.shape[0] == max_query_len * context_len_S.shape[0]:
+        return _decode(q_TNH, k_cache, v_cache, block_table, context_len_S, max_context_len, visible)
+    starts, context = cu_seqlens.tolist(), context_len_S.tolist()
+    lengths = [starts[s + 1] - starts[s] for s in range(len(context))]
+    queries = [(starts[s], n, context[s] - n) for s, n in enumerate(lengths)]
+    page_size = k_cache.shape[1]
+
+    def rows(sequence_B: Tensor, position_BL: Tensor) -> Tensor:
+        pages = block_table[sequence_B].gather(1, position_BL // page_size).long()
+        return pages * page_size + position_BL % page_size
+
+    return _attend(q_TNH, k_cache.flatten(0, 1), v_cache.flatten(0, 1), queries, rows, visible)
+
+
+def _decode(
+    q_SNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_len_S: Tensor,
+    max_context_len: int,
+    visible: MaskFunction | None = None,
+) -> Tensor:
+    """One new token a sequence: all sequences in one block each, padded with masked tiles, which change no bit."""
+    length = -(-max_context_len // KEY_TILE) * KEY_TILE
+    page_size = k_cache.shape[1]
+    keys_L, page_L, offset_L = _page_offsets(length, page_size, block_table.shape[1])
+    last_S1 = context_len_S.unsqueeze(1) - 1
+    rows_SL = block_table.index_select(1, page_L) * page_size + offset_L
+    visible_SL = keys_L <= last_S1
+    rows_SL = torch.where(visible_SL, rows_SL, rows_SL[:, :1])
+    if visible is not None:
+        visible_SL = visible(last_S1.int(), keys_L)
+    bias_S1L = torch.where(visible_SL, 0.0, -torch.inf).unsqueeze(1)
+    caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    return (
+        _softmax_attention(q_SNH.unsqueeze(1), *caches, rows_SL, bias_S1L, visible is not None).squeeze(1).contiguous()
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _page_offsets(length: int, page_size: int, pages: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions 0 .. length - 1, the block table column of each (the last one past its end) and the offset in it."""
+    keys_L = torch.arange(length, dtype=torch.int32)
+    return keys_L, (keys_L // page_size).clamp(max=pages - 1), keys_L % page_size
+
+
+def _attend(
+    q_TNH: Tensor,
+    k_RKH: Tensor,
+    v_RKH: Tensor,
+    queries: list[tuple[int, int, int]],
+    rows,
+    visible: MaskFunction | None = None,
+) -> Tensor:
+    """Run all query blocks; `queries` holds (first row, length, first absolute position) a sequence."""
+    out_TNH = torch.zeros_like(q_TNH)
+    by_tiles: dict[tuple[int, int], list[_Block]] = defaultdict(list)
+    for sequence, (row, length, position) in enumerate(queries):
+        for offset in range(0, length, QUERY_BLOCK):
+            count = min(QUERY_BLOCK, length - offset)
+            tiles = (position + offset + count - 1) // KEY_TILE + 1
+            width = 1 if count == 1 else QUERY_BLOCK
+            by_tiles[tiles, width].append(_Block(sequence, row + offset, position + offset, count))
+    for (tiles, width), blocks in by_tiles.items():
+        size = max(1, SCORE_BUDGET // (q_TNH.shape[1] * width * tiles * KEY_TILE))
+        for i in range(0, len(blocks), size):
+            _attend_blocks(out_TNH, q_TNH, k_RKH, v_RKH, blocks[i : i + size], width, tiles, rows, visible)
+    return out_TNH
+
+
+def _attend_blocks(
+    out_TNH: Tensor,
+    q_TNH: Tensor,
+    k_RKH: Tensor,
+    v_RKH: Tensor,
+    blocks: list[_Block],
+    width: int,
+    tiles: int,
+    rows,
+    visible: MaskFunction | None,
+) -> None:
+    """Blocks that need `tiles` key tiles, each `width` query tokens wide (short ones repeat their last token)."""
+    table = torch.tensor([(b.sequence, b.row, b.position, b.count) for b in blocks])
+    sequence_B, row_B, position_B, count_B = table.unbind(1)
+    offset_W = torch.arange(width)
+    query_BW = torch.minimum(offset_W, count_B.unsqueeze(1) - 1)  # within the block
+    keys_L = torch.arange(tiles * KEY_TILE)
+    last_B1 = (position_B + count_B - 1).unsqueeze(1)
+    key_rows_BL = rows(sequence_B, torch.minimum(keys_L, last_B1))
+    position_BW1 = (position_B.unsqueeze(1) + query_BW).unsqueeze(2)
+    hidden_BWL = keys_L > position_BW1 if visible is None else ~visible(position_BW1.int(), keys_L.int())
+    bias_BWL = torch.zeros(1).masked_fill(hidden_BWL, -torch.inf)
+    token_BW = row_B.unsqueeze(1) + query_BW
+    out = _softmax_attention(q_TNH[token_BW], k_RKH, v_RKH, key_rows_BL, bias_BWL, visible is not None)
+    real = offset_W < count_B.unsqueeze(1)
+    out_TNH.index_copy_(0, token_BW[real], out[real])
+
+
+def _softmax_attention(
+    q_BWNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, key_rows_BL: Tensor, bias_BWL: Tensor, masked: bool = False
+) -> Tensor:
+    """[B, W, N, H] in q's dtype: W query tokens a block over the block's key rows.
+
+    With `masked` a query may see any keys or none, which makes it zero, and there are no splits.
+    """
+    blocks, width, heads, head_dim = q_BWNH.shape
+    length, kv_heads = key_rows_BL.shape[1], k_RKH.shape[1]
+    group = heads // kv_heads
+    q = q_BWNH.float() * head_dim**-0.5
+    q = q.view(blocks, width, kv_heads, group, head_dim).transpose(1, 2)
+    q = q.reshape(blocks * kv_heads, width * group, head_dim)
+    padding = -q.shape[1] % ROW_BLOCK
+    q = F.pad(q, (0, 0, 0, padding)) if padding else q
+
+    rows = (key_rows_BL.unsqueeze(1) * kv_heads + _heads(kv_heads)).flatten()
+    k = k_RKH.reshape(-1, head_dim).index_select(0, rows).float().view(-1, length, head_dim)
+    v = v_RKH.reshape(-1, head_dim).index_select(0, rows).float().view(-1, length, head_dim)
+    v = F.pad(v, (0, MIN_COLUMNS - head_dim)) if head_dim < MIN_COLUMNS else v
+
+    scores = torch.bmm(q, k.transpose(1, 2))
+    scores[:, : width * group].view(blocks, kv_heads, width, group, length).add_(bias_BWL[:, None, :, None])
+    if masked or length <= KEY_SPLIT:
+        out, _ = _attend_split(scores, v)
+    else:
+        out = _merge_splits(scores, v)
+    out = out[:, : width * group, :head_dim].view(blocks, kv_heads, width, group, head_dim)
+    if masked:
+        out = out.masked_fill((bias_BWL == -torch.inf).all(-1)[:, None, :, None, None], 0.0)
+    return out.transpose(1, 2).reshape(blocks, width, heads, head_dim).to(q_BWNH.dtype)
+
+
+def _attend_split(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Of scores [batch, M, L] and values [batch, L, H] of one split: the output [batch, M, H] and the probabilities."""
+    p = torch.softmax(scores, dim=-1)
+    out = torch.bmm(p[:, :, :KEY_TILE], v[:, :KEY_TILE])
+    for tile in range(KEY_TILE, v.shape[1], KEY_TILE):
+        out += torch.bmm(p[:, :, tile : tile + KEY_TILE], v[:, tile : tile + KEY_TILE])
+    return out, p
+
+
+def _merge_splits(scores: Tensor, v: Tensor) -> Tensor:
+    """The output over several splits. Each is weighted by its sum of exponentials; one without a key is skipped."""
+    total, total_sum, total_max = torch.empty(0), torch.empty(0), torch.empty(0)
+    for start in range(0, v.shape[1], KEY_SPLIT):
+        split = scores[:, :, start : start + KEY_SPLIT]
+        out, p = _attend_split(split, v[:, start : start + KEY_SPLIT])
+        maximum = split.amax(dim=-1, keepdim=True)
+        exp_sum = p.amax(dim=-1, keepdim=True).reciprocal()  # the largest probability is exp(0) / sum
+        if start == 0:
+            total, total_sum, total_max = out, exp_sum, maximum
+            continue
+        new_max = torch.maximum(total_max, maximum)
+        before, after = total_sum * torch.exp(total_max - new_max), exp_sum * torch.exp(maximum - new_max)
+        seen, new_sum = maximum != -torch.inf, before + after
+        total = torch.where(seen, total * (before / new_sum) + out * (after / new_sum), total)
+        total_sum, total_max = torch.where(seen, new_sum, total_sum), torch.where(seen, new_max, total_max)
+    return total
+
+
+@functools.lru_cache(maxsize=8)
+def _heads(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int32).unsqueeze(1)

@@ -1,0 +1,269 @@
+"""Attention over packed segments and over a paged cache: one kernel, two ways to find a position's row.
+
+A program does a tile of query rows (tokens x heads of a group, tokens outermost) of one kv head of one sequence. In
+long sequences the key tiles that all of its rows see come first, without masks. `attention_tiles` has the expression,
+and why the tile of queries is free; `attention_decode` does single queries.
+
+Shape suffixes: T tokens, S sequences, N query heads, K kv heads, H head dim, R rows of keys and values, M query rows of
+a program, G query heads of a kv head, L keys of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import triton_decode
+from .reference import KEY_SPLIT, KEY_TILE
+from .triton_tiles import LONG, MIN_BLOCK, attend, empty_state, merge_states, rows_last
+
+
+class AttentionTile(NamedTuple):
+    """How the kernel runs: query rows of a program, warps, pipeline stages."""
+
+    query_rows: int
+    warps: int
+    stages: int
+
+
+TILE = AttentionTile(64, 4, 3)
+LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG` keys
+SMALL_TILE = AttentionTile(64, 4, 1)  # for float32 and for head dims above 128
+
+
+@triton.jit
+def _zero_rows(
+    out_ptr,
+    lse_ptr,  # of token `first`
+    kv_head,
+    first,
+    tokens,
+    out_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Zero one kv head's query heads in tokens `first` onwards; the programs along axis 0 take turns."""
+    h = tl.arange(0, BLOCK_H)
+    for start in range(tl.program_id(0) * BLOCK_M, (tokens - first) * GROUP, tl.num_programs(0) * BLOCK_M):
+        row_M = start + tl.arange(0, BLOCK_M)
+        token_M = first + row_M // GROUP
+        offset_M = token_M.to(tl.int64) * out_stride + (kv_head * GROUP + row_M % GROUP) * HEAD_DIM
+        zero_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=out_ptr.dtype.element_ty)
+        mask_MH = (token_M < tokens)[:, None] & (h < HEAD_DIM)[None, :]
+        tl.store(out_ptr + offset_M[:, None] + h[None, :], zero_MH, mask=mask_MH)
+        tl.store(lse_ptr + row_M, tl.zeros((BLOCK_M,), tl.float32), mask=token_M < tokens)
+
+
+@triton.jit
+def _attend_causal(
+    q_MH,
+    last_M,
+    begin,
+    unmasked_end,  # below it all rows see all keys
+    end,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    prefix,
+    shared,
+    own,
+    k_stride,
+    v_stride,
+    scale,
+    IS_LONG: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The state of the keys at positions `begin` to `end`, none of them in another split."""
+    shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
+    if IS_LONG:
+        masked = tl.maximum(begin, tl.minimum(unmasked_end, end))
+        shift_M, sum_M, acc_MH = attend(
+            shift_M, sum_M, acc_MH, q_MH, last_M, begin, masked, k_ptr, v_ptr, table_ptr, prefix, shared, own, k_stride,
+            v_stride, scale, False, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
+        )  # fmt: skip
+        begin = masked
+    return attend(
+        shift_M, sum_M, acc_MH, q_MH, last_M, begin, end, k_ptr, v_ptr, table_ptr, prefix, shared, own, k_stride,
+        v_stride, scale, True, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _attention_kernel(
+    q_ptr,  # [T, N, H]
+    k_ptr,  # [R, K, H]
+    v_ptr,
+    out_ptr,  # [T, N, H], contiguous
+    lse_ptr,  # [K, T, G], contiguous
+    cu_seqlens_ptr,  # [S + 1]
+    length_ptr,  # [S]: context length when paged, prefix length when packed
+    table_ptr,  # block table [S, pages] when paged, prefix start [S] when packed
+    tokens,
+    table_stride,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    scale,
+    PAGE_SIZE: tl.constexpr,  # 0: packed
+    SPLIT: tl.constexpr,  # keys of a split; 0: no sequence has more than one
+    IS_LONG: tl.constexpr,  # whether tiles that all rows see have a loop of their own, without masks
+    GROUP: tl.constexpr,  # query heads a kv head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    kv_head, sequence = tl.program_id(1), tl.program_id(2)
+    out_stride = tl.num_programs(1) * GROUP * HEAD_DIM
+    first = tl.load(cu_seqlens_ptr + sequence)
+    lse_ptr += (kv_head * tokens + first) * GROUP
+    if sequence == tl.num_programs(2) - 1:  # one past the last sequence: padding
+        _zero_rows(out_ptr, lse_ptr, kv_head, first, tokens, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_H)
+        return
+    length = tl.load(cu_seqlens_ptr + sequence + 1) - first
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the rows that see most come first
+    if first_row >= length * GROUP:
+        return
+
+    if PAGE_SIZE > 0:
+        prefix = tl.load(length_ptr + sequence) - length
+        shared, own = 0, 0
+        table_ptr += sequence.to(tl.int64) * table_stride
+    else:
+        prefix = tl.load(length_ptr + sequence)
+        shared = tl.load(table_ptr + sequence)
+        own = first - prefix
+    row_M = first_row + tl.arange(0, BLOCK_M)
+    token_M, head_M = row_M // GROUP, kv_head * GROUP + row_M % GROUP
+    h = tl.arange(0, BLOCK_H)
+    row_mask_MH = (token_M < length)[:, None] & (h < HEAD_DIM)[None, :]
+    q_offset_M = (first + token_M).to(tl.int64) * q_stride + head_M * q_head_stride
+    q_MH = tl.load(q_ptr + q_offset_M[:, None] + h[None, :], mask=row_mask_MH, other=0.0)
+
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    last_M = prefix + token_M
+    unmasked_end = (prefix + first_row // GROUP + 1) // BLOCK_L * BLOCK_L
+    end = prefix + tl.minimum((first_row + BLOCK_M - 1) // GROUP + 1, length)  # keys that the last row sees
+    if SPLIT > 0:
+        shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
+        for begin in range(0, end, SPLIT):
+            next_shift_M, next_sum_M, next_acc_MH = _attend_causal(
+                q_MH, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), k_ptr, v_ptr, table_ptr, prefix,
+                shared, own, k_stride, v_stride, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, BLOCK_M, BLOCK_L, BLOCK_H,
+            )  # fmt: skip
+            shift_M, sum_M, acc_MH = merge_states(shift_M, sum_M, acc_MH, next_shift_M, next_sum_M, next_acc_MH)
+    else:
+        shift_M, sum_M, acc_MH = _attend_causal(
+            q_MH, last_M, 0, unmasked_end, end, k_ptr, v_ptr, table_ptr, prefix, shared, own, k_stride, v_stride,
+            scale, IS_LONG, PAGE_SIZE, HEAD_DIM, BLOCK_M, BLOCK_L, BLOCK_H,
+        )  # fmt: skip
+
+    out_offset_M = (first + token_M).to(tl.int64) * out_stride + head_M * HEAD_DIM
+    out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_offset_M[:, None] + h[None, :], out_MH, mask=row_mask_MH)
+    tl.store(lse_ptr + row_M, shift_M + tl.log2(sum_M), mask=token_M < length)
+
+
+def _tile(max_context: int, head_dim: int, dtype: torch.dtype) -> AttentionTile:
+    if dtype.itemsize > 2 or head_dim > 128:
+        return SMALL_TILE
+    return LONG_TILE if max_context > LONG else TILE
+
+
+def _launch(
+    q_TNH: Tensor,
+    k_RKH: Tensor,
+    v_RKH: Tensor,
+    cu_seqlens: Tensor,
+    length_S: Tensor,
+    table: Tensor,
+    page_size: int,
+    max_queries: int,
+    max_context: int,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; `max_queries` bounds a sequence's query tokens, `max_context` its keys."""
+    tokens, heads, head_dim = q_TNH.shape
+    kv_heads = k_RKH.shape[1]
+    group = heads // kv_heads
+    q_TNH, k_RKH, v_RKH = map(rows_last, (q_TNH, k_RKH, v_RKH))
+    out_TNH = torch.empty((tokens, heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)
+    lse_KTG = torch.empty((kv_heads, tokens, group), dtype=torch.float32, device=q_TNH.device)
+    tile = _tile(max_context, head_dim, q_TNH.dtype)
+    grid = (max(triton.cdiv(max_queries * group, tile.query_rows), 1), kv_heads, length_S.shape[0] + 1)
+    _attention_kernel[grid](
+        q_TNH,
+        k_RKH,
+        v_RKH,
+        out_TNH,
+        lse_KTG,
+        cu_seqlens,
+        length_S,
+        table,
+        tokens,
+        table.stride(0),
+        *(stride for x in (q_TNH, k_RKH, v_RKH) for stride in x.stride()[:2]),
+        head_dim**-0.5 * math.log2(math.e),
+        PAGE_SIZE=page_size,
+        SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
+        IS_LONG=max_context > LONG,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_M=tile.query_rows,
+        BLOCK_L=KEY_TILE,
+        BLOCK_H=max(triton.next_power_of_2(head_dim), MIN_BLOCK),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )
+    return out_TNH, lse_KTG
+
+
+def packed(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    max_len: int,
+) -> tuple[Tensor, Tensor]:
+    """See `attention.operator.attention_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [K, T,
+    G]."""
+    return _launch(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_len_S, prefix_start_S, 0, max_len, max_len)
+
+
+def paged(
+    q_TNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_len_S: Tensor,
+    max_query_len: int,
+    max_context_len: int,
+    group_rows_CW: Tensor | None = None,
+    shared_len_S: Tensor | None = None,
+) -> Tensor:
+    """See `attention.operator.attention_paged`."""
+    if max_query_len == 1 and q_TNH.shape[0] == context_len_S.shape[0]:
+        return triton_decode.decode(
+            q_TNH, k_cache, v_cache, block_table, context_len_S, max_context_len, group_rows_CW, shared_len_S
+        )
+    k_RKH, v_RKH = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
+    page_size, bounds = k_cache.shape[1], (max_query_len, max_context_len)
+    return _launch(q_TNH, k_RKH, v_RKH, cu_seqlens, context_len_S, block_table, page_size, *bounds)[0]

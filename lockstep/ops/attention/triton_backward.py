@@ -1,0 +1,403 @@
+"""Backward of packed attention in two kernels, without atomics: a program owns the rows of the gradients it writes.
+
+The first computes dQ: a program does a tile of query rows (tokens x heads of a group, tokens outermost) over the keys
+they see, and leaves `delta = rowsum(dO * O)` for the second. The second computes dK and dV: a program does a tile of
+one segment's keys over the query rows that see them, first the segment's own from the tile on, then those of the
+segments whose shared prefix reaches into the tile, in their order. So the packing alone fixes the order of additions.
+
+The tiles of all segments are numbered through and a program finds its own on the device, so grids follow from shapes.
+Rows after the last segment are one more segment, whose gradients are zero.
+
+Rounding points: scores, probabilities (from the forward's log-sum-exp), their gradients and the accumulators are
+float32; P and dS are rounded to the inputs' dtype before a product; each gradient is rounded once. The method is
+FlashAttention-2's (Dao 2023, algorithm 2) with the loop over queries and that over keys apart.
+
+Shape suffixes: T tokens, S segments, N query heads, K kv heads, G query heads of a kv head, H head dim, M query rows of
+a tile, L keys of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_tiles import LONG, MIN_BLOCK, find_tile, rows_last
+
+LN_2 = tl.constexpr(math.log(2))
+
+
+class AttentionBackwardTile(NamedTuple):
+    """How one kernel runs: query rows and keys of a tile, warps, pipeline stages."""
+
+    query_rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+DQ_TILE, DKV_TILE = AttentionBackwardTile(64, 32, 4, 2), AttentionBackwardTile(64, 64, 4, 2)
+LONG_DQ_TILE, LONG_DKV_TILE = (
+    AttentionBackwardTile(128, 64, 8, 3),
+    AttentionBackwardTile(64, 128, 8, 2),
+)  # above `LONG` keys
+SMALL_TILE = AttentionBackwardTile(32, 32, 4, 1)  # of either kernel, for float32 and for head dims above 128
+
+
+@triton.jit
+def _over_keys(
+    dq_MH,
+    q_MH,
+    grad_MH,
+    lse_M,
+    delta_M,
+    position_M,
+    begin,
+    end,
+    k_ptr,  # of the kv head
+    v_ptr,
+    prefix,
+    shared,
+    own,
+    k_stride,
+    v_stride,
+    scale,
+    MASKED: tl.constexpr,  # some row does not see some of the keys
+    HEAD_DIM: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """dQ with the keys at positions `begin` to `end` added."""
+    h = tl.arange(0, BLOCK_H)
+    for start in range(begin, end, BLOCK_L):
+        position_L = start + tl.arange(0, BLOCK_L)
+        row_L = (tl.where(position_L < prefix, shared, own) + position_L).to(tl.int64)
+        mask_LH = (h < HEAD_DIM)[None, :]
+        if MASKED:
+            mask_LH = (position_L < end)[:, None] & mask_LH
+        k_LH = tl.load(k_ptr + (row_L * k_stride)[:, None] + h[None, :], mask_LH, other=0.0)
+        v_LH = tl.load(v_ptr + (row_L * v_stride)[:, None] + h[None, :], mask_LH, other=0.0)
+        score_ML = tl.dot(q_MH, tl.trans(k_LH), input_precision="ieee")
+        p_ML = tl.exp2(score_ML * scale - lse_M[:, None])
+        if MASKED:
+            p_ML = tl.where(position_L[None, :] <= position_M[:, None], p_ML, 0.0)
+        dp_ML = tl.dot(grad_MH, tl.trans(v_LH), input_precision="ieee")
+        ds_ML = p_ML * (dp_ML - delta_M[:, None])
+        dq_MH = tl.dot(ds_ML.to(k_LH.dtype), k_LH, dq_MH, input_precision="ieee")
+    return dq_MH
+
+
+@triton.jit(do_not_specialize=["tokens", "segments"])
+def _query_kernel(
+    grad_ptr,  # [T, N, H], contiguous
+    q_ptr,  # [T, N, H]
+    k_ptr,  # [T, K, H]
+    v_ptr,
+    out_ptr,  # [T, N, H], contiguous
+    lse_ptr,  # [K, T, G]
+    delta_ptr,  # [K, T, G], written
+    dq_ptr,  # [T, N, H], heads contiguous, written
+    cu_seqlens_ptr,  # [S + 1]
+    prefix_start_ptr,  # [S]
+    prefix_len_ptr,
+    tokens,
+    segments,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    scale,
+    dq_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    IS_LONG: tl.constexpr,  # whether tiles without masks have a loop of their own
+):
+    kv_head = tl.program_id(0)
+    segment, tile, tiles = find_tile(cu_seqlens_ptr, prefix_len_ptr, tokens, segments, GROUP, BLOCK_M, BLOCK_S)
+    if segment > segments:
+        return
+    first = tl.load(cu_seqlens_ptr + segment)
+    h = tl.arange(0, BLOCK_H)
+    first_row = (tiles - 1 - tile) * BLOCK_M  # the rows that see most come first
+    row_M = first_row + tl.arange(0, BLOCK_M)
+    token_M, head_M = first + row_M // GROUP, kv_head * GROUP + row_M % GROUP
+    offset_M = token_M.to(tl.int64) * (tl.num_programs(0) * GROUP * HEAD_DIM) + head_M * HEAD_DIM
+    offset_MH = offset_M[:, None] + h[None, :]
+    dq_offset_MH = (token_M.to(tl.int64) * dq_stride + head_M * HEAD_DIM)[:, None] + h[None, :]
+    if segment == segments:
+        zero_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=dq_ptr.dtype.element_ty)
+        tl.store(dq_ptr + dq_offset_MH, zero_MH, mask=(token_M < tokens)[:, None] & (h < HEAD_DIM)[None, :])
+        return
+
+    end = tl.load(cu_seqlens_ptr + segment + 1)
+    prefix = tl.load(prefix_len_ptr + segment)
+    shared = tl.load(prefix_start_ptr + segment)
+    own = first - prefix
+    inside_M = token_M < end
+    mask_MH = inside_M[:, None] & (h < HEAD_DIM)[None, :]
+    q_offset_M = token_M.to(tl.int64) * q_stride + head_M * q_head_stride
+    q_MH = tl.load(q_ptr + q_offset_M[:, None] + h[None, :], mask=mask_MH, other=0.0)
+    grad_MH = tl.load(grad_ptr + offset_MH, mask=mask_MH, other=0.0)
+    out_MH = tl.load(out_ptr + offset_MH, mask=mask_MH, other=0.0)
+    statistic_M = (kv_head * tokens + first) * GROUP + row_M
+    lse_M = tl.load(lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
+    delta_M = tl.sum(grad_MH.to(tl.float32) * out_MH.to(tl.float32), axis=1)
+    tl.store(delta_ptr + statistic_M, delta_M, mask=inside_M)
+
+    position_M = prefix + row_M // GROUP
+    seen_by_all = (prefix + first_row // GROUP + 1) // BLOCK_L * BLOCK_L
+    seen = prefix + tl.minimum((first_row + BLOCK_M - 1) // GROUP + 1, end - first)
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    dq_MH = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+    begin = 0
+    if IS_LONG:
+        begin = seen_by_all
+        dq_MH = _over_keys(
+            dq_MH, q_MH, grad_MH, lse_M, delta_M, position_M, 0, seen_by_all, k_ptr, v_ptr, prefix, shared, own,
+            k_stride, v_stride, scale, False, HEAD_DIM, BLOCK_L, BLOCK_H,
+        )  # fmt: skip
+    dq_MH = _over_keys(
+        dq_MH, q_MH, grad_MH, lse_M, delta_M, position_M, begin, seen, k_ptr, v_ptr, prefix, shared, own,
+        k_stride, v_stride, scale, True, HEAD_DIM, BLOCK_L, BLOCK_H,
+    )  # fmt: skip
+    tl.store(dq_ptr + dq_offset_MH, (dq_MH * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MH)
+
+
+@triton.jit
+def _over_queries(
+    dk_LH,
+    dv_LH,
+    k_LH,
+    v_LH,
+    row_L,
+    visible_L,
+    begin,
+    stop,
+    end,
+    grad_ptr,  # of the kv head, like the next three
+    q_ptr,
+    lse_ptr,
+    delta_ptr,
+    grad_stride,
+    q_stride,
+    q_head_stride,
+    scale,
+    MASK: tl.constexpr,  # "causal": a query sees keys up to its row; "visible": those of visible_L; "none": all
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """dK and dV with the query rows (token * G + head) of the tiles that start in `begin` to `stop` added, those below
+    `end`; products are transposed, keys first."""
+    h = tl.arange(0, BLOCK_H)
+    for start in range(begin, stop, BLOCK_M):
+        row_M = start + tl.arange(0, BLOCK_M)
+        token_M, head_M = row_M // GROUP, row_M % GROUP
+        inside_M = row_M < end
+        mask_MH = inside_M[:, None] & (h < HEAD_DIM)[None, :]
+        q_offset_M = token_M.to(tl.int64) * q_stride + head_M * q_head_stride
+        grad_offset_M = token_M.to(tl.int64) * grad_stride + head_M * HEAD_DIM
+        q_MH = tl.load(q_ptr + q_offset_M[:, None] + h[None, :], mask=mask_MH, other=0.0)
+        grad_MH = tl.load(grad_ptr + grad_offset_M[:, None] + h[None, :], mask=mask_MH, other=0.0)
+        lse_M = tl.load(lse_ptr + row_M, mask=inside_M, other=float("inf"))  # no row: P is 0
+        delta_M = tl.load(delta_ptr + row_M, mask=inside_M, other=0.0)
+        score_LM = tl.dot(k_LH, tl.trans(q_MH), input_precision="ieee")
+        p_LM = tl.exp2(score_LM * scale - lse_M[None, :])
+        if MASK == "causal":
+            p_LM = tl.where(row_L[:, None] <= token_M[None, :], p_LM, 0.0)
+        if MASK == "visible":
+            p_LM = tl.where(visible_L[:, None], p_LM, 0.0)
+        dv_LH = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, dv_LH, input_precision="ieee")
+        dp_LM = tl.dot(v_LH, tl.trans(grad_MH), input_precision="ieee")
+        ds_LM = p_LM * (dp_LM - delta_M[None, :])
+        dk_LH = tl.dot(ds_LM.to(q_MH.dtype), q_MH, dk_LH, input_precision="ieee")
+    return dk_LH, dv_LH
+
+
+@triton.jit(do_not_specialize=["tokens", "segments"])
+def _key_kernel(
+    grad_ptr,  # [T, N, H], contiguous
+    q_ptr,  # [T, N, H]
+    k_ptr,  # [T, K, H]
+    v_ptr,
+    lse_ptr,  # [K, T, G]
+    delta_ptr,
+    dk_ptr,  # [T, K, H], heads contiguous, written
+    dv_ptr,
+    cu_seqlens_ptr,  # [S + 1]
+    prefix_start_ptr,  # [S]
+    prefix_len_ptr,
+    tokens,
+    segments,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    scale,
+    dk_stride,
+    dv_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    IS_LONG: tl.constexpr,  # whether tiles without masks have a loop of their own
+):
+    kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
+    segment, tile, _ = find_tile(cu_seqlens_ptr, prefix_len_ptr, tokens, segments, 1, BLOCK_L, BLOCK_S)
+    if segment > segments:
+        return
+    first = tl.load(cu_seqlens_ptr + segment) + tile * BLOCK_L
+    h = tl.arange(0, BLOCK_H)
+    row_L = first + tl.arange(0, BLOCK_L)
+    dk_offset_LH = (row_L.to(tl.int64) * dk_stride + kv_head * HEAD_DIM)[:, None] + h[None, :]
+    dv_offset_LH = (row_L.to(tl.int64) * dv_stride + kv_head * HEAD_DIM)[:, None] + h[None, :]
+    if segment == segments:
+        zero_LH = tl.zeros((BLOCK_L, BLOCK_H), dtype=dk_ptr.dtype.element_ty)
+        mask_LH = (row_L < tokens)[:, None] & (h < HEAD_DIM)[None, :]
+        tl.store(dk_ptr + dk_offset_LH, zero_LH, mask=mask_LH)
+        tl.store(dv_ptr + dv_offset_LH, zero_LH, mask=mask_LH)
+        return
+
+    end = tl.load(cu_seqlens_ptr + segment + 1)
+    mask_LH = (row_L < end)[:, None] & (h < HEAD_DIM)[None, :]
+    k_offset_L = row_L.to(tl.int64) * k_stride + kv_head * k_head_stride
+    v_offset_L = row_L.to(tl.int64) * v_stride + kv_head * v_head_stride
+    k_LH = tl.load(k_ptr + k_offset_L[:, None] + h[None, :], mask=mask_LH, other=0.0)
+    v_LH = tl.load(v_ptr + v_offset_L[:, None] + h[None, :], mask=mask_LH, other=0.0)
+    grad_stride = kv_heads * GROUP * HEAD_DIM
+    grad_ptr += kv_head * GROUP * HEAD_DIM
+    q_ptr += kv_head * GROUP * q_head_stride
+    lse_ptr += kv_head * tokens * GROUP
+    delta_ptr += kv_head * tokens * GROUP
+    dk_LH = tl.zeros((BLOCK_L, BLOCK_H), tl.float32)
+    dv_LH = tl.zeros((BLOCK_L, BLOCK_H), tl.float32)
+
+    visible_L = row_L < end
+    begin, rows_end = first * GROUP, end * GROUP
+    stop = rows_end
+    if IS_LONG:
+        after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
+        stop = tl.minimum(after, rows_end)
+    dk_LH, dv_LH = _over_queries(
+        dk_LH, dv_LH, k_LH, v_LH, row_L, visible_L, begin, stop, rows_end, grad_ptr, q_ptr, lse_ptr, delta_ptr,
+        grad_stride, q_stride, q_head_stride, scale, "causal", GROUP, HEAD_DIM, BLOCK_M, BLOCK_H,
+    )  # fmt: skip
+    if IS_LONG:
+        dk_LH, dv_LH = _over_queries(
+            dk_LH, dv_LH, k_LH, v_LH, row_L, visible_L, after, rows_end, rows_end, grad_ptr, q_ptr, lse_ptr, delta_ptr,
+            grad_stride, q_stride, q_head_stride, scale, "none", GROUP, HEAD_DIM, BLOCK_M, BLOCK_H,
+        )  # fmt: skip
+
+    s = tl.arange(0, BLOCK_S)
+    start_S = tl.load(prefix_start_ptr + s, mask=s < segments, other=0)
+    length_S = tl.load(prefix_len_ptr + s, mask=s < segments, other=0)
+    last = tl.minimum(first + BLOCK_L, end)
+    reaches_S = (length_S > 0) & (start_S < last) & (start_S + length_S > first)
+    child = tl.min(tl.where(reaches_S, s, segments), axis=0)
+    children_end = tl.max(tl.where(reaches_S, s + 1, 0), axis=0)
+    while child < children_end:  # a run of segments with one prefix; its rows follow each other
+        shared = tl.load(prefix_start_ptr + child)
+        length = tl.load(prefix_len_ptr + child)
+        other_S = (s > child) & ((start_S != shared) | (length_S != length))
+        run_end = tl.min(tl.where(other_S, s, segments), axis=0)
+        visible_L = (row_L >= shared) & (row_L < shared + length)
+        run = tl.load(cu_seqlens_ptr + child) * GROUP
+        rows_end = tl.load(cu_seqlens_ptr + run_end) * GROUP
+        rows_end = tl.where((shared < last) & (shared + length > first), rows_end, run)
+        dk_LH, dv_LH = _over_queries(
+            dk_LH, dv_LH, k_LH, v_LH, row_L, visible_L, run, rows_end, rows_end, grad_ptr, q_ptr, lse_ptr, delta_ptr,
+            grad_stride, q_stride, q_head_stride, scale, "visible", GROUP, HEAD_DIM, BLOCK_M, BLOCK_H,
+        )  # fmt: skip
+        child = run_end
+    tl.store(dk_ptr + dk_offset_LH, (dk_LH * (scale * LN_2)).to(dk_ptr.dtype.element_ty), mask=mask_LH)
+    tl.store(dv_ptr + dv_offset_LH, dv_LH.to(dv_ptr.dtype.element_ty), mask=mask_LH)
+
+
+def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionBackwardTile, AttentionBackwardTile]:
+    """For dQ, and for dK and dV."""
+    if dtype.itemsize > 2 or head_dim > 128:
+        return SMALL_TILE, SMALL_TILE
+    return (LONG_DQ_TILE, LONG_DKV_TILE) if max_len > LONG else (DQ_TILE, DKV_TILE)
+
+
+def packed(
+    grad_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    *rest: Any,  # of the arguments, as they come
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `attention.operator.attention_packed_backward`."""
+    dq_TNH, dk_TKH, dv_TKH = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
+    packed_into(grad_TNH, q_TNH, k_TKH, v_TKH, *rest, (dq_TNH, dk_TKH, dv_TKH))
+    return dq_TNH, dk_TKH, dv_TKH
+
+
+def packed_into(
+    grad_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    out_TNH: Tensor,
+    lse_KTG: Tensor,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    max_len: int,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """`packed`, writing to `grads`, of q, k and v: a token's heads are contiguous in each."""
+    (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], prefix_len_S.shape[0]
+    group = heads // kv_heads
+    q_TNH, k_TKH, v_TKH = map(rows_last, (q_TNH, k_TKH, v_TKH))
+    grad_TNH, out_TNH = grad_TNH.contiguous(), out_TNH.contiguous()
+    (dq_TNH, dk_TKH, dv_TKH), delta_KTG = grads, torch.empty_like(lse_KTG)
+    shared = (
+        cu_seqlens,
+        prefix_start_S,
+        prefix_len_S,
+        tokens,
+        segments,
+        *(stride for x in (q_TNH, k_TKH, v_TKH) for stride in x.stride()[:2]),
+        head_dim**-0.5 * math.log2(math.e),
+    )
+
+    def options(tile: AttentionBackwardTile) -> dict[str, int]:
+        return {
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "BLOCK_M": tile.query_rows,
+            "BLOCK_L": tile.keys,
+            "BLOCK_H": max(triton.next_power_of_2(head_dim), MIN_BLOCK),
+            "BLOCK_S": triton.next_power_of_2(segments + 1),
+            "IS_LONG": max_len > LONG,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+            "enable_fp_fusion": True,
+        }
+
+    tile, key_tile = _tiles(max_len, head_dim, q_TNH.dtype)
+    read = q_TNH, k_TKH, v_TKH
+    grid = (kv_heads, triton.cdiv(tokens * group, tile.query_rows) + segments + 1)  # a segment's last tile may be short
+    _query_kernel[grid](
+        grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **options(tile)
+    )
+    grid = (kv_heads, triton.cdiv(tokens, key_tile.keys) + segments + 1)
+    strides = dk_TKH.stride(0), dv_TKH.stride(0)
+    _key_kernel[grid](grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *strides, **options(key_tile))

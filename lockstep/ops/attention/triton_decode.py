@@ -1,0 +1,386 @@
+"""Attention of one query token a sequence over a paged cache, and of groups that read the same first pages.
+
+A program does the query heads of one kv head, of one sequence, over one split of its keys. With `group_rows_CW` another
+kernel runs before: a program does the rows of a whole group over the key tiles that the group has in common, so those
+are read once, and leaves each row's state where the row's own program picks it up. A row goes through the same tiles in
+the same order either way, and its state is float32 in memory as in registers, so no bit changes.
+
+Given a fused projection (PROJECTED), and no groups, programs norm and rotate the heads that they need, and the one that
+reaches the new token's position stores its key and value before it reads any.
+
+States, where there are several splits or groups: acc float32 [splits, S, N, H]; statistics float32 [2, splits, S, N],
+shifts and sums.
+
+Shape suffixes: S sequences, C groups, W rows of a group, N query heads, K kv heads, H head dim, M query rows of a
+program, L keys of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import pdl
+from ..rope.triton import rotated_heads
+from ..row_alignment import aligned_rows
+from . import triton_prefetch
+from .reference import KEY_SPLIT, KEY_TILE
+from .triton_tiles import MIN_BLOCK, attend, empty_state, merge_states, rows_last
+
+STAGES = 3
+MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
+
+
+class Projected(NamedTuple):
+    """What a fused projection becomes queries, keys and values with: see `decode.attention_decode`."""
+
+    q_weight_H: Tensor | None
+    k_weight_H: Tensor | None
+    cos_sin_SH: Tensor
+    num_heads: int
+    num_kv_heads: int
+    eps: float
+    slots_S: Tensor
+
+
+@triton.jit
+def _load_queries(
+    q_ptr, sequence_M, head_M, mask_M, q_stride, q_head_stride, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Queries, [M, H]."""
+    h = tl.arange(0, BLOCK_H)
+    offset_M = sequence_M.to(tl.int64) * q_stride + head_M * q_head_stride
+    return tl.load(q_ptr + offset_M[:, None] + h[None, :], mask_M[:, None] & (h < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_token(
+    wanted,
+    q_MH,
+    is_key_M,
+    value_ptr,
+    k_ptr,  # of the kv head
+    v_ptr,
+    slot_ptr,
+    k_stride,
+    v_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Put the new token's key, one of the rows, and its value into the cache, for the whole program to read."""
+    if wanted:
+        h = tl.arange(0, BLOCK_H)
+        slot, inside = tl.load(slot_ptr), h < HEAD_DIM
+        tl.store(v_ptr + slot * v_stride + h, tl.load(value_ptr + h, mask=inside), mask=inside)
+        key_MH = tl.broadcast_to((k_ptr + slot * k_stride + h)[None, :], (BLOCK_M, BLOCK_H))
+        tl.store(key_MH, q_MH, mask=is_key_M[:, None] & inside[None, :])
+        tl.debug_barrier()
+
+
+@triton.jit
+def _load_state(acc_ptr, statistics_ptr, row_M, mask_M, states, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
+    """States of rows (split * S + sequence) * N + head; empty where masked."""
+    h = tl.arange(0, BLOCK_H)
+    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
+    shift_M = tl.load(statistics_ptr + row_M, mask=mask_M, other=float("-inf"))
+    sum_M = tl.load(statistics_ptr + states + row_M, mask=mask_M, other=0.0)
+    acc_MH = tl.load(acc_ptr + row_M[:, None] * HEAD_DIM + h[None, :], mask=mask_MH, other=0.0)
+    return shift_M, sum_M, acc_MH
+
+
+@triton.jit
+def _store_state(
+    acc_ptr,
+    statistics_ptr,
+    row_M,
+    mask_M,
+    states,
+    shift_M,
+    sum_M,
+    acc_MH,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    h = tl.arange(0, BLOCK_H)
+    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
+    tl.store(statistics_ptr + row_M, shift_M, mask=mask_M)
+    tl.store(statistics_ptr + states + row_M, sum_M, mask=mask_M)
+    tl.store(acc_ptr + row_M[:, None] * HEAD_DIM + h[None, :], acc_MH, mask=mask_MH)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _group_kernel(
+    q_ptr,  # [S, N, H]
+    k_ptr,  # [P * page_size, K, H]
+    v_ptr,
+    acc_ptr,
+    statistics_ptr,
+    table_ptr,  # [S, pages]
+    group_rows_ptr,  # [C, W], contiguous
+    shared_len_ptr,  # [S]
+    sequences,
+    table_stride,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    scale,
+    PDL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a kv head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The states of a group's rows after the whole key tiles of one split that the group has in common."""
+    if PDL:
+        pdl.begin()
+    kv_head, split = tl.program_id(0), tl.program_id(2)
+    tiles = tl.cdiv(WIDTH * GROUP, BLOCK_M)
+    group_rows_ptr += tl.program_id(1) // tiles * WIDTH
+    first = tl.load(group_rows_ptr)
+    if first < 0:
+        return
+    begin = split * SPLIT
+    end = tl.load(shared_len_ptr + first) // BLOCK_L * BLOCK_L
+    end = tl.minimum(end, begin + SPLIT)
+    if end <= begin:
+        return
+
+    row_M = tl.program_id(1) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    member_M = row_M // GROUP
+    sequence_M = tl.load(group_rows_ptr + member_M, mask=member_M < WIDTH, other=-1)
+    head_M, mask_M = kv_head * GROUP + row_M % GROUP, sequence_M >= 0
+    q_MH = _load_queries(q_ptr, sequence_M, head_M, mask_M, q_stride, q_head_stride, HEAD_DIM, BLOCK_H)
+    shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
+    shift_M, sum_M, acc_MH = attend(
+        shift_M, sum_M, acc_MH, q_MH, row_M, begin, end, k_ptr + kv_head * k_head_stride,
+        v_ptr + kv_head * v_head_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0, k_stride, v_stride,
+        scale, False, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
+    )  # fmt: skip
+    heads = tl.num_programs(0) * GROUP
+    state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
+    states = tl.num_programs(2).to(tl.int64) * sequences * heads
+    _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, shift_M, sum_M, acc_MH, HEAD_DIM, BLOCK_H)
+
+
+@triton.jit(do_not_specialize=["table_width", "cache_rows"])
+def _decode_kernel(
+    q_ptr,  # [S, N, H], or [S, (N + 2K) * H] when PROJECTED
+    k_ptr,  # [P * page_size, K, H]
+    v_ptr,
+    out_ptr,  # [S, N, H], contiguous; written when there is one split
+    acc_ptr,
+    statistics_ptr,
+    table_ptr,  # [S, pages]
+    context_len_ptr,  # [S]
+    shared_len_ptr,  # [S]
+    slots_ptr,  # [S], read if PROJECTED, and so are these
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,  # [S, H]
+    cos_sin_stride,
+    eps,
+    table_width,
+    cache_rows,
+    table_stride,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    scale,
+    PROJECTED: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,  # whether a sequence may have more than one
+    GROUPED: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a kv head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One split of one sequence, from where its group left off."""
+    kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = split * SPLIT
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    table_ptr += sequence.to(tl.int64) * table_stride
+    if AHEAD > 0:
+        stored = tl.load(context_len_ptr + sequence, cache_modifier=".cg") - 1
+        triton_prefetch.paged(
+            k_ptr, v_ptr, table_ptr, begin, tl.minimum(stored, begin + SPLIT), table_width, cache_rows, k_stride,
+            v_stride, PAGE_SIZE, HEAD_DIM, AHEAD,
+        )  # fmt: skip
+        if NORM:
+            lane = tl.arange(0, AHEAD)
+            triton_prefetch.rows(q_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
+            triton_prefetch.rows(k_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
+    if PDL:
+        pdl.begin()
+    context = tl.load(context_len_ptr + sequence)
+    end = context
+    if SPLITS:
+        if begin >= context:
+            return
+        end = tl.minimum(context, begin + SPLIT)
+    h, row_M = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_M)
+    sequences, kv_heads = tl.num_programs(1), tl.num_programs(0)
+    heads, mask_M, head_M = kv_heads * GROUP, row_M < GROUP, kv_head * GROUP + row_M
+    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
+    if PROJECTED:
+        is_key_M = row_M == GROUP
+        head_M = tl.where(is_key_M, heads + kv_head, head_M)
+        qkv_ptr = q_ptr + sequence.to(tl.int64) * q_stride
+        q_MH = rotated_heads(
+            qkv_ptr, cos_sin_ptr + sequence.to(tl.int64) * cos_sin_stride, head_M, is_key_M, mask_M | is_key_M,
+            q_weight_ptr, k_weight_ptr, eps, NORM, HEAD_DIM, BLOCK_M, BLOCK_H,
+        )  # fmt: skip
+        value_ptr = qkv_ptr + (heads + kv_heads + kv_head) * HEAD_DIM
+        _store_token(
+            end == context, q_MH, is_key_M, value_ptr, k_ptr, v_ptr, slots_ptr + sequence, k_stride, v_stride,
+            HEAD_DIM, BLOCK_M, BLOCK_H,
+        )  # fmt: skip
+    else:
+        sequence_M = tl.zeros((BLOCK_M,), tl.int32) + sequence
+        q_MH = _load_queries(q_ptr, sequence_M, head_M, mask_M, q_stride, q_head_stride, HEAD_DIM, BLOCK_H)
+
+    state_M = (split * sequences + sequence).to(tl.int64) * heads + head_M
+    states = tl.num_programs(2).to(tl.int64) * sequences * heads
+    shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
+    start = begin
+    if GROUPED:
+        start = tl.minimum(tl.load(shared_len_ptr + sequence) // BLOCK_L * BLOCK_L, end)
+        start = tl.maximum(start, begin)
+        found_M = row_M < tl.where(start > begin, GROUP, 0)
+        shift_M, sum_M, acc_MH = _load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
+    last_M = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
+    shift_M, sum_M, acc_MH = attend(
+        shift_M, sum_M, acc_MH, q_MH, last_M, start, end, k_ptr, v_ptr, table_ptr, 0, 0, 0, k_stride, v_stride, scale,
+        True, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
+    )  # fmt: skip
+    if SPLITS:
+        _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, shift_M, sum_M, acc_MH, HEAD_DIM, BLOCK_H)
+    else:
+        out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + state_M[:, None] * HEAD_DIM + h[None, :], out_MH, mask=mask_MH)
+
+
+@triton.jit(do_not_specialize=["states"])
+def _merge_kernel(
+    out_ptr,  # [S, N, H], contiguous
+    acc_ptr,
+    statistics_ptr,
+    context_len_ptr,  # [S]
+    states,
+    PDL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """A sequence's splits, left to right, for the heads of one kv head."""
+    if PDL:
+        pdl.begin()
+    kv_head, sequence = tl.program_id(0), tl.program_id(1)
+    sequences, heads = tl.num_programs(1), tl.num_programs(0) * GROUP
+    h, row_M = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_M)
+    mask_M, state_M = row_M < GROUP, sequence.to(tl.int64) * heads + kv_head * GROUP + row_M
+    shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
+    split_M = state_M
+    for _ in range(0, tl.load(context_len_ptr + sequence), SPLIT):
+        next_M, next_sum_M, next_MH = _load_state(acc_ptr, statistics_ptr, split_M, mask_M, states, HEAD_DIM, BLOCK_H)
+        shift_M, sum_M, acc_MH = merge_states(shift_M, sum_M, acc_MH, next_M, next_sum_M, next_MH)
+        split_M += sequences * heads
+    out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
+    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
+    tl.store(out_ptr + state_M[:, None] * HEAD_DIM + h[None, :], out_MH, mask=mask_MH)
+
+
+def _rows_and_warps(rows: int) -> tuple[int, int]:
+    """Of a query tile."""
+    rows = max(triton.next_power_of_2(rows), MIN_BLOCK)
+    return rows, max(rows // 16, 4)
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_len_S: Tensor,
+    max_context_len: int,
+    group_rows_CW: Tensor | None = None,
+    shared_len_S: Tensor | None = None,
+    projected: Projected | None = None,
+) -> Tensor:
+    """See `attention.operator.attention_paged`: row s of `q` is the query of sequence s's last token, [S, N, H]. Or,
+    with `projected`, see `decode.attention_decode`: it is that token's fused projection, [S, (N + 2K) * H]."""
+    (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, k_cache.shape
+    heads, device = projected.num_heads if projected else q.shape[1], q.device
+    group, splits = heads // kv_heads, max(triton.cdiv(max_context_len, KEY_SPLIT), 1)
+    k_RKH, v_RKH = (rows_last(cache.view(-1, *cache.shape[2:])) for cache in (k_cache, v_cache))
+    q = aligned_rows(q).view(sequences, -1, head_dim) if projected else rows_last(q)
+    block_table = rows_last(block_table)
+    grouped = group_rows_CW is not None and group_rows_CW.numel() > 0
+    assert not (grouped and projected), "what groups read is rotated before"
+    stored = (splits, sequences, heads) if grouped or splits > 1 else (0,)
+    out_SNH = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=device)
+    acc = torch.empty((*stored, head_dim), dtype=torch.float32, device=device)
+    statistics = torch.empty((2, *stored), dtype=torch.float32, device=device)
+    strides = (block_table.stride(0), *(stride for x in (q, k_RKH, v_RKH) for stride in x.stride()[:2]))
+    scale = head_dim**-0.5 * math.log2(math.e)
+    block_h = max(triton.next_power_of_2(head_dim), MIN_BLOCK)
+    dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "SPLIT": KEY_SPLIT, **pdl.options(q)}
+    tiles = {**dims, "PAGE_SIZE": page_size, "BLOCK_L": KEY_TILE, "num_stages": STAGES, "enable_fp_fusion": False}
+    if grouped:
+        count, width = group_rows_CW.shape
+        rows, warps = _rows_and_warps(min(width * group, MAX_GROUP_ROWS))
+        grid = (kv_heads, count * triton.cdiv(width * group, rows), splits)
+        members = (group_rows_CW.contiguous(), shared_len_S, sequences)
+        _group_kernel[grid](
+            q, k_RKH, v_RKH, acc, statistics, block_table, *members, *strides, scale, WIDTH=width,
+            BLOCK_M=rows, num_warps=warps, **tiles,
+        )  # fmt: skip
+    rows, warps = _rows_and_warps(group + (projected is not None))
+    lengths = (context_len_S, shared_len_S if grouped else context_len_S)
+    bounds = block_table.shape[1], k_RKH.shape[0]
+    ahead = triton_prefetch.keys(kv_heads * sequences * splits, k_RKH, v_RKH) if dims["PDL"] and not grouped else 0
+    _decode_kernel[kv_heads, sequences, splits](
+        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(q, projected), *bounds, *strides,
+        scale, AHEAD=ahead,
+        PROJECTED=projected is not None, NORM=projected is not None and projected.q_weight_H is not None,
+        SPLITS=splits > 1, GROUPED=grouped, BLOCK_M=rows, num_warps=warps, **tiles,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[kv_heads, sequences](
+            out_SNH, acc, statistics, context_len_S, statistics.numel() // 2, BLOCK_M=triton.next_power_of_2(group),
+            num_warps=1, enable_fp_fusion=False, **dims,
+        )  # fmt: skip
+    return out_SNH
+
+
+def _rotation(q: Tensor, x: Projected | None) -> tuple[Tensor, Tensor, Tensor, Tensor, int, float]:
+    """Slots, norm weights, the rotary table and its stride, epsilon; any tensors where none is read."""
+    if x is None:
+        return q, q, q, q, 0, 0.0
+    cos_sin_SH = aligned_rows(x.cos_sin_SH)
+    weights = (q if weight is None else aligned_rows(weight) for weight in (x.q_weight_H, x.k_weight_H))
+    return x.slots_S, *weights, cos_sin_SH, cos_sin_SH.stride(0), x.eps

@@ -1,0 +1,393 @@
+"""FlexAttention over packed segments and over a paged cache: one compiled kernel, two ways to find a sequence's tiles.
+
+Both roles hand the kernel the same things: queries in blocks of 64 rows (tokens x heads of a group, tokens outermost)
+of one sequence; keys and values as physical tiles of `KEY_TILE` rows, each at an absolute position of its
+sequence; and for each block the physical tiles that it reads, in ascending order of position. Pages of the cache are
+such tiles as they lie. Packed segments are copied into tiles first, a shared prefix's whole tiles once.
+
+A row's bits depend on nothing but its keys' positions then: the kernel takes tiles one after another with an online
+softmax, and one that a row sees nothing of leaves its accumulators as they are (torch 2.11 and 2.13,
+`_inductor/kernel/flex/templates`). For that every tile is passed as partial, because the kernel would take all full
+ones after all partial ones; tile sizes, warps and stages are fixed; and the decoding kernel, which splits keys, is off.
+
+Where queries and tiles lie is the same for all layers with one window, so it is found once (`Tiles`).
+
+Shape suffixes: T tokens, S sequences, N query heads, K kv heads, G query heads of a kv head, H head dim, B query
+blocks, W tokens of a block, L tiles of a sequence, R physical tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from ..embedding.operator import accumulate_rows
+from ..operator import recording_gradients, sizes_apart
+from .masks import visibility
+from .reference import KEY_TILE
+
+OPTIONS = {
+    "FORCE_USE_FLEX_ATTENTION": True,
+    "fwd_BLOCK_M": 64,
+    "fwd_BLOCK_N": KEY_TILE,
+    "fwd_num_warps": 4,
+    "fwd_num_stages": 2,
+}
+
+
+class Size(NamedTuple):
+    """Rows of a block of queries, and of a tile of keys and values."""
+
+    rows: int
+    tile: int
+
+
+FORWARD = Size(64, KEY_TILE)
+BACKWARD = Size(128, 128)  # of which torch's own choices of the backward kernel's tiles are parts, on every GPU
+
+
+class Tiles(NamedTuple):
+    """Where queries and keys lie. No size is 1 where another batch has more: that would be another compilation.
+
+    Attributes:
+        query_rows: the row of q [T * N, H] that is at each of the blocks' rows, int64 [K * B * rows]; where there is no
+            token, one of the block's own.
+        out_rows: the blocks' row of each token and head, int64 [T * N]; of padding, one that sees nothing.
+        position: of each row of a head's blocks, int32 [B * rows]; -1 where there is no token.
+        key_position: of each row of the tiles in the sequences that have it, int32 [R * tile].
+        count_B, list_BL: physical tiles of each block, in order, int32.
+        key_rows: packed: the row of k and v that is at each tile's row, int64 [R * tile]; where there is none, one of
+            the segment's own, so that no other segment's value can matter.
+        key_targets: packed: the same, but one of the rows after T where there is none. They are as many as a tile has,
+            since a sum over very many rows of one index is slow.
+    """
+
+    query_rows: Tensor
+    out_rows: Tensor
+    position: Tensor
+    key_position: Tensor
+    count_B: Tensor
+    list_BL: Tensor
+    key_rows: Tensor
+    key_targets: Tensor
+
+
+class _Blocks(NamedTuple):
+    """Blocks of queries: sequence, absolute position of the first token, tokens; and each block's and token's rows."""
+
+    sequence_B: Tensor
+    first_B: Tensor
+    count_B: Tensor
+    query_rows: Tensor
+    out_rows: Tensor
+
+
+def tiles_packed(
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    max_len: int,
+    window: int,
+) -> list[Tensor]:
+    """`Tiles` of packed segments, those of the forward pass and then those of the backward pass."""
+    layout = cu_seqlens, prefix_start_S, prefix_len_S, tokens, heads, kv_heads, max_len, window
+    return [*_tiles_packed(*layout, FORWARD), *_tiles_packed(*layout, BACKWARD)]
+
+
+def _tiles_packed(
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    max_len: int,
+    window: int,
+    size: Size,
+) -> Tiles:
+    """Whole tiles of a prefix are those of the segment that it begins."""
+    segments, device = prefix_len_S.shape[0], cu_seqlens.device
+    (start_S, length_S), prefix_S = _spans(cu_seqlens, segments), prefix_len_S.long()
+    context_S = torch.where(length_S > 0, prefix_S + length_S, 0)
+    shared_S = prefix_S // size.tile
+    own_S = ((context_S + size.tile - 1) // size.tile - shared_S).clamp(min=0)
+    end_S = own_S.cumsum(0)
+    begin_S = end_S - own_S
+    owner_S = (torch.searchsorted(start_S, prefix_start_S.long(), right=True) - 1).clamp(0, segments - 1)
+    tile_L = torch.arange(max(-(-max_len // size.tile), 2), device=device)
+    is_shared_SL = tile_L < shared_S.unsqueeze(1)
+    table_SL = torch.where(is_shared_SL, begin_S[owner_S].unsqueeze(1), (begin_S - shared_S).unsqueeze(1)) + tile_L
+
+    physical = tokens // size.tile + 2 * segments
+    row = torch.arange(physical * size.tile, device=device)
+    sequence = torch.searchsorted(end_S, row // size.tile, right=True).clamp(max=segments - 1)
+    position = row + (shared_S - begin_S)[sequence] * size.tile
+    key_position, real = position.int(), position < context_S[sequence]
+    position = torch.minimum(position, context_S[sequence] - 1)
+    in_prefix = position < prefix_S[sequence]
+    key_rows = position + torch.where(in_prefix, prefix_start_S.long()[sequence], (start_S - prefix_S)[sequence])
+    key_rows = key_rows.clamp(0, tokens - 1)
+
+    blocks = _blocks(start_S, length_S, prefix_S, tokens, heads, kv_heads, size.rows)
+    lists = _lists(blocks, table_SL, physical, window, size, heads // kv_heads)
+    position = _positions(blocks, size, heads // kv_heads)
+    targets = torch.where(real, key_rows, tokens + row % size.tile)
+    return Tiles(blocks.query_rows, blocks.out_rows, position, key_position, *lists, key_rows, targets)
+
+
+def tiles_paged(
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_len_S: Tensor,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    pages: int,
+    page_size: int,
+    max_context_len: int,
+    window: int,
+) -> list[Tensor]:
+    """`Tiles` of a cache of so many pages, which is read where it lies.
+
+    Sequences that share a page have it at the same positions. A row without a sequence may still name a page that is
+    another's by now, but has one position, 0, so the largest number that a page is given is the right one.
+    """
+    if page_size % KEY_TILE:
+        raise ValueError(f"pages have {page_size} positions; flex attention reads multiples of {KEY_TILE}")
+    each, context_S = page_size // KEY_TILE, context_len_S.long()
+    table = block_table[:, : -(-max_context_len // page_size)].long()
+    table_SL = (table.unsqueeze(2) * each + torch.arange(each, device=table.device)).flatten(1)
+    start_S, length_S = _spans(cu_seqlens, context_S.shape[0])
+    blocks = _blocks(start_S, length_S, context_S - length_S, tokens, heads, kv_heads, FORWARD.rows)
+    position = _positions(blocks, FORWARD, heads // kv_heads)
+    lists = _lists(blocks, table_SL, pages * each, window, FORWARD, heads // kv_heads)
+    tile_L = torch.arange(table_SL.shape[1], device=table.device).expand_as(table_SL)
+    place_SL = torch.where(tile_L * KEY_TILE < context_S.unsqueeze(1), table_SL, pages * each)
+    tile_R = table.new_full((pages * each + 1,), -1).scatter_reduce(0, place_SL.flatten(), tile_L.flatten(), "amax")
+    key_position = tile_R[:-1].unsqueeze(1) * KEY_TILE + torch.arange(KEY_TILE, device=table.device)
+    none = table.new_empty(0), table.new_empty(0)
+    return [blocks.query_rows, blocks.out_rows, position, key_position.flatten().int(), *lists, *none]
+
+
+def _spans(cu_seqlens: Tensor, segments: int) -> tuple[Tensor, Tensor]:
+    """First rows and lengths. A trace has the two sizes for unrelated, so neither is taken from the other."""
+    s = torch.arange(segments, device=cu_seqlens.device)
+    start_S = cu_seqlens[s].long()
+    return start_S, cu_seqlens[s + 1] - start_S
+
+
+def _blocks(
+    start_S: Tensor, length_S: Tensor, before_S: Tensor, tokens: int, heads: int, kv_heads: int, rows: int
+) -> _Blocks:
+    """Cut sequences into blocks; `before_S` is what each has before its tokens. One block more than there can be, which
+    sees nothing."""
+    group, segments, device = heads // kv_heads, start_S.shape[0], start_S.device
+    width, end_of_S = rows // group, start_S + length_S
+    blocks_S = (length_S + width - 1) // width
+    end_S = blocks_S.cumsum(0)
+    begin_S = end_S - blocks_S
+    b = torch.arange(tokens // width + segments + 1, device=device)
+    sequence_B = torch.searchsorted(end_S, b, right=True).clamp(max=segments - 1)
+    offset_B = (b - begin_S[sequence_B]) * width
+    count_B = (length_S[sequence_B] - offset_B).clamp(0, width)  # a block past the last one begins past its end
+
+    r, head_K = torch.arange(rows, device=device), torch.arange(kv_heads, device=device) * group
+    offset_BR = torch.minimum(r // group, (count_B - 1).unsqueeze(1))
+    token_BR = (start_S[sequence_B] + offset_B).unsqueeze(1) + offset_BR
+    query_rows_BR = token_BR.clamp(0, tokens - 1) * heads + r % group
+    query_rows = (head_K[:, None, None] + query_rows_BR).flatten()
+
+    t, per_head = torch.arange(tokens, device=device), b.shape[0] * rows
+    sequence_T = torch.searchsorted(end_of_S, t, right=True).clamp(max=segments - 1)
+    offset_T = t - start_S[sequence_T]
+    row_T = (begin_S[sequence_T] + offset_T // width) * rows + offset_T % width * group
+    inside_T1 = (t < end_of_S[-1]).unsqueeze(1)
+    row_TG = torch.where(inside_T1, row_T.unsqueeze(1) + torch.arange(group, device=device), per_head - 1)
+    head_row_K = torch.arange(kv_heads, device=device) * per_head
+    out_rows = (head_row_K[:, None] + row_TG.unsqueeze(1)).flatten()
+    first_B = before_S[sequence_B] + offset_B
+    return _Blocks(sequence_B, first_B, count_B, query_rows, out_rows)
+
+
+def _positions(blocks: _Blocks, size: Size, group: int) -> Tensor:
+    """`Tiles.position`; past a block's last token, and where the group does not divide the rows, there is padding."""
+    token_R = torch.arange(size.rows, device=blocks.count_B.device) // group
+    inside_BR = token_R < blocks.count_B.unsqueeze(1)
+    return torch.where(inside_BR, blocks.first_B.unsqueeze(1) + token_R, -1).flatten().int()
+
+
+def _lists(
+    blocks: _Blocks, table_SL: Tensor, physical: int, window: int, size: Size, group: int
+) -> tuple[Tensor, Tensor]:
+    """`Tiles.count_B` and `list_BL`, from each sequence's physical tiles."""
+    begin_B = torch.zeros_like(blocks.first_B)
+    listed = table_SL.shape[1]
+    if window:
+        begin_B = (blocks.first_B - window + 1).clamp(min=0) // size.tile
+        listed = min(listed, (window + size.rows // group - 2) // size.tile + 2)
+    end_B = (blocks.first_B + blocks.count_B - 1) // size.tile + 1
+    count_B = torch.where(blocks.count_B > 0, end_B - begin_B, 0).clamp(min=0)
+    index_L = torch.arange(max(listed, 2), device=table_SL.device)
+    at_BL = (begin_B.unsqueeze(1) + index_L).clamp(max=table_SL.shape[1] - 1)
+    list_BL = table_SL[blocks.sequence_B].gather(1, at_BL).clamp(0, physical - 1)
+    return count_B.int(), list_BL.int()
+
+
+def packed(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    max_len: int,
+    window: int,
+    mask: str,
+    tiles: Sequence[Tensor],
+) -> Tensor:
+    """See `flex.flex_packed`."""
+    if not _real(q_TNH):
+        return q_TNH.new_empty(q_TNH.shape)
+    where = Tiles(*tiles[: len(Tiles._fields)])
+    k, v = (_as_tiles(x.index_select(0, where.key_rows)) for x in (k_TKH, v_TKH))
+    return _forward(q_TNH, k, v, where, window, mask)
+
+
+def paged(
+    q_TNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_len_S: Tensor,
+    max_query_len: int,
+    max_context_len: int,
+    window: int,
+    mask: str,
+    tiles: Sequence[Tensor],
+) -> Tensor:
+    """See `flex.flex_paged`."""
+    if not _real(q_TNH):
+        return q_TNH.new_empty(q_TNH.shape)
+    where = Tiles(*tiles)
+    k, v = (_as_tiles(cache.flatten(0, 1)) for cache in (k_cache, v_cache))
+    return _forward(q_TNH, k, v, where, window, mask)
+
+
+def packed_backward(
+    grad_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    prefix_start_S: Tensor,
+    prefix_len_S: Tensor,
+    max_len: int,
+    window: int,
+    mask: str,
+    tiles: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `flex.flex_packed_backward`: the forward again, then torch's own backward, which has no atomics here."""
+    if not _real(q_TNH):
+        return q_TNH.new_empty(q_TNH.shape), k_TKH.new_empty(k_TKH.shape), v_TKH.new_empty(v_TKH.shape)
+    where = Tiles(*tiles[len(Tiles._fields) :])
+    k, v = (_as_tiles(x.index_select(0, where.key_rows)) for x in (k_TKH, v_TKH))
+    q, grad = (_to_blocks(x, k, where) for x in (q_TNH, grad_TNH))
+    grad = grad.masked_fill((where.position < 0).view(1, 1, -1, 1), 0.0)
+    with recording_gradients():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = _attend(window, mask, True)(*leaves, *where[2:6])
+        dq, dk, dv = torch.autograd.grad(out, leaves, grad)
+    dq_TNH = _from_blocks(dq, q_TNH, where)
+    padding_T = torch.arange(len(q_TNH), device=q_TNH.device) >= cu_seqlens[-1]
+    dk_TKH, dv_TKH = (_from_tiles(x, where, len(k_TKH)) for x in (dk, dv))
+    return dq_TNH.masked_fill_(padding_T[:, None, None], 0.0), dk_TKH, dv_TKH
+
+
+def _forward(q_TNH: Tensor, k: Tensor, v: Tensor, where: Tiles, window: int, mask: str) -> Tensor:
+    """The queries' results from keys and values as tiles, [T, N, H]."""
+    out = _attend(window, mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:6])
+    return _from_blocks(out, q_TNH, where)
+
+
+def _to_blocks(x_TNH: Tensor, k: Tensor, where: Tiles) -> Tensor:
+    """Token rows as blocks, [1, K, B * rows, H]."""
+    return x_TNH.flatten(0, 1).index_select(0, where.query_rows).view(1, k.shape[1], -1, k.shape[3])
+
+
+def _from_blocks(x: Tensor, like_TNH: Tensor, where: Tiles) -> Tensor:
+    """Blocks as token rows, [T, N, H]."""
+    return x.contiguous().view(-1, x.shape[3]).index_select(0, where.out_rows).view(like_TNH.shape)
+
+
+def _as_tiles(x_RKH: Tensor) -> Tensor:
+    """Rows of tiles as the kernel takes them, [1, K, R * tile, H]; the same strides in both roles."""
+    return x_RKH.transpose(0, 1).unsqueeze(0)
+
+
+def _from_tiles(x: Tensor, where: Tiles, tokens: int) -> Tensor:
+    """Sums of the tiles' rows by source, [T, K, H]: a prefix's last rows may lie in several tiles."""
+    values = x.squeeze(0).transpose(0, 1).flatten(1).float()
+    total = accumulate_rows(values.new_zeros(tokens + BACKWARD.tile, values.shape[1]), where.key_targets, values)
+    return total[:tokens].to(x.dtype).view(tokens, x.shape[1], -1)
+
+
+@functools.cache
+def _attend(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
+    """Attention of blocks over tiles, in the blocks' layout, compiled once for all sizes.
+
+    Torch bounds how often a piece of code is compiled, so each of these has code of its own.
+    """
+    made = _attending(window, mask, for_backward)
+    own = types.FunctionType(made.__code__.replace(), made.__globals__, made.__name__, None, made.__closure__)
+    compiled = torch.compile(own, dynamic=True, fullgraph=True)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        with sizes_apart():
+            return compiled(*tensors)
+
+    return attend
+
+
+def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
+    """The function that `_attend` compiles; its last arguments are fields of `Tiles`."""
+    window_text = str(window)  # a number that is closed over would be one more open size, and text is not
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, position: Tensor, key_position: Tensor, count_B: Tensor, list_BL: Tensor
+    ) -> Tensor:
+        size = BACKWARD if for_backward else FORWARD
+        visible = visibility(int(window_text), mask)
+
+        def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return visible(position[row], key_position[key])
+
+        if for_backward:  # torch takes the width of the lists for the number of tiles
+            physical = k.shape[2] // size.tile
+            list_BL = F.pad(list_BL, (0, physical))[:, :physical].contiguous()
+        block_mask = BlockMask.from_kv_blocks(
+            count_B[None, None],
+            list_BL[None, None],
+            BLOCK_SIZE=(size.rows, size.tile),
+            mask_mod=mask_mod,
+            seq_lengths=(q.shape[2], k.shape[2]),
+            compute_q_blocks=for_backward,
+        )
+        return flex_attention(q, k, v, block_mask=block_mask, kernel_options=OPTIONS)  # type: ignore[return-value]
+
+    return attend
+
+
+def _real(tensor: Tensor) -> bool:
+    """Whether there is memory behind it: a stand-in must not reach what launches kernels of its own."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)

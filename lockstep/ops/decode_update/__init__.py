@@ -1,0 +1,1 @@
+"""The running batch before and after a decode step."""

@@ -1,0 +1,92 @@
+"""Between two decode steps: where the next token's keys and values go, and what a drawn token does to its row.
+
+No numbers are computed here but positions and counts; as one operator each they are one kernel each on a GPU instead
+of twenty-five.
+
+Shape suffixes: R rows, W pages a sequence, K stop ids, M words a result, N steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..operator import operator
+
+
+@operator("lockstep::decode_slots")
+def decode_slots(
+    position_R: Tensor, remaining_R: Tensor, table_RW: Tensor, page_size: int, null_page: int
+) -> tuple[Tensor, Tensor]:
+    """The cache slot of each row's token, int64 [R], and its context's length with it, int32 [R].
+
+    Args:
+        position_R: int64, the token's position. remaining_R: int32; 0: an idle row, whose slot is in the null page.
+        table_RW: int32, the block table.
+    """
+    page_R = table_RW.gather(1, (position_R // page_size).unsqueeze(1)).squeeze(1)
+    slots_R = (page_R * page_size + position_R % page_size).masked_fill_(remaining_R == 0, null_page * page_size)
+    return slots_R, (position_R + 1).int()
+
+
+@decode_slots.register_kernel("cuda")
+def _(position_R, remaining_R, table_RW, page_size, null_page):
+    from . import triton as decode_update_triton
+
+    return decode_update_triton.slots(position_R, remaining_R, table_RW, page_size, null_page)
+
+
+@decode_slots.register_fake
+def _(position_R, remaining_R, table_RW, page_size, null_page):
+    return torch.empty_like(position_R), torch.empty_like(remaining_R)
+
+
+@operator(
+    "lockstep::advance_rows",
+    mutates_args=("token_R", "position_R", "remaining_R", "results_RMN", "next_result"),
+)
+def advance_rows(
+    drawn_R: Tensor,
+    logprob_R: Tensor,
+    model_logprob_R: Tensor,
+    stop_RK: Tensor,
+    token_R: Tensor,
+    position_R: Tensor,
+    remaining_R: Tensor,
+    results_RMN: Tensor,
+    next_result: Tensor,
+    route_R: Tensor | None = None,
+) -> None:
+    """Store what was drawn and leave each row ready for its next token.
+
+    A row whose token is its last (by count, or one of its stop ids) becomes idle: nothing remains, position 0.
+
+    Args:
+        drawn_R: int64, with float32 log-probabilities of the sampled distribution and of the model's own.
+        stop_RK: int64; -1: none.
+        token_R, position_R, remaining_R: the rows' state, int64, int64 and int32.
+        results_RMN: int32 words; of step `next_result` (int64 [1], which then moves on) the token, -1 from an idle row,
+            both log-probabilities' bits, and `route`.
+        route_R: int32, of the experts that the row was routed to; None, and M is 3, without any.
+    """
+    marked_R = drawn_R.int().masked_fill_(remaining_R == 0, -1)
+    words = [marked_R, logprob_R.view(torch.int32), model_logprob_R.view(torch.int32)]
+    if route_R is not None:
+        words.append(route_R)
+    results_RMN.index_copy_(2, next_result, torch.stack(words, dim=1).unsqueeze(2))
+    next_result.add_(1)
+    token_R.copy_(drawn_R)
+    remaining_R.sub_(1).clamp_min_(0).masked_fill_((stop_RK == drawn_R.unsqueeze(1)).any(1), 0)
+    position_R.add_(1).masked_fill_(remaining_R == 0, 0)
+
+
+@advance_rows.register_kernel("cuda")
+def _(*args) -> None:
+    from . import triton as decode_update_triton
+
+    decode_update_triton.advance(*args)
+
+
+@advance_rows.register_fake
+def _(*_) -> None:
+    return None

@@ -1,0 +1,51 @@
+"""Rows of a table, and their gradient: embedding lookup and positions of logits.
+
+Shape suffixes: T rows, D model dim, R table rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..operator import operator
+from . import backward
+
+
+@operator("lockstep::gather_rows")
+def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:
+    """Rows of a table (embedding lookup, logit positions), [T, D]. The backward adds duplicates in a fixed order."""
+    return table_RD.index_select(0, rows_T)
+
+
+@gather_rows.register_kernel("cuda")
+def _(table_RD: Tensor, rows_T: Tensor) -> Tensor:
+    return table_RD.index_select(0, rows_T)
+
+
+@gather_rows.register_fake
+def _(table_RD: Tensor, rows_T: Tensor) -> Tensor:
+    return table_RD.new_empty(rows_T.shape[0], table_RD.shape[1])
+
+
+def _gather_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.table_rows = inputs[0].shape[0]
+
+
+def _gather_backward(ctx, grad_TD: Tensor):
+    (rows_T,) = ctx.saved_tensors
+    if grad_TD.is_cuda:
+        return backward.gather_rows(grad_TD, rows_T, ctx.table_rows), None
+    total_RD = torch.zeros(ctx.table_rows, grad_TD.shape[1], dtype=torch.float32, device=grad_TD.device)
+    return accumulate_rows(total_RD, rows_T, grad_TD.float()).to(grad_TD.dtype), None
+
+
+def accumulate_rows(total_RD: Tensor, rows_T: Tensor, values_TD: Tensor) -> Tensor:
+    """`total[rows[t]] += values[t]` in place, in an order that is the same every time."""
+    if total_RD.is_cuda:  # sorts by row; index_add_ would use atomics
+        return total_RD.index_put_((rows_T,), values_TD, accumulate=True)
+    return total_RD.index_add_(0, rows_T, values_TD)  # serial; index_put_ would use atomics
+
+
+gather_rows.register_autograd(_gather_backward, setup_context=_gather_setup)

@@ -1,0 +1,1 @@
+"""Backward operators fused with their neighbours."""

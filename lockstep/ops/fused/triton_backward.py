@@ -1,0 +1,56 @@
+"""Backward passes that write where their neighbours read. Meaning: `ops/fused/backward.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..attention import triton_backward as attention_triton_backward
+from ..rope import triton_backward as rope_triton_backward
+
+ADD_BLOCK, ADD_WARPS = 4096, 8
+
+
+def rotated_attention(
+    grad_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    out_TNH: Tensor,
+    lse_KTG: Tensor,
+    layout: tuple[Any, ...],
+    qkv_TE: Tensor,
+    heads: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `fused.backward.rotated_attention_packed`; `layout` and `heads` are its arguments of the packing and of the
+    rotation. Values' gradients are written where they stay, those of queries and keys where the rotation reads them."""
+    (tokens, num_heads, head_dim), kv_heads = q_TNH.shape, k_TKH.shape[1]
+    grad_qkv_TE = torch.empty((tokens, qkv_TE.shape[1]), dtype=qkv_TE.dtype, device=qkv_TE.device)
+    grad_qk = torch.empty((tokens, num_heads + kv_heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)
+    dq_TNH, dk_TKH = grad_qk.split((num_heads, kv_heads), dim=1)
+    dv_TKH = grad_qkv_TE.unflatten(1, (-1, head_dim)).narrow(1, num_heads + kv_heads, kv_heads)
+    attention_triton_backward.packed_into(
+        grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, *layout, (dq_TNH, dk_TKH, dv_TKH)
+    )
+    return rope_triton_backward.qk_norm_rope(grad_qk, qkv_TE, *heads, grad_qkv_TE)
+
+
+@triton.jit
+def _add_gradient_kernel(total_ptr, grad_ptr, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total_ptr + at, tl.load(total_ptr + at, mask=inside, other=0.0) + grad, mask=inside)
+
+
+def add_gradient(total: Tensor, grad: Tensor) -> None:
+    """See `fused.backward.add_gradient`."""
+    if not (total.is_contiguous() and grad.is_contiguous()):
+        total.add_(grad)
+        return
+    size = total.numel()
+    _add_gradient_kernel[(triton.cdiv(size, ADD_BLOCK),)](total, grad, size, BLOCK=ADD_BLOCK, num_warps=ADD_WARPS)

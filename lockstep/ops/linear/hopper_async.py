@@ -1,0 +1,243 @@
+"""Matrix products that load weights while the kernel before still runs: contract C1, for up to a few hundred rows.
+
+A product of a decode step reads its weights, which nothing before it writes, and its rows, which the kernel before
+does. Launched early (`pdl`), a program here asks for the first stages of its weights at once, for all of them where
+they fit, and only then waits; what is left between two kernels is the way of the rows, the chain of MMAs and the way of
+the result. Triton's pipeliner cannot part the two kinds of loads; Gluon, the language below it, can.
+
+Weights are asked for ahead only in a captured graph, and no graph that holds these products writes a weight (one that
+gathers weights has the separate operators): what wrote it was complete before the graph began. Launched one by one, a
+kernel waits first, and so does one of the plain product, which any graph may hold.
+
+GATED and ADD are those of `linear`. Blocks of 16 rows use `mma.sync`, of 64 or more `wgmma`: the same bits. A `wgmma`
+runs while the next tiles are asked for.
+
+Shape suffixes: M rows, N columns of the result, K depth.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from .. import pdl
+from ..row_alignment import aligned_rows
+from ..tables.linear_table import AsyncChoice, TmaChoice
+
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # by Triton's version
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+ALIGNMENT = 16  # bytes: of what one instruction copies
+WGMMA_ROWS = 64  # of a block, from which on it is multiplied so
+MIN_COPIED = 8  # rows that are copied at least: the period of the shared layouts
+
+
+@gluon.jit
+def _copy_columns(
+    to, ptr, stride, first, rows, start, BLOCK_R: gl.constexpr, BLOCK_K: gl.constexpr, PAIRED: gl.constexpr
+):
+    """Ask for `BLOCK_R` rows from `first` on, zeros past `rows`. PAIRED: each of those, then that `rows` further on."""
+    warps: gl.constexpr = gl.num_warps()
+    lanes: gl.constexpr = min(BLOCK_K // 8, 32)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+    r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, layout))
+    k = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
+    if PAIRED:
+        row = first + r // 2
+        inside = row < rows
+        row = row + (r % 2) * rows
+    else:
+        row = first + r
+        inside = row < rows
+    at = ptr + row.to(gl.int64)[:, None] * stride + k[None, :]
+    _copy(to, at, mask=gl.expand_dims(inside, 1))
+
+
+@gluon.jit
+def _multiplied(a, b, acc):
+    """`acc + a @ b.T`, of tiles in shared memory."""
+    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
+    return mma_v2(a.load(left), b.permute((1, 0)).load(right), acc)
+
+
+@gluon.jit
+def silu_mul(gate, up, dtype: gl.constexpr):
+    """`silu(gate) * up` of two accumulators, rounded where the separate operators round."""
+    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+    return (gl.div_rn(gate, gl.exp(-gate) + 1.0) * up).to(dtype)
+
+
+@gluon.jit
+def _begun(a, b, acc):
+    """The same by the tensor core on its own, while the program goes on. The one begun before has ended, in all warps:
+    its tiles may be overwritten."""
+    hopper.fence_async_shared()
+    _barrier()
+    acc = hopper.warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
+    acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+    _barrier()
+    return acc
+
+
+@gluon.jit(do_not_specialize=["rows", "ahead"])
+def _async_kernel(
+    x_ptr,  # [rows, DEPTH]
+    w_ptr,  # [columns, DEPTH], or [2 * columns, DEPTH] when GATED
+    residual_ptr,  # [rows, columns], read if ADD
+    out_ptr,  # [rows, columns], contiguous
+    rows,
+    columns,
+    x_stride,
+    w_stride,
+    residual_stride,
+    ahead,  # ask for weights before the kernel before has ended
+    DEPTH: gl.constexpr,
+    GATED: gl.constexpr,
+    ADD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    COPIED: gl.constexpr,  # rows of a block that there are, rounded up to a power of two
+    X_STAGES: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    WGMMA: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    warps: gl.constexpr = gl.num_warps()
+    steps: gl.constexpr = DEPTH // BLOCK_K
+    WIDE: gl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    if WGMMA:
+        shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, WIDE, 16])
+    else:
+        shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        result: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, warps], [16, 8])
+    x_lead: gl.constexpr = X_STAGES - 1  # steps whose rows are asked for ahead
+    w_lead: gl.constexpr = steps if steps <= W_STAGES else W_STAGES - 1
+    gl.static_assert(x_lead >= 1 and w_lead >= min(x_lead, steps))  # with a step's rows come its weights
+    blocks_m = gl.cdiv(rows, BLOCK_M)
+    first_m, first_n = gl.program_id(0) % blocks_m * BLOCK_M, gl.program_id(0) // blocks_m * BLOCK_N
+    w_shared = gl.allocate_shared_memory(dtype, [W_STAGES, WIDE, BLOCK_K], shared)
+    if PDL:
+        pdl.gdc_launch_dependents()
+        if ahead == 0:
+            pdl.gdc_wait()
+    for step in gl.static_range(w_lead):
+        _copy_columns(w_shared.index(step), w_ptr, w_stride, first_n, columns, step * BLOCK_K, WIDE, BLOCK_K, GATED)
+    async_copy.commit_group()
+    if PDL:
+        pdl.gdc_wait()
+    x_shared = gl.allocate_shared_memory(dtype, [X_STAGES, BLOCK_M, BLOCK_K], shared)
+    for step in gl.static_range(x_lead):
+        if step < steps:
+            to = x_shared.index(step).slice(0, COPIED, dim=0)
+            _copy_columns(to, x_ptr, x_stride, first_m, rows, step * BLOCK_K, COPIED, BLOCK_K, False)
+        async_copy.commit_group()
+    lanes: gl.constexpr = max(1, min(BLOCK_N // 8, 4))
+    rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+    m = first_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, rowwise))
+    n = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, rowwise))
+    inside = gl.expand_dims(m < rows, 1) & gl.expand_dims(n < columns, 0)
+    if ADD:
+        at = residual_ptr + m.to(gl.int64)[:, None] * residual_stride + n[None, :]
+        residual = gl.load(at, mask=inside, other=0.0)
+    acc = gl.zeros([BLOCK_M, WIDE], gl.float32, layout=result)
+    for step in range(steps):
+        async_copy.wait_group(x_lead - 1)
+        x, w = x_shared.index(step % X_STAGES), w_shared.index(step % W_STAGES)
+        if WGMMA:
+            acc = _begun(x, w, acc)
+        if w_lead < steps:
+            next_w = step + w_lead
+            if next_w < steps:
+                to_w = w_shared.index(next_w % W_STAGES)
+                _copy_columns(to_w, w_ptr, w_stride, first_n, columns, next_w * BLOCK_K, WIDE, BLOCK_K, GATED)
+        if x_lead < steps:  # known here: Triton 3.6 fails on a branch that it finds dead later
+            next_x = step + x_lead
+            if next_x < steps:
+                to_x = x_shared.index(next_x % X_STAGES).slice(0, COPIED, dim=0)
+                _copy_columns(to_x, x_ptr, x_stride, first_m, rows, next_x * BLOCK_K, COPIED, BLOCK_K, False)
+        async_copy.commit_group()
+        if not WGMMA:
+            acc = _multiplied(x, w, acc)
+    if WGMMA:
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+    if GATED:
+        gate, up = gl.split(gl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+        value = gl.convert_layout(silu_mul(gate, up, dtype), rowwise)
+    else:
+        value = gl.convert_layout(acc.to(dtype), rowwise)
+    if ADD:
+        value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
+    gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
+
+
+def usable(choice: AsyncChoice | TmaChoice, w_NK: Tensor) -> bool:
+    """Whether this GPU has what the kernel is made of, and the weight is laid out for it."""
+    has = pdl.has_wgmma(w_NK) if choice.block_m >= WGMMA_ROWS else pdl.supported(w_NK)
+    return has and w_NK.is_contiguous() and w_NK.data_ptr() % ALIGNMENT == 0
+
+
+def operands(x_MK: Tensor, w_NK: Tensor, gated: bool, residual_MN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows and residual as kernels take them, and room for the result between; without a residual, that room."""
+    x_MK = aligned_rows(x_MK)
+    out_MN = x_MK.new_empty(x_MK.shape[0], w_NK.shape[0] // (2 if gated else 1))
+    return x_MK, out_MN, out_MN if residual_MN is None else aligned_rows(residual_MN)
+
+
+def asks_ahead(ahead: bool) -> bool:
+    """Whether weights are asked for before the kernel before has ended: in a captured graph, where one may."""
+    return ahead and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def product(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    choice: AsyncChoice,
+    *,
+    gated: bool = False,
+    residual_MN: Tensor | None = None,
+    ahead: bool = True,
+) -> Tensor:
+    """`x @ w.T` in bfloat16, or one of its fused forms; see the top of this file.
+
+    Args:
+        w_NK: `usable`; its depth is a multiple of `choice.block_k`.
+        ahead: nothing that runs just before writes the weight, so a captured graph may ask for it early.
+    """
+    x_MK, out_MN, residual = operands(x_MK, w_NK, gated, residual_MN)
+    (rows, depth), columns = x_MK.shape, out_MN.shape[1]
+    copied = max(MIN_COPIED, triton.next_power_of_2(min(rows, choice.block_m)))
+    _async_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
+        x_MK,
+        w_NK,
+        residual,
+        out_MN,
+        rows,
+        columns,
+        x_MK.stride(0),
+        w_NK.stride(0),
+        residual.stride(0),
+        asks_ahead(ahead),
+        DEPTH=depth,
+        GATED=gated,
+        ADD=residual_MN is not None,
+        BLOCK_M=choice.block_m,
+        BLOCK_N=choice.block_n,
+        BLOCK_K=choice.block_k,
+        COPIED=copied,
+        X_STAGES=choice.x_stages,
+        W_STAGES=choice.w_stages,
+        WGMMA=choice.block_m >= WGMMA_ROWS,
+        num_warps=4 if choice.block_m <= 64 else 8,
+        enable_fp_fusion=False,
+        **pdl.options(x_MK),
+    )
+    return out_MN

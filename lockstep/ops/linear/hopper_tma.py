@@ -1,0 +1,162 @@
+"""Matrix products whose tiles the copy engine brings (TMA), multiplied by `wgmma`: contract C1, for 33 rows and more.
+
+With some dozens of rows it is not the weights that take longest to read, but the rows, from the L2 cache, once for each
+program. Here one thread asks for a whole tile, so a program has time for wide ones, and there are fewer programs.
+
+The engine takes long for rows that are not there. So a block is two halves that overlap where there are fewer rows than
+two halves have, and the last block begins early: what is multiplied twice has the same bits. GATED, ADD and what
+`linear_async` says of weights asked for ahead hold here.
+
+Shape suffixes: M rows, N columns of the result, K depth.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .. import pdl
+from ..tables.linear_table import TmaChoice
+from .hopper_async import _barrier, asks_ahead, operands, silu_mul
+
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
+WEIGHTS, HALVES = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 3)
+
+
+@gluon.jit
+def _ask_weights(w, columns, first_n, k, tiles, stage, ready, GATED: gl.constexpr):
+    """Ask for a step's weights, GATED for both halves."""
+    if GATED:
+        _copy(w, [first_n, k], ready, tiles.index(2 * stage))
+        _copy(w, [columns + first_n, k], ready, tiles.index(2 * stage + 1))
+    else:
+        _copy(w, [first_n, k], ready, tiles.index(stage))
+
+
+@gluon.jit(do_not_specialize=["rows", "ahead"])
+def _tma_kernel(
+    x,  # [2, max(rows, BLOCK_M) - half, DEPTH]: all rows but for the last half block, and those half a block further on
+    w,  # [columns, DEPTH], or [2 * columns, DEPTH] when GATED
+    residual_ptr,  # [rows, columns], read if ADD
+    out_ptr,  # [rows, columns], contiguous
+    rows,
+    columns,
+    residual_stride,
+    ahead,  # ask for weights before the kernel before has ended
+    DEPTH: gl.constexpr,
+    GATED: gl.constexpr,
+    ADD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    warps: gl.constexpr = gl.num_warps()
+    steps: gl.constexpr = DEPTH // BLOCK_K
+    lead: gl.constexpr = min(STAGES - 1, steps)
+    parts: gl.constexpr = 2 if GATED else 1
+    size: gl.constexpr = 2 * BLOCK_K * (BLOCK_M + parts * BLOCK_N)
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_N, 16])
+    half: gl.constexpr = BLOCK_M // 2
+    blocks_m = gl.cdiv(rows, BLOCK_M)
+    first_m = min(gl.program_id(0) % blocks_m * BLOCK_M, max(rows - BLOCK_M, 0))
+    first_n = gl.program_id(0) // blocks_m * BLOCK_N
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES, 2, half, BLOCK_K], x.layout)
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES * parts, BLOCK_N, BLOCK_K], w.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    if PDL:
+        pdl.gdc_launch_dependents()
+        if ahead == 0:
+            pdl.gdc_wait()
+    for i in gl.static_range(lead):
+        mbarrier.expect(ready.index(i), size)
+        _ask_weights(w, columns, first_n, i * BLOCK_K, w_tiles, i, ready.index(i), GATED)
+    if PDL:
+        pdl.gdc_wait()
+    for i in gl.static_range(lead):
+        _copy(x, [0, first_m, i * BLOCK_K], ready.index(i), x_tiles.index(i))
+    lanes: gl.constexpr = max(1, min(BLOCK_N // 8, 4))
+    rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, rowwise))
+    m = first_m + m // half * min(half, rows - half) + m % half
+    n = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, rowwise))
+    inside = gl.expand_dims(m < rows, 1) & gl.expand_dims(n < columns, 0)
+    if ADD:
+        at = residual_ptr + m.to(gl.int64)[:, None] * residual_stride + n[None, :]
+        residual = gl.load(at, mask=inside, other=0.0)
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=result)
+    up = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=result)
+    for step in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), step // STAGES & 1)
+        tile, weights = x_tiles.index(stage).reshape((BLOCK_M, BLOCK_K)), w_tiles.index(parts * stage)
+        acc = hopper.warpgroup_mma(tile, weights.permute((1, 0)), acc, is_async=True)
+        if GATED:
+            weights = w_tiles.index(parts * stage + 1)
+            up = hopper.warpgroup_mma(tile, weights.permute((1, 0)), up, is_async=True)
+            acc, up = hopper.warpgroup_mma_wait(2, deps=(acc, up))
+        else:
+            acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+        _barrier()  # the step before has been multiplied, in all warps: its tiles may be overwritten
+        after = step + lead
+        if after < steps:
+            free = after % STAGES
+            mbarrier.expect(ready.index(free), size)
+            _ask_weights(w, columns, first_n, after * BLOCK_K, w_tiles, free, ready.index(free), GATED)
+            _copy(x, [0, first_m, after * BLOCK_K], ready.index(free), x_tiles.index(free))
+    if GATED:
+        acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
+        value = gl.convert_layout(silu_mul(acc, up, dtype), rowwise)
+    else:
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        value = gl.convert_layout(acc.to(dtype), rowwise)
+    if ADD:
+        value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
+    gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
+
+
+def product(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    choice: TmaChoice,
+    *,
+    gated: bool = False,
+    residual_MN: Tensor | None = None,
+    ahead: bool = True,
+) -> Tensor:
+    """As `hopper_async.product`, for more rows than half of `choice.block_m`, in two steps at least."""
+    x_MK, out_MN, residual = operands(x_MK, w_NK, gated, residual_MN)
+    (rows, depth), columns, half = x_MK.shape, out_MN.shape[1], choice.block_m // 2
+    assert rows > half and depth % choice.block_k == 0 and depth > choice.block_k and choice.stages > 1
+    further = min(half, rows - half) * x_MK.stride(0)
+    halves = x_MK.as_strided((2, max(rows - half, half), depth), (further, *x_MK.stride()))
+    _tma_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
+        TensorDescriptor.from_tensor(halves, [2, half, choice.block_k], HALVES),
+        TensorDescriptor.from_tensor(w_NK, [choice.block_n, choice.block_k], WEIGHTS),
+        residual,
+        out_MN,
+        rows,
+        columns,
+        residual.stride(0),
+        asks_ahead(ahead),
+        DEPTH=depth,
+        GATED=gated,
+        ADD=residual_MN is not None,
+        BLOCK_M=choice.block_m,
+        BLOCK_N=choice.block_n,
+        BLOCK_K=choice.block_k,
+        STAGES=choice.stages,
+        num_warps=choice.block_m // 16,
+        enable_fp_fusion=False,
+        **pdl.options(x_MK),
+    )
+    return out_MN

@@ -1,0 +1,167 @@
+"""Matrix products under contract C1: `acc = tl.dot(a, b, acc)` over ascending K, K never split.
+
+Measured on an H200: tiles, warps and stages do not change a bit, so the configuration follows the shape. One kernel
+does the plain product and two fused forms, which round where the separate operators round, so the bits are theirs:
+
+- GATED: the weight holds gate rows and up rows, a program does a tile of both, and the result is `silu(gate) * up`;
+- ADD: the product is added to a residual.
+
+Shape suffixes: M rows, N columns of the result, K depth.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import pdl
+from ..activation.triton import silu_gated
+from ..tables.linear_table import CHAIN, Choice
+
+GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache
+SEGMENTS = tl.constexpr(4)  # of a weight row, prefetched by a thread each
+
+
+@triton.jit
+def _prefetch(row_ptr, depth):
+    """Bring bfloat16 rows into the L2 cache: a hint, which waits for nothing."""
+    segment = depth // SEGMENTS
+    ptr = (row_ptr[:, None] + tl.arange(0, SEGMENTS)[None, :] * segment).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [ptr, segment * 2],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "early", "prefetch"])
+def _linear_kernel(
+    x_ptr,  # [rows, depth]
+    w_ptr,  # [columns, depth], or [2 * columns, depth] when GATED
+    residual_ptr,  # [rows, columns], read if ADD
+    out_ptr,  # [rows, columns], contiguous
+    rows,
+    columns,
+    depth,
+    x_stride,
+    w_stride,
+    residual_stride,
+    early,  # release the dependents at the start, not after the loop
+    prefetch,  # the weights, while waiting for the kernel before
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    blocks_m, blocks_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    program = tl.program_id(0)
+    first_m = program // (GROUP * blocks_n) * GROUP
+    group = tl.minimum(blocks_m - first_m, GROUP)
+    within = program % (GROUP * blocks_n)
+    m = (first_m + within % group) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = within // group * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    inside = (m < rows)[:, None]
+    inside_out = inside & (n < columns)[None, :]
+    x = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_row = w_ptr + (n % columns).to(tl.int64) * w_stride  # columns past the end wrap
+    w = w_row[None, :] + k[:, None]
+    up_offset = tl.cast(columns, tl.int64) * w_stride
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if PDL:
+        if early:
+            pdl.gdc_launch_dependents()
+        if prefetch:
+            _prefetch(w_row, depth)
+            if GATED:
+                _prefetch(w_row + up_offset, depth)
+        pdl.gdc_wait()
+    if ADD:
+        residual = residual_ptr + m.to(tl.int64)[:, None] * residual_stride + n[None, :]
+        residual = tl.load(residual, mask=inside_out, other=0.0)
+    for start in range(0, depth, BLOCK_K):
+        inside_a = inside if EVEN_K else inside & (k < depth - start)[None, :]
+        inside_b = (k < depth - start)[:, None]
+        a = tl.load(x, mask=inside_a, other=0.0)
+        b = tl.load(w) if EVEN_K else tl.load(w, mask=inside_b, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        if GATED:
+            b_up = tl.load(w + up_offset) if EVEN_K else tl.load(w + up_offset, mask=inside_b, other=0.0)
+            acc_up = tl.dot(a, b_up, acc_up, input_precision="ieee")
+        x += BLOCK_K
+        w += BLOCK_K
+    if PDL:
+        pdl.gdc_launch_dependents()  # without effect if they were released early
+    dtype = out_ptr.dtype.element_ty
+    if GATED:
+        acc = silu_gated(acc.to(dtype).to(tl.float32), acc_up.to(dtype).to(tl.float32))
+    if ADD:
+        acc = residual.to(tl.float32) + acc.to(dtype).to(tl.float32)
+    tl.store(out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :], acc.to(dtype), mask=inside_out)
+
+
+def product(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    choice: Choice,
+    dtype: torch.dtype | None = None,
+    *,
+    gated: bool = False,
+    residual_MN: Tensor | None = None,
+) -> Tensor:
+    """`x @ w.T` in `dtype` (default: that of x), or one of its fused forms; see the top of this file."""
+    x_MK, w_NK = _unit_inner(x_MK), _unit_inner(w_NK)
+    (rows, depth), columns = x_MK.shape, w_NK.shape[0] // (2 if gated else 1)
+    out_MN = torch.empty((rows, columns), dtype=dtype or x_MK.dtype, device=x_MK.device)
+    residual = out_MN if residual_MN is None else _unit_inner(residual_MN)
+    _linear_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
+        x_MK,
+        w_NK,
+        residual,
+        out_MN,
+        rows,
+        columns,
+        depth,
+        x_MK.stride(0),
+        w_NK.stride(0),
+        residual.stride(0),
+        choice.early,
+        choice.prefetch and depth % 32 == 0 and w_NK.stride(0) == depth,  # whole 16-byte words in each segment
+        GATED=gated,
+        ADD=residual_MN is not None,
+        BLOCK_M=choice.block_m,
+        BLOCK_N=choice.block_n,
+        BLOCK_K=choice.block_k,
+        EVEN_K=depth % choice.block_k == 0,
+        GROUP=GROUP_M,
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+        enable_fp_fusion=False,
+        **pdl.options(x_MK),
+    )
+    return out_MN
+
+
+def _unit_inner(x: Tensor) -> Tensor:
+    """`x` with unit inner stride, copied if need be."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def linear_bf16(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """`x @ w.T` rounded once to bfloat16, [M, N]: the chain that every other choice is held to."""
+    return product(x_MK, w_NK, CHAIN, torch.bfloat16)
+
+
+def linear_fp32(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """`x @ w.T` with the float32 accumulators as the result, [M, N]: likewise."""
+    return product(x_MK, w_NK, CHAIN, torch.float32)

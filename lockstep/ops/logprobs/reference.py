@@ -1,0 +1,99 @@
+"""Row statistics of logits and the sampler's draw, in plain torch for a CPU. Rows are independent.
+
+Shape suffixes: C rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .philox import gumbel
+
+MASS_SCALE = 2.0**42  # of a probability over the largest one, as an integer; the sum of 2^21 of them fits in 63 bits
+
+
+def statistics(
+    logits_CV: Tensor,
+    temperature_C: Tensor,
+    top_k_C: Tensor,
+    top_p_C: Tensor,
+    min_p_C: Tensor,
+    support_CB: Tensor | None,
+    truncated: bool,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `logprobs.operator.RowStatistics` for the four float32 [C] results."""
+    lse_C = torch.logsumexp(logits_CV, dim=1)
+    threshold_C = torch.full_like(lse_C, -torch.inf)
+    sampled_lse_C = lse_C
+    if truncated or support_CB is not None or bool((temperature_C != 1).any()):
+        z_CV = logits_CV / divisor(temperature_C).unsqueeze(1)
+        if support_CB is not None:
+            z_CV = z_CV.masked_fill(~unpack_support(support_CB, z_CV.shape[1]), -torch.inf)
+        elif truncated:
+            threshold_C = support_threshold(z_CV, top_k_C, top_p_C, min_p_C)
+            z_CV = z_CV.masked_fill(z_CV < threshold_C.unsqueeze(1), -torch.inf)
+        sampled_lse_C = torch.logsumexp(z_CV, dim=1)
+    entropy_C = torch.zeros_like(lse_C)
+    if with_entropy:
+        p_CV = torch.exp(logits_CV - lse_C.unsqueeze(1))
+        entropy_C = lse_C - (p_CV * logits_CV).sum(dim=1)
+    return lse_C, sampled_lse_C, threshold_C, entropy_C
+
+
+def scores(
+    logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, lse_C: Tensor, sampled_lse_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets under the sampled distribution (0 at temperature 0, greedy) and the model's."""
+    logit_C = logits_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1)
+    sampled_C = logit_C / divisor(temperature_C) - sampled_lse_C
+    return torch.where(temperature_C > 0, sampled_C, 0.0), logit_C - lse_C
+
+
+def divisor(temperature_C: Tensor) -> Tensor:
+    """What logits are divided by: greedy rows (temperature 0) are left as they are."""
+    return torch.where(temperature_C > 0, temperature_C, 1.0)
+
+
+def support_threshold(z_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, min_p_C: Tensor) -> Tensor:
+    """The smallest logit that the filters keep; every logit at least as large is kept, ties included.
+
+    Top-k keeps what is no smaller than the k-th largest. Top-p keeps a logit when the mass of the strictly larger
+    ones, out of what top-k kept, is below p; masses are integers, whose sum is exact in any order. Min-p keeps what is
+    at least min_p times as likely as the largest.
+    """
+    vocabulary = z_CV.shape[1]
+    sorted_CV = z_CV.sort(dim=1, descending=True).values
+    k_C1 = top_k_C.clamp(min=1, max=vocabulary).long().unsqueeze(1)
+    top_k_threshold_C1 = torch.where(top_k_C.unsqueeze(1) > 0, sorted_CV.gather(1, k_C1 - 1), -torch.inf)
+    mass_CV = (torch.exp(sorted_CV - sorted_CV[:, :1]) * MASS_SCALE).long()
+    upto_CV = mass_CV.masked_fill_(sorted_CV < top_k_threshold_C1, 0).cumsum(dim=1)
+    target_C1 = torch.ceil(top_p_C.double().unsqueeze(1) * upto_CV[:, -1:].double()).long().clamp_(min=1)
+    cut_C1 = (upto_CV < target_C1).sum(dim=1, keepdim=True).clamp_(max=vocabulary - 1)
+    top_p_threshold_C1 = torch.where(top_p_C.unsqueeze(1) < 1, sorted_CV.gather(1, cut_C1), -torch.inf)
+    min_p_threshold_C1 = sorted_CV[:, :1] + torch.log(min_p_C).unsqueeze(1)
+    return torch.maximum(torch.maximum(top_k_threshold_C1, top_p_threshold_C1), min_p_threshold_C1).squeeze(1)
+
+
+def draw(
+    logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, key_C4: Tensor, position_C: Tensor, greedy: bool
+) -> Tensor:
+    """Sampled token ids, int64 [C]: Gumbel-max over the support, the largest logit where temperature is 0."""
+    z_CV = logits_CV / divisor(temperature_C).unsqueeze(1)
+    noisy_CV = z_CV + gumbel(key_C4, position_C, z_CV.shape[1])
+    token_C = noisy_CV.masked_fill_(z_CV < threshold_C.unsqueeze(1), -torch.inf).argmax(dim=1)
+    return torch.where(temperature_C > 0, token_C, logits_CV.argmax(dim=1)) if greedy else token_C
+
+
+def pack_support(kept_CV: Tensor) -> Tensor:
+    """Booleans as bits, uint8 [C, ceil(V / 8)], least significant first."""
+    padded = torch.nn.functional.pad(kept_CV, (0, -kept_CV.shape[1] % 8)).view(kept_CV.shape[0], -1, 8)
+    weights = 2 ** torch.arange(8, device=kept_CV.device, dtype=torch.uint8)
+    return (padded * weights).sum(dim=2, dtype=torch.uint8)
+
+
+def unpack_support(support_CB: Tensor, vocabulary: int) -> Tensor:
+    """The inverse of `pack_support`, bool [C, V]."""
+    bits = torch.arange(8, device=support_CB.device, dtype=torch.uint8)
+    return ((support_CB.unsqueeze(2) >> bits) & 1).flatten(1)[:, :vocabulary].bool()

@@ -1,0 +1,371 @@
+"""Row statistics of logits and the sampler's draw. Meaning: `logprobs_reference.py`.
+
+A row is cut into fixed blocks, a program each; a second kernel folds a row's partial results in one fixed order. Both
+are functions of the vocabulary alone, and the same compiled kernels serve scoring and sampling.
+
+Shape suffixes: C rows, V vocabulary, B blocks of a row (`support_CB`: bytes of its mask), L logits of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import pdl
+from ..row_alignment import aligned_rows
+from .triton_noise import gumbel, gumbel_bound, philox_words
+from .triton_topk_topp import Mass, blocks_of, search, tempered, tempered_row
+
+NUM_WARPS = 8  # of a program that sums a block; with the block's size, the order of the sum
+SCORES_BLOCK = 32
+DRAW_BLOCK, DRAW_WARPS, DRAW_REGISTERS = 2048, 4, 80  # the largest of a row is the same in any order
+
+
+@triton.jit
+def _finite(maximum):
+    """A shift for exponentials: 0 where nothing is above -inf."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def _load_block(logits_ptr, row, vocabulary, BLOCK: tl.constexpr):
+    """A block's columns and logits, -inf past the row's end."""
+    column_L = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x_L = tl.load(logits_ptr + row * vocabulary + column_L, mask=column_L < vocabulary, other=float("-inf"))
+    return column_L, x_L
+
+
+@triton.jit
+def _store_kept(z_L, partial_ptr, blocks):
+    """The maximum of kept tempered logits, and the sum of their exponentials."""
+    maximum = tl.max(z_L, axis=0)
+    tl.store(partial_ptr, maximum)
+    tl.store(partial_ptr + blocks, tl.sum(tl.exp(z_L - _finite(maximum)), axis=0))
+
+
+@triton.jit
+def _block_sums_kernel(
+    logits_ptr,
+    temperature_ptr,
+    support_ptr,
+    partial_ptr,  # [C, 5, B]: maximum, sum of exp, sum of exp * shifted logit; of kept tempered ones: maximum, sum
+    vocabulary,
+    support_stride,
+    HAS_SUPPORT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        pdl.begin()
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    column_L, x_L = _load_block(logits_ptr, row, vocabulary, BLOCK)
+    maximum = tl.max(x_L, axis=0)
+    shifted_L = x_L - _finite(maximum)
+    p_L = tl.exp(shifted_L)
+    total = tl.sum(p_L, axis=0)
+    partial = partial_ptr + row * 5 * blocks + block
+    tl.store(partial, maximum)
+    tl.store(partial + blocks, total)
+    tl.store(partial + 2 * blocks, tl.sum(tl.where(p_L > 0, p_L * shifted_L, 0.0), axis=0))
+    temperature = tl.load(temperature_ptr + row)
+    if HAS_SUPPORT:
+        byte_L = tl.load(support_ptr + row * support_stride + column_L // 8, mask=column_L < vocabulary, other=0)
+        kept_L = ((byte_L.to(tl.int32) >> (column_L % 8)) & 1) != 0
+        _store_kept(tl.where(kept_L, tempered_row(x_L, temperature), float("-inf")), partial + 3 * blocks, blocks)
+    else:
+        if (temperature > 0) & (temperature != 1.0):
+            _store_kept(tempered_row(x_L, temperature), partial + 3 * blocks, blocks)
+        else:  # tempered logits are the logits
+            tl.store(partial + 3 * blocks, maximum)
+            tl.store(partial + 4 * blocks, total)
+
+
+@triton.jit
+def _fold_kept(block_maximum, block_total):
+    maximum = tl.max(block_maximum, axis=0)
+    return maximum, tl.sum(block_total * tl.exp(block_maximum - _finite(maximum)), axis=0)
+
+
+@triton.jit(do_not_specialize=["out_stride"])
+def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """out [6, C]: log-sum-exp, entropy; log-sum-exp of the kept; the maximum; sum of exp(z - maximum) of the kept; the
+    threshold of a row without a filter."""
+    if PDL:
+        pdl.begin()
+    row = tl.program_id(0).to(tl.int64)
+    b = tl.arange(0, BLOCKS)
+    partial, inside = partial_ptr + row * 5 * blocks + b, b < blocks
+    block_maximum = tl.load(partial, mask=inside, other=float("-inf"))
+    block_total = tl.load(partial + blocks, mask=inside, other=0.0)
+    block_moment = tl.load(partial + 2 * blocks, mask=inside, other=0.0)
+    kept_block_maximum = tl.load(partial + 3 * blocks, mask=inside, other=float("-inf"))
+    kept_block_total = tl.load(partial + 4 * blocks, mask=inside, other=0.0)
+
+    maximum = tl.max(block_maximum, axis=0)
+    shifted = block_maximum - _finite(maximum)
+    scale = tl.exp(shifted)
+    total = tl.sum(block_total * scale, axis=0)
+    moment = tl.sum(tl.where(scale > 0, (block_moment + block_total * shifted) * scale, 0.0), axis=0)
+    kept_maximum, kept_total = _fold_kept(kept_block_maximum, kept_block_total)
+    out = out_ptr + row
+    tl.store(out, maximum + tl.log(total))
+    tl.store(out + out_stride, tl.log(total) - tl.div_rn(moment, total))
+    tl.store(out + 2 * out_stride, kept_maximum + tl.log(kept_total))
+    tl.store(out + 3 * out_stride, maximum)
+    tl.store(out + 4 * out_stride, kept_total)
+    tl.store(out + 5 * out_stride, float("-inf"))
+
+
+def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | None) -> Tensor:
+    """Float32 [6, C], in `_fold_sums_kernel`'s order. Kept is what the support's bits say; without them, all."""
+    rows, vocabulary = logits_CV.shape
+    cut, device = blocks_of(vocabulary), logits_CV.device
+    partial = torch.empty((rows, 5, cut.count), dtype=torch.float32, device=device)
+    padded_rows = triton.cdiv(rows, 4) * 4  # keeps each of the six aligned
+    out = torch.empty((6, padded_rows), dtype=torch.float32, device=device)[:, :rows]
+    _block_sums_kernel[(rows, cut.count)](
+        logits_CV,
+        temperature_C,
+        logits_CV if support_CB is None else support_CB,  # read if HAS_SUPPORT
+        partial,
+        vocabulary,
+        0 if support_CB is None else support_CB.stride(0),
+        HAS_SUPPORT=support_CB is not None,
+        BLOCK=cut.size,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+        **pdl.options(logits_CV),
+    )
+    _fold_sums_kernel[(rows,)](
+        partial, out, out.stride(0), cut.count, BLOCKS=cut.padded_count, num_warps=1, enable_fp_fusion=False,
+        **pdl.options(logits_CV),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _kept_sums_kernel(
+    logits_ptr, temperature_ptr, least_ptr, partial_ptr, vocabulary, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        pdl.begin()
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    least = tl.load(least_ptr + row)
+    if least > float("-inf"):
+        _, x_L = _load_block(logits_ptr, row, vocabulary, BLOCK)
+        z_L = tempered_row(x_L, tl.load(temperature_ptr + row))
+        _store_kept(tl.where(x_L >= least, z_L, float("-inf")), partial_ptr + row * 2 * blocks + block, blocks)
+
+
+@triton.jit
+def _fold_kept_kernel(partial_ptr, least_ptr, lse_ptr, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        pdl.begin()
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(least_ptr + row) > float("-inf"):
+        b = tl.arange(0, BLOCKS)
+        partial, inside = partial_ptr + row * 2 * blocks + b, b < blocks
+        block_maximum = tl.load(partial, mask=inside, other=float("-inf"))
+        maximum, total = _fold_kept(block_maximum, tl.load(partial + blocks, mask=inside, other=0.0))
+        tl.store(lse_ptr + row, maximum + tl.log(total))
+
+
+def _keep(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C: Tensor) -> None:
+    """Log-sum-exp of the tempered logits of at least `least_C`, in place of that of all, in rows that have one."""
+    rows, vocabulary = logits_CV.shape
+    cut = blocks_of(vocabulary)
+    partial = torch.empty((rows, 2, cut.count), dtype=torch.float32, device=logits_CV.device)
+    _kept_sums_kernel[(rows, cut.count)](
+        logits_CV,
+        temperature_C,
+        least_C,
+        partial,
+        vocabulary,
+        BLOCK=cut.size,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+        **pdl.options(logits_CV),
+    )
+    _fold_kept_kernel[(rows,)](
+        partial, least_C, kept_lse_C, cut.count, BLOCKS=cut.padded_count, num_warps=1, enable_fp_fusion=False,
+        **pdl.options(logits_CV),
+    )  # fmt: skip
+
+
+def statistics(
+    logits_CV: Tensor,
+    temperature_C: Tensor,
+    top_k_C: Tensor,
+    top_p_C: Tensor,
+    min_p_C: Tensor,
+    support_CB: Tensor | None,
+    truncated: bool,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `logprobs.operator.RowStatistics`. The entropy comes with the same pass, so it is there without being asked
+    for."""
+    logits_CV = aligned_rows(logits_CV)
+    sums = _row_sums(logits_CV, temperature_C, support_CB)
+    lse_C, entropy_C, kept_lse_C, maximum_C, total_C, no_threshold_C = sums.unbind()
+    if not truncated or support_CB is not None:
+        return lse_C, kept_lse_C, no_threshold_C, entropy_C
+    _, top_k_least_C = search(logits_CV, temperature_C, top_k_C, maximum_C)
+    mass = Mass(total_C, min_p_C, top_k_least_C)
+    threshold_C, least_C = search(logits_CV, temperature_C, top_p_C, maximum_C, mass)
+    _keep(logits_CV, temperature_C, least_C, kept_lse_C)
+    return lse_C, kept_lse_C, threshold_C, entropy_C
+
+
+@triton.jit
+def _scores_kernel(
+    logits_ptr,
+    target_ptr,
+    temperature_ptr,
+    lse_ptr,
+    sampled_lse_ptr,
+    sampled_ptr,
+    model_ptr,
+    rows,
+    vocabulary,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        pdl.begin()
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    logit = tl.load(logits_ptr + row * vocabulary + tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
+    temperature = tl.load(temperature_ptr + row, mask=inside, other=1.0)
+    sampled = tempered(logit, temperature) - tl.load(sampled_lse_ptr + row, mask=inside)
+    tl.store(sampled_ptr + row, tl.where(temperature > 0, sampled, 0.0), mask=inside)
+    tl.store(model_ptr + row, logit - tl.load(lse_ptr + row, mask=inside), mask=inside)
+
+
+def scores(
+    logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, lse_C: Tensor, sampled_lse_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `logprobs.reference.scores`."""
+    rows, vocabulary = logits_CV.shape
+    sampled_C, model_C = torch.empty_like(temperature_C), torch.empty_like(temperature_C)
+    _scores_kernel[(triton.cdiv(rows, SCORES_BLOCK),)](
+        logits_CV,
+        targets_C,
+        temperature_C,
+        lse_C,
+        sampled_lse_C,
+        sampled_C,
+        model_C,
+        rows,
+        vocabulary,
+        BLOCK=SCORES_BLOCK,
+        num_warps=1,
+        enable_fp_fusion=False,
+        **pdl.options(logits_CV),
+    )
+    return sampled_C, model_C
+
+
+@triton.jit
+def _first(is_wanted_L, column_L, otherwise):
+    return tl.min(tl.where(is_wanted_L, column_L, otherwise), axis=0)
+
+
+@triton.jit
+def _best_noisy(z_L, column_L, words_L, first, otherwise):
+    """The largest of z plus Gumbel noise, and its first column; the column `first` where all of z is -inf.
+
+    Noise is computed for one column after the other, the one of the largest bound first, until no bound reaches the
+    best so far: rounding preserves order, so z plus a bound on its noise bounds the sum. One or two mostly do.
+    """
+    left_L = z_L + gumbel_bound(words_L)
+    top = tl.max(left_L, axis=0)
+    best, column = tl.full((), float("-inf"), tl.float32), first
+    while (top >= best) & (top > float("-inf")):
+        candidate = _first(left_L == top, column_L, otherwise)
+        is_it_L = column_L == candidate
+        word = tl.sum(tl.where(is_it_L, words_L, 0), axis=0)
+        noisy = tl.max(tl.where(is_it_L, z_L, float("-inf")), axis=0) + gumbel(word)
+        column = tl.where((noisy > best) | ((noisy == best) & (candidate < column)), candidate, column)
+        best = tl.maximum(best, noisy)
+        left_L = tl.where(is_it_L, float("-inf"), left_L)
+        top = tl.max(left_L, axis=0)
+    return best, column
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr,
+    temperature_ptr,
+    threshold_ptr,
+    key_ptr,
+    position_ptr,
+    score_ptr,  # [C, B], a block's best, and its column
+    column_ptr,
+    vocabulary,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        pdl.begin()
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    column_L = block * BLOCK + tl.arange(0, BLOCK)
+    z_L = tl.load(logits_ptr + row * vocabulary + column_L, mask=column_L < vocabulary, other=float("-inf"))
+    temperature, otherwise = tl.load(temperature_ptr + row), vocabulary - 1
+    if temperature > 0:
+        if temperature != 1.0:
+            z_L = tempered_row(z_L, temperature)
+        z_L = tl.where(z_L >= tl.load(threshold_ptr + row), z_L, float("-inf"))
+        quad = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+        words_L = philox_words(key_ptr + row * 4, tl.load(position_ptr + row), quad)
+        best, column = _best_noisy(z_L, column_L, words_L, block * BLOCK, otherwise)
+    else:
+        best = tl.max(z_L, axis=0)
+        column = _first(z_L == best, column_L, otherwise)
+    tl.store(score_ptr + row * blocks + block, best)
+    tl.store(column_ptr + row * blocks + block, column)
+
+
+@triton.jit
+def _fold_draw_kernel(score_ptr, column_ptr, token_ptr, vocabulary, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        pdl.begin()
+    row = tl.program_id(0).to(tl.int64)
+    b = tl.arange(0, BLOCKS)
+    score = tl.load(score_ptr + row * blocks + b, mask=b < blocks, other=float("-inf"))
+    column = tl.load(column_ptr + row * blocks + b, mask=b < blocks, other=0)
+    winner = tl.where((score == tl.max(score, axis=0)) & (b < blocks), column, vocabulary - 1)
+    tl.store(token_ptr + row, tl.min(winner, axis=0).to(tl.int64))
+
+
+def draw(
+    logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, key_C4: Tensor, position_C: Tensor, greedy: bool
+) -> Tensor:
+    """See `logprobs.reference.draw`. A row with temperature 0 is greedy whether or not `greedy` announces it."""
+    logits_CV = aligned_rows(logits_CV)
+    rows, vocabulary = logits_CV.shape
+    blocks, device = triton.cdiv(vocabulary, DRAW_BLOCK), logits_CV.device
+    score = torch.empty((rows, blocks), dtype=torch.float32, device=device)
+    column = torch.empty((rows, blocks), dtype=torch.int32, device=device)
+    token_C = torch.empty(rows, dtype=torch.int64, device=device)
+    _draw_kernel[(rows, blocks)](
+        logits_CV,
+        temperature_C,
+        threshold_C,
+        key_C4.contiguous(),
+        position_C,
+        score,
+        column,
+        vocabulary,
+        BLOCK=DRAW_BLOCK,
+        num_warps=DRAW_WARPS,
+        maxnreg=DRAW_REGISTERS,
+        enable_fp_fusion=False,
+        **pdl.options(logits_CV),
+    )
+    _fold_draw_kernel[(rows,)](
+        score, column, token_C, vocabulary, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1,
+        **pdl.options(logits_CV),
+    )  # fmt: skip
+    return token_C

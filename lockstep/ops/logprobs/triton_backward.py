@@ -1,0 +1,166 @@
+"""Gradient of both log-probabilities for the logits: the LM head's product again, the gradient as its epilogue.
+
+Float32 logits exist in registers alone. Meaning: `ops/logprobs/operator.py`, `_grad_logits`; an element is a function
+of its own logit and its row's numbers, and the logit has the forward's bits (C1), so it is on the same side of the
+threshold.
+
+Shape suffixes: C rows, D model dim, V columns of the vocabulary, B bytes of a support mask; a tile's rows M, columns N.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_topk_topp import tempered, untempered
+
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache
+NUM_WARPS, NUM_STAGES = 8, 3
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _row_values(ptr, m, wanted_M):
+    return tl.load(ptr + m, mask=wanted_M, other=0.0)
+
+
+@triton.jit
+def _grad_logits_kernel(
+    hidden_ptr,
+    weight_ptr,
+    target_ptr,
+    temperature_ptr,
+    lse_ptr,
+    sampled_lse_ptr,
+    threshold_ptr,
+    support_ptr,
+    grad_logprob_ptr,
+    grad_model_ptr,
+    out_ptr,
+    rows,
+    columns,
+    depth,
+    first_column,  # of the vocabulary, that `weight_ptr` and `out_ptr` start at
+    hidden_stride,
+    weight_stride,
+    support_stride,
+    HAS_SUPPORT: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    HAS_SAMPLED: tl.constexpr,
+    HAS_MODEL: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    blocks_m, blocks_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    program = tl.program_id(0)
+    first_m = program // (GROUP * blocks_n) * GROUP
+    group = tl.minimum(blocks_m - first_m, GROUP)
+    within = program % (GROUP * blocks_n)
+    m = (first_m + within % group) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = within // group * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    inside_M = m < rows
+    temperature_M = tl.load(temperature_ptr + m, mask=inside_M, other=1.0)
+    grad_model_M = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_MODEL:
+        grad_model_M = _row_values(grad_model_ptr, m, inside_M)
+    slope_M = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_SAMPLED:
+        slope_M = tl.where(temperature_M > 0, tempered(_row_values(grad_logprob_ptr, m, inside_M), temperature_M), 0.0)
+    wanted_M = (slope_M != 0) | (grad_model_M != 0)  # padding has no gradient: a tile of it costs its zeros alone
+
+    x = hidden_ptr + m.to(tl.int64)[:, None] * hidden_stride + k[None, :]
+    w = weight_ptr + (n % columns).to(tl.int64)[None, :] * weight_stride + k[:, None]  # columns past the end wrap
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, tl.where(tl.max(wanted_M.to(tl.int32), axis=0) > 0, depth, 0), BLOCK_K):
+        if EVEN_K:
+            a, b = tl.load(x, mask=wanted_M[:, None], other=0.0), tl.load(w)
+        else:
+            a = tl.load(x, mask=wanted_M[:, None] & (k < depth - start)[None, :], other=0.0)
+            b = tl.load(w, mask=(k < depth - start)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        x += BLOCK_K
+        w += BLOCK_K
+
+    column_N = first_column + n
+    target_M = tl.load(target_ptr + m, mask=wanted_M, other=-1) - first_column
+    one_hot = tl.where(n[None, :] == target_M[:, None], (slope_M + grad_model_M)[:, None], 0.0)
+    grad = one_hot
+    if HAS_SAMPLED:
+        shift_M = _row_values(sampled_lse_ptr, m, wanted_M) * LOG2_E
+        scale_M = tl.div_rn(LOG2_E, tl.where(temperature_M > 0, temperature_M, 1.0))
+        sampled = tl.exp2(acc * scale_M[:, None] - shift_M[:, None])
+        if HAS_SUPPORT:
+            byte = support_ptr + m.to(tl.int64)[:, None] * support_stride + column_N[None, :] // 8
+            bits = tl.load(byte, mask=inside_M[:, None] & (n < columns)[None, :], other=0).to(tl.int32)
+            sampled = tl.where(((bits >> (column_N % 8)[None, :]) & 1) != 0, sampled, 0.0)
+        elif TRUNCATED:
+            least_M = untempered(_row_values(threshold_ptr, m, wanted_M), temperature_M)
+            sampled = tl.where(acc >= least_M[:, None], sampled, 0.0)
+        grad -= sampled * slope_M[:, None]
+    if HAS_MODEL:
+        model_shift_M = _row_values(lse_ptr, m, wanted_M) * LOG2_E
+        grad -= tl.exp2(acc * LOG2_E - model_shift_M[:, None]) * grad_model_M[:, None]
+    out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(out, grad.to(out_ptr.dtype.element_ty), mask=inside_M[:, None] & (n < columns)[None, :])
+
+
+def grad_logits(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    first_column: int,
+    targets_C: Tensor,
+    temperature_C: Tensor,
+    lse_C: Tensor,
+    sampled_lse_C: Tensor,
+    threshold_C: Tensor,
+    support_CB: Tensor | None,
+    grad_logprob_C: Tensor | None,
+    grad_model_C: Tensor | None,
+    truncated: bool,
+) -> Tensor:
+    """`d/dlogits` of the two log-probabilities for columns `first_column` onwards, [C, V] in the hidden rows' dtype.
+
+    `weight_VD` holds the LM head's rows of those columns; everything else is of the whole vocabulary.
+    """
+    (rows, depth), columns = hidden_CD.shape, weight_VD.shape[0]
+    out_CV = torch.empty((rows, columns), dtype=hidden_CD.dtype, device=hidden_CD.device)
+    _grad_logits_kernel[(triton.cdiv(rows, BLOCK_M) * triton.cdiv(columns, BLOCK_N),)](
+        hidden_CD,
+        weight_VD,
+        targets_C,
+        temperature_C,
+        lse_C,
+        sampled_lse_C,
+        threshold_C,
+        threshold_C if support_CB is None else support_CB,  # read if HAS_SUPPORT
+        lse_C if grad_logprob_C is None else grad_logprob_C.contiguous(),  # read if HAS_SAMPLED
+        lse_C if grad_model_C is None else grad_model_C.contiguous(),  # read if HAS_MODEL
+        out_CV,
+        rows,
+        columns,
+        depth,
+        first_column,
+        hidden_CD.stride(0),
+        weight_VD.stride(0),
+        0 if support_CB is None else support_CB.stride(0),
+        HAS_SUPPORT=support_CB is not None,
+        TRUNCATED=truncated,
+        HAS_SAMPLED=grad_logprob_C is not None,
+        HAS_MODEL=grad_model_C is not None,
+        EVEN_K=depth % BLOCK_K == 0,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        GROUP=GROUP_M,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        enable_fp_fusion=True,
+    )
+    return out_CV

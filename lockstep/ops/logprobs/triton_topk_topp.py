@@ -1,0 +1,400 @@
+"""The support of filtered sampling: the smallest tempered logit that top-k, top-p and min-p keep, without a sort.
+
+A filter's threshold is the largest logit at and above which enough lies: k logits, or p of the mass. Masses are
+integers (`logprobs.reference.MASS_SCALE`), so no sum depends on its order and the threshold is exact. Three kernels
+find it: one guesses a bracket from a fixed sample of the row; one adds up what lies outside, over the whole row, and
+lists the few logits inside; one bisects the list. A bracket that missed, or holds too many, shows in the sums: the last
+kernel then bisects the row itself.
+
+Shape suffixes: C rows, V vocabulary, S sampled logits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import pdl
+from .reference import MASS_SCALE as _MASS_SCALE
+
+MAX_BLOCK = 8192
+TALLY_RUNS, TALLY_RUN, TALLY_WARPS = 512, 4, 4  # logits a program: runs of a few, so that counting them is cheap
+CAPACITY, CAPACITY_WARPS = 8192, 16  # logits of a row that its list holds, in one program's registers
+MASS_SCALE = tl.constexpr(_MASS_SCALE)
+LOG2_E = tl.constexpr(1.4426950408889634)
+NEIGHBOURS = tl.constexpr(4)  # floats on either side of a product among which its quotient's preimage lies
+SAMPLES, SAMPLE_WARPS = 8192, 16
+REGISTERS = 64  # a thread: two programs of 16 warps fit a multiprocessor
+RUN = tl.constexpr(8)  # neighbours in the sample: a 32-byte sector
+HALVINGS = tl.constexpr(10)  # of the sample's range, for an end of the bracket
+DEVIATIONS = tl.constexpr(4.0)  # of the sample's estimate, either way
+UNSEEN = tl.constexpr(8.0)  # sampled logits that may be missing where few are
+AT_LEAST = tl.constexpr(16)  # sampled logits above the lower end
+NEGATIVE_INFINITY_KEY = tl.constexpr(0x007FFFFF)
+
+
+class Blocks(NamedTuple):
+    """How a row is cut: logits a block (a power of two), blocks, and those rounded up to a power of two. A function
+    of the vocabulary alone, since the order of a row's sums follows it."""
+
+    size: int
+    count: int
+    padded_count: int
+
+
+def blocks_of(vocabulary: int) -> Blocks:
+    """The cut of a row of so many logits."""
+    size = min(triton.next_power_of_2(vocabulary), MAX_BLOCK)
+    count = triton.cdiv(vocabulary, size)
+    return Blocks(size, count, triton.next_power_of_2(count))
+
+
+@triton.jit
+def _divisor(temperature):
+    return tl.where(temperature > 0, temperature, 1.0)
+
+
+@triton.jit
+def _inverse(temperature):
+    return tl.div_rn(1.0, _divisor(temperature))
+
+
+@triton.jit
+def tempered(logit, temperature):
+    """What the sampler sees: logits over the temperature, as they are where it is 0. IEEE division, as torch's is."""
+    return tl.div_rn(logit, _divisor(temperature))
+
+
+@triton.jit
+def tempered_row(logit, temperature):
+    """`tempered` of many logits of one temperature, the same bits: quotients from the divisor's reciprocal, corrected
+    twice by their remainders (Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000")."""
+    divisor, inverse = _divisor(temperature), _inverse(temperature)
+    z = logit * inverse
+    z = tl.fma(tl.fma(-z, divisor, logit), inverse, z)
+    z = tl.fma(tl.fma(-z, divisor, logit), inverse, z)
+    return tl.where(logit > float("-inf"), z, logit)
+
+
+@triton.jit
+def ordered_key(x):
+    """Float32 to uint32 in the same order, but for -0 below 0: as thresholds they keep the same logits."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def from_key(key):
+    """The inverse of `ordered_key`; -inf for keys below its own."""
+    bits = tl.where((key >> 31) != 0, key ^ 0x80000000, ~key)
+    return tl.where(key > NEGATIVE_INFINITY_KEY, bits.to(tl.float32, bitcast=True), float("-inf"))
+
+
+@triton.jit
+def untempered(threshold, temperature):
+    """The smallest logit whose tempered value reaches the threshold."""
+    key = ordered_key(threshold * _divisor(temperature))
+    result = threshold * 0 + float("inf")
+    for i in tl.static_range(2 * NEIGHBOURS + 1):
+        x = from_key(key + NEIGHBOURS - i)
+        result = tl.where(tempered(x, temperature) >= threshold, x, result)
+    return tl.where(threshold > float("-inf"), result, float("-inf"))
+
+
+@triton.jit
+def _active(amount, BY_MASS: tl.constexpr):
+    """Whether the filter is on: p below 1, k above 0."""
+    return amount < 1.0 if BY_MASS else amount > 0
+
+
+@triton.jit
+def _probability(x, maximum, scale):
+    """Over that of the row's largest logit; `scale` is log2(e) over the temperature."""
+    return tl.exp2((x - maximum) * scale)
+
+
+@triton.jit
+def _weight(x, maximum, scale, BY_MASS: tl.constexpr):
+    """What a logit adds to a sum, int64: 1, or its mass."""
+    if BY_MASS:
+        return (_probability(x, maximum, scale) * MASS_SCALE).to(tl.int64)
+    else:
+        return tl.full(x.shape, 1, tl.int64)
+
+
+@triton.jit
+def _surely_kept(x_S, mass_S, v, mass_v, wanted, BY_MASS: tl.constexpr):
+    """Whether the threshold is, as far as the sample can tell, v or more.
+
+    Top-p: the mass below v is within `wanted`, what may be cut off. Top-k: `wanted` logits are at or above v.
+    """
+    above_S = x_S >= v
+    count = tl.sum(above_S.to(tl.float32), axis=0)
+    if BY_MASS:
+        below_S = tl.where(above_S, 0.0, mass_S)
+        deviation = DEVIATIONS * tl.sqrt(tl.sum(below_S * below_S, axis=0))
+        return (tl.sum(below_S, axis=0) + UNSEEN * mass_v + deviation <= wanted) & (count >= AT_LEAST)
+    else:
+        return count - DEVIATIONS * tl.sqrt(count) >= wanted
+
+
+@triton.jit
+def _surely_cut(x_S, mass_S, v, wanted, BY_MASS: tl.constexpr):
+    """Whether the threshold is, as far as the sample can tell, below v."""
+    above_S = x_S >= v
+    if BY_MASS:
+        below_S = tl.where(above_S, 0.0, mass_S)
+        deviation = DEVIATIONS * tl.sqrt(tl.sum(below_S * below_S, axis=0))
+        return tl.sum(below_S, axis=0) - deviation >= wanted
+    else:
+        count = tl.sum(above_S.to(tl.float32), axis=0)
+        return count + DEVIATIONS * tl.sqrt(count) + UNSEEN <= wanted
+
+
+@triton.jit
+def _bracket_kernel(
+    logits_ptr,
+    temperature_ptr,
+    amount_ptr,
+    maximum_ptr,
+    total_ptr,
+    least_ptr,
+    bracket_ptr,  # [C, 2]
+    tally_ptr,  # [C, 4]
+    vocabulary,
+    BY_MASS: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Where the threshold probably lies: at or above the first number and below the second. Clears the tally."""
+    if PDL:
+        pdl.begin()
+    row, is_high = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tl.store(tally_ptr + row * 4 + is_high * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
+    amount, maximum = tl.load(amount_ptr + row), tl.load(maximum_ptr + row)
+    if _active(amount, BY_MASS):
+        temperature = tl.load(temperature_ptr + row)
+        i = tl.arange(0, SAMPLES)
+        column_S = i // RUN * tl.maximum(vocabulary // (SAMPLES // RUN), RUN) + i % RUN
+        inside_S = column_S < vocabulary
+        x_S = tl.load(logits_ptr + row * vocabulary + column_S, mask=inside_S, other=float("-inf"))
+        scale = LOG2_E * _inverse(temperature)
+        mass_S = _probability(x_S, maximum, scale)
+        share = tl.sum(inside_S.to(tl.float32), axis=0) / vocabulary  # of the row that is in the sample
+        if BY_MASS:
+            tail = (1.0 - amount) * tl.load(total_ptr + row)
+            wanted = tail * share
+            left = maximum + tl.log(tail / vocabulary) * _divisor(temperature)  # were all logits as small, so much
+            end = left - _divisor(temperature)
+        else:
+            wanted = amount * share
+            left = tl.min(tl.where(x_S > float("-inf"), x_S, maximum), axis=0)
+            end = float("-inf")
+        right = maximum
+        if is_high > 0:
+            end = float("inf")
+            for _ in range(HALVINGS):
+                v = 0.5 * (left + right)
+                cut = _surely_cut(x_S, mass_S, v, wanted, BY_MASS)
+                left, right, end = tl.where(cut, left, v), tl.where(cut, v, right), tl.where(cut, v, end)
+        else:
+            for _ in range(HALVINGS):
+                v = 0.5 * (left + right)
+                mass_v = _probability(v, maximum, scale)
+                kept = _surely_kept(x_S, mass_S, v, mass_v, wanted, BY_MASS)
+                left, right, end = tl.where(kept, v, left), tl.where(kept, right, v), tl.where(kept, v, end)
+        if BY_MASS:
+            least = tl.load(least_ptr + row)  # top-k left few, of which the sample says nothing: they are the bracket
+            end = tl.where(least > float("-inf"), tl.where(is_high > 0, float("inf"), least), end)
+        tl.store(bracket_ptr + row * 2 + is_high, end)
+
+
+@triton.jit
+def _tally_kernel(
+    logits_ptr,
+    temperature_ptr,
+    amount_ptr,
+    maximum_ptr,
+    least_ptr,
+    bracket_ptr,
+    tally_ptr,  # [C, 4]: weights above and, for BY_MASS, below the bracket; how many logits are in it
+    list_ptr,  # [C, CAPACITY], those logits in any order
+    vocabulary,
+    BY_MASS: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sum up the weights outside the bracket and list the logits inside."""
+    if PDL:
+        pdl.begin()
+    row = tl.program_id(0).to(tl.int64)
+    if _active(tl.load(amount_ptr + row), BY_MASS):
+        column = (tl.program_id(1) * RUNS + tl.arange(0, RUNS))[:, None] * RUN + tl.arange(0, RUN)[None, :]
+        x = tl.load(logits_ptr + row * vocabulary + column, mask=column < vocabulary, other=float("nan"))  # nowhere
+        low, high = tl.load(bracket_ptr + row * 2), tl.load(bracket_ptr + row * 2 + 1)
+        tally = tally_ptr + row * 4
+        scale = LOG2_E * _inverse(tl.load(temperature_ptr + row))
+        weight = _weight(x, tl.load(maximum_ptr + row), scale, BY_MASS)
+        tl.atomic_add(tally, tl.sum(tl.where(x >= high, weight, 0)))
+        if BY_MASS:
+            below = tl.sum(tl.where(x < low, weight, 0))  # top-k cut them all off if it is on, as the bracket says
+            tl.atomic_add(tally + 1, tl.where(tl.load(least_ptr + row) > float("-inf"), 0, below))
+        within = ((x >= low) & (x < high)).to(tl.int32)
+        count = tl.sum(within, axis=1)
+        total = tl.sum(count, axis=0)
+        if total > 0:
+            first = tl.atomic_add(tally + 2, total.to(tl.int64)).to(tl.int32)
+            place = (first + tl.cumsum(count, axis=0) - count)[:, None] + tl.cumsum(within, axis=1) - 1
+            tl.store(list_ptr + row * CAPACITY + place, x, mask=(within > 0) & (place < CAPACITY))
+
+
+@triton.jit
+def _target(amount, total, vocabulary, BY_MASS: tl.constexpr):
+    """What the kept logits' weights must reach, int64, at least 1."""
+    if BY_MASS:
+        return tl.maximum(tl.ceil(amount.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+    else:
+        return tl.minimum(amount, vocabulary).to(tl.int64)
+
+
+@triton.jit
+def _row_weight(x_ptr, vocabulary, first, maximum, scale, least, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
+    """The weights of a row's logits with keys from `first` on."""
+    total = tl.zeros((), tl.int64)
+    for start in range(0, vocabulary, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + i, mask=i < vocabulary, other=float("-inf"))
+        counted = (i < vocabulary) & (ordered_key(x).to(tl.int64) >= first)
+        if BY_MASS:
+            counted &= x >= least
+        total += tl.sum(tl.where(counted, _weight(x, maximum, scale, BY_MASS), 0), axis=0)
+    return total
+
+
+@triton.jit
+def _threshold_kernel(
+    logits_ptr,
+    temperature_ptr,
+    amount_ptr,
+    maximum_ptr,
+    least_ptr,
+    min_p_ptr,
+    bracket_ptr,
+    tally_ptr,
+    list_ptr,
+    out_ptr,
+    least_out_ptr,
+    vocabulary,
+    BY_MASS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Top-k's threshold among logits; or (BY_MASS) the largest of top-k's, top-p's and min-p's among tempered ones, and
+    the smallest logit that reaches it."""
+    if PDL:
+        pdl.begin()
+    row = tl.program_id(0).to(tl.int64)
+    amount, maximum, temperature = tl.load(amount_ptr + row), tl.load(maximum_ptr + row), tl.load(temperature_ptr + row)
+    threshold = tl.full((), float("-inf"), tl.float32)
+    least = threshold
+    if BY_MASS:
+        least = tl.load(least_ptr + row)
+    if _active(amount, BY_MASS):
+        scale = LOG2_E * _inverse(temperature)
+        tally = tally_ptr + row * 4
+        above, below, count = tl.load(tally), tl.load(tally + 1), tl.load(tally + 2)
+        i = tl.arange(0, CAPACITY)
+        x = tl.load(list_ptr + row * CAPACITY + i, mask=i < count, other=float("-inf"))
+        weight = tl.where(i < count, _weight(x, maximum, scale, BY_MASS), 0)
+        listed = tl.sum(weight, axis=0)
+        target = _target(amount, above + below + listed, vocabulary, BY_MASS)
+        last = ordered_key(maximum).to(tl.int64)
+        if (above < target) & (above + listed >= target) & (count <= CAPACITY):
+            first = ordered_key(tl.load(bracket_ptr + row * 2)).to(tl.int64)
+            last = tl.minimum(ordered_key(tl.load(bracket_ptr + row * 2 + 1)).to(tl.int64), last)
+            key = ordered_key(x)
+            while first < last:
+                middle = last - (last - first) // 2
+                reached = above + tl.sum(tl.where(key >= middle.to(tl.uint32), weight, 0), axis=0)
+                first, last = tl.where(reached >= target, middle, first), tl.where(reached >= target, last, middle - 1)
+        else:
+            x_ptr, first = logits_ptr + row * vocabulary, tl.zeros((), tl.int64)
+            total = _row_weight(x_ptr, vocabulary, first, maximum, scale, least, BY_MASS, CAPACITY)
+            target = _target(amount, total, vocabulary, BY_MASS)
+            while first < last:
+                middle = last - (last - first) // 2
+                reached = _row_weight(x_ptr, vocabulary, middle, maximum, scale, least, BY_MASS, CAPACITY)
+                first, last = tl.where(reached >= target, middle, first), tl.where(reached >= target, last, middle - 1)
+        threshold = from_key(first.to(tl.uint32))
+    if BY_MASS:
+        min_p = tl.load(min_p_ptr + row)
+        highest = tempered(maximum, temperature)
+        min_p_threshold = tl.where(min_p > 0, highest + tl.log(min_p), float("-inf"))
+        threshold = tl.maximum(tempered(tl.maximum(threshold, least), temperature), min_p_threshold)
+        threshold = tl.minimum(threshold, highest)  # the largest logit is always kept
+        tl.store(least_out_ptr + row, untempered(threshold, temperature))
+    tl.store(out_ptr + row, threshold)
+
+
+class Mass(NamedTuple):
+    """What top-p and min-p need, float32 [C] each: the sum of probabilities over the largest one's (an estimate will
+    do), min-p, and top-k's threshold."""
+
+    total_C: Tensor
+    min_p_C: Tensor
+    least_C: Tensor
+
+
+def search(
+    logits_CV: Tensor, temperature_C: Tensor, amount_C: Tensor, maximum_C: Tensor, mass: Mass | None = None
+) -> tuple[Tensor, Tensor]:
+    """Thresholds, float32 [C]: top-k's among the logits for `amount_C` = k (int32); or with `mass` all filters' among
+    the tempered ones for `amount_C` = p, and the smallest logits that reach those. `maximum_C` is the largest logit."""
+    rows, vocabulary = logits_CV.shape
+    device = logits_CV.device
+    total_C, min_p_C, least_C = mass or (maximum_C,) * 3  # read if BY_MASS
+    bracket = torch.empty((rows, 2), dtype=torch.float32, device=device)
+    tally = torch.empty((rows, 4), dtype=torch.int64, device=device)
+    listed = torch.empty((rows, CAPACITY), dtype=torch.float32, device=device)
+    threshold_C, least_out_C = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    row = logits_CV, temperature_C, amount_C, maximum_C
+    options = {"BY_MASS": mass is not None, "enable_fp_fusion": False, **pdl.options(logits_CV)}
+    _bracket_kernel[(rows, 2)](
+        *row, total_C, least_C, bracket, tally, vocabulary, SAMPLES=SAMPLES, num_warps=SAMPLE_WARPS, maxnreg=REGISTERS,
+        **options,
+    )  # fmt: skip
+    _tally_kernel[(rows, triton.cdiv(vocabulary, TALLY_RUNS * TALLY_RUN))](
+        *row,
+        least_C,
+        bracket,
+        tally,
+        listed,
+        vocabulary,
+        RUNS=TALLY_RUNS,
+        RUN=TALLY_RUN,
+        CAPACITY=CAPACITY,
+        num_warps=TALLY_WARPS,
+        **options,
+    )
+    _threshold_kernel[(rows,)](
+        *row,
+        least_C,
+        min_p_C,
+        bracket,
+        tally,
+        listed,
+        threshold_C,
+        least_out_C,
+        vocabulary,
+        CAPACITY=CAPACITY,
+        num_warps=CAPACITY_WARPS,
+        maxnreg=REGISTERS,
+        **options,
+    )
+    return threshold_C, least_out_C if mass else threshold_C

@@ -1,0 +1,1 @@
+"""Does this machine keep the contract?"""

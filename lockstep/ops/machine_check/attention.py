@@ -1,0 +1,123 @@
+"""Is attention over a paged cache attention over packed tokens, on this machine? Parts of the check of `check.py`.
+
+Attention's sums are float32 and rounded once, so in bfloat16 few words show that two sums were added in different
+orders. On a CPU, whose libraries choose the order, there are therefore also inputs whose sums cancel and leave their
+rounding errors; a GPU runs kernels of ours, which `tests/gpu` compares on many more.
+
+Shape suffixes: T tokens, N query heads, K key/value heads, H head dim, R latent rank, P rotated dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..attention.operator import KEY_TILE, attention_packed, attention_paged
+from ..mla.operator import latent_attention_packed, latent_attention_paged
+from .inputs import cancel, pairs, same_bits, wide
+from .shapes import HeadShape, LatentHeadShape
+
+KINDS = ("ordinary", "scores", "values")
+TOKENS, PAGE = KEY_TILE + 6, 16
+PAIRED = KEY_TILE // 2
+LARGE = 256.0  # of queries and keys whose products cancel: errors of scores are then no smaller than bfloat16's
+
+
+def attention_agrees(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether decoding, a token at a time and all in one batch, has the bits of one packed pass; so for a prompt's
+    second chunk."""
+    return all(_heads_agree(*inputs) for inputs in _probes(shape, device, dtype))
+
+
+def latent_agrees(shape: LatentHeadShape, device: torch.device, dtype: torch.dtype) -> bool:
+    """The same of latent attention."""
+    return all(_latents_agree(*inputs) for inputs in _latent_probes(shape, device, dtype))
+
+
+def _probes(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values: ordinary ones, scores that cancel, and weighted sums of values that cancel."""
+    for kind in KINDS if device.type == "cpu" else KINDS[:1]:
+        qk = torch.randn(TOKENS, shape.heads + shape.kv_heads, shape.head_dim, device=device).to(dtype)
+        q, k = qk[:, : shape.heads], qk[:, shape.heads :]
+        v = wide(TOKENS, *shape[1:], device=device, dtype=dtype)
+        if kind == "scores":
+            cancel(q, k)
+            qk *= LARGE
+        if kind == "values":
+            _cancel_values(k, v)
+        yield q, k, v
+
+
+def _latent_probes(
+    shape: LatentHeadShape, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Absorbed and rotated queries, latents and rotated keys: as `_probes`. As latents are keys too, those that cancel
+    as values are seen by queries of zeros."""
+    for kind in KINDS:
+        q = torch.randn(TOKENS, shape.heads, shape.kv_rank, device=device).to(dtype)
+        rotated = torch.randn(TOKENS, shape.heads + 1, shape.rope_dim, device=device).to(dtype)
+        latent, k_rope = wide(TOKENS, shape.kv_rank, device=device, dtype=dtype), rotated[:, shape.heads]
+        if kind == "scores":
+            cancel(q, latent)
+            q *= LARGE
+        if kind == "values":
+            _cancel_values(k_rope, latent)
+            q.zero_()
+        yield q, rotated[:, : shape.heads], latent, k_rope
+
+
+def _cancel_values(k: Tensor, v: Tensor) -> None:
+    """Make the first `PAIRED` values cancel, in pairs of the same key, and the others zero, in place. Later queries are
+    left with rounding errors."""
+    first, second, _ = pairs(PAIRED)
+    k[second], v[second] = k[first], -v[first]
+    v[PAIRED:] = 0
+
+
+def _heads_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    caches = _paged(k), _paged(v)
+    return _roles_agree(
+        lambda *layout: attention_packed(q, k, v, *layout),
+        lambda rows, *sequences: attention_paged(q[rows], *caches, *sequences),
+        q.device,
+    )
+
+
+def _latents_agree(q_TNR: Tensor, q_rope_TNP: Tensor, latent_TR: Tensor, k_rope_TP: Tensor) -> bool:
+    cache, scale = _paged(torch.cat((latent_TR, k_rope_TP), dim=1)), (q_TNR.shape[2] + q_rope_TNP.shape[2]) ** -0.5
+    return _roles_agree(
+        lambda *layout: latent_attention_packed(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale, *layout),
+        lambda rows, *sequences: latent_attention_paged(q_TNR[rows], q_rope_TNP[rows], cache, scale, *sequences),
+        q_TNR.device,
+    )
+
+
+def _roles_agree(packed: Callable[..., Tensor], paged: Callable[..., Tensor], device: torch.device) -> bool:
+    """Of one sequence: `packed` takes a layout, `paged` the rows of the queries and then the sequences."""
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    whole = packed(ints(0, TOKENS), ints(0), ints(0), TOKENS)
+    table = _pages(device).int().unsqueeze(0)
+    steps = torch.arange(TOKENS + 1, dtype=torch.int32, device=device)
+    decoded = paged(slice(None), table.expand(TOKENS, -1).contiguous(), steps, steps[1:].clone(), 1, TOKENS)
+    chunk = TOKENS // 3
+    rest = paged(slice(chunk, None), table, ints(0, TOKENS - chunk), ints(TOKENS), TOKENS - chunk, TOKENS)
+    return same_bits(decoded, whole) and same_bits(rest, whole[chunk:])
+
+
+def _pages(device: torch.device) -> Tensor:
+    """The sequence's pages, out of order."""
+    return torch.arange(-(-TOKENS // PAGE), device=device).flip(0)
+
+
+def _paged(x: Tensor) -> Tensor:
+    """A row a token in the sequence's pages."""
+    pages = _pages(x.device)
+    cache = torch.zeros(len(pages), PAGE, *x.shape[1:], dtype=x.dtype, device=x.device)
+    position = torch.arange(len(x), device=x.device)
+    cache[pages[position // PAGE], position % PAGE] = x
+    return cache

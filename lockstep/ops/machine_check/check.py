@@ -1,0 +1,241 @@
+"""Does this machine keep the contract? Checked at start-up, at exactly the shapes that a run will compute.
+
+On a GPU every matrix product is compared, word by word, with the one-accumulator chain of a fixed Triton kernel: tiles
+must not change a bit, and the library must not split K. A shape whose kernel differs falls back to that Triton kernel
+(`linear_table.overrides`); one whose chain depends on the number of rows has nothing to fall back to, and strict parity
+must not start. On a CPU a row's product must not depend on how many rows there are. On both, attention over a paged
+cache must be attention over packed tokens.
+
+Verdicts are kept in the user's cache folder, by machine and versions, for what was checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ...cache import user_folder
+from ...cache.driver import driver_version
+from ..activation.operator import silu_mul
+from ..linear import fused as linear_fused
+from ..linear.operator import linear, linear_fp32
+from ..native.library import cpu_backend
+from ..norm.operator import rms_norm
+from ..tables import linear_table
+from ..tables.linear_table import CHAIN, Kind
+from .attention import attention_agrees, latent_agrees
+from .inputs import cancel, same_bits, wide
+from .shapes import ExpertShape as ExpertShape
+from .shapes import HeadShape, LatentHeadShape, Product
+from .shapes import decoder_products as decoder_products
+
+Outcome = Literal["kept", "replaced", "broken"]
+
+Shape = Product | HeadShape | LatentHeadShape
+
+CPU_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33)
+CPU_WEIGHTS = 1 << 22  # elements of the weights that a CPU is checked with; columns are alike
+SOURCES = (
+    *(
+        "machine_check/check.py",
+        "machine_check/attention.py",
+        "machine_check/inputs.py",
+        "tables/linear_table.py",
+        "tables/linear_table.json",
+        "linear/cublas.py",
+    ),
+    *("reference.py", "attention/reference.py", "mla/reference.py"),
+    *("linear/triton.py", "linear/hopper_async.py", "linear/hopper_tma.py", "linear/cuda.py"),
+    *("row_alignment.py", "activation/triton.py", "rope/triton.py", "norm/triton.py", "pdl.py"),
+)
+
+
+class MachineReport(NamedTuple):
+    """How many shapes were looked at, which products another kernel computes now, what breaks the contract, and what
+    else could compute it."""
+
+    checked: int
+    replaced: tuple[str, ...]
+    broken: tuple[str, ...]
+    cure: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether generator and trainer can agree bit by bit on this machine."""
+        return not self.broken
+
+    def __str__(self) -> str:
+        if self.broken:
+            return (
+                f"this machine does not keep the bitwise contract for {_several(self.broken)}; "
+                f"use --parity warn or off, or {self.cure}"
+            )
+        if self.replaced:
+            return f"{self.checked} shapes keep the contract; Triton replaces the library for {_several(self.replaced)}"
+        return f"{self.checked} shapes keep the contract"
+
+
+def _several(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def used() -> list[Product]:
+    """The products that this process has computed on a GPU: after warm-up, exactly those that were captured."""
+    return sorted(Product(*key) for key in linear_table.used)
+
+
+def check(
+    products: Iterable[Product],
+    heads: Iterable[HeadShape | LatentHeadShape],
+    device: torch.device,
+    dtype: torch.dtype,
+    folder: Path | None = None,
+) -> MachineReport:
+    """Check every shape, or take the verdict of an earlier run on this machine; replace what does not hold.
+
+    Graphs that were captured before a shape was replaced have to be made again.
+
+    Args:
+        dtype: the compute dtype.
+        folder: where verdicts are kept; default `user_folder.cache_folder()`.
+    """
+    shapes: list[Shape] = [*products, *heads]
+    wanted = {str(shape): shape for shape in shapes}
+    path = _path(device, dtype, folder)
+    outcomes = _known(path)
+    if due := wanted.keys() - outcomes.keys():
+        outcomes |= {name: _check(wanted[name], device, dtype) for name in due}
+        user_folder.write(path, outcomes)
+    _replace(name for name in wanted if outcomes[name] == "replaced")
+    found = {outcome: tuple(n for n in wanted if outcomes[n] == outcome) for outcome in get_args(Outcome)}
+    return MachineReport(len(wanted), found["replaced"], found["broken"], _cure(device, dtype))
+
+
+def _cure(device: torch.device, dtype: torch.dtype) -> str:
+    """What to use where this machine breaks the contract."""
+    if device.type == "cuda":
+        return "another torch, Triton or driver version"
+    if dtype == torch.float32 and cpu_backend() == "native":
+        return "another torch version"
+    operators = "the C operators, which are built where lockstep is installed with a C compiler"
+    return f"{'' if dtype == torch.float32 else 'float32 and '}{operators}, or another torch version"
+
+
+def restore(device: torch.device, dtype: torch.dtype, folder: Path | None = None) -> None:
+    """Replace what an earlier run on this machine found to differ: before graphs are made, as `check` of what they
+    hold (`used`) comes after."""
+    outcomes = _known(_path(device, dtype, folder))
+    _replace(name for name, outcome in outcomes.items() if outcome == "replaced")
+
+
+def rehearse(
+    products: Iterable[Product],
+    heads: Iterable[HeadShape | LatentHeadShape],
+    device: torch.device,
+    dtype: torch.dtype,
+    folder: Path | None = None,
+) -> None:
+    """Go through the motions of `check`, and forget what is found: where launches only compile
+    (`ops.precompile`), this compiles what it launches."""
+    outcomes = _known(_path(device, dtype, folder))
+    shapes: list[Shape] = [*products, *heads]
+    for shape in shapes:
+        if str(shape) not in outcomes:
+            _check(shape, device, dtype)
+
+
+def _path(device: torch.device, dtype: torch.dtype, folder: Path | None) -> Path:
+    """The file of the outcomes on this machine, by shape."""
+    return (folder or user_folder.cache_folder()) / f"gate-{fingerprint(device, dtype)[:32]}.json"
+
+
+def _known(path: Path) -> dict[str, Outcome]:
+    raw = user_folder.read(path)
+    return raw if isinstance(raw, dict) and all(outcome in get_args(Outcome) for outcome in raw.values()) else {}
+
+
+def _replace(names: Iterable[str]) -> None:
+    for name in names:
+        if found := re.fullmatch(r"\w+ \d+x(\d+)x(\d+)", name):
+            linear_table.overrides[int(found[1]), int(found[2])] = CHAIN
+
+
+def _check(shape: Shape, device: torch.device, dtype: torch.dtype) -> Outcome:
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        if isinstance(shape, HeadShape):
+            return "kept" if attention_agrees(shape, device, dtype) else "broken"
+        if isinstance(shape, LatentHeadShape):
+            return "kept" if latent_agrees(shape, device, dtype) else "broken"
+        if device.type == "cuda":
+            return _cuda_product(shape, device)
+        return "kept" if _cpu_product(shape, dtype) else "broken"
+
+
+def _cuda_product(p: Product, device: torch.device) -> Outcome:
+    """Whether the kernel that would compute it has the chain's bits, and the chain the same for each of its rows."""
+    from ..linear.triton import product
+
+    x, weight = (wide(n, p.depth, device=device, dtype=torch.bfloat16) for n in (p.rows, p.columns))
+    x, weight = x / x.float().std().bfloat16(), weight / weight.float().std().bfloat16()
+    norm = 1 + 0.1 * torch.randn(p.depth, device=device).bfloat16()
+    residual = wide(p.rows, p.columns, device=device, dtype=torch.bfloat16) if p.kind == "linear_add" else x
+    rows = rms_norm(x, norm, 1e-6) if p.kind.startswith("norm") else x
+    chain = product(rows, weight, CHAIN, torch.float32 if p.kind == "linear_fp32" else None)
+    some = rows[p.rows // 2 : p.rows // 2 + 1]
+    if not same_bits(product(some, weight, CHAIN, chain.dtype), chain[p.rows // 2 : p.rows // 2 + 1]):
+        return "broken"
+    computed, expected = _computed(p.kind, x, weight, norm, residual), _expected(p.kind, chain, residual)
+    return "kept" if same_bits(computed, expected) else "replaced"
+
+
+def _computed(kind: Kind, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
+    """By the operator of that kind, and so by what the table chooses."""
+    if kind == "linear_fp32":
+        return linear_fp32(x, weight)
+    if kind == "linear_add":
+        return linear_fused.linear_add(x, weight, residual)
+    if kind == "norm_linear":
+        return linear_fused.norm_linear(x, norm, weight, 1e-6)
+    return linear_fused.norm_gate_up(x, norm, weight, 1e-6) if kind == "norm_gate_up" else linear(x, weight)
+
+
+def _expected(kind: Kind, chain: Tensor, residual: Tensor) -> Tensor:
+    """From the chain, by separate operators."""
+    if kind == "linear_add":
+        return residual + chain
+    return silu_mul(chain) if kind == "norm_gate_up" else chain
+
+
+def _cpu_product(p: Product, dtype: torch.dtype) -> bool:
+    """Whether rows have the same bits among few as among many, wherever they lie in memory."""
+    operator = linear_fp32 if p.kind == "linear_fp32" else linear
+    device, columns = torch.device("cpu"), min(p.columns, max(CPU_WEIGHTS // p.depth, 1))
+    count = max(CPU_ROWS) + 2
+    x, weight = (wide(n, p.depth, device=device, dtype=dtype) for n in (count, columns))
+    cancel(x, weight)
+    whole = operator(x, weight)
+    pieces = [(m, rows) for m in CPU_ROWS for rows in (x[-m:], x[-m:].clone())]
+    return all(same_bits(operator(rows, weight), whole[-m:]) for m, rows in pieces)
+
+
+def fingerprint(device: torch.device, dtype: torch.dtype) -> str:
+    """What the bits depend on: hardware, driver, versions, and the sources that choose and compute."""
+    sources = hashlib.sha256()
+    for name in SOURCES:
+        path = Path(__file__).parents[1] / name
+        sources.update(path.read_bytes() if path.exists() else b"")
+    facts = [str(dtype), torch.__version__, sources.hexdigest()]
+    if device.type == "cuda":
+        import triton
+
+        facts += [torch.cuda.get_device_name(device), driver_version(), str(torch.version.cuda), triton.__version__]
+    else:
+        facts += [cpu_backend(), torch.backends.cpu.get_cpu_capability(), torch.__config__.show()]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()

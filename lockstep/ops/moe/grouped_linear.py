@@ -1,0 +1,81 @@
+"""Grouped matrix products under contract C1: every expert's rows by that expert's weights.
+
+Shape suffixes: R rows sorted by group, G groups, N output columns, K contracted dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..linear.operator import linear, matmul
+from ..operator import operator
+
+
+@operator("lockstep::grouped_linear")
+def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
+    """`x[r] @ weight[g].T` for each row r of group g, [R, N] in x's dtype; the bits of `linear` a row.
+
+    Args:
+        offsets: int32 [G + 1], ascending from 0 to R; group g has the rows `offsets[g]:offsets[g + 1]`, or none.
+    """
+    out_RN = x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1])
+    for g, (start, end) in enumerate(_spans(offsets)):
+        if end > start:
+            out_RN[start:end] = linear(x_RK[start:end], weight_GNK[g])
+    return out_RN
+
+
+@grouped_linear.register_kernel("cuda")
+def _(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
+    from . import triton_grouped
+
+    return triton_grouped.grouped_matmul(x_RK, weight_GNK.transpose(1, 2), offsets)
+
+
+@grouped_linear.register_fake
+def _(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
+    return x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1])
+
+
+@operator("lockstep::grouped_linear_backward")
+def grouped_linear_backward(
+    grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients for the input and the weights (zero for a group without rows); the same every time."""
+    grad_x_RK, grad_w_GNK = torch.empty_like(x_RK), torch.zeros_like(weight_GNK)
+    for g, (start, end) in enumerate(_spans(offsets)):
+        if end > start:
+            grad_x_RK[start:end] = matmul(grad_RN[start:end], weight_GNK[g])
+            grad_w_GNK[g] = matmul(grad_RN[start:end].t(), x_RK[start:end])
+    return grad_x_RK, grad_w_GNK
+
+
+@grouped_linear_backward.register_kernel("cuda")
+def _(grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    from . import triton_grouped
+
+    return triton_grouped.grouped_matmul(grad_RN, weight_GNK, offsets), triton_grouped.grouped_outer(
+        grad_RN, x_RK, offsets
+    )
+
+
+@grouped_linear_backward.register_fake
+def _(grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_RK), torch.empty_like(weight_GNK)
+
+
+def _spans(offsets: Tensor) -> list[tuple[int, int]]:
+    bounds = offsets.tolist()
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad_RN: Tensor):
+    return *grouped_linear_backward(grad_RN.contiguous(), *ctx.saved_tensors), None
+
+
+grouped_linear.register_autograd(_backward, setup_context=_setup)

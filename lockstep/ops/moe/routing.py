@@ -1,0 +1,282 @@
+"""Mixture of experts: which experts a token goes to, its way there, and the way back.
+
+Each token's choice and result are a function of its own row only, no matter which tokens are beside it or how many
+go to an expert. There is no float atomic and no value that the host must know.
+
+Shape suffixes: T tokens, E experts, K slots a token (chosen experts), R = T * K rows sorted by expert, D hidden dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..linear.operator import linear_fp32, matmul
+from ..operator import operator
+
+
+@torch.library.custom_op("lockstep::router_logits", mutates_args=(), device_types=("cpu", "cuda"))
+def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Router scores before their activation, float32 [T, E]: the C1 product's accumulator, never rounded."""
+    return linear_fp32(x_TD, weight_ED)
+
+
+@router_logits.register_fake
+def _(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32)
+
+
+def _router_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _router_backward(ctx, grad_TE: Tensor):
+    x_TD, weight_ED = ctx.saved_tensors
+    grad_TE = grad_TE.to(x_TD.dtype)
+    return matmul(grad_TE, weight_ED), matmul(grad_TE.t(), x_TD)
+
+
+router_logits.register_autograd(_router_backward, setup_context=_router_setup)
+
+
+@operator("lockstep::route")
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    slots: int,
+    sigmoid: bool,
+    groups: int,
+    kept_groups: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights.
+
+    Scores are the softmax of the logits (Shazeer et al. 2017), or their sigmoid. With a bias, experts are chosen by
+    score + bias and weighted by the score alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several groups,
+    only experts of the `kept_groups` groups whose two best sum highest are eligible. Of equal scores the lower index
+    wins.
+
+    Args:
+        logits_TE: float32 from `router_logits`.
+        bias_E: float32, or None.
+        normalize: divide a token's weights by their sum.
+        scale: factor on the weights.
+
+    Returns:
+        Weights, float32 [T, K], and expert indices, int64 [T, K], best first.
+    """
+    scores_TE = _scores(logits_TE, sigmoid)
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if groups > 1:
+        grouped = choice_TE.unflatten(1, (groups, -1))
+        best_two = grouped.gather(2, _top(grouped, min(2, grouped.shape[2])))
+        kept = _top(best_two.sum(2), kept_groups)
+        outside = torch.ones_like(best_two[..., 0], dtype=torch.bool).scatter_(1, kept, False)
+        choice_TE = grouped.masked_fill(outside.unsqueeze(2), float("-inf")).flatten(1)
+    experts_TK = _top(choice_TE, slots)
+    weights_TK = scores_TE.gather(1, experts_TK)
+    if normalize:
+        weights_TK = weights_TK / _sum_in_order(weights_TK)
+    return weights_TK * scale, experts_TK
+
+
+@route.register_kernel("cuda")
+def _(logits_TE, *args):
+    from . import triton_routing
+
+    return triton_routing.route(logits_TE, *args)
+
+
+@route.register_fake
+def _(logits_TE, bias_E, slots, sigmoid, groups, kept_groups, normalize, scale):
+    shape = logits_TE.shape[0], slots
+    return logits_TE.new_empty(shape), logits_TE.new_empty(shape, dtype=torch.int64)
+
+
+def _scores(logits_TE: Tensor, sigmoid: bool) -> Tensor:
+    if sigmoid:
+        return 1.0 / (1.0 + torch.exp(-logits_TE))
+    return torch.softmax(logits_TE, dim=1)
+
+
+def _top(values: Tensor, count: int) -> Tensor:
+    """Indices of the largest `count` values of the last dim, descending; the lower index first among equal ones.
+
+    One integer holds a value and, inverted, its index, so no two are equal and `torch.topk` has nothing to choose.
+    """
+    bits = (values + 0.0).view(torch.int32).long()  # -0 becomes 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    index = torch.arange(values.shape[-1], device=values.device)
+    key = (ordered << 32) | (0xFFFFFFFF - index)
+    return 0xFFFFFFFF - (key.topk(count, dim=-1).values & 0xFFFFFFFF)
+
+
+def _sum_in_order(weights_TK: Tensor) -> Tensor:
+    """Row sums added slot by slot, [T, 1]."""
+    total_T1 = weights_TK[:, :1]
+    for slot in range(1, weights_TK.shape[1]):
+        total_T1 = total_T1 + weights_TK[:, slot : slot + 1]
+    return total_T1
+
+
+@operator("lockstep::route_backward")
+def route_backward(
+    grad_TK: Tensor, logits_TE: Tensor, experts_TK: Tensor, sigmoid: bool, normalize: bool, scale: float
+) -> Tensor:
+    """Gradient of `route`'s weights for the logits, float32 [T, E]; the choice itself has none."""
+    return _route_backward(grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale)
+
+
+def _route_backward(grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale) -> Tensor:
+    scores_TE = _scores(logits_TE, sigmoid)
+    grad_TK = grad_TK * scale
+    if normalize:
+        chosen_TK = scores_TE.gather(1, experts_TK)
+        total_T1 = _sum_in_order(chosen_TK)
+        grad_TK = (grad_TK - (grad_TK * chosen_TK).sum(1, keepdim=True) / total_T1) / total_T1
+    grad_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, grad_TK)  # a token's experts are distinct
+    if sigmoid:
+        return grad_TE * scores_TE * (1 - scores_TE)
+    return scores_TE * (grad_TE - (grad_TE * scores_TE).sum(1, keepdim=True))
+
+
+route_backward.register_kernel("cuda")(_route_backward)
+
+
+@route_backward.register_fake
+def _(grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale):
+    return torch.empty_like(logits_TE)
+
+
+def _route_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[0], output[1])
+    ctx.settings = inputs[3], *inputs[6:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _route_grad(ctx, grad_TK: Tensor, _):
+    return route_backward(grad_TK.contiguous(), *ctx.saved_tensors, *ctx.settings), *[None] * 7
+
+
+route.register_autograd(_route_grad, setup_context=_route_setup)
+
+
+@operator("lockstep::dispatch_plan")
+def dispatch_plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows sorted by expert, stably: an expert's rows stand in the order of their tokens.
+
+    Returns:
+        order_R, int64: row r is slot `order[r] % K` of token `order[r] // K`. row_TK, int64: its inverse.
+        offsets, int32 [E + 1]: expert e has the rows `offsets[e]:offsets[e + 1]`.
+    """
+    flat = experts_TK.flatten()
+    sorted_R, order_R = flat.sort(stable=True)
+    rows = torch.arange(len(flat), device=flat.device)
+    row_TK = torch.empty_like(order_R).scatter_(0, order_R, rows).view(experts_TK.shape)
+    bounds = torch.arange(experts + 1, device=flat.device)
+    return order_R, row_TK, torch.searchsorted(sorted_R, bounds, out_int32=True)
+
+
+@dispatch_plan.register_kernel("cuda")
+def _(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    from . import triton_routing
+
+    return triton_routing.dispatch_plan(experts_TK, experts)
+
+
+@dispatch_plan.register_fake
+def _(experts_TK: Tensor, experts: int):
+    rows = experts_TK.shape[0] * experts_TK.shape[1]
+    return (
+        experts_TK.new_empty(rows),
+        torch.empty_like(experts_TK),
+        experts_TK.new_empty(experts + 1, dtype=torch.int32),
+    )
+
+
+@operator("lockstep::dispatch")
+def dispatch(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:
+    """Each row's token, [R, D]. The backward adds a token's rows in slot order."""
+    return _dispatch(x_TD, order_R, row_TK)
+
+
+def _dispatch(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:
+    return x_TD.index_select(0, order_R // row_TK.shape[1])
+
+
+dispatch.register_kernel("cuda")(_dispatch)
+
+
+@dispatch.register_fake
+def _(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:
+    return x_TD.new_empty(order_R.shape[0], x_TD.shape[1])
+
+
+def _dispatch_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[2])
+
+
+def _dispatch_backward(ctx, grad_RD: Tensor):
+    (row_TK,) = ctx.saved_tensors
+    return combine(grad_RD, row_TK, torch.ones(row_TK.shape, device=row_TK.device)), None, None
+
+
+dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+
+
+@operator("lockstep::combine")
+def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Weighted sums of each token's rows, [T, D]: float32, slot by slot, rounded once to y's dtype."""
+    total_TD = y_RD.index_select(0, row_TK[:, 0]).float() * weights_TK[:, :1]
+    for slot in range(1, row_TK.shape[1]):
+        term_TD = y_RD.index_select(0, row_TK[:, slot]).float() * weights_TK[:, slot : slot + 1]
+        total_TD = total_TD + term_TD
+    return total_TD.to(y_RD.dtype)
+
+
+@combine.register_kernel("cuda")
+def _(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    from . import triton_routing
+
+    return triton_routing.combine(y_RD, row_TK, weights_TK)
+
+
+@combine.register_fake
+def _(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    return y_RD.new_empty(row_TK.shape[0], y_RD.shape[1])
+
+
+@operator("lockstep::combine_backward")
+def combine_backward(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `combine` for its rows, [R, D] in their dtype, and for the weights, float32 [R] by row."""
+    grad_RD = grad_TD.index_select(0, order_R // weights_TK.shape[1]).float()
+    weight_R1 = weights_TK.flatten().index_select(0, order_R).unsqueeze(1)
+    return (grad_RD * weight_R1).to(y_RD.dtype), (grad_RD * y_RD.float()).sum(1)
+
+
+@combine_backward.register_kernel("cuda")
+def _(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    from . import triton_routing
+
+    return triton_routing.combine_backward(grad_TD, y_RD, order_R, weights_TK)
+
+
+@combine_backward.register_fake
+def _(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y_RD), y_RD.new_empty(y_RD.shape[0], dtype=torch.float32)
+
+
+def _combine_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_grad(ctx, grad_TD: Tensor):
+    y_RD, row_TK, weights_TK = ctx.saved_tensors
+    order_R = torch.empty_like(row_TK.flatten())
+    order_R = order_R.scatter(0, row_TK.flatten(), torch.arange(row_TK.numel(), device=row_TK.device))
+    grad_y_RD, grad_R = combine_backward(grad_TD.contiguous(), y_RD, order_R, weights_TK)
+    return grad_y_RD, None, grad_R.index_select(0, row_TK.flatten()).view(row_TK.shape)
+
+
+combine.register_autograd(_combine_grad, setup_context=_combine_setup)

@@ -1,0 +1,1 @@
+"""Rotary position embedding, with the norm of queries and keys."""

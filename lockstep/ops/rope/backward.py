@@ -1,0 +1,36 @@
+"""Gradients of the normalized and rotated queries and keys on a GPU, as an operator of its own that a trace keeps
+whole.
+
+On a CPU `operator.py` computes the same in plain torch. Neither is under the forward's contract; both give the same
+bits every time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("lockstep::qk_norm_rope_backward", mutates_args=(), device_types="cuda")
+def qk_norm_rope(
+    grad: Tensor,
+    qkv_TE: Tensor,
+    q_weight_H: Tensor | None,
+    k_weight_H: Tensor | None,
+    cos_sin_TH: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `rope.operator.qk_norm_rope` for qkv, [T, (N + 2K) * H] with zeros for v, and for both weights, [H];
+    the latter are empty where there are no weights."""
+    from . import triton_backward
+
+    return triton_backward.qk_norm_rope(grad, qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps)
+
+
+@qk_norm_rope.register_fake
+def _(grad, qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps):
+    size = 0 if q_weight_H is None or k_weight_H is None else cos_sin_TH.shape[1]
+    q_dtype, k_dtype = ((w if w is not None else qkv_TE).dtype for w in (q_weight_H, k_weight_H))
+    return qkv_TE.new_empty(qkv_TE.shape), qkv_TE.new_empty(size, dtype=q_dtype), qkv_TE.new_empty(size, dtype=k_dtype)

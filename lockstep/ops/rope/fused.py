@@ -1,0 +1,51 @@
+"""Queries and keys normalized and rotated, and keys and values written to the cache, in one kernel on a GPU.
+
+Shape suffixes: T rows, E fused projection, N query heads, K key/value heads, H head dim, P pages.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import native, reference
+from ..attention.operator import write_kv
+from ..operator import operator
+
+
+@operator("lockstep::qk_norm_rope_write_kv", mutates_args=("k_cache", "v_cache"))
+def qk_norm_rope_write_kv(
+    qkv_TE: Tensor,
+    q_weight_H: Tensor | None,
+    k_weight_H: Tensor | None,
+    cos_sin_TH: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots_T: Tensor,
+) -> Tensor:
+    """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values; the queries, [T, N, H]. No autograd.
+
+    Args:
+        k_cache, v_cache: [P, page_size, K, H], written at `slots_T`, as in `write_kv`; the others as in `qk_norm_rope`.
+    """
+    path = native if native.usable(qkv_TE) else reference
+    qk = path.qk_norm_rope(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps)
+    v_TKH = qkv_TE[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (num_kv_heads, qk.shape[2]))
+    write_kv(qk[:, num_heads:], v_TKH, k_cache, v_cache, slots_T)
+    return qk[:, :num_heads]
+
+
+@qk_norm_rope_write_kv.register_kernel("cuda")
+def _(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps, k_cache, v_cache, slots_T):
+    from . import triton as rope_triton
+
+    cache = k_cache, v_cache, slots_T
+    return rope_triton.qk_norm_rope(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps, cache)
+
+
+@qk_norm_rope_write_kv.register_fake
+def _(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps, k_cache, v_cache, slots_T):
+    heads = num_heads if qkv_TE.is_cuda else num_heads + num_kv_heads  # strides as the implementations leave them
+    return qkv_TE.new_empty(qkv_TE.shape[0], heads, cos_sin_TH.shape[1])[:, :num_heads]

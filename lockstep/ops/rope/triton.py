@@ -1,0 +1,220 @@
+"""Queries and keys, normalized and rotated, and the table of angles: float32 inside, one rounding to the input's dtype.
+
+A program does one row (one token), so the order of a row's sum is a function of its width.
+
+Shape suffixes: T rows, E a fused projection's output, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from .. import pdl
+from ..row_alignment import _warps, aligned_rows
+
+RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
+MAX_LEVELS = tl.constexpr(8)  # of halves of a row of at most `RUN << MAX_LEVELS` columns
+
+
+@triton.jit
+def sum_columns(x_MB, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Row sums, [M, 1]: of every `RUN` neighbours from left to right, then of the first half of those and the second,
+    and so on. Written out, so that the order is not the compiler's; zeros appended to a row change no bit."""
+    x_MR222 = tl.reshape(x_MB, (BLOCK_M, BLOCK // RUN, 2, 2, 2))
+    even, odd = tl.split(x_MR222)
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    sum_MR = ((((((x0 + x1) + x2) + x3) + x4) + x5) + x6) + x7
+    for level in tl.static_range(MAX_LEVELS):
+        if (2 << level) <= BLOCK // RUN:
+            halves = tl.reshape(sum_MR, (BLOCK_M, 2, BLOCK // RUN // (2 << level)))
+            sum_MR = tl.sum(halves, axis=1)
+    return sum_MR
+
+
+@triton.jit
+def rotated_heads(
+    qkv_ptr,  # of the token
+    angle_ptr,  # of the token's row in the table
+    head_M,
+    is_key_M,
+    mask_M,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Heads of one token with the bits that `_qk_norm_rope_kernel` gives them, [M, H]; zeros where masked."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    h = tl.broadcast_to(tl.arange(0, BLOCK_H)[None, :], (BLOCK_M, BLOCK_H))
+    is_first, is_key = h < HALF, tl.broadcast_to(is_key_M[:, None], (BLOCK_M, BLOCK_H))
+    pair = tl.where(is_first, h + HALF, h - HALF)  # what it is rotated with
+    mask = mask_M[:, None] & (h < HEAD_DIM)
+    x = tl.load(qkv_ptr + head_M[:, None] * HEAD_DIM + h, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(qkv_ptr + head_M[:, None] * HEAD_DIM + pair, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        squares = sum_columns(tl.where(is_first, x * x + y * y, 0.0), BLOCK_M, BLOCK_H)
+        rstd = tl.rsqrt(squares / HEAD_DIM + eps)
+        x_weight = _head_weight(q_weight_ptr, k_weight_ptr, is_key, h, mask)
+        y_weight = _head_weight(q_weight_ptr, k_weight_ptr, is_key, pair, mask)
+        x, y = x * rstd * x_weight, y * rstd * y_weight
+    cos = tl.load(angle_ptr + tl.where(is_first, h, h - HALF), mask=mask, other=0.0)
+    sin = tl.load(angle_ptr + tl.where(is_first, h + HALF, h), mask=mask, other=0.0)
+    return (x * cos + y * tl.where(is_first, -sin, sin)).to(qkv_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _head_weight(q_weight_ptr, k_weight_ptr, is_key, column, mask):
+    q_weight = tl.load(q_weight_ptr + column, mask=mask & ~is_key, other=0.0)
+    return tl.where(is_key, tl.load(k_weight_ptr + column, mask=mask & is_key, other=0.0), q_weight).to(tl.float32)
+
+
+@triton.jit
+def _qk_norm_rope_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    out_ptr,  # [T, N + K, H]; [T, N, H] when CACHED
+    k_cache_ptr,  # [slots, K, H] each, written if CACHED
+    v_cache_ptr,
+    slots_ptr,  # [T], read if CACHED
+    qkv_stride,
+    cos_sin_stride,
+    eps,
+    NORM: tl.constexpr,
+    CACHED: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,  # query and key heads
+    HALF: tl.constexpr,  # of the head dim
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = column < HALF
+    mask = (head < HEADS) & inside
+    offset = head * (2 * HALF) + column
+    qkv_ptr += token * qkv_stride
+    if PDL:
+        pdl.begin()
+    first = tl.load(qkv_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(qkv_ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+    if CACHED:
+        kv_mask = (head < HEADS - NUM_HEADS) & inside
+        v_first = tl.load(qkv_ptr + HEADS * 2 * HALF + offset, mask=kv_mask)
+        v_second = tl.load(qkv_ptr + HEADS * 2 * HALF + offset + HALF, mask=kv_mask)
+        slot = tl.load(slots_ptr + token) * ((HEADS - NUM_HEADS) * 2 * HALF)
+    if NORM:
+        squares = sum_columns(first * first + second * second, BLOCK_HEADS, BLOCK_HALF)
+        rstd = tl.rsqrt(squares / (2 * HALF) + eps)
+        q_first = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        q_second = tl.load(q_weight_ptr + column + HALF, mask=inside, other=0.0).to(tl.float32)
+        k_first = tl.load(k_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        k_second = tl.load(k_weight_ptr + column + HALF, mask=inside, other=0.0).to(tl.float32)
+        first = first * rstd * tl.where(head < NUM_HEADS, q_first, k_first)
+        second = second * rstd * tl.where(head < NUM_HEADS, q_second, k_second)
+    cos = tl.load(cos_sin_ptr + token * cos_sin_stride + column, mask=inside, other=0.0)
+    sin = tl.load(cos_sin_ptr + token * cos_sin_stride + column + HALF, mask=inside, other=0.0)
+    rotated_first = (first * cos - second * sin).to(out_ptr.dtype.element_ty)
+    rotated_second = (second * cos + first * sin).to(out_ptr.dtype.element_ty)
+    if CACHED:
+        out = out_ptr + token * (NUM_HEADS * 2 * HALF) + offset
+        k_cache = k_cache_ptr + slot - NUM_HEADS * 2 * HALF + offset
+        k_mask = mask & (head >= NUM_HEADS)
+        tl.store(k_cache, rotated_first, mask=k_mask)
+        tl.store(k_cache + HALF, rotated_second, mask=k_mask)
+        tl.store(v_cache_ptr + slot + offset, v_first, mask=kv_mask)
+        tl.store(v_cache_ptr + slot + offset + HALF, v_second, mask=kv_mask)
+        mask &= head < NUM_HEADS
+    else:
+        out = out_ptr + token * (HEADS * 2 * HALF) + offset
+    tl.store(out, rotated_first, mask=mask)
+    tl.store(out + HALF, rotated_second, mask=mask)
+
+
+def qk_norm_rope(
+    qkv_TE: Tensor,
+    q_weight_H: Tensor | None,
+    k_weight_H: Tensor | None,
+    cos_sin_TH: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    cache: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """See `rope.operator.qk_norm_rope`; with a cache (keys, values, slots of the tokens),
+    `rope.fused.qk_norm_rope_write_kv`."""
+    qkv_TE, cos_sin_TH = aligned_rows(qkv_TE), aligned_rows(cos_sin_TH)
+    tokens, head_dim = cos_sin_TH.shape
+    heads, half = num_heads + num_kv_heads, head_dim // 2
+    out = torch.empty((tokens, num_heads if cache else heads, head_dim), dtype=qkv_TE.dtype, device=qkv_TE.device)
+    block_heads, block_half = triton.next_power_of_2(heads), max(triton.next_power_of_2(half), RUN.value)
+    norm = q_weight_H is not None and k_weight_H is not None
+    weights = (aligned_rows(q_weight_H), aligned_rows(k_weight_H)) if norm else (qkv_TE, qkv_TE)  # read if NORM
+    _qk_norm_rope_kernel[(tokens,)](
+        qkv_TE,
+        *weights,
+        cos_sin_TH,
+        out,
+        *(cache or (out, out, out)),
+        qkv_TE.stride(0),
+        cos_sin_TH.stride(0),
+        eps,
+        NORM=norm,
+        CACHED=cache is not None,
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        HALF=half,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        num_warps=_warps(2 * block_heads * block_half, 32),
+        enable_fp_fusion=False,
+        **pdl.options(qkv_TE),
+    )
+    return out
+
+
+@triton.jit
+def _rope_table_kernel(
+    position_ptr, inv_freq_ptr, out_ptr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, PDL: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_HALF)
+    mask = column < HALF
+    if PDL:
+        pdl.begin()
+    angle = tl.load(position_ptr + token).to(tl.float32) * tl.load(inv_freq_ptr + column, mask=mask, other=0.0)
+    out_ptr += token * (2 * HALF) + column
+    tl.store(out_ptr, libdevice.cos(angle), mask=mask)
+    tl.store(out_ptr + HALF, libdevice.sin(angle), mask=mask)
+
+
+def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
+    """See `rope.operator.rope_table`."""
+    tokens, half = positions_T.shape[0], inv_freq.shape[0]
+    out_TH = torch.empty((tokens, 2 * half), dtype=torch.float32, device=positions_T.device)
+    _rope_table_kernel[(tokens,)](
+        positions_T.contiguous(),
+        inv_freq.contiguous(),
+        out_TH,
+        HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        num_warps=_warps(triton.next_power_of_2(half), 1),
+        enable_fp_fusion=False,
+        **pdl.options(inv_freq),
+    )
+    return out_TH

@@ -1,0 +1,357 @@
+"""The algorithm: sample, score, advantage, pack, forward_backward, optim_step. The generator sees new weights at once.
+
+`Loop.step` is the page to read; the rest of the file serves it. On several ranks each generates, scores and trains its
+share of a step; in between every rank has all groups, so what is decided on them is decided alike everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import mean, pstdev
+from typing import Any
+
+import torch
+
+from ..algorithms.advantage import group_advantages, overlong_penalty
+from ..config import RunConfig
+from ..environments import single_turn
+from ..errors import LockstepError, NonFiniteError
+from ..session.build import Session, prompt_limit
+from ..session.certificate import Certificate, raise_mismatch
+from ..timings import Span, totals
+from ..trainer import PendingResult, StepResult, learning_rate, loss_weights, pack_shards, packed_slots
+from ..types import (
+    TRAIN_DOMAIN,
+    VALIDATION_DOMAIN,
+    PackedBatch,
+    RolloutGroup,
+    SamplingParams,
+    TrainGroup,
+    TrainSequence,
+)
+
+_TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync")  # phases whose seconds are metrics
+
+
+class Loop:
+    """On-policy reinforcement learning with one model in both roles."""
+
+    def __init__(self, config: RunConfig, run: Session) -> None:
+        self.config = config
+        self.run = run
+        self.world = run.world
+        shards = config.parallel.batch_shards or run.world.size
+        self.own_shards = range(run.world.rank, shards, run.world.size)
+        self.shards = range(shards)
+        self.device = run.policy.model.embed.device
+        self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
+        self.idle_steps = 0
+        self.spans: list[Span] = []  # of the latest step
+        self.max_prompt_length = prompt_limit(config, run.policy.model.config).tokens
+        self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
+
+    def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
+        """One step: returns its metrics and its rollouts, the same on every rank.
+
+        Raises:
+            ParityError: strict parity, and a log-probability or a choice of experts differs; the weights are unchanged.
+            NonFiniteError: the loss or the gradient norm is; the weights are what the updates before it made of them.
+            LockstepError: `max_idle_steps` steps in a row had nothing to train on.
+        """
+        config, trainer, timings = self.config, self.run.trainer, self.run.timings
+        version, began = trainer.weights_version, time.perf_counter()
+        with timings.measured("step", on_device=True, step=step):  # to the end of what was launched in it
+            with timings.measured("generate", on_device=True):
+                groups, without_reward, counts = self._collect(step)
+            generated = groups + without_reward
+            self._latest = (generated, None)
+            sampled = self._sampled(generated)
+            with timings.measured("advantages"):
+                self._advantages(groups)
+            with timings.measured("pack"):
+                batches, checks = self._pack(groups, without_reward)
+            with self.world.deadline(f"training in step {step + 1}"):
+                with timings.measured("forward_backward", on_device=True):
+                    for batch in checks:
+                        trainer.check(batch)
+                results = self._updates(batches, learning_rate(config.optimizer, step, config.steps), sampled)
+                result = results[0] if results else trainer.finish_check(sampled)
+                if self.world.size > 1 and any(r.applied for r in results):
+                    with timings.measured("sync", on_device=True):
+                        trainer.gather_weights()
+            self._verify(step, result, generated)
+            for i, later in enumerate(results[1:]):
+                self._require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)
+            self._count_idle(step, trained=bool(batches))
+        counts["updates"] = sum(r.applied for r in results)
+        self.spans = [span for span in timings.take() if span.began >= began]
+        return counts | self._metrics(groups, result, [*batches, *checks], version), groups
+
+    def _collect(self, step: int) -> single_turn.Collected:
+        problems = [(g, self.run.task.train_problem(step, g)) for g in range(self.config.trainer.prompts_per_step)]
+        return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
+
+    def _rollouts(
+        self, problems: single_turn.Problems, sampling: SamplingParams, domain: int, step: int
+    ) -> single_turn.Collected:
+        return single_turn.collect(
+            problems,
+            self.run.policy.encode,
+            self.run.engine.generate,
+            sampling,
+            self.config.seed,
+            domain,
+            step,
+            self.run.task.rewards,
+            self.max_prompt_length,
+            self.run.timings,
+            self.world,
+        )
+
+    def _sampled(self, groups: list[RolloutGroup]) -> int:
+        """The completion tokens that are to be compared."""
+        if self.config.parity == "off":
+            return 0
+        return sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+
+    def _advantages(self, groups: list[RolloutGroup]) -> None:
+        """Group-relative advantages of the rewards, DAPO's length penalty included."""
+        loss, limit = self.config.loss, self.config.sampling.max_completion_length
+        for group in groups:
+            for r in group.rollouts:
+                length = len(r.completion.token_ids)
+                r.reward += overlong_penalty(length, limit, loss.overlong_buffer, loss.overlong_penalty)
+        rewards = [[r.reward for r in group.rollouts] for group in groups]
+        for group, advantages in zip(groups, group_advantages(rewards, loss.scale_rewards), strict=True):
+            for r, advantage in zip(group.rollouts, advantages, strict=True):
+                r.advantage = advantage
+
+    def _pack(
+        self, groups: list[RolloutGroup], without_reward: list[RolloutGroup]
+    ) -> tuple[list[PackedBatch], list[PackedBatch]]:
+        """Micro-batches to train on, and those of groups that are skipped, which are only checked.
+
+        A group whose completions all weigh nothing (`mask_truncated_completions`) is skipped; so is one without
+        advantages (`skip_zero_variance`), or without a reward.
+        """
+        config, weights = self.config, self._weights(groups)
+        skip = config.trainer.skip_zero_variance and config.loss.beta == 0
+        trained: list[RolloutGroup] = []
+        skipped: list[RolloutGroup] = []
+        for g in groups:
+            counts = any(id(r) in weights and (r.advantage != 0 or not skip) for r in g.rollouts)
+            (trained if counts else skipped).append(g)
+        checked = sorted(skipped + without_reward, key=lambda g: g.group) if config.parity != "off" else []
+        return self._batches(trained, weights), self._batches(checked, weights)
+
+    def _weights(self, groups: list[RolloutGroup]) -> dict[int, float]:
+        """Each rollout's weight a token in the policy loss, normalized over the whole step: skipped groups count, as
+        that loss of theirs has no gradient, and masked completions count among the sequences. The load-balancing loss
+        has a weight of 1 over what is trained on."""
+        loss = self.config.loss
+        rollouts = [r for g in groups for r in g.rollouts]
+        kept = [r for r in rollouts if not (loss.mask_truncated_completions and r.completion.finish_reason == "length")]
+        lengths = [len(r.completion.token_ids) for r in kept]
+        limit = self.config.sampling.max_completion_length
+        weights = loss_weights(loss.loss_type, lengths, len(rollouts), limit)
+        return {id(r): w for r, w in zip(kept, weights, strict=True)}
+
+    def _batches(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:
+        if not groups:
+            return []
+        train_groups = [
+            TrainGroup(
+                g.prompt_ids,
+                [
+                    TrainSequence(
+                        r.completion.token_ids,
+                        r.advantage,
+                        weights.get(id(r), 0.0),
+                        r.completion.logprobs,
+                        r.completion.model_logprobs,
+                        f"group {g.group} sample {r.completion.identity.sample}",
+                        r.completion.route_digests,
+                    )
+                    for r in g.rollouts
+                ],
+                g.sampling,
+                g.rollouts[0].completion.prompt_route_digests,
+            )
+            for g in groups
+        ]
+        mode, check = self.config.trainer.mode, self.config.parity != "off"
+        dealt = self._dealt([g.group for g in groups], train_groups)
+        return self._packed(dealt, mode=mode, check_parity=check, shapes=self.run.shapes)
+
+    def _dealt(self, numbers: Sequence[int], groups: Sequence[TrainGroup]) -> list[list[TrainGroup]]:
+        """The groups of each of the step's shards, by their numbers."""
+        count = len(self.shards)
+        return [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
+
+    def _packed(self, shards: list[list[TrainGroup]], **options: Any) -> list[PackedBatch]:
+        """This rank's micro-batches, as many as every other's."""
+        packed = pack_shards(
+            shards, self.own_shards, max_tokens=self.config.trainer.max_tokens_per_micro_batch, **options
+        )
+        return [batch.to(self.device) for batch in packed]
+
+    def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:
+        """A rollout's updates, up to the first that was not applied: none is launched after it. The first needs
+        `sampled` tokens that are identical."""
+        count, results = self.config.trainer.num_iterations if batches else 0, []
+        for i in range(count):
+            update = self._update(batches, lr, 0 if i else sampled, first=i == 0, last=i == count - 1)
+            results.append(update.get())  # the host waits here
+            if not results[-1].applied:
+                break
+        return results
+
+    def _update(self, batches: list[PackedBatch], lr: float, sampled: int, first: bool, last: bool) -> PendingResult:
+        """Launch one optimizer update on all micro-batches; only a rollout's first can match the generator's bits."""
+        trainer = self.run.trainer
+        with self.run.timings.measured("forward_backward", on_device=True):
+            for batch in batches:
+                if first and self.config.loss.beta > 0:
+                    trainer.reference_logprobs(batch)
+                trainer.forward_backward(batch, keep_support=first and not last)
+                batch.check_parity = False
+        with self.run.timings.measured("optim_step", on_device=True):
+            return trainer.launch_optim_step(lr, sampled)
+
+    def _verify(self, step: int, result: StepResult, groups: list[RolloutGroup]) -> None:
+        self._latest = (groups, result)
+        if self.config.parity != "off":
+            self.certificate.add(step, result, self._sampled(groups))
+        self._require_finite(f"step {step + 1}", result)
+        if self.config.parity == "strict" and not result.identical:
+            raise_mismatch(step, result)
+
+    def _require_finite(self, where: str, result: StepResult) -> None:
+        self._latest = (self._latest[0], result)
+        if not (result.finite and math.isfinite(result.entropy)):  # the entropy is of tokens that are only checked, too
+            raise NonFiniteError(
+                f"{where}: loss is {result.loss}, gradient norm {result.grad_norm}, entropy {result.entropy}; "
+                f"the weights were {'changed' if result.applied else 'not changed'}"
+            )
+
+    def evidence(self) -> dict[str, Any]:
+        """What the latest step computed and on which rollouts, for looking into a failure."""
+        groups, result = self._latest
+        return {
+            "result": result and asdict(result),
+            "weights_version": self.run.trainer.weights_version,
+            "groups": [asdict(group) for group in groups],
+        }
+
+    def _count_idle(self, step: int, trained: bool) -> None:
+        self.idle_steps = 0 if trained else self.idle_steps + 1
+        if self.idle_steps >= self.config.trainer.max_idle_steps:
+            raise LockstepError(
+                f"step {step + 1}: for {self.idle_steps} steps every group's rewards were all equal, or its "
+                "completions were cut off and masked, so there was nothing to learn from; use easier or harder "
+                "prompts, more samples a prompt, a finer reward, or longer completions (trainer.max_idle_steps sets "
+                "the patience)"
+            )
+
+    def warmup_step(self, step: int) -> StepResult:
+        """One supervised step on worked examples, through the same packed trainer."""
+        t, policy, trainer = self.config.trainer, self.run.policy, self.run.trainer
+        problems = [self.run.task.warmup_problem(step, i) for i in range(t.warmup_batch_size)]
+        targets = [policy.encode_completion(p.worked_example or "") for p in problems]
+        weights = loss_weights("sft", [len(ids) for ids in targets], len(targets), 0)
+        groups = [
+            TrainGroup(policy.encode(p.prompt), [TrainSequence(ids, 0.0, w, request=f"example {i}")], SamplingParams())
+            for i, (p, ids, w) in enumerate(zip(problems, targets, weights, strict=True))
+        ]
+        with self.world.deadline(f"warm-up step {step + 1}"):
+            for batch in self._packed(self._dealt(range(len(groups)), groups), check_parity=False):
+                trainer.forward_backward(batch, loss_type="sft")
+            result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps), sampled=0)
+            trainer.gather_weights()
+        self._require_finite(f"warm-up step {step + 1}", result)
+        return result
+
+    def validate(self, selection: bool = False) -> dict[str, float]:
+        """Greedy completions of the validation problems, or of those that a warm-up ends by: mean reward, and each
+        reward function's mean."""
+        task = self.run.task
+        problems = list(enumerate(task.selection_problems() if selection else task.validation_problems()))
+        if not problems:
+            return {}
+        groups, _, counts = self._rollouts(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
+        metrics = {k: v for k, v in counts.items() if v} | reward_metrics(groups)
+        del metrics["reward/std"]  # one sample a prompt
+        return {f"validation/{name}": value for name, value in metrics.items()}
+
+    def _metrics(
+        self, groups: list[RolloutGroup], result: StepResult, batches: list[PackedBatch], version: int
+    ) -> dict[str, Any]:
+        completions = [r.completion for g in groups for r in g.rollouts]
+        lengths = [len(c.token_ids) for c in completions]
+        spent = {"sync": 0.0} | totals(self.spans)  # in one process the generator reads the trainer's weights
+        seconds = {name: value for name, value in spent.items() if name in _TIMED}
+        zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
+        return {
+            **reward_metrics(groups),
+            "frac_reward_zero_std": mean(map(float, zero_std)),
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "kl": result.kl,
+            "entropy": result.entropy,
+            "clip_ratio": result.clip_ratio,
+            "response_length/mean": mean(lengths),
+            "response_length/clip_ratio": mean(float(c.finish_reason == "length") for c in completions),
+            "policy_age": version - min(v for c in completions for v in c.weight_versions),
+            "logprob_diff/max": result.logprob_diff_max,
+            "parity/tokens_checked": result.tokens_checked,
+            "parity/tokens_different": result.tokens_different,
+            "parity/tokens_not_covered": result.tokens_not_covered,
+            **(result.routing.metrics() if result.routing else {}),
+            **self._of_all_ranks(groups, batches, {f"time/{name}": value for name, value in seconds.items()}),
+        }
+
+    def _of_all_ranks(
+        self, groups: list[RolloutGroup], batches: list[PackedBatch], seconds: dict[str, float]
+    ) -> dict[str, Any]:
+        """What ranks measure each by itself: padding, of all batches, and the largest of their times and memory."""
+        own = {**seconds, "memory/peak_gib": peak_memory_gib(self.device), **self.run.graph_metrics()}
+        slots, used = packed_slots(batches)
+        ranks = self.world.gather((slots, used, own))
+        largest = {name: max(measured[name] for *_, measured in ranks) for name in own}
+        slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
+        return {
+            "padding_waste": 1.0 - used / slots if slots else 0.0,
+            **largest,
+            "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / self.world.size / largest["time/step"],
+        }
+
+    @staticmethod
+    def _packed_tokens(groups: list[RolloutGroup]) -> int:
+        return sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
+
+
+def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
+    """`reward/mean`, `reward/std` and `rewards/<fn>/mean` over where the function applies."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    metrics = {
+        "reward/mean": mean(r.reward for r in rollouts),
+        "reward/std": mean(pstdev([r.reward for r in g.rollouts]) for g in groups),
+    }
+    for name in rollouts[0].rewards:
+        values = [v for r in rollouts if (v := r.rewards[name]) is not None]
+        if values:
+            metrics[f"rewards/{name}/mean"] = mean(values)
+    return metrics
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory used so far: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,45 @@
+"""Supervised steps on worked examples, before reinforcement learning: until a model solves some of the problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+from ..session.signals import raise_received
+from ..session.warm_up import prepare_validation
+from .loop import Loop
+
+_SHOWN = 25  # steps between two lines about the loss
+_RECENT = 10  # steps whose mean loss `trainer.warmup_loss` is held against
+REWARD = "validation/reward/mean"
+
+
+def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
+    """Up to `trainer.warmup_steps` supervised steps; fewer when the loss or the reward of the task's selection problems
+    ends them, which are none that a validation reports.
+
+    Returns for the summary: `steps`, `loss_first`, `loss_last`, and with `trainer.warmup_reward` also `validation`, the
+    measures of the selection problems by the steps done.
+    """
+    t = loop.config.trainer
+    losses: list[float] = []
+    validation: dict[str, dict[str, float]] = {}
+    if t.warmup_reward:
+        prepare_validation(loop.config, loop.run)
+    while len(losses) < t.warmup_steps and not (len(losses) >= _RECENT and mean(losses[-_RECENT:]) < t.warmup_loss):
+        raise_received()
+        losses.append(loop.warmup_step(len(losses)).loss)
+        done = len(losses)
+        loop.run.timings.tell(f"step {done} of at most {t.warmup_steps}, loss {losses[-1]:.3f}")
+        if done % _SHOWN == 0:
+            note(f"warm-up step {done}: loss {losses[-1]:.3f}")
+        if t.warmup_reward and done % t.warmup_interval == 0:
+            with loop.run.timings.measured("validation"):
+                found = validation[str(done)] = loop.validate(selection=True)
+            note(f"warm-up step {done}: " + ", ".join(f"{k.split('/', 1)[1]} {v:.3f}" for k, v in found.items()))
+            if found[REWARD] >= t.warmup_reward:
+                break
+    loop.run.trainer.reset_optimizer()
+    measures: dict[str, Any] = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1]}
+    return measures | ({"validation": validation} if validation else {})

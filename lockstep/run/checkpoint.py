@@ -1,0 +1,232 @@
+"""Directory checkpoints that are whole or not there.
+
+`checkpoints/step_N/` holds `state.json`, tensors as `NAME-00001.safetensors`, ..., and `manifest.json`: each file's
+size and SHA-256. Nothing in it executes. A checkpoint is written in a hidden folder beside its place, every file
+fsynced, the manifest last, then renamed; a process killed at any instant leaves the checkpoints before it untouched.
+
+Integrity: SHA-256 of each shard, on one thread a shard (hashing releases the interpreter lock, so the rate is that of
+the cores together). Shards also bound the memory that tensors on a GPU take on their way to disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache.file_hashes import fingerprints
+from ..errors import LockstepError
+from ..json_file import read_json
+
+_FORMAT = 1
+_SHARD_BYTES = 1 << 30
+_STATE, _MANIFEST, _SUFFIX = "state.json", "manifest.json", ".safetensors"
+
+_log = logging.getLogger("lockstep.run.checkpoint")
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint whose files have been verified. Tensors are read when asked for."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    files: tuple[str, ...]
+
+    def tensors(self, name: str, device: str | torch.device = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """Yield the (key, tensor) pairs that were saved under `name`, one tensor in memory at a time.
+
+        `dict(loaded.tensors(name))` is what was given to `save`. Raises `LockstepError` when there is no such name.
+        """
+        shards = [file for file in self.files if _name_of(file) == _stem(name)]
+        if not shards:
+            known = sorted({stem for file in self.files if (stem := _name_of(file))})
+            raise LockstepError(f"{self.path} holds no tensors named {name!r}; it holds {known}")
+        return self._read(shards, str(device))
+
+    def _read(self, shards: list[str], device: str) -> Iterator[tuple[str, Tensor]]:
+        from safetensors import safe_open
+
+        for file in shards:
+            with safe_open(self.path / file, framework="pt", device=device) as opened:
+                for key in opened.keys():  # noqa: SIM118 (not a dict)
+                    yield key, opened.get_tensor(key)
+
+
+def save(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], keep_last: int) -> Path:
+    """Write checkpoint `folder/step_N` and return its path; then delete what it makes superfluous.
+
+    `tensors` maps a file name (with or without `.safetensors`) to the tensors it holds, on any device. `state` must
+    survive JSON unchanged: string keys, no tuples, no NaN. Deleted are checkpoints beyond the `keep_last` newest, those
+    of later steps (a run that resumed before them writes them anew), and leftovers of killed processes.
+
+    Raises `LockstepError` when the disk refuses; earlier checkpoints are then as they were.
+    """
+    from safetensors import SafetensorError
+
+    target = folder / f"step_{step}"
+    temporary = folder / f".tmp-step_{step}-{os.getpid()}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, group in tensors.items():
+            _write_tensors(temporary, _stem(name), group)
+        _write_json(temporary / _STATE, state)
+        files = fingerprints(temporary, sorted(path.name for path in temporary.iterdir()))
+        _write_json(temporary / _MANIFEST, _sealed({"format": _FORMAT, "step": step, "files": files}))
+        _fsync(temporary)
+        _publish(temporary, target)
+        _prune(folder, step, keep_last)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise LockstepError(f"could not write checkpoint {target}: {error}") from error
+    return target
+
+
+def latest(folder: Path) -> LoadedCheckpoint | None:
+    """The newest checkpoint in `folder` whose every file is as it was written, or None.
+
+    A damaged one (a file missing, or of another size or digest, or unreadable JSON) is skipped with a warning that
+    names it and what is wrong.
+    """
+    for step in reversed(_steps(folder)):
+        path = folder / f"step_{step}"
+        try:
+            return _verified(path, step)
+        except _Damaged as error:
+            _log.warning("skipped damaged checkpoint %s: %s", path, error)
+    return None
+
+
+class _Damaged(Exception):
+    """A checkpoint that is not as it was written, and why."""
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(_SUFFIX)
+
+
+def _name_of(file: str) -> str | None:
+    """The name that a shard belongs to, or None for a file that is no shard."""
+    return file.rsplit("-", 1)[0] if file.endswith(_SUFFIX) else None
+
+
+def _write_tensors(folder: Path, stem: str, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    for index, keys in enumerate(_shards(tensors), start=1):
+        path = folder / f"{stem}-{index:05d}{_SUFFIX}"
+        save_file(_on_host({key: tensors[key] for key in keys}), path)
+        _fsync(path)
+
+
+def _shards(tensors: dict[str, Tensor]) -> Iterator[list[str]]:
+    """Split the keys, in order, so that each part's tensors take at most `_SHARD_BYTES` (or are a single one)."""
+    part: list[str] = []
+    size = 0
+    for key, tensor in tensors.items():
+        if part and size + tensor.nbytes > _SHARD_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(key)
+        size += tensor.nbytes
+    yield part
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors, no two on one storage (safetensors refuses tensors that share memory)."""
+    result: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for key, tensor in tensors.items():
+        host = tensor.detach().cpu().contiguous()
+        storage = host.untyped_storage().data_ptr()
+        result[key] = host.clone() if storage in storages else host
+        storages.add(storage)
+    return result
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    _fsync(path)
+
+
+def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with its own digest, so that damage to the manifest is seen too."""
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
+
+
+def _verified(path: Path, step: int) -> LoadedCheckpoint:
+    try:
+        manifest = read_json(path / _MANIFEST)
+        if manifest != _sealed(manifest):
+            raise _Damaged(f"{_MANIFEST} does not have its own digest")
+        if (manifest["format"], manifest["step"]) != (_FORMAT, step):
+            raise _Damaged(f"{_MANIFEST} is for format {manifest['format']}, step {manifest['step']}")
+        files = manifest["files"]
+        for name, entry in files.items():  # sizes first: they cost nothing
+            size = (path / name).stat().st_size
+            if size != entry["size"]:
+                raise _Damaged(f"{name} has {size} bytes; {entry['size']} were written")
+        for name, found in fingerprints(path, list(files)).items():
+            if found != files[name]:
+                raise _Damaged(f"{name} does not have the SHA-256 it was written with")
+        state = read_json(path / _STATE)
+    except FileNotFoundError as error:
+        raise _Damaged(f"{Path(error.filename).name} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _Damaged(f"{type(error).__name__}: {error}") from error
+    return LoadedCheckpoint(path=path, step=step, state=state, files=tuple(files))
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """Rename into place. A checkpoint of the same step (a damaged one, usually) steps aside first."""
+    if target.exists():
+        _retire(target)
+    os.rename(temporary, target)
+    _fsync(target.parent)
+
+
+def _prune(folder: Path, step: int, keep_last: int) -> None:
+    kept = [other for other in _steps(folder) if other <= step][-keep_last:]
+    for other in _steps(folder):
+        if other not in kept:
+            _retire(folder / f"step_{other}")
+    for leftover in folder.glob(".tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _retire(path: Path) -> None:
+    """Take a checkpoint out of sight in one rename; `_prune` deletes it (a half-deleted one would look damaged)."""
+    aside = path.parent / f".tmp-old-{path.name}-{os.getpid()}"
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+
+
+def _steps(folder: Path) -> list[int]:
+    """Steps that have a folder, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"step_(0|[1-9]\d*)", path.name))
+    )
+
+
+def _fsync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,100 @@
+"""What a run's last lines say: what was learned, whether it was identical, where the report is, and what comes next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import RunConfig
+
+_ENDS = 10  # steps whose mean reward is told where no problems are held out
+_SHORT = 60  # characters of a prompt that a command can hold
+
+
+def learned(config: RunConfig, validations: Mapping[str, Mapping[str, float]], rewards: Sequence[float]) -> str:
+    """The measure of the held-out problems that decides, before and after; without any, the reward of the steps.
+
+    `validations` has the measures by the steps done, `rewards` each step's mean. The ready tasks' first reward is 1 for
+    a solved problem and 0 otherwise, so its mean is told as a share.
+    """
+    measured = sorted((int(step), metrics) for step, metrics in validations.items())
+    if not measured:
+        if not rewards:
+            return "nothing: no step was done"
+        ends = (sum(part) / len(part) for part in (rewards[:_ENDS], rewards[-_ENDS:]))
+        return "reward {:.3g} -> {:.3g}, the first and last {} steps".format(*ends, min(_ENDS, len(rewards)))
+    (first, before), (last, after) = measured[0], measured[-1]
+    name = next((name for name in before if name.startswith("validation/rewards/")), "validation/reward/mean")
+    title = name.removeprefix("validation/").removeprefix("rewards/").removesuffix("/mean")
+    shown = [_value(metrics.get(name), share=not config.task.reward) for metrics in (before, after)]
+    change = shown[0] if first == last else " -> ".join(shown)
+    return f"held-out {title} {change}, after {last} steps of reinforcement learning"
+
+
+def _value(value: float | None, share: bool) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:.4g} %" if share else f"{value:.3g}"
+
+
+def from_here(folder: Path) -> Path:
+    """`folder` as it is called where the command runs, if it is below that."""
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
+
+
+def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
+    """A command that tries the model that the run made: on `prompt`, one of its problems, if it is a short text."""
+    model = shlex.quote(str(run_dir / "model"))
+    if isinstance(prompt, str) and len(prompt) <= _SHORT and prompt.isprintable():
+        limit = config.sampling.max_completion_length
+        return f"lockstep generate --model {model} --prompt {shlex.quote(prompt)} --max-completion-length {limit}"
+    data = ["--data", config.task.data] if config.task.data else []
+    own = ["--reward", *config.task.reward] if config.task.reward else []
+    return f"lockstep eval --model {model} {shlex.join(['--task', config.task.name, *data, *own])}"
+
+
+def identical(certificate: Mapping[str, Any]) -> str:
+    """What the parity check compared, in words; `certificate` is what parity.json holds."""
+    checked, different = certificate.get("tokens_checked", 0), certificate.get("tokens_different", 0)
+    uncovered = certificate.get("tokens_not_covered", 0)
+    if certificate.get("identical") is None:
+        return "not checked"
+    verdict = "yes" if certificate["identical"] else "NO"
+    found = f"{verdict}: {checked:,} tokens compared between generator and trainer, {different:,} different"
+    return found + (f", {uncovered:,} not covered" if uncovered else "")
+
+
+def closing(summary: Mapping[str, Any]) -> str:
+    """The four lines of a finished run."""
+    run_dir = Path(summary["run_dir"])
+    rows = {
+        "learned": summary.get("learned"),
+        "identical": identical(summary.get("parity", {})),
+        "report": str(run_dir / "report.html"),
+        "next": summary.get("next"),
+    }
+    return _aligned(rows)
+
+
+def interrupted(run_dir: Path, processes: int) -> str:
+    """Where an interrupted run is, and the command that goes on with it or begins it again."""
+    rows: dict[str, str | None] = {"folder": str(run_dir)}
+    if (run_dir / "report.html").is_file():
+        rows["report"] = str(run_dir / "report.html")
+    start = "lockstep" if processes == 1 else f"torchrun --nproc-per-node {processes} -m lockstep"
+    saved = [int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*")]
+    if saved or not (run_dir / "metrics.jsonl").exists():
+        rows["go on"] = f"{start} train --resume {shlex.quote(str(run_dir))}"
+        rows["from"] = f"step {max(saved)}" if saved else "the start: no step was saved yet"
+    else:
+        rows["again"] = f"{start} train --config {shlex.quote(str(run_dir / 'config.yaml'))}"
+        rows["from"] = "the start: it saved no checkpoints; add --checkpoint.interval N to go on from one"
+    return _aligned(rows)
+
+
+def _aligned(rows: Mapping[str, str | None]) -> str:
+    width = max(map(len, rows))
+    return "".join(f"{name:<{width}}  {text}\n" for name, text in rows.items() if text)

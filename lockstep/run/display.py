@@ -1,0 +1,328 @@
+"""The progress display of a run, on a stream whose failure ends nothing; and standard output, where it does."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+from ..errors import LockstepError
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+
+class FailsafeStream:
+    """A text stream that writes to `stream` until that fails, and from then on to nowhere.
+
+    Whoever reads a run's output may go away (`lockstep train 2>&1 | head`, a closed terminal); the run goes on. The
+    file descriptor is pointed at the null device too, for what writes to it directly and for the flush at exit.
+    """
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        """`stream` is None where Python was started without one (`2>&-`)."""
+        self._stream: Any = io.StringIO() if stream is None else stream
+        self._failed = stream is None
+
+    def write(self, text: str) -> int:
+        """Write `text`, or drop it."""
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or do nothing."""
+        self._try(self._stream.flush)
+
+    def isatty(self) -> bool:
+        """Whether someone is watching."""
+        return not self._failed and self._stream.isatty()
+
+    def _try(self, action: Any, *arguments: Any) -> None:
+        if self._failed:
+            return
+        try:
+            action(*arguments)
+        except UnicodeEncodeError:  # a locale without the display's characters
+            self._try(action, *(text.encode("ascii", "replace").decode() for text in arguments))
+        except (OSError, ValueError):  # a broken pipe, a terminal that is gone; ValueError: a closed file
+            self._failed = True
+            _discard(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class RequiredStream:
+    """Standard output: what cannot be written to it ends the command.
+
+    Raises `BrokenPipeError` when its reader has gone, and `LockstepError` for any other failure. The file descriptor
+    is then pointed at the null device, for the flush at exit.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`."""
+        return self._try(self._stream.write, text)
+
+    def flush(self) -> None:
+        """Flush."""
+        self._try(self._stream.flush)
+
+    def _try(self, action: Any, *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except (OSError, ValueError) as error:  # ValueError: a character that its encoding lacks
+            if isinstance(error, OSError):
+                _discard(self._stream)
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise LockstepError(f"standard output cannot be written: {error}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _discard(stream: Any) -> None:
+    """Point the file descriptor under `stream` at the null device."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+# What the screen calls a run's phases. Those without a word here are parts of them.
+_WORDS = {
+    "task": "the task's data",
+    "load": "loading the model",
+    "restore": "restoring the checkpoint",
+    "trackers": "trackers",
+    "warmup": "worked examples",
+    "validation": "held-out problems",
+    "graphs": "graphs",
+    "load_graphs": "loading stored graphs",
+    "import_tracer": "importing the tracer",
+    "trace": "tracing graphs",
+    "passes": "rewriting graphs",
+    "inductor": "compiling with inductor",
+    "compile": "compiling kernels",
+    "record": "recording CUDA graphs",
+    "verify": "checking graphs",
+    "gate": "checking this machine's arithmetic",
+    "generate": "generating",
+    "rewards": "in rewards",
+    "forward_backward": "training",
+    "optim_step": "training",
+    "sync": "gathering weights",
+    "checkpoint": "saving a checkpoint",
+    "save_model": "exporting the model",
+}
+_TELL_THEMSELVES = ("warmup", "validation", "graphs")  # a line of their own says what came of them, and in how long
+_WORTH_A_LINE = 0.1  # seconds of a part of start-up
+_TICK = 1.0  # seconds between two looks at what is being done
+_PATIENCE = 30.0  # seconds in one phase before a line tells of it where there is no terminal; then twice as many
+
+
+@dataclass
+class _Phase:
+    name: str
+    began: float
+    detail: str = ""
+    due: float = _PATIENCE  # seconds after which the next line tells of it
+
+    def __str__(self) -> str:
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{_WORDS[self.name]}{detail}, {self.seconds:.0f} s"
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+
+class Display:
+    """Progress on standard error: a live table on a terminal, otherwise (or with `live=False`) a line a step.
+
+    It is told of phases as a `Watcher`: parts of start-up get a line each once they are done, and what a long phase is
+    at shows while it lasts. Use it as a context manager. It never touches standard output.
+    """
+
+    def __init__(self, steps: int, live: bool = True, stream: IO[str] | None = None, tick: float = _TICK) -> None:
+        self._stream: Any = FailsafeStream(sys.stderr if stream is None else stream)
+        self._wants_live = live and self._stream.isatty()
+        self._live: Live | None = None
+        self._table: Any = None  # of the latest step
+        self._steps = steps
+        self._stepping = False
+        self._phases: list[_Phase] = []  # that have begun and not ended, the innermost last
+        self._tick, self._closed = tick, threading.Event()
+        self._rewards: deque[float] = deque(maxlen=40)
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._checked = self._different = self._not_covered = 0
+
+    def __enter__(self) -> Display:
+        if self._wants_live:
+            from rich.console import Console
+            from rich.live import Live
+
+            # No refresh thread of its own: several times a second it would take the interpreter from the loop that
+            # feeds the device.
+            console = Console(file=self._stream)
+            self._live = Live(console=console, auto_refresh=False, get_renderable=self._screen)
+            self._live.start()
+        self._ticker = threading.Thread(target=self._look, daemon=True)
+        self._ticker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._ticker.join()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def began(self, phase: str) -> None:
+        """A phase of the run began, within those that have not ended."""
+        self._stepping |= phase == "step"
+        self._phases.append(_Phase(phase, time.monotonic()))
+
+    def told(self, detail: str) -> None:
+        """How far the innermost phase is, or what it is at."""
+        if self._phases:
+            self._phases[-1].detail = detail
+
+    def ended(self, phase: str, seconds: float) -> None:
+        """The innermost phase ended. A part of start-up gets a line."""
+        self._phases.pop()
+        if not self._stepping and not self._phases and phase in _WORDS and phase not in _TELL_THEMSELVES:
+            self.startup(_WORDS[phase], seconds)
+
+    def startup(self, part: str, seconds: float) -> None:
+        """Show how long a part of start-up took, unless it was over at once."""
+        if seconds >= _WORTH_A_LINE:
+            self.note(f"start-up: {part} {seconds:.1f} s")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, `name` is what the run is doing."""
+        began = time.monotonic()
+        self.began(name)
+        try:
+            yield
+        finally:
+            self.ended(name, time.monotonic() - began)
+
+    def doing(self) -> str:
+        """The innermost phase that has a word, how far it is and for how long; empty where there is none."""
+        return str(self._innermost() or "")
+
+    def _innermost(self) -> _Phase | None:
+        return next((phase for phase in reversed(self._phases.copy()) if phase.name in _WORDS), None)
+
+    def _look(self) -> None:
+        """Now and then show what is being done: a reward or a long answer lets nothing else come to the screen."""
+        while not self._closed.wait(self._tick):
+            phase = self._innermost()
+            if self._live is not None:
+                self._live.refresh()
+            elif phase is not None and phase.seconds >= phase.due:
+                phase.due *= 2
+                self.note(f"still {phase}")
+
+    def note(self, text: str) -> None:
+        """Show a line that is not about a step (start-up, validation, a warning)."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show that step `step`, counted from 0, is done. Metrics that are absent show as a dash."""
+        self._rewards.append(float(metrics.get("reward/mean", math.nan)))
+        self._seconds.append(float(metrics.get("time/step", math.nan)))
+        self._checked += int(metrics.get("parity/tokens_checked", 0))
+        kinds = "parity/tokens_different", "parity/prompt_tokens_routed_differently"
+        self._different += sum(int(metrics.get(kind, 0)) for kind in kinds)
+        self._not_covered += abs(int(metrics.get("parity/tokens_not_covered", 0)))
+        if self._live is not None:
+            self._table = self._table_of(step, metrics)
+            self._live.refresh()
+        else:
+            print("  ".join(self._cells(step, metrics).values()), file=self._stream, flush=True)
+
+    def _cells(self, step: int, metrics: Mapping[str, Any]) -> dict[str, str]:
+        split = ", ".join(
+            f"{name} {_number(metrics.get(f'time/{name}'))}" for name in ("generate", "forward_backward", "optim_step")
+        )
+        return {
+            "step": f"step {step + 1}/{self._steps}",
+            "reward": f"reward {_number(metrics.get('reward/mean'))}",
+            "loss": f"loss {_number(metrics.get('loss'))}",
+            "length": f"length {_number(metrics.get('response_length/mean'))}",
+            "parity": f"parity {self._parity()}",
+            "time": f"{_number(metrics.get('time/step'))} s ({split})",
+            "speed": f"{_number(metrics.get('perf/tokens_per_s_per_gpu'))} tokens/s",
+            "eta": f"eta {self._eta(step)}",
+        }
+
+    def _table_of(self, step: int, metrics: Mapping[str, Any]) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        cells = self._cells(step, metrics)
+        style = "red" if self._different or self._not_covered else "green"
+        table = Table.grid(padding=(0, 2))
+        table.add_row(cells["step"], ProgressBar(total=max(1, self._steps), completed=step + 1, width=40), cells["eta"])
+        table.add_row(cells["reward"], Text(sparkline(self._rewards), style="cyan"), cells["length"])
+        table.add_row(cells["loss"], Text(cells["parity"], style=style), cells["speed"])
+        return Group(table, Text(f"time {cells['time']}", style="dim"))
+
+    def _screen(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        doing = self.doing()
+        return Group(*([self._table] if self._table else []), *([Text(doing, style="dim")] if doing else []))
+
+    def _parity(self) -> str:
+        if self._different:
+            return f"BROKEN ({self._different:,} of {self._checked:,} tokens differ)"
+        if self._not_covered:
+            return f"BROKEN ({self._not_covered:,} sampled tokens were not compared)"
+        if not self._checked:
+            return "not checked"
+        return f"identical ({self._checked:,} tokens)"
+
+    def _eta(self, step: int) -> str:
+        known = [seconds for seconds in self._seconds if math.isfinite(seconds)]
+        if not known:
+            return "-"
+        minutes, seconds = divmod(round((self._steps - step - 1) * sum(known) / len(known)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def sparkline(values: deque[float] | list[float]) -> str:
+    """Block characters from the lowest to the highest of `values`; a blank where one is not finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    blocks = "▁▂▃▄▅▆▇█"
+    return "".join(blocks[int((value - low) / span * 7)] if math.isfinite(value) else " " for value in values)
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -1,0 +1,67 @@
+"""One process at a time in a run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import InputError
+
+LOCK_FILE = ".lock"  # holds who has the lock; left behind by a process that was killed, it locks nothing
+
+_log = logging.getLogger("lockstep")
+
+
+@contextlib.contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Within, no other process can hold this folder. The lock is the kernel's (`flock`) and ends with the process.
+
+    Raises:
+        InputError: another process has it, which is named; or the folder cannot be written.
+    """
+    path = run_dir / LOCK_FILE
+    file = _locked(path)
+    try:
+        with contextlib.suppress(OSError):  # a full disk: held, if without a name
+            os.truncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {platform.node()}".encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()  # before it is free, so that whoever waits for no file does not get this one
+        os.close(file)
+
+
+def _locked(path: Path) -> int:
+    """The open lock file, locked."""
+    while True:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InputError(f"{path.parent} cannot be written: {error}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is(file, path):
+                return file
+        except BlockingIOError:
+            holder = os.read(file, 200).decode(errors="replace") or "another process"
+            os.close(file)
+            raise InputError(
+                f"{path.parent} is in use: {holder} is training in it; wait until that has ended, or stop it"
+            ) from None
+        except OSError as error:
+            _log.warning("%s cannot be locked (%s): nothing keeps a second process out of it", path.parent, error)
+            return file
+        os.close(file)  # its holder deleted it in between
+
+
+def _is(file: int, path: Path) -> bool:
+    """Whether the open file is still the one at `path`."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), path.stat())
+    return False

@@ -1,0 +1,234 @@
+"""What a run records: JSON lines that survive a kill, and a summary."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError, LockstepError
+
+if TYPE_CHECKING:
+    from ..types import RolloutGroup
+
+# Every metric of a step by what it is about, with its title. `<fn>` stands for a reward or graph function's name.
+LEARNING, PHASES, PARITY = "Learning", "Where a step's seconds go", "Parity"
+SECTIONS: dict[str, dict[str, str]] = {
+    LEARNING: {
+        "reward/mean": "Reward",
+        "reward/std": "Spread of the reward within a prompt",
+        "rewards/<fn>/mean": "Reward function <fn>",
+        "logged/<fn>": "<fn>, as a reward function logged it",
+    },
+    "Policy and responses": {
+        "entropy": "Entropy, nats a token",
+        "kl": "KL from the reference, nats a token",
+        "clip_ratio": "Tokens clipped, share",
+        "grad_norm": "Gradient norm before clipping",
+        "loss": "Loss",
+        "lr": "Learning rate",
+        "frac_reward_zero_std": "Groups without a difference, share",
+        "groups_without_reward": "Groups without a reward",
+        "reward_errors/<fn>": "Completions that <fn> failed on",
+        "updates": "Updates of the weights",
+        "policy_age": "Policy age, updates",
+        "response_length/mean": "Response length, tokens",
+        "response_length/clip_ratio": "Responses cut at the limit, share",
+    },
+    "Experts": {
+        "moe/load_imbalance": "Busiest expert over the mean",
+        "moe/expert_tokens/min": "Tokens of the least busy expert",
+        "moe/expert_tokens/max": "Tokens of the busiest expert",
+        "moe/aux_loss": "Load-balancing loss",
+    },
+    PHASES: {
+        "time/generate": "Generation",
+        "time/forward_backward": "Forward and backward pass",
+        "time/optim_step": "Optimizer step",
+        "time/sync": "Weight sync",
+    },
+    "Speed and memory": {
+        "time/step": "Step time, seconds",
+        "time/rewards": "Rewards, seconds of the generation",
+        "perf/tokens_per_s_per_gpu": "Tokens a second and device",
+        "memory/peak_gib": "Peak memory, GiB",
+        "padding_waste": "Padding, share of packed tokens",
+        "recompiles": "Captures after warm-up",
+        "graph_replays": "Graph replays",
+        "graph_replays/<fn>": "Graph replays of <fn>",
+    },
+    PARITY: {
+        "logprob_diff/max": "Largest difference of log-probabilities",
+        "parity/tokens_checked": "Tokens checked",
+        "parity/tokens_different": "Tokens that differ",
+        "parity/tokens_not_covered": "Sampled tokens that were not compared",
+        "parity/tokens_routed_differently": "Tokens with other experts",
+        "parity/prompt_tokens_routed_differently": "Prompt tokens with other experts",
+    },
+}
+_TITLES: dict[str, str] = {name: title for metrics in SECTIONS.values() for name, title in metrics.items()}
+_OF_FUNCTIONS = [name.split("<fn>") for name in _TITLES if "<fn>" in name]
+
+_STEPS_END = 1 << 53  # a step below it is exact as a float too
+
+METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE = "metrics.jsonl", "rollouts.jsonl", "summary.json"
+
+
+def listed(name: str) -> str | None:
+    """The name in `SECTIONS` for a recorded metric's; None for one that is not there."""
+    for before, after in _OF_FUNCTIONS:
+        if name.startswith(before) and name.endswith(after):
+            return f"{before}<fn>{after}"
+    return name if name in _TITLES else None
+
+
+def title_of(name: str) -> str:
+    """A recorded metric's title; its name if it has none."""
+    known = listed(name)
+    if known is None:
+        return name
+    before, _, after = known.partition("<fn>")
+    return _TITLES[known].replace("<fn>", name.removeprefix(before).removesuffix(after))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the disk refuses inside (no space left, say) into a `LockstepError` naming `path`."""
+    try:
+        yield
+    except Exception as error:
+        from safetensors import SafetensorError
+
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
+        raise LockstepError(f"could not write {path}: {error}") from error
+
+
+def write_all(file: io.RawIOBase, data: bytes) -> None:
+    """Write all of `data`: a full disk takes a part before it refuses."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """`value` as standard JSON. NaN and infinities, which JSON lacks, become "NaN", "Infinity" and "-Infinity"."""
+    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return _plain(value.item()) if hasattr(value, "item") else str(value)  # scalars of torch and numpy; paths
+
+
+class MetricsWriter:
+    """Appends JSON objects, one a line, each flushed to the operating system before `write` returns.
+
+    Opened with `start_step=N` (a run that resumes before step N, or 0 for a new one), it first drops the lines of
+    steps N and later and a torn last line, atomically, so that the file never holds a step of two histories.
+    Raises `InputError` when another line of the file cannot be read.
+    """
+
+    def __init__(self, path: Path, start_step: int = 0) -> None:
+        if path.exists():
+            _keep_before(path, start_step)
+        self._path = path
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append `record`; its `step` is what resuming goes by."""
+        with writing(self._path):
+            write_all(self._file, (to_json({"step": int(record["step"]), **record}) + "\n").encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a JSON-lines file, without a torn last line. Raises `InputError` naming an unreadable one."""
+    return (record for _, record in _lines(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    if not path.is_file():
+        raise InputError(f"{path} is not a regular file; move it away")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return  # the process died while writing it
+            try:
+                record = json.loads(line)
+                if type(record["step"]) is not int or not 0 <= record["step"] < _STEPS_END:
+                    raise ValueError(f"step is {str(record['step'])[:40]}")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise InputError(
+                    f"{path}, line {number}: not a JSON object with a whole number `step` ({error}); delete the line"
+                ) from error
+            yield line, record
+
+
+def _keep_before(path: Path, step: int) -> None:
+    temporary = path.with_name(f".tmp-{path.name}")
+    with writing(path):
+        with temporary.open("wb") as file:
+            for line, record in _lines(path):
+                if record["step"] < step:
+                    file.write(line)
+        _replace(temporary, path)
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write one JSON object to `path`, whole or not at all."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with writing(path):
+        temporary.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
+        _replace(temporary, path)
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json` of a run folder."""
+    write_json(run_dir / SUMMARY_FILE, summary)
+
+
+def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
+    """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it."""
+    for group in groups:
+        samples = [
+            {
+                "text": rollout.completion.text,
+                "reward": rollout.reward,
+                "rewards": rollout.rewards,
+                "advantage": rollout.advantage,
+                "tokens": len(rollout.completion.token_ids),
+                "token_ids": rollout.completion.token_ids,
+                "finish_reason": rollout.completion.finish_reason,
+                **({"extra": rollout.extra} if rollout.extra else {}),
+            }
+            for rollout in group.rollouts
+        ]
+        yield {"step": step, "group": group.group, "prompt": group.prompt, "samples": samples}

@@ -1,0 +1,328 @@
+"""What a run leaves in its folder and on its timeline: files, checkpoints, summary and report; and what is restored."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from .. import __version__, ops
+from ..config import RunConfig, yaml_file
+from ..distributed import ONE, World
+from ..errors import InputError, LockstepError, NonFiniteError, ParityError
+from ..machine import describe
+from ..rl.loop import Loop
+from ..rl.sft_warmup import sft_warmup
+from ..session import golden
+from ..session.build import save_policy
+from ..session.certificate import Certificate
+from ..session.warm_up import warm_up
+from ..timings import Span
+from . import checkpoint, closing
+from . import resume as resuming
+from .display import Display
+from .metrics import (
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    MetricsWriter,
+    read_lines,
+    rollout_records,
+    write_json,
+    write_summary,
+    writing,
+)
+from .report import write_report
+from .resume import CHECKPOINTS, FINAL_MODEL
+from .timeline import TIMELINE_FILE, Timeline
+from .trackers import Trackers
+
+PARITY_FILE, FAILURE_FILE = "parity.json", "failure.json"
+
+# Counters of the timeline, and the metrics that they show.
+_COUNTERS = {"reward": "reward/mean", "tokens/s": "perf/tokens_per_s_per_gpu", "memory GiB": "memory/peak_gib"}
+
+_REASONS = 3  # that are shown why stored graphs were not used
+
+_log = logging.getLogger("lockstep")
+
+
+class Recorder:
+    """The run folder of one training run: metrics, rollouts, checkpoints, summary, report. Only the first rank writes
+    it; the others keep the summary alone."""
+
+    # CPU seconds until here, part of the process's first run: of this thread, as NumPy's others spin beside it
+    _imports: ClassVar[float] = time.thread_time()
+
+    def __init__(self, config: RunConfig, run_dir: Path, world: World = ONE) -> None:
+        self.config, self.world = config, world
+        self.run_dir = run_dir
+        self._shown_dir = closing.from_here(run_dir)
+        imports, Recorder._imports = Recorder._imports, 0.0
+        self.began = time.perf_counter() - imports
+        self._earlier = 0.0  # seconds of the processes that this one goes on from
+        self._numerics: dict[str, Any] | None = None
+        self._absent = 0  # steps of earlier processes without metrics
+        self.validations: dict[str, dict[str, float]] = {}
+        self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
+        self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
+        self.imports_s = imports
+        self._timeline: Timeline | None = None
+        self._metrics: MetricsWriter | None = None
+        self._rollouts: MetricsWriter | None = None
+        self._trackers: Trackers | None = None
+        self._loop: Loop | None = None
+        self._rewards: list[float] = []
+        self._prompt: Any = None  # of a step's first group
+
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """What makes the run the run it is."""
+        return resuming.inputs(self.config)
+
+    def started(self, loop: Loop) -> None:
+        """The parts are built: record the configuration, the machine and the start-up time; open the trackers."""
+        self.summary["environment"] = describe(loop.device)
+        if self.world.size > 1:
+            self.summary["environment"]["processes"] = str(self.world.size)
+        self._loop, timings = loop, loop.run.timings
+        if self.world.first:
+            with writing(self.run_dir / "config.yaml"):
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                yaml_file.save(self.config, self.run_dir / "config.yaml")
+            if self.config.checkpoint.interval:
+                with timings.measured("inputs"):
+                    self.inputs  # noqa: B018 (as soon as the model is read)
+            with timings.measured("trackers"):
+                self._trackers = Trackers(self.config.metrics, self.run_dir, yaml_file.flat(self.config))
+        imports = Span("import", self.began, self.imports_s)
+        self._count_startup(self.began, {imports.name: imports.seconds} | timings.seconds)
+        if self.world.first:
+            self._timeline = Timeline(self.run_dir / TIMELINE_FILE, f"lockstep {self.run_dir.name}", self.began)
+        self.trace([imports])
+
+    def warm_up_graphs(self, loop: Loop, display: Display) -> None:
+        """Make the graphs of all steps; record where start-up went."""
+        began, compiler, timings = time.perf_counter(), loop.run.compiler, loop.run.timings
+        before = dict(timings.seconds)
+        making = display.phase("graphs") if compiler else nullcontext()
+        with self.world.deadline("making and checking graphs", timeouts=10), making:
+            warm_up(self.config, loop.run)
+        if compiler:
+            graphs = sum(len(function.graphs) for function in compiler.functions)
+            made = f"layers: {compiler.captures} variants compiled"
+            if graphs:
+                made = f"graphs: {graphs} made from {compiler.captures} traces and {compiler.loaded} stored graphs"
+            display.note(f"{made} in {time.perf_counter() - began:.1f} s")
+            self.summary["compile"] = report = loop.run.compile_report()
+            if reasons := report["refused"]:
+                more = f" and {len(reasons) - _REASONS} more" if len(reasons) > _REASONS else ""
+                display.note(f"graphs: stored ones were not used: {'; '.join(reasons[:_REASONS])}{more}")
+        self._count_startup(began, {name: s - before.get(name, 0.0) for name, s in timings.seconds.items()})
+        self.trace()
+
+    def _count_startup(self, began: float, phases: dict[str, float]) -> None:
+        """Add what was spent since `began` to start-up, by phase; what no phase accounts for is `other`."""
+        total = time.perf_counter() - began
+        self.summary["startup_s"] += total
+        for phase, seconds in (phases | {"other": total - sum(phases.values())}).items():
+            if seconds > 0:
+                name = f"startup/{phase}"
+                self.summary[name] = self.summary.get(name, 0.0) + seconds
+
+    def trace(self, spans: Sequence[Span] = (), metrics: Mapping[str, Any] | None = None) -> None:
+        """Put `spans`, what was measured since they were taken, and the counters among `metrics` on the timeline."""
+        assert self._loop is not None
+        taken = [*spans, *self._loop.run.timings.take()]
+        counters = {name: metrics[metric] for name, metric in _COUNTERS.items()} if metrics else {}
+        if self._timeline is not None:
+            self._timeline.write(taken, counters)
+
+    def open(self, start: int) -> None:
+        """Open the files that get a line a step; lines of step `start` and later are of a history that is redone."""
+        self.trace()
+        if not self.world.first:
+            return
+        self._metrics = MetricsWriter(self.run_dir / METRICS_FILE, start)
+        for record in read_lines(self.run_dir / METRICS_FILE):
+            self._account(record)
+        self._absent = start - len(self._rewards)
+        self._rollouts = MetricsWriter(self.run_dir / ROLLOUTS_FILE, start)
+
+    def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool = False) -> int:
+        """Put the run where `loaded` left it; returns the steps it had done.
+
+        Args:
+            other_numerics: go on with other arithmetic too, and say so in the certificate.
+        """
+        try:
+            changed = self._changed_numerics(loop, loaded.state["numerics"])
+            if changed and not other_numerics:
+                raise InputError(_other_numerics(loaded, changed))
+            with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
+                loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
+            loop.certificate = Certificate(**loaded.state["certificate"])
+            if changed:
+                resumed = loop.certificate.settings.setdefault("resumed_with_other_numerics", [])
+                resumed.append({"steps_done": loaded.step, "changed": changed})
+            loop.idle_steps = loaded.state["idle_steps"]
+            self.validations = loaded.state["validations"]
+            self._earlier = loaded.state["seconds"]["total_s"]
+            self.summary |= loaded.state["seconds"]
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise InputError(
+                f"{loaded.path} does not fit this run ({reason}); was the model folder or lockstep changed since?"
+            ) from error
+        if loaded.state["warmup"] is not None:
+            self.summary["warmup"] = loaded.state["warmup"]
+        self.summary["resumed_from_step"] = loaded.step
+        return loaded.step
+
+    def checkpoint(self, loop: Loop, step: int) -> None:
+        """Save when `checkpoint.interval` says so, and at the end."""
+        c = self.config.checkpoint
+        if c.interval == 0 or (step % c.interval and step != self.config.steps):
+            return
+        with loop.run.timings.measured("checkpoint"):
+            self._save(loop, step)
+
+    def _save(self, loop: Loop, step: int) -> None:
+        with self.world.deadline("gathering a checkpoint"):
+            tensors, counters = loop.run.trainer.state()
+        if not self.world.first:
+            return
+        state = {
+            "trainer": counters,
+            "certificate": vars(loop.certificate),
+            "idle_steps": loop.idle_steps,
+            "validations": self.validations,
+            "warmup": self.summary.get("warmup"),
+            "numerics": self._numerics_of(loop),
+            "inputs": self.inputs,
+            "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
+            | {"total_s": self._total_seconds()},
+        }
+        keep_last = self.config.checkpoint.keep_last
+        checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, keep_last)
+
+    def _numerics_of(self, loop: Loop) -> dict[str, Any]:
+        """What the run's bits depend on besides its configuration: names, versions, and words of its arithmetic."""
+        if self._numerics is None:
+            with loop.run.timings.measured("golden_words"):
+                embed = loop.run.policy.model.embed
+                found = golden.words(embed.device, embed.dtype)
+            self._numerics = loop.run.trainer.numerics() | {"c_library": ops.cpu_build(), "words": found}
+        return self._numerics
+
+    def _changed_numerics(self, loop: Loop, then: dict[str, Any]) -> list[str]:
+        """What is not as it was on any rank."""
+        found = self.world.gather(resuming.other_numerics(then, self._numerics_of(loop)))
+        return list(dict.fromkeys(sentence for one in found for sentence in one))
+
+    def certify(self, loop: Loop) -> None:
+        """Write what the parity check has covered so far."""
+        if self.world.first:
+            write_json(self.run_dir / PARITY_FILE, loop.certificate.to_dict())
+
+    def save_model(self, loop: Loop) -> None:
+        """Export the model."""
+        if self.world.first:
+            with loop.run.timings.measured("save_model"), writing(self.run_dir / FINAL_MODEL):
+                save_policy(loop.run.policy, self.run_dir / FINAL_MODEL)
+        self.trace()
+
+    def warmup(self, loop: Loop, display: Display) -> None:
+        """Supervised steps on worked examples before reinforcement learning."""
+        steps = self.config.trainer.warmup_steps
+        if not steps:
+            return
+        began = time.perf_counter()
+        display.note(f"warm-up: at most {steps} supervised steps on worked examples")
+        with loop.run.timings.measured("warmup"):
+            self.summary["warmup"] = done = sft_warmup(loop, display.note)
+        self.summary["warmup_s"] = seconds = time.perf_counter() - began
+        losses = f"loss {done['loss_first']:.3f} to {done['loss_last']:.3f}"
+        display.note(f"warm-up: {losses} in {done['steps']} steps, {seconds:.1f} s")
+
+    def validate(self, loop: Loop, display: Display, step: int) -> dict[str, float]:
+        """Greedy completions of held-out problems after `step` steps."""
+        with loop.run.timings.measured("validation"):
+            metrics = loop.validate()
+        if metrics:
+            self.validations[str(step)] = metrics
+            shown = ", ".join(f"{k.removeprefix('validation/')} {v:.3f}" for k, v in metrics.items())
+            display.note(f"validation after {step} steps: {shown}")
+        return metrics
+
+    def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
+        """Write one step's lines."""
+        self._account(metrics)
+        if not self.world.first:
+            return
+        assert self._metrics is not None and self._rollouts is not None and self._trackers is not None
+        self._prompt = groups[0].prompt
+        self._metrics.write({"step": step, **metrics})
+        self._trackers.log(step, metrics)
+        if self.config.metrics.rollouts:
+            for record in rollout_records(step, groups):
+                self._rollouts.write(record)
+
+    def _account(self, metrics: dict[str, Any]) -> None:
+        """Add a step to the summary; a resumed run's earlier steps come from its metrics."""
+        self.summary["generator_s"] += metrics["time/generate"]
+        self.summary["trainer_s"] += metrics["time/forward_backward"] + metrics.get("time/optim_step", 0.0)
+        self.summary["sync_s"] += metrics["time/sync"]
+        self._rewards.append(metrics["reward/mean"])
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Whatever ended the run, leave a summary and a report of what there is, and the evidence of a failed check."""
+        try:
+            self._finish(error)
+        except (LockstepError, OSError) as unwritten:
+            if error is None:
+                raise
+            _log.warning("%s", unwritten)  # what ended the run is the news
+
+    def _finish(self, error: BaseException | None) -> None:
+        if not self.world.first:
+            return
+        if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
+            write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
+            error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
+        for file in (self._metrics, self._rollouts):
+            if file is not None:
+                file.close()
+        ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
+        self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
+        self.summary |= {"steps_done": self._absent + len(self._rewards), "validation": self.validations}
+        self.summary |= {
+            "learned": closing.learned(self.config, self.validations, self._rewards),
+            "parity": self._loop.certificate.to_dict() if self._loop else {},
+            "next": closing.next_command(self.config, self._shown_dir, self._prompt),
+        }
+        self.summary["total_s"] = self._total_seconds()
+        write_summary(self.run_dir, self.summary)
+        with writing(self.run_dir / "report.html"):
+            write_report(self.run_dir)
+        if self._trackers is not None:
+            self._trackers.close()
+        if self._timeline is not None:
+            self._timeline.close()
+
+    def _total_seconds(self) -> float:
+        """Of the whole run so far: this process, and those whose steps it goes on from."""
+        return self._earlier + time.perf_counter() - self.began
+
+
+def _other_numerics(loaded: checkpoint.LoadedCheckpoint, changed: list[str]) -> str:
+    return (
+        f"cannot resume with the same bits: since {loaded.path.name} was saved, {'; '.join(changed)}. Resume where the "
+        "run began (OMP_NUM_THREADS sets the threads), or go on with other bits by --resume-with-other-numerics"
+    )

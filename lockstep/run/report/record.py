@@ -1,0 +1,172 @@
+"""What a run folder holds, read for a report. A file that is missing or damaged leaves its part out."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from ...config import RunConfig
+from ...config.recipes import RECIPES
+from ...config.yaml_file import flat, load
+from ...errors import InputError
+from ...json_file import read_json
+from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, read_lines
+
+ENDS = 10  # steps that "first" and "last" are means of
+
+_STEP = re.compile(rb'\{"step": (\d{1,15}),')  # how `MetricsWriter` begins a line
+
+Metric = list[tuple[float, float]]  # (steps done, value)
+
+
+@dataclass
+class Record:
+    """A run: its metrics, summary, certificate, failure, configuration and rollouts."""
+
+    path: Path
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    certificate: dict[str, Any] = field(default_factory=dict)
+    failure: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    config: RunConfig | None = None  # None also where this version cannot read it
+
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return self.path.resolve().name
+
+    @cached_property
+    def metric_names(self) -> list[str]:
+        """Metrics that occur, in the order of their first appearance."""
+        return list({name: None for record in self.steps for name in record if name != "step"})
+
+    def metric(self, name: str) -> Metric:
+        """The metric at the steps that have it as a number, "NaN" and "Infinity" included. Steps count from 1."""
+        points = []
+        for record in self.steps:
+            value = as_float(record.get(name))
+            if value is not None:
+                points.append((float(record["step"]) + 1, value))
+        return points
+
+    def values(self, name: str) -> list[float]:
+        """The metric's finite values."""
+        return [value for _, value in self.metric(name) if math.isfinite(value)]
+
+    def ends(self, name: str) -> tuple[float, float] | None:
+        """Mean of the first and of the last ten finite values."""
+        values = self.values(name)
+        return (mean(values[:ENDS]), mean(values[-ENDS:])) if values else None
+
+    def median(self, name: str) -> float | None:
+        """Median of the finite values."""
+        values = self.values(name)
+        return median(values) if values else None
+
+    @cached_property
+    def validations(self) -> dict[str, Metric]:
+        """Each validation metric over the steps done. Only the summary knows the validation before the first step; a
+        run that was killed has no summary."""
+        found = self.summary.get("validation")
+        if not isinstance(found, dict) or not found:
+            return {name: self.metric(name) for name in self.metric_names if name.startswith("validation/")}
+        points: dict[str, Metric] = {}
+        for step, row in found.items():
+            for name, value in row.items() if isinstance(row, dict) else ():
+                at, y = as_float(step), as_float(value)
+                if at is not None and math.isfinite(at) and y is not None:
+                    points.setdefault(name, []).append((at, y))
+        return {name: sorted(line) for name, line in points.items()}
+
+    def verdict(self) -> tuple[str, str, str]:
+        """The parity check in a word, in a sentence, and its style."""
+        kinds = "checked", "different", "not_covered"
+        checked, different, missing = (int(sum(self.values(f"parity/tokens_{kind}"))) for kind in kinds)
+        if missing and not different:
+            return "BROKEN", f"{missing:,} sampled tokens were not compared", "bad"
+        if different or self.certificate.get("identical") is False:
+            return "BROKEN", f"{different:,} of {checked:,} tokens differ", "bad"
+        if checked or self.certificate.get("identical") is True:
+            return "bitwise identical", f"{checked:,} tokens checked, none different", "good"
+        return "not checked", "no token was compared between generator and trainer", ""
+
+    def rollouts(self) -> dict[int, list[dict[str, Any]]]:
+        """The groups of the last and of the first recorded step (counted from 0), in this order.
+
+        Only their lines are decoded: the file may be large. A damaged line is left out.
+        """
+        path = self.path / ROLLOUTS_FILE
+        found: dict[int, list[bytes]] = {}
+        with path.open("rb") if path.is_file() else io.BytesIO() as file:
+            for line in file:
+                match = _STEP.match(line)
+                if match is None or not line.endswith(b"\n"):
+                    continue
+                step = int(match[1])
+                if step not in found and len(found) == 2:
+                    found.popitem()  # neither the first step nor, now, the last
+                found.setdefault(step, []).append(line)
+        return {step: [g for line in lines if (g := _decoded(line))] for step, lines in reversed(found.items())}
+
+
+def read_record(path: Path) -> Record:
+    """The run in folder `path`. Raises `InputError` for a metrics line that cannot be read."""
+    record = Record(path, summary=_object(path / SUMMARY_FILE))
+    record.certificate, record.failure = _object(path / "parity.json"), _object(path / "failure.json")
+    if (path / METRICS_FILE).exists():
+        record.steps = list(read_lines(path / METRICS_FILE))
+    config = path / "config.yaml"
+    if config.is_file():
+        record.config_text = config.read_text(encoding="utf-8", errors="replace")
+        try:
+            record.config = load(config)
+        except InputError:  # of another version, perhaps: the text is there
+            record.config = None
+    return record
+
+
+def changed_fields(record: Record) -> list[tuple[str, Any, Any]]:
+    """(field, value, default) where the run's configuration is not its recipe's."""
+    if record.config is None:
+        return []
+    name = record.config.recipe
+    begin = RECIPES.get(name, lambda model: RunConfig(recipe=name, model=None))
+    default = flat(begin(record.config.model)) | {"model": begin(None).model}
+    return [(name, value, default[name]) for name, value in flat(record.config).items() if value != default[name]]
+
+
+def as_float(value: Any) -> float | None:
+    """A recorded number, also one of the strings "NaN", "Infinity" and "-Infinity"; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    try:
+        group = json.loads(line)
+        samples = group.get("samples", []) if isinstance(group, dict) else None
+        return group if isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples) else {}
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
+        return {"unreadable": f"{path.name}: {error}"}
+    return value if isinstance(value, dict) else {path.name: value}

@@ -1,0 +1,181 @@
+"""Going on with a run: from a whole checkpoint only, and only as the run that it was.
+
+What a checkpoint of an earlier version does not record cannot be compared; `remarks` says what that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import RunConfig, yaml_file
+from ..errors import InputError
+from ..models import describe_folder
+from . import checkpoint
+from .metrics import METRICS_FILE, read_lines, to_json
+
+CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
+_DATA_FIELDS = ("task.data", "task.validation_data", "attention_mask")
+
+
+def inputs(config: RunConfig) -> dict[str, Any]:
+    """What makes a run the run it is, for a checkpoint's state: `config`; the size and SHA-256 of its data and its
+    attention mask's file; and of every file of its `model` folder, from which the reference is read anew.
+
+    Of data that is no local file or folder (a hub id, a module) its name alone is recorded, of a hub's model the
+    revision.
+    """
+    settings = _settings(config)
+    model = None if config.model is None else describe_folder(config.model)
+    return {"config": settings, "data": _data(settings), "model": model}
+
+
+def data(config: RunConfig) -> dict[str, str]:
+    """The files among a run's `inputs` in words, which are the same for the same bytes."""
+    return {name: _words(fingerprint) for name, fingerprint in _data(_settings(config)).items()}
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    return json.loads(to_json(yaml_file.flat(config)))
+
+
+def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
+    paths = {name: settings[name] for name in _DATA_FIELDS}
+    paths["attention_mask"] = (settings["attention_mask"] or "").rpartition(":")[0] or None
+    return {name: _fingerprint(path) for name, path in paths.items()}
+
+
+def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint | None:
+    """The newest whole checkpoint in `run_dir`; None when the run has no step yet. Writes nothing.
+
+    Raises `InputError` when a run that has steps has no whole checkpoint, and when `now` (see `inputs`) is not what
+    the checkpoint was made with.
+    """
+    metrics = run_dir / METRICS_FILE
+    done = sum(1 for _ in read_lines(metrics)) if metrics.exists() else 0
+    loaded = checkpoint.latest(run_dir / CHECKPOINTS)
+    if loaded is not None:
+        _require_same(run_dir, loaded, now)
+    elif done or (run_dir / FINAL_MODEL).exists():
+        raise InputError(
+            f"--resume {run_dir}: the run has {done} steps and no whole checkpoint to go on from; begin again with "
+            f"--config {run_dir / 'config.yaml'} and --checkpoint.interval N, in a new folder"
+        )
+    return loaded
+
+
+def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
+    """What whoever goes on from this checkpoint should know: what it does not record, and steps without metrics."""
+    name, config = loaded.path.name, loaded.state["inputs"]["config"]
+    found = []
+    if config["model"] is not None and loaded.state["inputs"].get("model") is None:
+        found.append(f"{name} does not record the files of model {config['model']}: they were not compared")
+    if "words" not in loaded.state["numerics"]:
+        found.append(f"{name} does not record words of its arithmetic: versions and names were compared")
+    if new := sorted(_settings(RunConfig()).keys() - config.keys()):
+        found.append(f"{name} does not know {', '.join(new)}: they have their defaults")
+    metrics = run_dir / METRICS_FILE
+    recorded = {record["step"] for record in read_lines(metrics)} if metrics.exists() else set()
+    if missing := [step for step in range(loaded.step) if step not in recorded]:
+        found.append(
+            f"{metrics} lacks {len(missing)} of the {loaded.step} steps before {name}, the first of them step "
+            f"{missing[0]}: curves and means leave them out"
+        )
+    return found
+
+
+def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of the arithmetic is not as it was, as sentences; none where a run goes on with the same bits.
+
+    Equal words are equal arithmetic, whatever computes them. They come from one process's few threads and small
+    tensors, so what else chooses an order of additions must be equal too. Without words, all that was recorded must.
+    """
+    if "words" not in then:
+        return [_was(name, then, now) for name in then if name in now and then[name] != now[name]]
+    names = ["dtype", "threads"] + ["device"] * (now["operators"] == "cuda")
+    changed = [_was(name, then, now) for name in names if then[name] != now[name]]
+    words = [name for name in now["words"] if then["words"].get(name) != now["words"][name]]
+    if words:
+        facts = [name for name in now if name not in ("words", *names) and then.get(name) != now[name]]
+        why = "; ".join(_was(name, then, now) for name in facts) or "the versions are the same"
+        changed.append(
+            f"{', '.join(words)} of fixed numbers {'has' if len(words) == 1 else 'have'} other words ({why})"
+        )
+    return changed
+
+
+def _was(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{name} was {then.get(name)!r} and is {now[name]!r}"
+
+
+def _require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mapping[str, Any]) -> None:
+    then = loaded.state.get("inputs")
+    if then is None:
+        raise InputError(f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
+    _require_same_config(run_dir, loaded, then["config"], now["config"])
+    pairs = {f"{name} {now['config'][name]}": (then["data"].get(name), now["data"][name]) for name in _DATA_FIELDS}
+    if then.get("model") is not None and then["model"] != now["model"]:
+        pairs |= _model_files(now["config"]["model"], then["model"], now["model"])
+    for what, (before, after) in pairs.items():
+        if before != after:
+            raise InputError(
+                f"--resume {run_dir}: {what} was {_words(before)} when {loaded.path.name} was saved and is "
+                f"{_words(after)}; put it back (relative paths start where the command runs), or begin a new run"
+            )
+
+
+def _require_same_config(
+    run_dir: Path, loaded: checkpoint.LoadedCheckpoint, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> None:
+    defaults = _settings(RunConfig())
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name, defaults.get(name)), new.get(name)
+        if before != after and not (name == "steps" and after > before):
+            rule = "it may only be raised" if name == "steps" else "only --steps may change"
+            raise InputError(
+                f"--resume {run_dir}: {name} was {before!r} when {loaded.path.name} was saved and is {after!r} in "
+                f"config.yaml; {rule}"
+            )
+
+
+def _model_files(model: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each file of the model folder, or the hub's revision, as it was and as it is."""
+    if "files" not in then or "files" not in now:
+        return {f"model {model}": (then, now)}
+    names = sorted(then["files"].keys() | now["files"].keys())
+    return {f"model {model}: {name}": (then["files"].get(name), now["files"].get(name)) for name in names}
+
+
+def _words(fingerprint: Mapping[str, Any] | None) -> str:
+    if fingerprint is None:
+        return "no file or folder"
+    if "revision" in fingerprint:
+        return f"the hub's revision {fingerprint['revision']}"
+    if "files" in fingerprint:
+        return f"a folder of {len(fingerprint['files'])} files"
+    return f"{fingerprint['size']:,} bytes with SHA-256 {fingerprint['sha256'][:12]}..."
+
+
+def _fingerprint(data: str | None) -> dict[str, Any] | None:
+    """Bytes and SHA-256 of a file, or of the files of a folder in the order of their names."""
+    path = Path(data or "").expanduser()
+    if data is None or not path.exists():
+        return None
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_data(file))
+    whole = hashlib.sha256()
+    try:
+        for file in files:
+            with file.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").digest()
+            whole.update(f"{file.relative_to(path)}\0".encode() + digest)
+        return {"size": sum(file.stat().st_size for file in files), "sha256": whole.hexdigest()}
+    except OSError as error:
+        raise InputError(f"{data} cannot be read: {error}") from error
+
+
+def _is_data(file: Path) -> bool:
+    """Not what `datasets` keeps beside the rows for itself, nor hidden files."""
+    return file.is_file() and not file.name.startswith((".", "cache-"))

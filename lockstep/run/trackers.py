@@ -1,0 +1,127 @@
+"""Trackers: a run's metrics in TensorBoard or Weights & Biases as well. Nothing leaves the machine unless asked for.
+
+A tracker that fails during a run is dropped with a warning; the run goes on, and `metrics.jsonl` has everything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..config import MetricsConfig
+from ..errors import InputError
+
+
+class Tracker(Protocol):
+    """Where metrics go, a step at a time."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of step `step`."""
+
+    def close(self) -> None:
+        """Write what is still held back."""
+
+
+class Trackers:
+    """The trackers that `metrics.trackers` names, as one."""
+
+    def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """Open them for the run in `run_dir`, whose configuration is `settings` (flat, dotted names).
+
+        Raises `InputError` when a package is missing or Weights & Biases cannot start.
+        """
+        require_packages(config.trackers)
+        self._open: dict[str, Tracker] = {}
+        for name in config.trackers:
+            self._open[name] = TensorBoard(run_dir) if name == "tensorboard" else WandB(config, run_dir, settings)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Send step `step`'s numbers to each; what is no number stays out."""
+        numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        for name in list(self._open):
+            self._try(name, lambda tracker: tracker.log(step, numbers))
+
+    def close(self) -> None:
+        """Close each."""
+        for name in list(self._open):
+            self._try(name, lambda tracker: tracker.close())
+        self._open.clear()
+
+    def _try(self, name: str, action: Any) -> None:
+        try:
+            action(self._open[name])
+        except Exception as error:  # a full disk, a server that is gone, a bug of the package's: none ends a run
+            del self._open[name]
+            warnings.warn(f"metrics.trackers: {name} failed and is off from here on: {error}", stacklevel=3)
+
+
+def require_packages(names: tuple[str, ...]) -> None:
+    """Raise `InputError` naming the extra to install for the first of `names` whose package is missing."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # without origin: a folder of that name, such as W&B's own output
+            raise InputError(
+                f"metrics.trackers names {name}, which is not installed; pip install 'lockstep-rl[{name}]', "
+                "or leave it out"
+            )
+
+
+class TensorBoard:
+    """Event files in the run folder's `tensorboard/`. The first step logged purges what a killed run left after it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "tensorboard"
+        self._writer: Any = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A scalar a metric."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush to disk."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB:
+    """A Weights & Biases run named after the run folder, where its id is kept so that resuming continues it."""
+
+    def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """Raises `InputError` when it cannot start, for example without a login."""
+        import wandb
+
+        id_file = run_dir / "wandb" / "run-id"
+        try:
+            run_id = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:8]
+            self._run = wandb.init(
+                project=config.project,
+                name=run_dir.resolve().name,
+                id=run_id,
+                resume="allow",
+                dir=str(run_dir),
+                config=dict(settings),
+                settings=wandb.Settings(console="off"),
+            )
+        except Exception as error:  # the package raises many types: no key, no network, a server's refusal
+            raise InputError(
+                f"metrics.trackers: wandb cannot start: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
+            ) from error
+        id_file.parent.mkdir(exist_ok=True)
+        id_file.write_text(run_id + "\n")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row of history."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()

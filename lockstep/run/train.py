@@ -1,0 +1,99 @@
+"""Training in a run folder: the loop, from the first step or from where a run stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+from ..config import RunConfig
+from ..distributed import ONE, World
+from ..rl.loop import Loop
+from ..session.build import build, resolve
+from ..session.signals import ended_by_signals, raise_received
+from . import resume as resuming
+from .crash import noted
+from .display import Display
+from .recorder import Recorder
+from .timeline import recorded
+from .trackers import require_packages
+
+
+@ended_by_signals()
+def train(
+    config: RunConfig, run_dir: Path, resume: bool, world: World = ONE, other_numerics: bool = False
+) -> dict[str, Any]:
+    """Run `config` in `run_dir`, or go on from its last whole checkpoint; returns the summary it writes there. Every
+    rank of `world` calls it, and the first writes. It goes on with other arithmetic only if `other_numerics`.
+
+    Raises:
+        InputError: `resume`, and the run cannot go on as it was; nothing in its folder was changed.
+        LockstepError: the run failed; what it wrote until then stays, with a report.
+    """
+    config = world.share(lambda: _checked(config, world))[world.rank]
+    if world.size > 1:
+        world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
+    run_dir = run_dir.absolute()  # rewards may change the working directory
+    with noted(run_dir) if world.first else contextlib.nullcontext(), _display(config, world) as display:
+        return _train(config, run_dir, resume, world, other_numerics, display)
+
+
+def _train(
+    config: RunConfig, run_dir: Path, resume: bool, world: World, other_numerics: bool, display: Display
+) -> dict[str, Any]:
+    recorder = Recorder(config, run_dir, world)
+    display.startup("importing", recorder.imports_s)
+    loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
+    loop = Loop(config, build(config, world, display))
+    start = recorder.restore(loop, loaded, other_numerics) if loaded else None
+    recorder.started(loop)
+    with recorder:
+        if resume:
+            display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
+            for remark in resuming.remarks(run_dir, loaded) if loaded else ():
+                display.note(remark)
+        if start is None:
+            recorder.warmup(loop, display)
+        recorder.warm_up_graphs(loop, display)
+        if start is None:
+            start = 0
+            recorder.validate(loop, display, 0)
+            recorder.checkpoint(loop, 0)
+        recorder.open(start)
+        for step in range(start, config.steps):
+            raise_received()
+            try:
+                metrics, groups = loop.step(step)
+            finally:
+                recorder.certify(loop)
+            if _is_due(step + 1, config.task.validation_interval, config.steps):
+                metrics |= recorder.validate(loop, display, step + 1)
+            with loop.run.timings.measured("log"):
+                recorder.step(step, metrics, groups)
+                display.update(step, metrics)
+            recorder.checkpoint(loop, step + 1)
+            if recorded(step + 1):
+                recorder.trace(loop.spans, metrics)
+        recorder.save_model(loop)
+    if loop.run.compiler:
+        recorder.summary["compile"] = loop.run.compile_report()
+        loop.run.compiler.close()
+    return recorder.summary
+
+
+def _checked(config: RunConfig, world: World) -> RunConfig:
+    """`config` for this machine and so many processes, with all that it needs installed."""
+    require_packages(config.metrics.trackers)
+    return resolve(config, world.size)
+
+
+def _display(config: RunConfig, world: World) -> Display:
+    """The run's progress; of the first rank alone."""
+    if world.first:
+        return Display(config.steps, live=config.metrics.progress)
+    return Display(config.steps, live=False, stream=io.StringIO())
+
+
+def _is_due(done: int, interval: int, steps: int) -> bool:
+    return done == steps or (interval > 0 and done % interval == 0)

@@ -1,0 +1,107 @@
+"""Which attention a model has in both roles: native, or flex with the model's windows and a user's mask."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from .. import ops
+from ..config import Attention, GeneratorConfig
+from ..environments.rewards.loading import load_function
+from ..errors import InputError
+from ..models import Decoder, Masks
+
+_MOST_QUERIES, _LEAST_HEAD = 64, 16  # of the kernel for a GPU, refused everywhere alike
+_PROBED = 130  # positions that a mask is called on: more than two key tiles
+
+
+def set_attention(model: Decoder, attention: Attention, mask: str | None) -> None:
+    """Give the model the attention of a run (`RunConfig.attention`, `attention_mask`).
+
+    Raises:
+        InputError: the model or the mask cannot be used with it.
+    """
+    config = model.config
+    if attention not in ("native", "flex"):
+        raise InputError(f"attention is {attention!r}; it must be native or flex")
+    if attention == "native":
+        if mask is not None:
+            raise InputError("attention_mask has no effect on attention native; set attention to flex")
+        if any(config.windows):
+            raise InputError(
+                f"attention is native, and {len(config.sliding_layers)} layers of the model have a sliding_window of "
+                f"{config.sliding_window}, which it would ignore; use --attention flex"
+            )
+    elif config.mla is not None:
+        raise InputError(
+            f"attention is flex, and {config.family} has latent attention, whose heads read one latent in another way; "
+            "use --attention native"
+        )
+    elif config.num_heads // config.num_kv_heads > _MOST_QUERIES or config.head_dim < _LEAST_HEAD:
+        raise InputError(
+            f"attention is flex, which takes at most {_MOST_QUERIES} query heads a key head and heads of at least "
+            f"{_LEAST_HEAD} elements; the model has {config.num_heads} heads, {config.num_kv_heads} of keys, of "
+            f"{config.head_dim}; use --attention native"
+        )
+    else:
+        model.masks = Masks(config.windows, "" if mask is None else load_mask(mask))
+
+
+def whole_tiles(config: GeneratorConfig, attention: Attention) -> GeneratorConfig:
+    """The configuration with pages that the attention can read: flex takes whole key tiles."""
+    if attention != "flex":
+        return config
+    return replace(config, page_size=-(-config.page_size // ops.KEY_TILE) * ops.KEY_TILE)
+
+
+def load_mask(spec: str) -> str:
+    """Register the function that `spec` names, module:function or path.py:function; the name for operators.
+
+    The name changes with the function's file, so nothing that was compiled or checked for another is taken for it.
+
+    Raises:
+        InputError: there is no such function, or it is not an elementwise function of two positions.
+    """
+    function = load_function(spec, f"attention_mask {spec!r}")
+    if not inspect.isfunction(function):
+        raise InputError(f"attention_mask {spec!r} is a {type(function).__name__}; it must be a function made by def")
+    _check_mask(spec, function)
+    name = f"{spec}@{_digest(function)}"
+    ops.register_mask(name, function)
+    return name
+
+
+def _digest(function: ops.MaskFunction) -> str:
+    file = inspect.getsourcefile(inspect.unwrap(function))
+    return hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()[:12]
+
+
+def _check_mask(spec: str, function: ops.MaskFunction) -> None:
+    """Called on positions that broadcast, as on a CPU, and one pair at a time under vmap, as FlexAttention does. On
+    tensors of another device than the CPU a table that the function reads is as wrong as on a GPU."""
+    query, key = torch.arange(_PROBED, dtype=torch.int32).unsqueeze(1), torch.arange(_PROBED, dtype=torch.int32)
+    try:
+        whole = function(query, key)
+        if not isinstance(whole, torch.Tensor) or whole.dtype != torch.bool:
+            found = str(whole.dtype) if isinstance(whole, torch.Tensor) else type(whole).__name__
+            raise InputError(f"attention_mask {spec!r} returned {found}; it must return a bool tensor")
+        function(query.to("meta"), key.to("meta"))
+        pairs = torch.vmap(torch.vmap(function, (None, 0)), (0, None))(query.squeeze(1), key)
+    except InputError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise InputError(
+            f"attention_mask {spec!r} raised {type(error).__name__}: {reason}; it is called with two int32 tensors of "
+            "positions that broadcast, query and key, and must use operators of torch on these alone: & for and, | "
+            "for or, torch.where for if"
+        ) from error
+    broadcasts = whole.dim() <= 2 and all(size in (1, _PROBED) for size in whole.shape)
+    if not broadcasts or not torch.equal(whole.expand(_PROBED, _PROBED), pairs):
+        raise InputError(
+            f"attention_mask {spec!r} is not elementwise: one pair of positions gives another answer than many do"
+        )

@@ -1,0 +1,319 @@
+"""From a configuration to the parts of a run: device, model, tokenizer, task, generator, trainer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import (
+    Attention,
+    CompileConfig,
+    RunConfig,
+    SamplingConfig,
+    resolve_compile,
+    resolve_parallel,
+    template_variables,
+)
+from ..distributed import FSDP, ONE, World
+from ..environments import Problem, PromptLimit, Task, make_task
+from ..errors import InputError
+from ..generator import Engine, SharedWeights, plan_cache_tokens
+from ..graph import Compiler, LayerCompiler, Store, Verdict, compile_report, missing_compiler, replay_metrics
+from ..machine import bound_threads
+from ..models import Decoder, ModelConfig, load_model, resolve_folder
+from ..models.checks import require_memory
+from ..models.init import architecture, initialize
+from ..models.tokenizer import (
+    byte_tokenizer,
+    check_size,
+    check_vocabulary,
+    encode_prompt,
+    load_tokenizer,
+    longest_token,
+)
+from ..timings import Timings, Watcher
+from ..trainer import BatchShape, Trainer, batch_shapes
+from ..types import SamplingParams
+from .attention import set_attention, whole_tiles
+from .kernel_lists import preload_async
+
+PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
+PROMPT_MARGIN = 2  # the cache is planned for prompts this many times as long as the ones probed
+
+
+@dataclass
+class Policy:
+    """A model with its tokenizer, in its compute dtype on its device."""
+
+    model: Decoder
+    tokenizer: Any
+    template_variables: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        """Token ids of a prompt (text, or chat messages through the model's template)."""
+        check_size(prompt, self.model.config.max_position_embeddings, self._longest_token)
+        return encode_prompt(self.tokenizer, prompt, self.template_variables)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return longest_token(self.tokenizer)
+
+    def encode_completion(self, text: str) -> list[int]:
+        """Token ids of a completion, end-of-sequence token included."""
+        return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of a completion, without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+@dataclass
+class Session:
+    """Everything a training run works with."""
+
+    policy: Policy
+    task: Task
+    trainer: Trainer
+    engine: Engine
+    sampling: SamplingParams
+    validation_sampling: SamplingParams
+    shapes: list[BatchShape]  # what the trainer's batches are padded to, largest first
+    timings: Timings
+    world: World = ONE
+    compiler: Compiler | LayerCompiler | None = None
+    verdicts: list[Verdict] = field(default_factory=list)  # of the check of captured graphs
+    preloaded: Path | None = None  # the list of the kernels that were loaded beside the weights
+
+    def graph_metrics(self) -> dict[str, int]:
+        """Graphs made late, and replays so far."""
+        return replay_metrics(self.compiler)
+
+    def compile_report(self) -> dict[str, Any]:
+        """For the summary: every function's graphs, and what the check of them found."""
+        return compile_report(self.compiler, self.verdicts) if self.compiler else {}
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the GPU when there is one."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device is {device!r}; it must be auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device is cuda, and torch sees no GPU; use --device cpu")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU, where the contract holds for nothing else, and float32 on a CPU."""
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise InputError(f"dtype is {dtype!r}; it must be auto, float32 or bfloat16")
+    if dtype == "float32" and device.type == "cuda":
+        raise InputError("dtype is float32; on a GPU the compute dtype is bfloat16 (the masters are float32)")
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, dtype)
+
+
+def load_policy(
+    model: str | None,
+    arch: str,
+    seed: int,
+    device: str,
+    dtype: str,
+    attention: Attention = "native",
+    attention_mask: str | None = None,
+) -> Policy:
+    """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer."""
+    place = resolve_device(device)
+    bound_threads(place)
+    kind = resolve_dtype(dtype, place)
+    if model is not None:
+        folder = resolve_folder(model)
+        with ThreadPoolExecutor(1) as pool:  # importing its library takes as long as reading the weights
+            loading = pool.submit(load_tokenizer, folder)
+            decoder = load_model(folder, kind, place)
+            tokenizer = loading.result()
+        check_vocabulary(tokenizer, decoder.config.vocab_size, str(folder))
+    else:
+        tokenizer = byte_tokenizer()
+        config = replace(
+            architecture(arch), eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id
+        )
+        check_vocabulary(tokenizer, config.vocab_size, f"arch {arch}")
+        require_memory(config, kind, place, f"arch {arch}")
+        decoder = initialize(Decoder(config, kind, place), seed)
+    set_attention(decoder, attention, attention_mask)
+    return Policy(decoder, tokenizer)
+
+
+def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> Session:
+    """All parts of a run, with memory planned and inputs checked before the first step; of each rank of `world`.
+    `watcher` is told what the run is doing."""
+    device = resolve_device(config.device)
+    timings = Timings(keep_spans=True, event=_event_of(device), watcher=watcher)
+    loaded_kernels = preload_async(config, device.type, world.size, timings)
+    with timings.measured("task"):
+        task = make_task(config.task, config.trainer.prompts_per_step)
+    with timings.measured("load"):
+        place = config.device, config.dtype
+        policy = load_policy(config.model, config.arch, config.seed, *place, config.attention, config.attention_mask)
+    policy.template_variables = template_variables(config.task.chat_template_kwargs)
+    task.check_lengths(policy.encode, prompt_limit(config, policy.model.config))
+    reference = copy.deepcopy(policy.model) if config.loss.beta > 0 else None
+    compiler = make_compiler(config.compile, policy.model.embed.device, timings, world)
+    trainer = Trainer(
+        policy.model,
+        config.optimizer,
+        config.loss,
+        reference=reference,
+        enforce_parity=config.parity == "strict",
+        compiler=compiler,
+        world=world,
+    )
+    world.same("the processes of this run", trainer.numerics())
+    sampling = training_sampling(config.sampling, policy.tokenizer.eos_token_id)
+    validation = replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    weights = SharedWeights(policy.model, lambda: trainer.weights_version)
+    capacity = min(world.share(lambda: _cache_tokens(config, policy, task, world.size)))
+    engine = Engine(weights, config.generator, capacity, policy.decode, compiler, timings=timings)
+    longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step)
+    shapes = train_shapes(config, longest, prompt_limit(config, policy.model.config).tokens)
+    parts = policy, task, trainer, engine, sampling, validation, shapes, timings, world, compiler
+    return Session(*parts, preloaded=loaded_kernels())
+
+
+def _event_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
+    return partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
+
+
+def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
+    """`config` with what depends on the device and the number of ranks filled in."""
+    on_gpu = resolve_device(config.device).type == "cuda"
+    generator = whole_tiles(config.generator, config.attention)
+    resolved = replace(config, compile=resolve_compile(config.compile, on_gpu), generator=generator)
+    return resolve_parallel(resolved, ranks)
+
+
+def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
+    """What the trainer's batches are padded to, from the longest of the prompts that were looked at and the limit."""
+    t, s = config.trainer, config.sampling
+    groups = t.prompts_per_step // max(1, config.parallel.batch_shards)
+    sequences = groups * s.num_generations
+    fixed_length = s.ignore_eos and not s.stop and not t.skip_zero_variance and t.mode == "packed"
+    one_batch = groups * longest_prompt + sequences * s.max_completion_length <= t.max_tokens_per_micro_batch
+    return batch_shapes(
+        groups,
+        s.num_generations,
+        longest_prompt,
+        s.max_completion_length,
+        max_len=min(longest_prompt * PROMPT_MARGIN, prompt_limit) + s.max_completion_length,
+        max_tokens=t.max_tokens_per_micro_batch,
+        mode=t.mode,
+        least_completion_tokens=sequences * s.max_completion_length if fixed_length and one_batch else 0,
+    )
+
+
+def make_compiler(
+    config: CompileConfig, device: torch.device, timings: Timings | None = None, world: World = ONE
+) -> Compiler | LayerCompiler | None:
+    """What both roles compile with; None when nothing is captured."""
+    config = resolve_compile(config, device.type == "cuda")
+    if config.cudagraph_mode != "none" and device.type != "cuda":
+        raise InputError(f"compile.cudagraph_mode is {config.cudagraph_mode}; CUDA graphs need a GPU, use none")
+    if config.capture == "none":
+        return None
+    if world.size > 1 and (config.capture in ("joint", "layer") or set(config.inductor) != {"backward"}):
+        raise InputError(
+            f"compile.capture is {config.capture} and compile.inductor {list(config.inductor)}: several processes need "
+            "step, and regions of the backward pass alone"
+        )
+    if config.backend == "inductor" and (missing := missing_compiler(device)):
+        raise InputError(f"compile.backend is inductor, which needs {missing} on this machine; use eager")
+    if config.capture == "layer":
+        return LayerCompiler("inductor" if config.backend == "inductor" else "eager", timings)
+    peers, mesh = (world, {FSDP: world.size}) if world.size > 1 else (None, {})
+    return Compiler(config, device, timings=timings, store=Store(), mesh=mesh, peers=peers)
+
+
+def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:
+    """The sampling parameters of the run; the tokenizer's end-of-sequence token stops unless `ignore_eos`."""
+    stop_ids = () if config.ignore_eos or eos_token_id is None else (eos_token_id,)
+    return SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        max_completion_length=config.max_completion_length,
+        n=config.num_generations,
+        stop_token_ids=stop_ids,
+        stop=config.stop,
+        ignore_eos=config.ignore_eos,
+    )
+
+
+def _cache_tokens(config: RunConfig, policy: Policy, task: Task, ranks: int) -> int:
+    groups, samples = config.trainer.prompts_per_step, config.sampling.num_generations
+    room = prompt_limit(config, policy.model.config).tokens
+    prompt = config.task.max_prompt_length or longest_prompt(policy.encode, task, groups) * PROMPT_MARGIN
+    sequences = max(groups * samples // ranks, -(-config.task.validation_prompts // ranks))
+    model = policy.model
+    return plan_cache_tokens(
+        config.generator,
+        model.config,
+        model.embed.dtype,
+        model.embed.device,
+        sequences,
+        min(prompt, room) + config.sampling.max_completion_length,
+    )
+
+
+def prompt_limit(config: RunConfig, model: ModelConfig) -> PromptLimit:
+    """The most tokens a prompt may have beside a completion: what holds both is the model's context, a micro-batch
+    and the cache, and `task.max_prompt_length` may ask for less."""
+    completion, page = config.sampling.max_completion_length, config.generator.page_size
+    holders = [
+        (model.max_position_embeddings, "the model's context"),
+        (config.trainer.max_tokens_per_micro_batch + 1, "trainer.max_tokens_per_micro_batch"),
+    ]
+    if config.generator.kv_cache_tokens:
+        given = config.generator.kv_cache_tokens
+        rounded = f" of {given} (whole pages of {page})" if given % page else ""
+        holders.append((given // page * page, f"generator.kv_cache_tokens{rounded}"))
+    size, holder = min(holders)
+    if size <= completion:
+        raise InputError(
+            f"sampling.max_completion_length is {completion}; {holder}, {size} tokens, must hold it and a prompt"
+        )
+    if 0 < config.task.max_prompt_length <= size - completion:
+        return PromptLimit(config.task.max_prompt_length, "task.max_prompt_length")
+    return PromptLimit(size - completion, f"{holder} of {size} less sampling.max_completion_length of {completion}")
+
+
+def longest_prompt(encode: Callable[[Any], list[int]], task: Task, groups: int) -> int:
+    """Tokens of the longest prompt among the first step's and the validation problems."""
+    problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
+    return max(_length(encode, problem) for problem in problems)
+
+
+def _length(encode: Callable[[Any], list[int]], problem: Problem) -> int:
+    try:
+        return len(encode(problem.prompt))
+    except InputError as error:
+        raise InputError(f"{problem.origin}: {error}" if problem.origin else str(error)) from error
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template."""
+    from ..models import save_model
+    from ..models.tokenizer import save_tokenizer
+
+    save_model(policy.model, folder)
+    save_tokenizer(policy.tokenizer, folder)

@@ -1,0 +1,89 @@
+"""The run's certificate: what its parity checks covered, and the error where generator and trainer differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..errors import ParityError
+from ..trainer import StepResult
+
+_OF_EXPERTS = (
+    *("expert_choices_checked", "tokens_routed_differently"),
+    *("prompt_tokens_checked", "prompt_tokens_routed_differently"),
+)
+
+
+@dataclass
+class Certificate:
+    """What a run's parity check covered, written to `parity.json` after every step.
+
+    Every completion token of every rollout, groups without a reward included, is compared at the first update on it:
+    the two log-probabilities that the generator recorded against those of the computation that trains, as 32-bit words;
+    of a mixture of experts also which experts the token was drawn after, of every layer and slot in order, by a digest.
+    `expert_choices_checked` counts those, `tokens_routed_differently` how many of `tokens_different` differ in them;
+    `prompt_tokens_checked` and `prompt_tokens_routed_differently` are of the prompts' tokens, which take gradients too.
+    All are None without experts. `logprob_diff_max` is NaN when any of the log-probabilities was.
+    """
+
+    mode: str
+    steps_checked: int = 0
+    tokens_checked: int = 0
+    tokens_different: int = 0
+    tokens_not_covered: int = 0
+    logprob_diff_max: float = 0.0
+    expert_choices_checked: int | None = None
+    tokens_routed_differently: int | None = None
+    prompt_tokens_checked: int | None = None
+    prompt_tokens_routed_differently: int | None = None
+    first_difference: dict[str, Any] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, step: int, result: StepResult, completion_tokens: int) -> None:
+        """Account for one step's check."""
+        self.steps_checked += 1
+        self.tokens_checked += result.tokens_checked
+        self.tokens_different += result.tokens_different
+        self.tokens_not_covered += completion_tokens - result.tokens_checked
+        largest = result.logprob_diff_max
+        if largest > self.logprob_diff_max or math.isnan(largest):  # nothing is larger than NaN
+            self.logprob_diff_max = largest
+        if result.routing is not None:
+            self.expert_choices_checked = (self.expert_choices_checked or 0) + result.routing.choices_checked
+            self.tokens_routed_differently = (self.tokens_routed_differently or 0) + result.routing.tokens_different
+            self.prompt_tokens_checked = (self.prompt_tokens_checked or 0) + result.routing.prompt_tokens_checked
+            elsewhere = (self.prompt_tokens_routed_differently or 0) + result.routing.prompt_tokens_different
+            self.prompt_tokens_routed_differently = elsewhere
+        if self.first_difference is None and result.mismatches:
+            self.first_difference = {"step": step, **asdict(result.mismatches[0])}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of `parity.json`; `identical` is None when there was nothing to check."""
+        identical = (
+            self.tokens_different == self.tokens_not_covered == 0 == (self.prompt_tokens_routed_differently or 0)
+        )
+        checked = self.tokens_checked > 0 or not identical
+        return {"identical": identical if checked else None, **without_experts(asdict(self))}
+
+
+def without_experts(record: dict[str, Any]) -> dict[str, Any]:
+    """The record, without what only a mixture of experts has if it is not one."""
+    return {name: value for name, value in record.items() if name not in _OF_EXPERTS or value is not None}
+
+
+def raise_mismatch(step: int, result: StepResult) -> None:
+    """Stop a strict run: names the first differing tokens, or says how many were not compared. The weights are those
+    from before the step."""
+    lines = [
+        f"{m.request}, completion token {m.position}, {m.kind}: generator {m.generator!r}, trainer {m.trainer!r}"
+        for m in result.mismatches
+    ]
+    found = f"{result.tokens_different} of {result.tokens_checked} tokens differ between generator and trainer"
+    if result.routing is not None and result.routing.tokens_different:
+        found += f", of which {result.routing.tokens_different} went to other experts (digests of the choices differ)"
+    if result.routing is not None and result.routing.prompt_tokens_different:
+        found += f"; {result.routing.prompt_tokens_different} prompt tokens went to other experts"
+    if result.tokens_not_covered:
+        found += f"; {result.tokens_sampled} were sampled"
+    raise ParityError("\n  ".join([f"step {step + 1}: {found}; the weights were not changed", *lines]))

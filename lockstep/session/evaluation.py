@@ -1,0 +1,194 @@
+"""Evaluation: mean reward and pass@k on a task's held-out problems, with confidence intervals."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mean, stdev
+from typing import IO, Any
+
+from ..config import RunConfig, of_generation, template_variables, validate
+from ..environments import make_task, single_turn
+from ..errors import InputError
+from ..types import VALIDATION_DOMAIN, Completion, RolloutGroup, SampleIdentity, SamplingParams
+from .build import training_sampling
+from .generate import LLM, check_sampling, require_numbers
+
+_SECONDS_A_REPORT = 5.0
+Z95 = 1.959963984540054  # the standard normal's 97.5 % quantile
+
+
+def evaluate(
+    config: RunConfig,
+    *,
+    n: int = 1,
+    k: Sequence[int] = (),
+    temperature: float | None = None,
+    pass_reward: str | None = None,
+    pass_threshold: float = 1.0,
+    progress: IO[str] | None = None,
+) -> dict[str, Any]:
+    """Complete each of the task's validation problems `n` times and score the completions.
+
+    Args:
+        config: its model, task (`validation_data`, `validation_prompts`, `reward`), sampling, seed, device and dtype,
+            and `compile` but for what acts on the trainer's graphs alone.
+        n: completions a problem.
+        k: which pass@k to estimate, each at most `n`; empty for the powers of two up to `n`.
+        temperature: None for 0 (greedy) when `n` is 1 and otherwise for `config.sampling.temperature`.
+        pass_reward: name of the reward function that decides whether a completion passes; None for the task's first.
+        pass_threshold: a completion passes when that function's value is at least this.
+        progress: where to say how far it is, for example `sys.stderr`.
+
+    Returns a dict: `reward/mean` and `pass@K`, each with its 95 % interval under `.../ci95`, the mean of each reward
+    function, lengths, and `per_problem` counts. A problem on some of whose completions `pass_reward` is None does not
+    count for pass@k.
+
+    Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`
+    when the model's outputs are no numbers.
+    """
+    ks = _checked_ks(n, k)
+    if not math.isfinite(pass_threshold):
+        raise InputError(f"--pass-threshold is {pass_threshold}; it must be a finite number")
+    task = make_task(validate(config).task, config.trainer.prompts_per_step)
+    problems = list(enumerate(task.validation_problems()))
+    if not problems:
+        raise InputError(f"task {config.task.name} has no validation problems; give --data or task.validation_prompts")
+    names = [reward.name for reward in task.rewards.rewards]
+    decides = names[0] if pass_reward is None else pass_reward
+    if decides not in names:
+        raise InputError(f"--pass-reward {decides}: the task's reward functions are {', '.join(names)}")
+    if temperature is None:
+        temperature = 0.0 if n == 1 else config.sampling.temperature
+    if n > 1 and temperature == 0:
+        raise InputError(f"--temperature is 0, which gives {n} equal completions; raise it, or leave --n at 1")
+    llm = LLM(
+        config.model or "",
+        device=config.device,
+        dtype=config.dtype,
+        seed=config.seed,
+        config=config.generator,
+        template_variables=template_variables(config.task.chat_template_kwargs),
+        attention=config.attention,
+        attention_mask=config.attention_mask,
+        compile=of_generation(config.compile),
+    )
+    trained = training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
+    sampling = replace(trained, n=n, temperature=temperature)
+    check_sampling(sampling, config.seed)
+    with llm:
+        groups, *_ = single_turn.collect(
+            problems,
+            llm.policy.encode,
+            _reporting(llm, progress),
+            sampling,
+            config.seed,
+            VALIDATION_DOMAIN,
+            0,
+            task.rewards,
+            config.task.max_prompt_length or None,
+        )
+    settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
+    return settings | _measures(groups, ks, decides, pass_threshold)
+
+
+def _checked_ks(n: int, k: Sequence[int]) -> list[int]:
+    if n < 1:
+        raise InputError(f"--n is {n}; it must be at least 1")
+    ks = sorted(set(k)) or [2**i for i in range(n.bit_length())]
+    if not 1 <= ks[0] <= ks[-1] <= n:
+        raise InputError(f"--k is {', '.join(map(str, ks))}; each must be between 1 and --n, which is {n}")
+    return ks
+
+
+def _reporting(llm: LLM, progress: IO[str] | None) -> single_turn.Generate:
+    """The model's `generate` on token ids that says on `progress`, now and then, how many are finished."""
+
+    def generate(
+        prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
+    ) -> list[list[Completion]]:
+        total = sum(s.n for s in sampling)
+        done: list[dict[int, Completion]] = [{} for _ in prompt_ids]
+        finished, said = 0, time.monotonic()
+        for prompt, sample, _, completion in llm.engine(prompt_ids, sampling).stream(prompt_ids, sampling, identities):
+            if completion is None:
+                continue
+            require_numbers(prompt, completion)
+            done[prompt][sample] = completion
+            finished += 1
+            if progress is not None and time.monotonic() - said > _SECONDS_A_REPORT:
+                said = time.monotonic()
+                print(f"{finished} of {total} completions", file=progress, flush=True)
+        return [[samples[i] for i in sorted(samples)] for samples in done]
+
+    return generate
+
+
+def _measures(groups: list[RolloutGroup], ks: Sequence[int], decides: str, threshold: float) -> dict[str, Any]:
+    rewards = [mean(r.reward for r in group.rollouts) for group in groups]
+    completions = [r.completion for group in groups for r in group.rollouts]
+    result: dict[str, Any] = {"reward/mean": mean(rewards), "reward/ci95": normal_interval(rewards)}
+    for name in groups[0].rollouts[0].rewards:
+        values = [v for g in groups for r in g.rollouts if (v := r.rewards[name]) is not None]
+        if values:
+            result[f"rewards/{name}/mean"] = mean(values)
+    scored = [[r.rewards[decides] for r in group.rollouts] for group in groups]
+    counts = [[v >= threshold for v in row if v is not None] for row in scored if None not in row]
+    if counts:
+        for k in ks:
+            estimates = [pass_at_k(len(row), sum(row), k) for row in counts]
+            result[f"pass@{k}"] = mean(estimates)
+            result[f"pass@{k}/ci95"] = wilson_interval(mean(estimates), len(estimates))
+    return result | {
+        "pass_reward": decides,
+        "pass_threshold": threshold,
+        "response_length/mean": mean(len(c.token_ids) for c in completions),
+        "response_length/clip_ratio": mean(float(c.finish_reason == "length") for c in completions),
+        "per_problem": [
+            {"n": len(row), "passed": sum(v is not None and v >= threshold for v in row)} for row in scored
+        ],
+    }
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """The chance that one of k completions passes, estimated without bias from `passed` of `n`.
+
+    1 - C(n - c, k) / C(n, k): Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1.
+    """
+    assert 0 <= passed <= n and 1 <= k <= n
+    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def wilson_interval(rate: float, problems: int) -> tuple[float, float]:
+    """The 95 % score interval (Wilson 1927) of a mean over problems of values between 0 and 1.
+
+    Exact in spirit for one completion a problem; conservative for more, because a value between 0 and 1 varies at
+    most as much as one that is 0 or 1 with the same mean. It covers the choice of problems and the sampling.
+    """
+    z2 = Z95**2 / problems
+    centre = (rate + z2 / 2) / (1 + z2)
+    half = Z95 / (1 + z2) * math.sqrt(max(0.0, rate * (1 - rate)) / problems + z2 / (4 * problems))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def normal_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean plus and minus 1.96 standard errors over problems; infinitely wide for a single one."""
+    half = Z95 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return mean(values) - half, mean(values) + half
+
+
+def render(result: dict[str, Any]) -> str:
+    """The result as the command prints it."""
+    n, problems = result["n"], result["prompts"]
+    sampled = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
+    lines = [f"{result['task']}: {problems} problems, {n} {'completion' if n == 1 else 'completions'} each, {sampled}"]
+    names = [name for name in result if name == "reward/mean" or (name.startswith("pass@") and "/" not in name)]
+    for name in names:
+        low, high = result[f"{name.removesuffix('/mean')}/ci95"]
+        lines.append(f"  {name:<24} {result[name]:.4f}   95 % interval {low:.4f} to {high:.4f}")
+    others = [name for name in result if name.startswith(("rewards/", "response_length/"))]
+    lines += [f"  {name:<24} {result[name]:.4f}" for name in others]
+    lines.append(f"  passes when {result['pass_reward']} is at least {result['pass_threshold']:g}")
+    return "\n".join(lines)

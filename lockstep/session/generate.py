@@ -1,0 +1,286 @@
+"""A model folder to generate with: what `lockstep generate`, `eval` and `chat` stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import (
+    Attention,
+    CompileConfig,
+    GeneratorConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    check_generation,
+    resolve_compile,
+    validate,
+)
+from ..errors import InputError, NonFiniteError
+from ..generator import Engine, SharedWeights, plan_cache_tokens
+from ..graph import Compiler, compile_report
+from ..ops.machine_check import check as machine_check
+from ..ops.native import library
+from ..types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
+from .attention import whole_tiles
+from .build import load_policy, make_compiler, resolve_device
+from .kernel_lists import kernel_list
+from .warm_up import make_ready
+
+Prompt = str | list[dict[str, Any]]  # text as it is, or chat messages through the model's template
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of sample `sample` of prompt `prompt`; with the last piece comes its completion."""
+
+    prompt: int
+    sample: int
+    text: str
+    completion: Completion | None
+
+
+class LLM:
+    """A language model in its compute dtype on its device, with its tokenizer and an engine that grows on demand.
+
+    Steps run as captured graphs where `compile` says so. `close`, or leaving a `with` block, frees them and the cache;
+    a later call makes them anew.
+
+    Attributes:
+        compiler: what the engine of now captures with; None when nothing is captured.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        seed: int = 0,
+        config: GeneratorConfig | None = None,
+        template_variables: dict[str, Any] | None = None,
+        attention: Attention = "native",
+        attention_mask: str | None = None,
+        compile: CompileConfig | None = None,
+    ) -> None:
+        """Load a Hugging Face folder or hub id; `seed` is of sampling, `template_variables` go to the chat template
+        (`{"enable_thinking": False}`), attention, its mask and `compile` are as in `RunConfig` (by default CUDA graphs
+        on a GPU, none on a CPU). Raises `InputError` when the model cannot be used, or settings do not go together."""
+        compile = compile or CompileConfig()
+        check_generation(compile)
+        validate(RunConfig(attention=attention, attention_mask=attention_mask, compile=compile))
+        place = resolve_device(device)
+        self._compile = resolve_compile(compile, place.type == "cuda")
+        self.compiler = make_compiler(self._compile, place)  # refuses what cannot work before the model is loaded
+        self.policy = load_policy(str(model), "tiny", seed, device, dtype, attention, attention_mask)
+        self.policy.template_variables = template_variables or {}
+        if self.policy.model.embed.device.type == "cpu" and self.policy.model.embed.dtype is torch.float32:
+            library.warn_if_missing()
+        self.seed = seed
+        # What a run's check of this machine replaced is replaced here, so that a model generates as it did in the run.
+        # There is no such check here: nothing is compared with a trainer.
+        machine_check.restore(self.policy.model.embed.device, self.policy.model.embed.dtype)
+        self._config = whole_tiles(config or GeneratorConfig(), attention)
+        self._engine: Engine | None = None
+        self._room = (0, 0)  # sequences and tokens a sequence that the engine was planned for
+        self._warm: set[tuple[bool, bool]] = set()  # kinds of sampling that its graphs were made for
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the engine: its graphs and its cache."""
+        self._engine = None
+        self._room = (0, 0)
+        self._warm.clear()
+        if isinstance(self.compiler, Compiler):
+            self.compiler.close()
+            self.compiler = make_compiler(self._compile, self.policy.model.embed.device)
+
+    def compile_report(self) -> dict[str, Any]:
+        """What the graphs of now are: traces, stored ones that were loaded, launches; empty when there are none."""
+        return compile_report(self.compiler) if self.compiler else {}
+
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        return self.policy.model.config.max_position_embeddings
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
+    ) -> list[list[Completion]]:
+        """For each prompt its `sampling.n` completions; one prompt may stand alone.
+
+        Equal seeds give equal tokens, whatever else is in the batch. Raises `InputError` for sampling parameters out
+        of range and for a prompt that is empty or does not fit the model's context, and `NonFiniteError` when the
+        model's outputs are no numbers.
+        """
+        requests = self._requests(prompts, sampling or SamplingParams())
+        completions = self.engine(*requests[:2]).generate(*requests)
+        for prompt, samples in enumerate(completions):
+            for completion in samples:
+                require_numbers(prompt, completion)
+        return completions
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, step: int = 0
+    ) -> Generator[Piece, None, None]:
+        """As `generate`, a piece at a time as text appears; all prompts run at once, so their pieces interleave.
+
+        The pieces of a sample add up to its completion's text. Closing the iterator stops the generation. `step` is a
+        part of what keys the random numbers: calls with other steps draw others.
+        """
+        requests = self._requests(prompts, sampling or SamplingParams(), step)
+        texts: dict[tuple[int, int], _TextStream] = {}
+        for prompt, sample, token_ids, completion in self.engine(*requests[:2]).stream(*requests):
+            if completion is not None:
+                require_numbers(prompt, completion)
+            text = texts.setdefault((prompt, sample), _TextStream(self.policy.decode))
+            piece = text.feed(token_ids) if completion is None else text.finish(completion.text)
+            if piece or completion is not None:
+                yield Piece(prompt, sample, piece, completion)
+
+    def engine(self, prompt_ids: list[list[int]], sampling: list[SamplingParams]) -> Engine:
+        """An engine whose cache is planned for these requests; the last one, with its cached prefixes, if it is.
+
+        Room is planned in powers of two, so that it seldom grows and stored graphs fit. Graphs are made for that room
+        and for the kinds of sampling that are asked for. Raises `InputError` while a stream is open.
+        """
+        if self._engine is not None and self._engine.scheduler.busy:
+            raise InputError("a stream of this model is still open; read it to its end or close it first")
+        sequences = sum(s.n for s in sampling)
+        lengths = [len(ids) + s.max_completion_length for ids, s in zip(prompt_ids, sampling, strict=True)]
+        if self._engine is None or sequences > self._room[0] or max(lengths) > self._room[1]:
+            self._engine = self._planned(sequences, max(lengths))
+        for i, (ids, params) in enumerate(zip(prompt_ids, sampling, strict=True)):
+            self._engine.check(ids, params, i)
+        for params in sampling:
+            self._warm_up(self._engine, params)
+        return self._engine
+
+    def _planned(self, sequences: int, tokens: int) -> Engine:
+        """A new engine in place of the last one, with no less room."""
+        sequences = max(_power_of_two(sequences), self._room[0])
+        tokens = max(_power_of_two(tokens), self._room[1])
+        self.close()  # the last one's cache is freed before the next one is planned
+        model = self.policy.model
+        place = (model.config, model.embed.dtype, model.embed.device)
+        # What exceeds the context is refused by the engine.
+        capacity = plan_cache_tokens(self._config, *place, sequences, min(tokens, self.context))
+        self._room = (sequences, tokens)
+        return Engine(SharedWeights(model), self._config, capacity, self.policy.decode, self.compiler)
+
+    def _warm_up(self, engine: Engine, sampling: SamplingParams) -> None:
+        """Make the engine's graphs for this kind of sampling; a mix of kinds, and so many tokens at once as no request
+        has yet brought, are captured when they come."""
+        kind = sampling.truncated, sampling.temperature == 0
+        if self.compiler is None or kind in self._warm:
+            return
+        sequences, tokens = self._room
+        model = self.policy.model
+        about = model.config, model.embed.dtype, self._config, self._compile, self._room, sampling.n, kind
+        make_ready(
+            self.compiler,
+            lambda: engine.warm_up(sequences, min(tokens, self.context), sampling),
+            engine.trust_cases,
+            self._compile.verify,
+            kernels=kernel_list(*about) if model.embed.is_cuda else None,
+        )
+        self._warm.add(kind)
+
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams, step: int = 0
+    ) -> tuple[list[list[int]], list[SamplingParams], list[SampleIdentity]]:
+        check_sampling(sampling, self.seed)
+        if not isinstance(prompts, (str, Sequence)):
+            raise InputError(f"the prompts are of type {type(prompts).__name__}; give text, chat messages, or a list")
+        if not as_list(prompts):
+            raise InputError("there is no prompt; give at least one")
+        ids = [self._encode(i, prompt) for i, prompt in enumerate(as_list(prompts))]
+        identities = [SampleIdentity(self.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
+        return ids, [sampling] * len(ids), identities
+
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+        if not isinstance(prompt, str) and not (messages and prompt):
+            raise InputError(f"prompt {index + 1} is {prompt!r:.40}; it must be text, or a list of chat messages")
+        try:
+            return self.policy.encode(prompt)
+        except InputError as error:
+            raise InputError(f"prompt {index + 1}: {error}") from error
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def require_numbers(prompt: int, completion: Completion) -> None:
+    """Raise `NonFiniteError` naming the first token whose log-probability is NaN or infinite: it was not sampled from
+    what the model learned."""
+    for token, logprobs in enumerate(zip(completion.logprobs, completion.model_logprobs, strict=True)):
+        if not all(map(isfinite, logprobs)):
+            raise NonFiniteError(
+                f"prompt {prompt + 1}, sample {completion.identity.sample + 1}: token {token + 1} has the "
+                f"log-probability {logprobs[1]}, which is no finite number: the model's outputs overflow in this dtype"
+            )
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One prompt, text or messages, as a list of one; several as they are."""
+    alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], dict))
+    return [prompts] if alone else list(prompts)
+
+
+def check_sampling(sampling: SamplingParams, seed: int = 0) -> None:
+    """Raise `InputError` naming the first of the parameters that is out of range."""
+    validate(
+        RunConfig(
+            seed=seed,
+            trainer=replace(TrainerConfig(), skip_zero_variance=False),  # one sample is enough here
+            sampling=SamplingConfig(
+                num_generations=sampling.n,
+                temperature=sampling.temperature or 1.0,  # 0 is greedy here
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                max_completion_length=sampling.max_completion_length,
+                stop=sampling.stop,
+            ),
+        )
+    )
+
+
+class _TextStream:
+    """Text of growing token ids, a piece at a time.
+
+    Only the tokens since the last whole character but one piece are decoded again, so a long text costs no more a
+    token than a short one; the piece before gives tokenizers that treat a text's first token apart their context.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._context = self._read = 0  # tokens: where decoding begins, and up to where text was given out
+        self._length = 0
+
+    def feed(self, token_ids: list[int]) -> str:
+        """What is new, held back while it may end within a character."""
+        before = self._decode(token_ids[self._context : self._read])
+        after = self._decode(token_ids[self._context :])
+        if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._context, self._read = self._read, len(token_ids)
+        self._length += len(after) - len(before)
+        return after[len(before) :]
+
+    def finish(self, text: str) -> str:
+        """The rest of the finished `text`."""
+        return text[self._length :]

@@ -1,0 +1,112 @@
+"""Words that say which arithmetic a process has: what its operators make of fixed inputs, as hashes.
+
+A version or the name of a CPU's capability says less: other libraries may compute the same words, and a setting of one
+library (`ONEDNN_MAX_CPU_ISA`) may change them where all names stay. A run whose words are equal goes on with the bits
+that it began with, whatever the versions.
+
+Inputs are whole numbers times powers of two, so that making them rounds nothing and depends on no library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..models import Decoder, ModelConfig
+from ..models.blocks.attention import PackedAttention
+from ..ops.tables import linear_table
+
+_DECODER = ModelConfig(512, 128, 384, 2, 4, 2, 32, max_position_embeddings=2048, rope_theta=10000.0)
+_ROWS, _DEPTH, _TOKENS = 17, 512, 75  # a shared prompt and the rest of two sequences, longer than a tile of keys
+
+
+def words(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """What each kind of computation gives on this device in this compute dtype, 16 hexadecimal digits each."""
+    used = set(linear_table.used)
+    with torch.no_grad():
+        found = {name: _hash(tensors) for name, tensors in _results(device, dtype)}
+    linear_table.used.intersection_update(used)  # of what is launched here, the run need not launch anything
+    return found
+
+
+def _hash(tensors: tuple[Tensor, ...]) -> str:
+    data = b"".join(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _results(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    x, weight = (_fixed(n, _DEPTH, seed=n) for n in (_ROWS, 96))
+    _cancel(x, weight)
+    x, weight = x.to(device, dtype), weight.to(device, dtype)
+    yield "product", (ops.linear(x, weight), ops.linear(x[-1:], weight))
+    yield "exp", (ops.silu_mul(_fixed(_ROWS, 2 * _DEPTH, seed=2).to(device, dtype)),)
+    yield "norm", (ops.rms_norm(x, _fixed(_DEPTH, seed=3).to(device, dtype), 1e-6),)
+    yield "attention", (_attention(device, dtype),)
+    yield "AdamW", _update(device, dtype)
+    scores = _scores(device, dtype)
+    yield "log", scores[1:]  # the entropies and the log-probabilities under filters, of sums and their logarithms
+    yield "decoder", scores[:1]
+
+
+def _fixed(*shape: int, seed: int) -> Tensor:
+    """Numbers of 16 bits between -1 and 1, times a power of two between 1/16 and 8; float32 on the CPU."""
+    count = torch.Size(shape).numel()
+    mixed = (torch.arange(1, count + 1) + 1_000_003 * seed) * 2_654_435_761  # Knuth's multiplicative hash
+    mixed ^= mixed >> 15
+    powers = torch.tensor([2.0**power for power in range(-4, 4)])
+    return (((mixed >> 3 & 0xFFFF) - 0x8000) / 0x8000 * powers[mixed >> 19 & 7]).view(shape)
+
+
+def _cancel(x_RK: Tensor, weight_NK: Tensor) -> None:
+    """Leave rounding errors alone of every second row's products, so that each change of an order shows in bfloat16."""
+    order = torch.arange(_DEPTH) * 197 % _DEPTH  # 197 is odd: each once
+    first, second = order[: _DEPTH // 2], order[_DEPTH // 2 :]
+    weight_NK[:, second] = weight_NK[:, first]
+    x_RK[::2, second] = -x_RK[::2, first]
+
+
+def _layout(device: torch.device) -> PackedAttention:
+    """Two sequences; the second begins with the first 5 tokens of the first."""
+    numbers = [0, _TOKENS - 9, _TOKENS], [0, 0], [0, 5]
+    ends, start, length = (torch.tensor(n, dtype=torch.int32, device=device) for n in numbers)
+    return PackedAttention(ends, start, length, max_len=_TOKENS)
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> Tensor:
+    shapes = {4: (_TOKENS, 4, 32), 5: (_TOKENS, 2, 32), 6: (_TOKENS, 2, 32)}
+    q, k, v = (_fixed(*shape, seed=seed).to(device, dtype) for seed, shape in shapes.items())
+    layout = _layout(device)
+    return ops.attention_packed(q, k, v, layout.cu_seqlens, layout.prefix_start_S, layout.prefix_len_S, layout.max_len)
+
+
+def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Weights and moments after one update, and the sums of squares that gradients are clipped by."""
+    count = 3 * ops.SQUARES_BLOCK + 5
+    grad, master, first, second = (_fixed(count, seed=seed).to(device) for seed in (7, 8, 9, 10))
+    second.abs_()
+    squares, weights = ops.square_sums(grad), master.to(dtype, copy=True)
+    steps = torch.tensor([2.0, 2.0], device=device)
+    rate, scale = (torch.tensor(number, device=device) for number in (0.001, 1.75))
+    applied = torch.ones((), dtype=torch.bool, device=device)
+    settings = (2 * ops.SQUARES_BLOCK, 0.9, 0.999, 1e-8, 0.01)
+    ops.adamw(weights, grad, master, first, second, steps, rate, scale, applied, *settings)
+    return squares, weights, master, first, second
+
+
+def _scores(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Log-probabilities of a decoder with fixed weights, the model's own; then under filters, and entropies."""
+    model = Decoder(_DECODER, dtype, device)
+    for seed, parameter in enumerate(model.parameters(), start=11):
+        values = _fixed(*parameter.shape, seed=seed)
+        parameter.copy_(1 + values / 16 if parameter.dim() == 1 else values / 16)
+    tokens = torch.arange(_TOKENS, device=device) * 37 % _DECODER.vocab_size
+    hidden = model(tokens, torch.arange(_TOKENS, device=device), _layout(device))
+    temperature, top_p, min_p = (torch.full((_TOKENS,), number, device=device) for number in (0.7, 0.9, 0.01))
+    top_k = torch.full((_TOKENS,), 50, dtype=torch.int32, device=device)
+    rows = temperature, top_k, top_p, min_p
+    found = ops.token_logprobs(hidden, model.lm_head, tokens.roll(-1), *rows, truncated=True)
+    return found.model_logprob_C, found.logprob_C, found.entropy_C

@@ -1,0 +1,81 @@
+"""Lists of the kernels that a start needed, by which the next loads them, if it can while it reads the weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+from ..cache import user_folder
+from ..config import RunConfig, resolve_compile
+from ..config.compile import GRAPHS
+from ..graph import origin
+from ..timings import Timings
+
+KEPT = 64  # lists; and as many notes of which one a configuration last needed
+
+
+def kernel_list(*about: object) -> Path:
+    """Where the kernels of a start that depends on these are listed, each told by its `repr`. A list that is not quite
+    right costs time and nothing else."""
+    return _folder() / f"{_digest(*about)}.json"
+
+
+def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) -> Callable[[], Path | None]:
+    """Begin to load, on other threads, what the last start with this configuration needed.
+
+    The list itself is found by more than is known before the weights are read, so whether it was the right one shows
+    later. What goes wrong is left to the start that needs the kernels, which says so.
+
+    Args:
+        device: the type of the device.
+        ranks: processes of the run; several agree on what they load, later.
+        timings: of the run; `compile` is what this takes, and how long the function waits.
+
+    Returns:
+        a function that waits for the kernels and returns the path of their list, or None where none were loaded. Call
+        it before anything is launched.
+    """
+    if device != "cuda" or ranks > 1 or resolve_compile(config.compile, on_gpu=True).capture not in GRAPHS:
+        return lambda: None
+    with timings.measured("compile"):
+        loading, path = _begun(config)
+
+    def loaded() -> Path | None:
+        with timings.measured("compile"):
+            return path if loading is not None and loading.exception() is None and loading.result() else None
+
+    return loaded
+
+
+def _begun(config: RunConfig) -> tuple[Future[int] | None, Path]:
+    """How many kernels will have been loaded, if any are, and where they are listed."""
+    path = _folder() / str(user_folder.read(_note(config)))
+    listed = user_folder.read(path)
+    if listed:
+        with suppress(Exception):
+            from ..ops.precompile import preload_beside
+
+            return preload_beside(listed), path
+    return None, path
+
+
+def remember(config: RunConfig, path: Path) -> None:
+    """Note that a start with this configuration needed the kernels of this list."""
+    user_folder.write(_note(config), path.name, keep=KEPT)
+
+
+def _note(config: RunConfig) -> Path:
+    model = config.model, config.arch, config.dtype, config.attention, config.attention_mask
+    steps = config.sampling, config.generator, config.trainer, config.compile, config.parity, config.loss.beta
+    return user_folder.cache_folder() / "kernels-of" / f"{_digest(*model, *steps)}.json"
+
+
+def _folder() -> Path:
+    return user_folder.cache_folder() / "kernels"
+
+
+def _digest(*about: object) -> str:
+    return hashlib.sha256(repr([sorted(origin().items()), *about]).encode()).hexdigest()[:32]

@@ -1,0 +1,278 @@
+"""`lockstep parity`: is a model's log-probability the same bits in the generator and in the trainer?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..config import (
+    Attention,
+    CompileConfig,
+    GeneratorConfig,
+    LossConfig,
+    OptimizerConfig,
+    RunConfig,
+    resolve_compile,
+    validate,
+)
+from ..errors import InputError
+from ..generator import Engine, SharedWeights, plan_cache_tokens
+from ..graph import Compiler, LayerCompiler, Work
+from ..models import Decoder
+from ..ops.machine_check import check as machine_check
+from ..trainer import BatchShape, Trainer, pack
+from ..types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+from .attention import whole_tiles
+from .build import load_policy, make_compiler, resolve_device
+from .certificate import without_experts
+from .kernel_lists import kernel_list
+from .warm_up import make_ready
+
+CHECK_DOMAIN = 4  # sampling domain of `check_model`
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The outcome of `check_model`."""
+
+    generator_logprobs: list[float]
+    trainer_logprobs: list[float]
+    tokens_checked: int
+    tokens_different: int
+    tokens_not_covered: int
+    max_delta: float
+    prompts: int
+    device: str
+    dtype: str
+    compared: str
+    expert_choices_checked: int | None = None
+    tokens_routed_differently: int | None = None
+    prompt_tokens_checked: int | None = None
+    prompt_tokens_routed_differently: int | None = None
+
+    @property
+    def identical(self) -> bool:
+        """Every sampled token was compared, none differs, and there were some."""
+        different = self.tokens_different, self.tokens_not_covered, self.prompt_tokens_routed_differently
+        return not any(different) and self.tokens_checked > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {"identical": self.identical, **without_experts(asdict(self))}
+
+    def render(self) -> str:
+        """The report as text."""
+        verdict = "PASS: generator and trainer log-probs are bitwise identical."
+        if self.tokens_routed_differently or self.prompt_tokens_routed_differently:
+            verdict = "FAIL: generator and trainer choose different experts."
+        elif not math.isfinite(self.max_delta):
+            verdict = "FAIL: log-probs are no finite numbers: the model's outputs overflow in this dtype."
+        elif self.tokens_different:
+            verdict = "FAIL: generator and trainer log-probs differ."
+        elif not self.identical:
+            verdict = "FAIL: not every sampled token was compared."
+        experts = [
+            f"  Expert choices    : {self.expert_choices_checked}",
+            f"  Routed differently: {self.tokens_routed_differently}",
+            f"  Of prompts        : {self.prompt_tokens_routed_differently} of {self.prompt_tokens_checked} tokens",
+        ]
+        return "\n".join(
+            [
+                f"  Compared          : {self.compared}",
+                f"  Generator log-probs[:5]: {self.generator_logprobs[:5]}",
+                f"  Trainer   log-probs[:5]: {self.trainer_logprobs[:5]}",
+                f"  Bitwise identical : {self.identical}",
+                f"  Tokens checked    : {self.tokens_checked}",
+                f"  Tokens different  : {self.tokens_different}",
+                *([f"  Not compared      : {self.tokens_not_covered}"] if self.tokens_not_covered else ()),
+                *(experts if self.expert_choices_checked is not None else ()),
+                f"  Max delta         : {self.max_delta:.6e}",
+                verdict,
+            ]
+        )
+
+
+# Sampled with and without filters, and greedy; token `tokens` are spread over them in turn.
+_KINDS = (
+    SamplingParams(temperature=1.0, n=8, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.95, n=8, ignore_eos=True),
+    SamplingParams(temperature=1.2, top_k=50, min_p=0.02, n=4, ignore_eos=True),
+    SamplingParams(temperature=0.0, n=1, ignore_eos=True),
+)
+_COMPLETION = 64
+_MOST_TOKENS = 10_000_000  # days on a CPU; all completions are held at once
+
+
+def check_model(
+    model: str,
+    tokens: int,
+    seed: int,
+    device: str,
+    dtype: str,
+    attention: Attention = "native",
+    attention_mask: str | None = None,
+    compile: CompileConfig | None = None,
+) -> ParityReport:
+    """Generate at least `tokens` tokens from random prompts and score them with the trainer's computation.
+
+    Prompts have many lengths; sampling is plain, truncated and greedy in turn, several samples a prompt. Where
+    `compile` captures (by default on a GPU) the generator's graphs are compared with the trainer's of forward and
+    backward pass, the one that trains; elsewhere the model is called by both. Raises `InputError` for a number out of
+    range, settings that do not go together, and a model that cannot be loaded.
+    """
+    for name, value, low, high in (("tokens", tokens, 1, _MOST_TOKENS), ("seed", seed, 0, 2**63 - 1)):
+        if type(value) is not int or not low <= value <= high:
+            raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
+    place, compile = resolve_device(device), compile or CompileConfig()
+    validate(RunConfig(attention=attention, attention_mask=attention_mask, compile=compile))
+    compile = resolve_compile(compile, place.type == "cuda")
+    compiler = make_compiler(compile, place)
+    try:
+        decoder = load_policy(model, "tiny", seed, device, dtype, attention, attention_mask).model
+        machine_check.restore(place, decoder.embed.dtype)  # what a run's check of this machine replaced
+        return _check(decoder, tokens, seed, whole_tiles(GeneratorConfig(), attention), compile, compiler)
+    finally:
+        if compiler is not None:
+            compiler.close()
+
+
+def _check(
+    decoder: Decoder,
+    tokens: int,
+    seed: int,
+    config: GeneratorConfig,
+    compile: CompileConfig,
+    compiler: Compiler | LayerCompiler | None,
+) -> ParityReport:
+    where, context = decoder.embed.device, decoder.config.max_position_embeddings
+    length = min(_COMPLETION, context // 2)
+    prompts, sampling = _requests(tokens, seed, decoder.config.vocab_size, min(300, context - length), length)
+    longest, sequences = max(map(len, prompts)) + length, sum(s.n for s in sampling)
+    trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), compiler=compiler)
+    cache_tokens = plan_cache_tokens(config, decoder.config, decoder.embed.dtype, where, sequences, longest)
+    engine = Engine(SharedWeights(decoder), config, cache_tokens, compiler=compiler)
+    max_tokens = max(8192, 2 * longest)
+    shape, kinds = _expected(prompts, sampling, max_tokens)
+    if compiler is not None:
+        _warm_up(compiler, trainer, engine, compile, (sequences, longest), shape, kinds, list(dict.fromkeys(sampling)))
+    identities = [SampleIdentity(seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
+    completions = engine.generate(prompts, sampling, identities)
+    del engine
+    groups = _groups(prompts, completions, sampling)
+    for batch in pack(groups, max_tokens=max_tokens, check_parity=True, shapes=[shape]):
+        if compiler is None:
+            trainer.check(batch.to(where))
+        else:
+            trainer.forward_backward(batch.to(where))
+    scored = trainer.checked[0][:5].tolist()
+    result = trainer.finish_check(sum(len(c.token_ids) for samples in completions for c in samples))
+    return ParityReport(
+        completions[0][0].model_logprobs[:5],
+        scored,
+        result.tokens_checked,
+        result.tokens_different,
+        result.tokens_not_covered,
+        result.logprob_diff_max,
+        len(prompts),
+        where.type,
+        str(decoder.embed.dtype).removeprefix("torch."),
+        _compared(compiler),
+        result.routing.choices_checked if result.routing else None,
+        result.routing.tokens_different if result.routing else None,
+        result.routing.prompt_tokens_checked if result.routing else None,
+        result.routing.prompt_tokens_different if result.routing else None,
+    )
+
+
+def _expected(
+    prompts: list[list[int]], sampling: list[SamplingParams], max_tokens: int
+) -> tuple[BatchShape, list[SamplingParams]]:
+    """The shape that all batches will be padded to, and a kind of sampling for each way that they are scored. Every
+    completion is as long as it may be, so both are known before there are any."""
+    groups = [
+        TrainGroup(prompt, [TrainSequence([0] * params.max_completion_length, 0.0, 0.0)] * params.n, params)
+        for prompt, params in zip(prompts, sampling, strict=True)
+    ]
+    drafts = pack(groups, max_tokens=max_tokens, check_parity=False)
+    shapes = [(len(b.tokens_T), len(b.targets_C), len(b.prefix_len_S), b.max_len) for b in drafts]
+    kinds = [next(p for p in sampling if p.truncated == kind) for kind in sorted({b.truncated for b in drafts})]
+    return BatchShape(*map(max, zip(*shapes, strict=True))), kinds
+
+
+def _warm_up(
+    compiler: Compiler | LayerCompiler,
+    trainer: Trainer,
+    engine: Engine,
+    compile: CompileConfig,
+    room: tuple[int, int],
+    shape: BatchShape,
+    trained: list[SamplingParams],
+    generated: list[SamplingParams],
+) -> None:
+    """Make the graphs of both roles, for `room` sequences of so many tokens, and hold them to eager's bits."""
+
+    def make_graphs() -> None:
+        for params in trained:
+            trainer.warm_up([shape], params, check_parity=True, with_checks=False)
+        for params in generated:
+            engine.warm_up(*room, params)
+
+    def trust_cases() -> Work:
+        cases = [trainer.trust_cases([shape], params, check_parity=True, with_checks=False) for params in trained]
+        return [*itertools.chain(*cases), *engine.trust_cases()]
+
+    embed = trainer.model.embed
+    about = trainer.model.config, embed.dtype, engine.config, compile, room, shape, trained, generated
+    kernels = kernel_list(*about) if embed.is_cuda else None
+    make_ready(compiler, make_graphs, trust_cases, compile.verify, kernels=kernels)
+
+
+def _compared(compiler: Compiler | LayerCompiler | None) -> str:
+    if compiler is None:
+        return "the model, called by both roles"
+    if isinstance(compiler, LayerCompiler):
+        return "the model's compiled layers, called by both roles"
+    levels = {function.name: function.level for function in compiler.functions}
+    decode, mixed, train = (f"{name} ({levels[name]})" for name in ("decode", "mixed", "forward_backward"))
+    return f"the graphs {decode} and {mixed} with {train}"
+
+
+def _groups(
+    prompts: list[list[int]], completions: list[list[Completion]], sampling: list[SamplingParams]
+) -> list[TrainGroup]:
+    return [
+        TrainGroup(
+            prompt,
+            [
+                TrainSequence(
+                    *(c.token_ids, 0.0, 0.0, c.logprobs, c.model_logprobs),
+                    *(f"prompt {g} sample {i}", c.route_digests),
+                )
+                for i, c in enumerate(samples)
+            ],
+            params,
+            samples[0].prompt_route_digests,
+        )
+        for g, (prompt, samples, params) in enumerate(zip(prompts, completions, sampling, strict=True))
+    ]
+
+
+def _requests(
+    tokens: int, seed: int, vocabulary: int, max_prompt: int, length: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    generator = torch.Generator().manual_seed(seed)
+    prompts: list[list[int]] = []
+    sampling: list[SamplingParams] = []
+    planned = 0
+    for kind in itertools.cycle(_KINDS):
+        if planned >= tokens:
+            return prompts, sampling
+        size = int(torch.randint(1, max_prompt + 1, (1,), generator=generator))
+        prompts.append(torch.randint(0, vocabulary, (size,), generator=generator).tolist())
+        sampling.append(SamplingParams(**{**asdict(kind), "max_completion_length": length}))
+        planned += kind.n * length
+    raise AssertionError("unreachable")

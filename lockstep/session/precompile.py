@@ -1,0 +1,100 @@
+"""Making the graphs of a run ahead of it, and keeping them for the runs to come."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from ..config import RunConfig
+from ..errors import InputError, LockstepError
+from ..graph import Compiler, Store
+from .build import build, resolve
+from .warm_up import warm_up
+
+
+def precompile(config: RunConfig) -> dict[str, Any]:
+    """Do what `lockstep train` does before its first step, and tell what became of each graph.
+
+    The model is loaded and its graphs are made or loaded, recorded and checked, which also compiles the kernels, tunes
+    nothing and writes no run folder.
+
+    Raises:
+        InputError: nothing is captured in this configuration.
+        LockstepError: a graph is not what eager is, or the cache folder cannot be written.
+    """
+    began = time.perf_counter()
+    config = resolve(config)
+    if config.compile.capture == "none":
+        raise InputError(
+            "compile.capture is none, so there is nothing to compile; set --compile.capture step (left out, it is step "
+            "on a GPU and none on a CPU)"
+        )
+    if config.compile.capture == "layer" or set(config.compile.inductor) != {"backward"}:
+        raise InputError(
+            f"compile.capture is {config.compile.capture} and compile.inductor {list(config.compile.inductor)}: "
+            "layers, and regions that both roles share, are compiled where they run and not kept; use step or joint, "
+            "and backward"
+        )
+    if config.compile.dump:
+        raise InputError("--compile.dump shows how graphs are made, and none is kept then; remove it, or use train")
+    run = build(config)
+    compiler = run.compiler
+    assert isinstance(compiler, Compiler) and compiler.store is not None
+    try:
+        warm_up(config, run)
+        graphs = _graphs(compiler.store)
+        checks = {
+            "cases": sum(verdict.cases for verdict in run.verdicts),
+            "known": sum(verdict.known for verdict in run.verdicts),
+        }
+    finally:
+        compiler.close()
+    if graphs and not any(graph["bytes"] for graph in graphs):
+        raise LockstepError(f"{compiler.store.folder} cannot be written, so no graph was kept; set LOCKSTEP_CACHE")
+    outcomes = [graph["outcome"] for graph in graphs]
+    return {
+        "folder": str(compiler.store.folder),
+        "device": str(run.policy.model.embed.device),
+        "made": outcomes.count("made"),
+        "reused": outcomes.count("reused"),
+        "refused": outcomes.count("refused"),
+        "traces": compiler.captures,
+        "graphs": graphs,
+        "checks": checks,
+        "bytes": sum(graph["bytes"] for graph in graphs),
+        "folder_bytes": compiler.store.size(),
+        "seconds": dict(run.timings.seconds),
+        "total_s": time.perf_counter() - began,
+    }
+
+
+_REASONS = 8  # that are shown of one graph
+_OUTCOMES = {"loaded": "reused", "refused": "refused", "absent": "made"}
+
+
+def _graphs(store: Store) -> list[dict[str, Any]]:
+    """Each graph that was looked for, what became of it, and the bytes that are kept of it; `refused` ones were made
+    anew."""
+    return [
+        asdict(found) | {"outcome": _OUTCOMES[found.outcome], "bytes": store.size(found.file)}
+        for found in store.lookups
+    ]
+
+
+def render(result: dict[str, Any]) -> str:
+    """The result as the command prints it."""
+    lines = [f"{result['folder']}, for {result['device']}"]
+    for graph in result["graphs"]:
+        lines.append(f"  {graph['outcome']:<8} {graph['bytes'] / 1024:>8.1f} KiB  {graph['title']}")
+        lines += [f"           {reason}" for reason in graph["reasons"][:_REASONS]]
+        if len(graph["reasons"]) > _REASONS:
+            lines.append(f"           and {len(graph['reasons']) - _REASONS} more")
+    checks, seconds = result["checks"], result["seconds"]
+    counts = f"{result['made']} made, {result['reused']} reused, {result['refused']} refused and made anew"
+    sizes = f"{result['bytes'] / 2**20:.1f} MiB, {result['folder_bytes'] / 2**20:.1f} in the folder"
+    lines.append(f"{counts}; {result['traces']} traces; {sizes}")
+    lines.append(f"{checks['cases']} launches checked against eager, {checks['known']} of them before")
+    spent = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05)
+    lines.append(f"{result['total_s']:.1f} s: {spent}")
+    return "\n".join(lines)

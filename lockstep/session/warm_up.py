@@ -1,0 +1,222 @@
+"""Before the first step or request: graphs are made, and the machine and the graphs are held to the contract."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..cache import user_folder
+from ..config import RunConfig
+from ..distributed import ONE, World
+from ..errors import LockstepError
+from ..graph import Compiler, LayerCompiler, PassedChecks, Verdict, Work, check_against_eager
+from ..models.config import ModelConfig, MoEConfig
+from ..ops.machine_check import check as machine_check
+from ..ops.native import library
+from ..ops.tables import linear_table
+from .build import Session
+from .kernel_lists import KEPT, kernel_list, remember
+
+_log = logging.getLogger("lockstep")
+
+
+def warm_up(config: RunConfig, run: Session) -> None:
+    """Make every graph that the steps of a run need, the largest first; those made later count as recompiles.
+
+    Raises:
+        LockstepError: `parity` is strict, and this machine cannot keep the contract.
+    """
+    embed = run.policy.model.embed
+    if embed.device.type == "cpu" and embed.dtype is torch.float32:
+        library.warn_if_missing()
+    if run.compiler is None:
+        _check_machine(config, run)
+        return
+    machine_check.restore(embed.device, embed.dtype)
+    _share_overrides(run)
+    kernels = _kernel_list(config, run) if embed.is_cuda else None
+    run.verdicts = make_ready(
+        run.compiler,
+        partial(_make_graphs, config, run),
+        partial(_trust_cases, config, run),
+        config.compile.verify,
+        kernels=kernels,
+        preloaded=run.preloaded,
+        rehearse_check=partial(_rehearse_check, run),
+        check_machine=partial(_check_machine, config, run),
+        world=run.world,
+    )
+    if kernels is not None and kernels != run.preloaded and run.world.first:
+        remember(config, kernels)
+
+
+def prepare_validation(config: RunConfig, run: Session) -> None:
+    """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
+    if isinstance(run.compiler, Compiler):
+        if run.policy.model.embed.is_cuda:
+            with run.compiler.rehearsal():
+                _make_validation_graphs(config, run)
+        with run.compiler.making():
+            _make_validation_graphs(config, run)
+
+
+def make_ready(
+    compiler: Compiler | LayerCompiler,
+    make_graphs: Callable[[], None],
+    trust_cases: Callable[[], Work],
+    verify: Literal["strict", "warn", "off"],
+    *,
+    kernels: Path | None = None,
+    preloaded: Path | None = None,
+    rehearse_check: Callable[[], None] = lambda: None,
+    check_machine: Callable[[], bool] = lambda: False,
+    world: World = ONE,
+) -> list[Verdict]:
+    """Make graphs and hold them to eager's bits; those made later count as recompiles.
+
+    Args:
+        make_graphs: calls each function whose graphs are needed; called again when all are to be made anew.
+        trust_cases: launches of them to check, unless `verify` (`compile.verify`) is off.
+        kernels: where the kernels they launch are listed (`kernel_list`); None where none are compiled, on a CPU.
+        preloaded: the list of kernels that were loaded already.
+        check_machine: whether a check of this machine, of what was launched, replaced a kernel that graphs may hold.
+        rehearse_check: launches the kernels of that check.
+    """
+    if isinstance(compiler, LayerCompiler):
+        make_graphs()
+        check_machine()
+        compiler.end_warm_up()
+        return []
+    if kernels is not None and kernels != preloaded:
+        _precompile(compiler, kernels, make_graphs, rehearse_check, world)
+    with compiler.making():
+        make_graphs()
+    shared = compiler.share_regions()
+    if check_machine() or shared:
+        for function in compiler.functions:
+            function.close()
+        with compiler.making():
+            make_graphs()
+    verdicts = [] if verify == "off" else check_against_eager(compiler, trust_cases(), verify, PassedChecks())
+    compiler.end_warm_up()
+    return verdicts
+
+
+def _make_graphs(config: RunConfig, run: Session) -> None:
+    run.trainer.warm_up(run.shapes, run.sampling, **_batches(config))
+    tokens = run.shapes[0].max_len
+    ranks = run.world.size
+    run.engine.warm_up(config.trainer.prompts_per_step // ranks * run.sampling.n, tokens, run.sampling)
+    _make_validation_graphs(config, run)
+
+
+def _make_validation_graphs(config: RunConfig, run: Session) -> None:
+    sequences = -(-config.task.validation_prompts // run.world.size)
+    run.engine.warm_up(sequences, run.shapes[0].max_len, run.validation_sampling)
+
+
+def _batches(config: RunConfig) -> dict[str, Any]:
+    """What the trainer has to know of the batches to come."""
+    skips = config.trainer.skip_zero_variance and config.loss.beta == 0
+    check_parity, masks = config.parity != "off", config.loss.mask_truncated_completions
+    return {
+        "check_parity": check_parity,
+        "num_iterations": config.trainer.num_iterations,
+        "with_checks": check_parity and (skips or masks),
+    }
+
+
+def _trust_cases(config: RunConfig, run: Session) -> Work:
+    return [*run.trainer.trust_cases(run.shapes, run.sampling, **_batches(config)), *run.engine.trust_cases()]
+
+
+def _precompile(
+    compiler: Compiler, path: Path, make_graphs: Callable[[], None], rehearse_check: Callable[[], None], world: World
+) -> None:
+    """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
+    each is compiled when it is first launched."""
+    try:
+        listed = world.from_first(lambda: user_folder.read(path) or ())
+        if all(world.gather(compiler.preload(listed))):
+            return
+        with compiler.rehearsal() as kernels:
+            make_graphs()
+            rehearse_check()
+        if world.first:
+            user_folder.write(path, kernels, keep=KEPT)
+    except Exception as error:
+        if world.size > 1:  # the others are in the middle of theirs
+            raise
+        _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
+
+
+def _kernel_list(config: RunConfig, run: Session) -> Path:
+    """Where the kernels of such a start are listed."""
+    about = [run.policy.model.config, run.policy.model.embed.dtype, run.shapes]
+    about += [config.sampling, config.generator, config.trainer]
+    about += [config.compile, config.parity, config.loss.beta, run.world.size]
+    return kernel_list(*about)
+
+
+def _rehearse_check(run: Session) -> None:
+    with run.timings.measured("gate"):
+        machine_check.rehearse(*_checked(run))
+
+
+def _check_machine(config: RunConfig, run: Session) -> bool:
+    """Whether the check of this machine replaced a kernel that graphs may hold."""
+    if config.parity == "off":
+        return False
+    before = dict(linear_table.overrides)
+    with run.timings.measured("gate"):
+        verdict = machine_check.check(*_checked(run))
+    if not verdict.holds and config.parity == "strict":
+        raise LockstepError(str(verdict))
+    if not verdict.holds or verdict.replaced:
+        _log.warning("%s", verdict)
+    _share_overrides(run)
+    return linear_table.overrides != before
+
+
+def _share_overrides(run: Session) -> None:
+    """What replaces a kernel on one rank replaces it on all, so that they make the same graphs."""
+    for of_rank in run.world.gather(dict(linear_table.overrides)):
+        linear_table.overrides.update(of_rank)
+
+
+def _checked(
+    run: Session,
+) -> tuple[
+    list[machine_check.Product],
+    list[machine_check.HeadShape | machine_check.LatentHeadShape],
+    torch.device,
+    torch.dtype,
+]:
+    """The shapes to check. On a GPU the products are those that were computed, and latent attention has no check of its
+    own; on a CPU one row of each product, as any number of rows must give its bits."""
+    c, embed = run.policy.model.config, run.policy.model.embed
+    heads = _heads(c)
+    if embed.is_cuda:
+        return machine_check.used(), [] if c.mla else [heads], embed.device, embed.dtype
+    dense = c.intermediate_size if c.moe_layers < c.num_layers else 0
+    sizes = c.hidden_size, heads, dense, c.vocab_size, _experts(c.moe)
+    return machine_check.decoder_products([1], [1], [1], *sizes), [heads], embed.device, embed.dtype
+
+
+def _heads(c: ModelConfig) -> machine_check.HeadShape | machine_check.LatentHeadShape:
+    if c.mla is None:
+        return machine_check.HeadShape(c.num_heads, c.num_kv_heads, c.head_dim)
+    return machine_check.LatentHeadShape(
+        c.num_heads, c.mla.kv_rank, c.mla.nope_dim, c.mla.rope_dim, c.mla.v_dim, c.mla.q_rank
+    )
+
+
+def _experts(moe: MoEConfig | None) -> machine_check.ExpertShape | None:
+    if moe is None:
+        return None
+    return machine_check.ExpertShape(moe.num_experts, moe.intermediate_size, moe.shared_experts * moe.intermediate_size)

@@ -1,0 +1,177 @@
+"""The launches on which the trainer's graphs are held to eager's bits before the first step (`check.against_eager`).
+
+Tokens, lengths and the generator's log-probabilities are random but the same every time. Every shape is filled to its
+edges; the largest is also tried almost empty, with the longest sequence it can hold alone, and with ragged lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import graph
+from ..config import LossType
+from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
+from .fsdp.layout import ALIGNMENT
+from .packing import pack
+from .programs import EagerRuns, GraphRuns
+from .shapes import BatchShape
+from .step import named
+
+Work = list[tuple[graph.GraphFunction, list[graph.Case]]]
+
+
+def trust_cases(
+    runs: GraphRuns,
+    shapes: Sequence[BatchShape],
+    sampling: SamplingParams,
+    *,
+    check_parity: bool,
+    num_iterations: int = 1,
+    with_checks: bool = True,
+) -> Work:
+    """Cases for each of the trainer's functions; the arguments are those of `Trainer.warm_up`."""
+    eager, functions = runs.eager, runs.functions
+    vocabulary, loss_type = eager.model.config.vocab_size, eager.loss.loss_type
+    routed = check_parity and eager.model.config.moe_layers > 0
+    drafts = _batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed)
+    batches = [(name, batch.to(eager.flat.data.device)) for name, batch in drafts]
+    for _, batch in batches:
+        batch.check_parity = check_parity
+    statistics, both = partial(eager.values.fill_, 1), partial(_fill_sums, eager)
+    work: Work = [
+        (
+            functions["forward_backward"],
+            [c for b in batches for c in _train_cases(runs, *b, both, loss_type, num_iterations)],
+        ),
+        (functions["optim_step"], _optim_cases(eager)),
+    ]
+    if "gather_weights" in functions:
+        work.append((functions["gather_weights"], [graph.Case("all", load=partial(_clear, eager.gathering))]))
+    if with_checks:
+        work.append((functions["check"], [runs.case(*b, statistics) for b in batches]))
+    if "reference_logprobs" in functions:
+        work.append((functions["reference_logprobs"], [runs.case(*b, lambda: None) for b in batches]))
+    return work
+
+
+def _train_cases(
+    runs: GraphRuns, name: str, batch: PackedBatch, load: Callable[[], object], loss_type: LossType, num_iterations: int
+) -> Iterator[graph.Case]:
+    with_support = num_iterations > 1 and batch.truncated
+    yield runs.case(name, batch, load, loss_type=loss_type, with_support=with_support)
+    if num_iterations > 1:
+        later = replace(batch, check_parity=False)
+        if with_support:
+            words = -(-runs.eager.model.config.vocab_size // 8)
+            rows = len(batch.targets_C)
+            later.support_C = torch.full((rows, words), 255, dtype=torch.uint8, device=batch.targets_C.device)
+        yield runs.case(f"{name}, later update", later, load, loss_type=loss_type, with_support=False)
+
+
+def _nearly_untruncated(sampling: SamplingParams, vocabulary: int) -> SamplingParams:
+    """The same kind of sampling, but random tokens are in its support: what lies outside has no gradient to compare."""
+    if not sampling.truncated:
+        return replace(sampling, stop_token_ids=(), stop=())
+    return SamplingParams(sampling.temperature, top_k=vocabulary - 1)
+
+
+def _batches(
+    shapes: Sequence[BatchShape], sampling: SamplingParams, vocabulary: int, routed: bool
+) -> Iterator[tuple[str, PackedBatch]]:
+    draw = torch.Generator().manual_seed(0)
+    largest = shapes[0]
+    drafts = [("filled", shape, _filled(shape)) for shape in shapes]
+    drafts += [
+        ("ragged", largest, _ragged(largest, draw)),
+        ("longest sequence", largest, _longest(largest)),
+        ("one token", largest, (1, [1])),
+    ]
+    for name, shape, (prompt, completions) in drafts:
+        group = _group(prompt, completions, sampling, vocabulary, draw)
+        if routed:
+            group.route_digests = list(range(len(group.prompt_ids)))
+            for sequence in group.sequences:
+                sequence.route_digests = list(range(len(sequence.token_ids)))
+        for batch in pack([group], max_tokens=shape.tokens, check_parity=True, shapes=[shape]):
+            yield f"{name}, {shape.tokens} tokens", batch
+
+
+def _filled(shape: BatchShape) -> tuple[int, list[int]]:
+    """Tokens of the prompt and of each completion that fill a shape; a completion's last token takes no row."""
+    sequences = max(1, min(shape.segments - 1, shape.completion_tokens, shape.tokens))
+    completion = max(1, min(shape.completion_tokens // sequences, shape.max_len - 1, shape.tokens // sequences))
+    prompt = min(shape.tokens - sequences * (completion - 1), shape.max_len - completion)
+    return max(1, prompt), [completion] * sequences
+
+
+def _ragged(shape: BatchShape, draw: torch.Generator) -> tuple[int, list[int]]:
+    prompt, completions = _filled(shape)
+    return prompt, [int(torch.randint(1, length + 1, (), generator=draw)) for length in completions]
+
+
+def _longest(shape: BatchShape) -> tuple[int, list[int]]:
+    length = min(shape.max_len, shape.tokens)
+    completion = max(1, min(shape.completion_tokens, length // 2))
+    return max(1, length - completion), [completion]
+
+
+def _group(
+    prompt: int, completions: list[int], sampling: SamplingParams, vocabulary: int, draw: torch.Generator
+) -> TrainGroup:
+    def tokens(count: int) -> list[int]:
+        return torch.randint(vocabulary, (count,), generator=draw).tolist()
+
+    def logprobs(count: int) -> list[float]:
+        """Around those of a uniform distribution, so that ratios are clipped on either side."""
+        return (torch.randn(count, generator=draw) * 0.3 - math.log(vocabulary)).tolist()
+
+    sequences = [
+        TrainSequence(tokens(n), (-1.0) ** i * (1 + i % 3), 1 / sum(completions), logprobs(n), logprobs(n))
+        for i, n in enumerate(completions)
+    ]
+    return TrainGroup(tokens(prompt), sequences, sampling)
+
+
+def _fill_sums(eager: EagerRuns) -> None:
+    """Gradients and statistics that are not zero: they must be added to."""
+    eager.values.fill_(1)
+    for grad in eager.flat.grads:
+        grad.fill_(0.5)
+
+
+def _optim_cases(eager: EagerRuns) -> list[graph.Case]:
+    """Updates that are clipped, not clipped, and refused for each reason."""
+
+    def load(kind: int) -> None:
+        t = eager.optimizer.tensors()
+        eager.values.fill_(1)
+        eager.sampled.fill_(2 if kind == 4 else 1)
+        named(eager.values)["different"].fill_(float(kind == 3))
+        eager.lr.fill_(1e-3)
+        _waves(t.grad, 1e-9 if kind == 1 else 1.0)
+        _waves(t.exp_avg, 1e-3)
+        _waves(t.exp_avg_sq, 1e-6)
+        t.exp_avg_sq.abs_()
+        t.steps.fill_(kind)
+        if kind == 2:
+            t.grad[-1] = math.inf
+
+    kinds = ("first", "tiny", "not finite", "mismatch", "not covered")
+    return [graph.Case(name, load=partial(load, kind)) for kind, name in enumerate(kinds)]
+
+
+def _clear(inputs: graph.Inputs) -> None:
+    for tensor in inputs.buffer.values():
+        tensor.zero_()
+
+
+def _waves(target: Tensor, scale: float) -> None:
+    """Values of both signs and many magnitudes, without a temporary of the target's size."""
+    angle = torch.arange(1.0, ALIGNMENT + 1, device=target.device)
+    target.view(-1, ALIGNMENT).copy_(torch.sin(angle) * torch.exp(torch.cos(3 * angle) * 4) * scale)

@@ -1,0 +1,176 @@
+"""Configuration: validation messages, and config.yaml written and read back strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import finished
+
+from lockstep.config import (
+    LossConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+    validate,
+    yaml_file,
+)
+from lockstep.config.recipes import RECIPES
+from lockstep.errors import InputError
+
+
+def test_defaults_are_valid() -> None:
+    assert validate(RunConfig()) == RunConfig()
+
+
+def test_importing_configuration_does_not_import_torch() -> None:
+    code = "import sys, lockstep.config.yaml_file, lockstep.config.recipes; sys.exit('torch' in sys.modules)"
+    assert finished([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_named_and_valid_once_given_their_data(name: str) -> None:
+    config = RECIPES[name](None)
+    assert config.recipe == config.task.name == name
+    if name in ("gsm8k", "dataset"):
+        with pytest.raises(InputError, match=r"task\.data is missing"):
+            validate(config)
+        config = replace(config, task=replace(config.task, data="x.jsonl", reward=("m:f",)))
+    validate(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (RunConfig(steps=-1), "steps is -1; it must be at least 0"),
+        (RunConfig(sampling=SamplingConfig(top_p=0.0)), "sampling.top_p is 0.0; it must be between"),
+        (RunConfig(sampling=SamplingConfig(temperature=0.0)), "sampling.temperature is 0"),
+        (RunConfig(optimizer=OptimizerConfig(learning_rate=float("nan"))), "optimizer.learning_rate is nan"),
+        (RunConfig(task=TaskConfig(name="dataset", data="x")), "task.reward is missing"),
+        (RunConfig(task=TaskConfig(data="x")), "task.data has no effect on sum-digits"),
+        (RunConfig(task=TaskConfig(reward=("m:f",), reward_weights=(1.0, 2.0))), "2 values for 1 reward functions"),
+        (RunConfig(loss=LossConfig(overlong_buffer=4)), "overlong_buffer has no effect on loss_type grpo"),
+        (RunConfig(loss=LossConfig(epsilon_high=0.1)), "epsilon_high is below"),
+        (RunConfig(sampling=SamplingConfig(num_generations=1)), "num_generations is 1"),
+        (
+            RunConfig(task=TaskConfig(name="gsm8k", data="x"), trainer=TrainerConfig(warmup_steps=1)),
+            "task gsm8k does not have",
+        ),
+    ],
+)
+def test_validation_names_the_field(config: RunConfig, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        validate(config)
+    assert message in str(caught.value)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+configs = st.builds(
+    RunConfig,
+    model=st.none() | texts,
+    parity=st.sampled_from(["strict", "warn", "off"]),
+    seed=st.integers(0, 2**63 - 1),
+    task=st.builds(TaskConfig, reward=st.lists(texts).map(tuple), reward_weights=st.lists(st.floats()).map(tuple)),
+    sampling=st.builds(SamplingConfig, temperature=st.floats(), stop=st.lists(texts).map(tuple)),
+    loss=st.builds(LossConfig, epsilon_high=st.none() | st.floats(allow_nan=False)),
+)
+
+
+@given(config=configs)
+def test_save_and_load_give_the_same_configuration(tmp_path_factory: pytest.TempPathFactory, config: RunConfig) -> None:
+    path = tmp_path_factory.mktemp("config") / "config.yaml"
+    yaml_file.save(config, path)
+    assert repr(yaml_file.load(path)) == repr(config)  # repr, so that NaN equals NaN and 1 is not 1.0
+
+
+def test_every_field_is_written(tmp_path: Path) -> None:
+    yaml_file.save(RunConfig(), tmp_path / "config.yaml")
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert list(written) == [item.name for item in dataclasses.fields(RunConfig)]
+    assert list(written["task"]) == [item.name for item in dataclasses.fields(TaskConfig)]
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    path = folder / "my.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", RunConfig()),
+        ("steps: 3\nsampling:\n  top_p: 1\n", RunConfig(steps=3, sampling=SamplingConfig(top_p=1.0))),
+        ("optimizer: {learning_rate: 2e-6}", RunConfig(optimizer=OptimizerConfig(learning_rate=2e-6))),
+        ("parity: off", RunConfig(parity="off")),
+        ("task: {reward: ['a.py:f', b:g]}", RunConfig(task=TaskConfig(reward=("a.py:f", "b:g")))),
+        ("loss: {epsilon_high: null}", RunConfig()),
+    ],
+)
+def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfig) -> None:
+    assert yaml_file.load(written(tmp_path, text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 3", "unknown key stepz; did you mean steps"),
+        ("sampling: {top-p: 0.5}", "unknown key sampling.top-p; did you mean top_p"),
+        ("zzzzzz: 3", "unknown key zzzzzz; allowed: recipe, model"),
+        ("3: 3", "unknown key 3; allowed"),
+        ("steps: three", "steps is 'three'; it must be a whole number"),
+        ("steps: 3.0", "steps is 3.0; it must be a whole number"),
+        ("steps: true", "steps is True; it must be a whole number"),
+        ("steps: 1:30", "steps is '1:30'; it must be a whole number"),
+        ("steps: 010", "steps is '010'; it must be a whole number"),
+        ("steps: null", "steps is None; it must be a whole number"),
+        ("seed: '7'", "seed is '7'; it must be a whole number"),
+        ("model: 3", "model is 3; it must be a string"),
+        ("sampling: {temperature: hot}", "sampling.temperature is 'hot'; it must be a number"),
+        ("sampling: {temperature: false}", "sampling.temperature is False; it must be a number"),
+        ("sampling: {ignore_eos: 'yes'}", "sampling.ignore_eos is 'yes'; it must be true or false"),
+        ("parity: maybe", "parity is 'maybe'; it must be one of strict, warn, off"),
+        ("task: {reward: a:b}", "task.reward is 'a:b'; it must be a list, each item a string"),
+        ("task: {reward_weights: [1, x]}", "task.reward_weights[1] is 'x'; it must be a number"),
+        ("task: sum-digits", "task holds 'sum-digits'; it must be a mapping"),
+        ("task:", "task holds None; it must be a mapping"),
+        ("- 1", "the file holds [1]; it must be a mapping"),
+        ("steps: 1\nsteps: 2", "key steps is given twice"),
+        ("task: {data: [", "not valid YAML"),
+        ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, text: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        yaml_file.load(written(tmp_path, text))
+    assert str(caught.value).startswith(f"{tmp_path / 'my.yaml'}: ")
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_or_a_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(InputError, match="cannot be read"):
+            yaml_file.load(path)
+
+
+def test_flat_names_are_dotted() -> None:
+    flat = yaml_file.flat(RunConfig(steps=7))
+    assert flat["steps"] == 7 and flat["sampling.top_p"] == 1.0 and flat["task.reward"] == []
+    assert not any(isinstance(value, dict) for value in flat.values())
+
+
+def test_a_pipe_as_a_configuration_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(InputError, match="pipe.yaml: cannot be read: it is not a regular file"):
+        yaml_file.load(tmp_path / "pipe.yaml")

@@ -1,0 +1,122 @@
+"""Settings that nothing reads are refused, and a file of settings says what it begins from."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.config import RunConfig, TaskConfig, TrainerConfig, unread, validate, yaml_file
+from lockstep.config.effect import without_effect
+from lockstep.config.recipes import RECIPES
+from lockstep.errors import InputError
+
+ROWS = "train dataset --data d.jsonl --reward math --model m"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train --arch qwen3-100m --model m", "arch has no effect with a model, which has an architecture of its own"),
+        ("train --arch tiny --model m", "arch has no effect with a model"),
+        (f"{ROWS} --arch tiny", "arch has no effect with a model"),
+        (f"{ROWS} --task.validation-seed 99", "task.validation_seed has no effect on dataset, whose validation rows"),
+        (f"{ROWS} --task.validation-seed=5", "task.validation_seed has no effect on dataset, whose validation rows"),
+        (f"{ROWS} --checkpoint.keep-last 2", "checkpoint.keep_last has no effect without checkpoints; set checkpoint"),
+        (f"{ROWS} --checkpoint.keep_last 5", "checkpoint.keep_last has no effect without checkpoints; set checkpoint"),
+        (f"{ROWS} --task.no-shuffle --task.seed 1", "task.seed has no effect with task.shuffle off"),
+        ("train --task.split test", "task.split has no effect on sum-digits; remove it, or name a recipe"),
+        (
+            "train --task.validation-prompts 0 --task.validation-interval 5",
+            "task.validation_interval has no effect with task.validation_prompts 0, which turns validation off",
+        ),
+        ("train --trainer.warmup-steps 0 --trainer.warmup-loss 1", "trainer.warmup_loss has no effect with trainer.wa"),
+        ("train --trainer.warmup-interval 5", "trainer.warmup_interval has no effect without trainer.warmup_reward"),
+        (f"{ROWS} --loss.overlong-penalty 2", "loss.overlong_penalty has no effect without loss.overlong_buffer"),
+        ("eval --model m --task gsm8k --data d --no-easy", "--no-easy has no effect on gsm8k; remove it"),
+    ],
+)
+def test_a_flag_that_nothing_reads(capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    assert main(shlex.split(line)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("model", [None, "org/model"])
+def test_no_recipe_sets_what_nothing_reads(name: str, model: str | None) -> None:
+    config = RECIPES[name](model)
+    default = RunConfig()
+    fields = {path: yaml_file.flat(config)[path] for path, _ in without_effect(config)}
+    assert fields == {path: yaml_file.flat(default)[path] for path in fields}
+
+
+def test_what_a_recipe_left_behind_is_refused_only_where_it_is_given() -> None:
+    begin = RECIPES["sum-digits"](None)
+    config = replace(begin, trainer=replace(begin.trainer, warmup_steps=0))
+    assert validate(config) is config  # its warmup_learning_rate stays
+    assert "trainer.warmup_learning_rate" in dict(unread(config))
+    assert "trainer.warmup_learning_rate" not in dict(unread(begin))
+
+
+def test_every_field_that_may_be_without_effect_is_one() -> None:
+    rows = RunConfig(task=TaskConfig(name="dataset", shuffle=False, validation_prompts=0), model="m")
+    drawn = RunConfig(task=TaskConfig(name="word-arithmetic"), trainer=TrainerConfig(warmup_steps=9))
+    named = {path for config in (rows, drawn) for path, _ in unread(config)}
+    assert len(named) > 20 and named <= yaml_file.flat(RunConfig()).keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file holds no key; name what it begins from, such as recipe: sum-digits"),
+        ("# steps: 3\n", "the file holds no key"),
+        ("{}", "the file holds no key"),
+        ("recipe: nosuch", "recipe is 'nosuch', which is none; allowed: sum-digits, word-arithmetic, gsm8k, dataset"),
+        ("recipe: gms8k\nsteps: 2", "recipe is 'gms8k', which is none; did you mean gsm8k?"),
+        ("recipe: [gsm8k]", "recipe is ['gsm8k'], which is none"),
+        ("recipe: gsm8k", "task.data is missing: gsm8k needs --data FILE.jsonl"),
+        ("recipe: gsm8k\nmodel: 3", "model is 3; it must be a string"),
+        ("recipe: sum-digits\nmodel: m\narch: tiny-moe", "arch has no effect with a model"),
+    ],
+)
+def test_a_file_says_what_it_begins_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(text)
+    assert main(["train", "--config", "my.yaml"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_a_file_leaves_out_is_the_recipes(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("recipe: word-arithmetic\nmodel: org/model\nsteps: 7\ntask: {validation_interval: 5}\n")
+    begin = RECIPES["word-arithmetic"]("org/model")
+    expected = replace(begin, steps=7, task=replace(begin.task, validation_interval=5))
+    assert yaml_file.load(path, RECIPES) == expected
+    yaml_file.save(expected, path)
+    assert yaml_file.load(path, RECIPES) == expected
+
+
+def test_a_whole_file_of_ones_own_recipe_is_replayed(tmp_path: Path) -> None:
+    path, config = tmp_path / "my.yaml", RunConfig(recipe="of my own", steps=3)
+    yaml_file.save(config, path)
+    assert yaml_file.load(path, RECIPES) == config
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "top_k" not in line))
+    with pytest.raises(InputError, match="recipe is 'of my own', which is none"):
+        yaml_file.load(path, RECIPES)
+
+
+def test_hints_for_an_unknown_flag_name_each_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--learning-rate", "3", "--stepz", "4"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("--optimizer.learning-rate") == said.count("--trainer.warmup-learning-rate") == 1
+    assert said.count(" --steps ") == 1 and "precompile" not in said
+
+
+def test_an_infinite_number_is_refused_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--optimizer.learning-rate", "inf"]) == 2
+    assert "optimizer.learning_rate is inf; it must be at least 0 and finite" in capsys.readouterr().err

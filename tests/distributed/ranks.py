@@ -1,0 +1,278 @@
+"""Run by torchrun on two ranks: each check compares what the ranks do together with one process that runs the same
+micro-batches, in every bit. The first rank prints what was found, a JSON object. `ranks.py cuda` does so on two GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from small import train_groups
+
+from lockstep import distributed, machine
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
+from lockstep.distributed import ONE, World, join
+from lockstep.errors import InputError, LockstepError
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import Compiler, FakeRecorder, GraphError, check_against_eager, digest
+from lockstep.models import Decoder, ModelConfig
+from lockstep.models.config import MoEConfig
+from lockstep.models.init import initialize
+from lockstep.trainer import BatchShape, Trainer, pack_shards
+from lockstep.trainer.programs import GraphRuns
+from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup
+
+FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
+OPTIMIZER = OptimizerConfig(weight_decay=0.1)
+DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+SIZES = (97, 48, 64, 2, 4, 2, 16) if DEVICE.type == "cpu" else (4096, 512, 1024, 2, 8, 4, 128)
+CONFIG = ModelConfig(*SIZES, rope_theta=1e4, max_position_embeddings=256)
+MOE = replace(CONFIG, moe=MoEConfig(4, num_experts_per_token=2, intermediate_size=SIZES[2] // 2, router_bias=True))
+DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+
+CHECKS: dict[str, Callable[[World], Any]] = {}
+
+
+def check(function: Callable[[World], Any]) -> Callable[[World], Any]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def decoder(dtype: torch.dtype = DTYPE, config: ModelConfig = CONFIG) -> Decoder:
+    model = initialize(Decoder(config, dtype, DEVICE), 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(6)
+    return model
+
+
+def rollout(model: Decoder, step: int, groups: int = 5) -> list[TrainGroup]:
+    """The same groups on every rank: as many as make shards of unequal size."""
+    engine = Engine(SharedWeights(model), GeneratorConfig(), cache_tokens=2048)
+    prompts = [[(7 * g + i) % 97 for i in range(3 + 5 * g)] for g in range(groups)]
+    identities = [SampleIdentity(0, 0, step, g) for g in range(groups)]
+    found = engine.generate(prompts, [FILTERED] * groups, identities)
+    return train_groups(prompts, [FILTERED] * groups, found, weight=0.02)
+
+
+def batches(groups: list[TrainGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
+    """Of two shards, of several micro-batches each; the second shard has fewer."""
+    packed = pack_shards([groups[::2], groups[1::2]], own, max_tokens=max_tokens, check_parity=True)
+    return [batch.to(DEVICE) for batch in packed]
+
+
+def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) -> list[Any]:
+    """Accumulated gradients and results of some steps, then weights and state, whole."""
+    own = [world.rank] if world.size == 2 else [0, 1]
+    seen: list[Any] = []
+    for step in range(steps):
+        groups = rollout(trainer.model, step)
+        for batch in batches(groups, own, max_tokens):
+            trainer.forward_backward(batch)
+        for batch in batches(groups, own, max_tokens):
+            trainer.check(batch)
+        seen += [whole(trainer, trainer.flat.grad), trainer.optim_step(1e-2)]
+        trainer.gather_weights()
+        assert seen[-1].applied and seen[-1].tokens_different == 0, seen[-1]
+    weights = [p.detach().cpu() for p in trainer.model.parameters()]
+    return [*seen, *weights, *saved(trainer)[0].values()]
+
+
+def whole(trainer: Trainer, local: Tensor) -> Tensor:
+    return trainer.world.gather(trainer.flat.whole(local).cpu().clone())[0]
+
+
+def saved(trainer: Trainer) -> Any:
+    """A checkpoint's contents, on every rank."""
+    tensors, numbers = trainer.state()
+    return trainer.world.gather(({name: tensor.cpu().clone() for name, tensor in tensors.items()}, numbers))[0]
+
+
+def different(a: list[Any], b: list[Any]) -> list[int]:
+    assert len(a) == len(b)
+    pairs = enumerate(zip(a, b, strict=True))
+    return [i for i, (x, y) in pairs if not (torch.equal(x, y) if isinstance(x, Tensor) else x == y)]
+
+
+def on_all(world: World, found: Any) -> list[Any]:
+    return world.gather(found)
+
+
+@check
+def float32(world: World) -> Any:
+    kind = DTYPE  # a GPU computes in bfloat16 alone
+    one = run(Trainer(decoder(kind), OPTIMIZER, LossConfig()), ONE)
+    return on_all(world, different(run(Trainer(decoder(kind), OPTIMIZER, LossConfig(), world=world), world), one))
+
+
+@check
+def bfloat16(world: World) -> Any:
+    kind = torch.bfloat16
+    one = run(Trainer(decoder(kind), OPTIMIZER, LossConfig()), ONE)
+    return on_all(world, different(run(Trainer(decoder(kind), OPTIMIZER, LossConfig(), world=world), world), one))
+
+
+@check
+def experts(world: World) -> Any:
+    optimizer, loss = replace(OPTIMIZER, router_bias_rate=0.01), LossConfig()
+    one = run(Trainer(decoder(config=MOE), optimizer, loss), ONE)
+    return on_all(world, different(run(Trainer(decoder(config=MOE), optimizer, loss, world=world), world), one))
+
+
+@check
+def another_order_of_addition(world: World) -> Any:
+    """The mutant: what ranks send is added last rank first."""
+    one = run(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, steps=1)
+    exchange = distributed.exchange
+    distributed.exchange = lambda *arguments: exchange(*arguments).flip(0)
+    try:
+        found = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, steps=1)
+    finally:
+        distributed.exchange = exchange
+    return on_all(world, different(found, one))
+
+
+@check
+def graphs(world: World) -> Any:
+    """Ways to arrange the collectives, recorded or not: results like eager's, graphs alike on all ranks, the log."""
+    eager = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, max_tokens=256)
+    ways: dict[str, dict[str, Any]] = {
+        "recomputed": {"bucket_collectives": False, "recompute": ("full",)},
+        "all": {"cudagraph_mode": "full"},
+    }
+    found = {}
+    for name, fields in ways.items():
+        config = CompileConfig("step", **fields)
+        recorder = FakeRecorder() if DEVICE.type == "cpu" else None
+        compiler = Compiler(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+        trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, compiler=compiler)
+        unlike = different(run(trainer, world, max_tokens=256), eager)
+        made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in compiler.functions}
+        log = [line for title, lines in compiler.nodes.items() if "forward_backward" in title for line in lines]
+        found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
+        found[name]["captures"] = on_all(world, compiler.captures)
+        checks = [g.captured.module.graph for f in compiler.functions if f.name == "check" for g in f.graphs.values()]
+        found[name]["scoring"] = on_all(world, sorted({str(node.target) for nodes in checks for node in nodes.nodes}))
+        compiler.close()
+    return found
+
+
+@check
+def a_graph_that_is_wrong_on_one_rank(world: World) -> Any:
+    """The check before the first step passes; then eager's update is another on the last rank: all ranks are told."""
+    compiler = Compiler(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, compiler=compiler)
+    shapes = [BatchShape(64, 32, 4, 64)]
+    work = [w for w in trainer.trust_cases(shapes, FILTERED, check_parity=True) if w[0].name == "optim_step"]
+    (verdict,) = check_against_eager(compiler, work, "strict")
+    runs = trainer._runs
+    assert isinstance(runs, GraphRuns)
+    if world.rank == 1:
+        update = runs.eager.update
+        runs.eager.update = lambda t, values, results, lr, *more: update(t, values, results, 2 * lr, *more)  # type: ignore
+    try:
+        check_against_eager(compiler, work, "strict")
+    except GraphError as error:
+        return on_all(world, [verdict.cases, str(error)])
+
+
+@check
+def a_flipped_bit_on_one_rank(world: World) -> Any:
+    model = decoder()
+    trainer = Trainer(model, OPTIMIZER, LossConfig(), world=world)
+    groups = rollout(model, 0)
+    before = trainer.flat.data.clone()
+    for batch in batches(groups, [world.rank]):
+        if world.rank == 1 and batch.sequences:
+            batch.old_logprob_C.view(torch.int32)[2] ^= 1
+        trainer.forward_backward(batch)
+        break
+    result = trainer.optim_step(1e-2)
+    named = [(m.request, m.position, m.kind) for m in result.mismatches]
+    kept = torch.equal(trainer.flat.data, before) and not trainer.flat.grad.any()
+    return on_all(world, [result.applied, result.tokens_different, named, kept])
+
+
+@check
+def a_loss_that_is_not_finite_on_one_rank(world: World) -> Any:
+    model = decoder()
+    trainer = Trainer(model, OPTIMIZER, LossConfig(), world=world)
+    before = trainer.flat.data.clone()
+    batch = batches(rollout(model, 0), [world.rank])[0]
+    if world.rank == 1:
+        batch.weight_C[0] = math.nan
+    trainer.forward_backward(batch)
+    result = trainer.optim_step(1e-2)
+    return on_all(world, [result.applied, result.finite, torch.equal(trainer.flat.data, before)])
+
+
+@check
+def state_in_one_process(world: World) -> Any:
+    """What ranks saved, one process goes on with, and the other way round: the same bits again."""
+
+    def go_on(trainer: Trainer, others: World, state: Any) -> list[Any]:
+        trainer.load_state(*state)
+        return run(trainer, others, steps=1)
+
+    first = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world)
+    run(first, world, steps=1)
+    state = saved(first)
+    one = go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, state)
+    two = go_on(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, state)
+    return on_all(world, different(one, two))
+
+
+@check
+def agreement(world: World) -> Any:
+    """What one rank raises, all raise, and the first reports; ranks that differ are refused by name."""
+
+    def fails() -> None:
+        if world.rank == 1:
+            raise InputError("row 7 is bad")
+
+    found = []
+    for call in (
+        lambda: world.share(fails),
+        lambda: world.same("these ranks", {"alike": 1, "torch": f"2.{world.rank}"}),
+        lambda: world.from_first(lambda: 1 // 0),
+    ):
+        try:
+            call()
+        except LockstepError as error:
+            found.append([type(error).__name__, str(error), getattr(error, "reported", None)])
+        except ZeroDivisionError as error:
+            found.append([type(error).__name__, getattr(error, "reported", None)])
+    found.append(world.from_first(lambda: world.rank))
+    return on_all(world, found)
+
+
+def main() -> None:
+    machine.own_gpu()
+    world = join(ParallelConfig(timeout=200), DEVICE.type)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, function in CHECKS.items():
+        try:
+            found[name] = function(world)
+        except Exception:
+            print(traceback.format_exc(), file=sys.stderr)
+            raise
+    if world.first:
+        print(json.dumps(found))
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

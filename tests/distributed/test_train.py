@@ -1,0 +1,181 @@
+"""`lockstep train` on two processes: the run of one process, gone on with by one, and ended by a lost process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+import torch
+from processes import DEADLINE, finished, running, wait_for
+
+from lockstep import api
+from lockstep.cli.main import main
+from lockstep.config import (
+    CheckpointConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+    yaml_file,
+)
+from lockstep.distributed import World
+from lockstep.errors import InputError
+from lockstep.session.build import build
+
+TRAIN = ["-m", "lockstep", "train", "--config"]
+REWARD = """
+def letters(completion_ids, **_):
+    "The share of lower-case letters."
+    return [sum(97 <= t < 123 for t in ids) / len(ids) for ids in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Six prompts of unequal length in two shards, of several micro-batches each."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": "hello " * (1 + i % 4)}) + "\n" for i in range(9)))
+    data, reward = str(folder / "data.jsonl"), f"{folder / 'rewards.py'}:letters"
+    return RunConfig(
+        recipe="dataset",
+        steps=4,
+        task=TaskConfig("dataset", data=data, reward=(reward,), validation_prompts=3, validation_interval=2),
+        sampling=SamplingConfig(num_generations=4, max_completion_length=12),
+        trainer=TrainerConfig(prompts_per_step=6, max_tokens_per_micro_batch=100),
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        checkpoint=CheckpointConfig(interval=2),
+        parallel=ParallelConfig(batch_shards=2, timeout=200),
+    )
+
+
+@pytest.fixture(scope="module")
+def two(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on two processes."""
+    folder = tmp_path_factory.mktemp("two")
+    yaml_file.save(config, folder / "config.yaml")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *TRAIN]
+    options = [str(folder / "config.yaml"), "--run-dir", str(folder / "run"), "--json"]
+    run = finished([*command, *options], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr
+    assert "terminate called" not in run.stderr and run.stderr.count("step 4/4") == 1
+    assert json.loads(run.stdout)["steps_done"] == 4  # of the first rank alone
+    return folder / "run"
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def without_times(file: Path) -> list[dict[str, Any]]:
+    measured = ("time/", "perf/", "memory/")
+    return [{k: v for k, v in line.items() if not k.startswith(measured)} for line in lines(file)]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+@contextmanager
+def by_hand(command: list[str], folders: list[Path]) -> Iterator[list[Popen[str]]]:
+    """A process of a run in each of the folders, without `torchrun`, which would end them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(len(folders)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(running(command, folder, RANK=str(rank), LOCAL_RANK=str(rank), **shared))
+            for rank, folder in enumerate(folders)
+        ]
+
+
+def test_two_processes_write_what_one_does_and_one_goes_on(config: RunConfig, two: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    api.train(config, tmp_path / "one")
+    for file in ("rollouts.jsonl", "metrics.jsonl"):
+        assert without_times(two / file) == without_times(tmp_path / "one" / file)
+    assert len(lines(two / "rollouts.jsonl")) == 24 and weights(two) == weights(tmp_path / "one")
+    certificates = [json.loads((run / "parity.json").read_text()) for run in (two, tmp_path / "one")]
+    assert certificates[0] == certificates[1]
+    assert certificates[0]["identical"] and certificates[0]["tokens_checked"] > 500
+    both = shutil.copytree(two, tmp_path / "both")
+    api.train(replace(config, steps=6), tmp_path / "six")
+    api.train(replace(config, steps=6), both, resume=True)
+    assert without_times(both / "metrics.jsonl") == without_times(tmp_path / "six" / "metrics.jsonl")
+    assert weights(both) == weights(tmp_path / "six") != weights(two)
+
+
+def test_a_run_goes_on_with_as_many_threads_as_it_had(config: RunConfig, two: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    with pytest.raises(InputError, match=r"threads was 1 and is 2. Resume where the run began \(OMP_NUM_THREADS"):
+        api.train(replace(config, steps=6), shutil.copytree(two, tmp_path / "both"), resume=True)
+    torch.set_num_threads(1)
+
+
+def test_what_all_processes_refuse_is_told_once(config: RunConfig, tmp_path: Path) -> None:
+    yaml_file.save(replace(config, trainer=replace(config.trainer, prompts_per_step=7)), tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *TRAIN]
+    run = finished([*command, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")])
+    assert run.returncode == 1 and run.stderr.count("exitcode  : 2") == 2  # of torchrun, and of both processes
+    assert run.stderr.count("lockstep: error: trainer.prompts_per_step is 7, which 2 shards") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_other_data_are_refused(config: RunConfig, tmp_path: Path) -> None:
+    yaml_file.save(replace(config, task=replace(config.task, data="data.jsonl")), tmp_path / "config.yaml")
+    folders = [tmp_path / name for name in ("here", "there")]
+    for folder, prompt in zip(folders, ("one", "other"), strict=True):
+        folder.mkdir()
+        (folder / "data.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    command = [sys.executable, *TRAIN, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]
+    with by_hand(command, folders) as processes:
+        said = [process.communicate(timeout=DEADLINE)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert "task.data is '20 bytes with SHA-256" in said[0] and "on rank 1 and '18 bytes" in said[0]
+    assert "lockstep:" not in said[1] and not (tmp_path / "run").exists()
+
+
+def test_ranks_with_other_numerics_are_refused(config: RunConfig) -> None:
+    class Others(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {**value, "threads": 99}]
+
+    torch.set_num_threads(1)
+    with pytest.raises(InputError, match="threads is 99 on rank 1 and 1 on rank 0"):
+        build(config, Others(0, 2))
+
+
+def test_a_killed_process_ends_the_other(config: RunConfig, tmp_path: Path) -> None:
+    yaml_file.save(replace(config, steps=100_000), tmp_path / "config.yaml")
+    command = [sys.executable, *TRAIN, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]
+    with by_hand(command, [tmp_path, tmp_path]) as (first, second):
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_bytes()) > 0, first)
+        second.send_signal(signal.SIGKILL)
+        _, said = first.communicate(timeout=DEADLINE)
+    assert first.returncode == 1
+    assert "failed: rank 0 of 2: another process of the run is gone" in said and "Traceback" not in said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_done"] >= 1
+
+
+def test_other_commands_are_for_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    left: list[int] = []
+    monkeypatch.setattr("lockstep.cli.main._leave", left.append)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["eval", "--model", "x", "--task", "sum-digits"]) == 2 and left == [2]
+    assert "lockstep eval works in one process; start it without torchrun" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""Joining, leaving and waiting, as far as one process can show it."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from lockstep import machine
+from lockstep.config import ParallelConfig
+from lockstep.distributed import ONE, World, join
+from lockstep.errors import InputError, PeerLost
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # nothing that is set here reaches other tests
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_process_needs_nothing() -> None:
+    assert join(ParallelConfig(), "cpu") is ONE is join(ParallelConfig(fsdp=1), "cpu")
+    assert ONE.gather(3) == [3] and ONE.share(lambda: 4) == [4] and ONE.from_first(lambda: 5) == 5
+    ONE.same("this", {"a": 1})
+    ONE.close()
+
+
+def test_the_number_of_processes_must_be_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"parallel\.fsdp is 2, and there is one process; start it with torchrun"):
+        join(ParallelConfig(fsdp=2), "cpu")
+    for name, value in {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=r"parallel\.fsdp is 3, and torchrun started 4 processes"):
+        join(ParallelConfig(fsdp=3), "cpu")
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="WORLD_SIZE is set and RANK is ''"):
+        machine.launched()
+    monkeypatch.setenv("RANK", "one")
+    with pytest.raises(InputError, match="RANK is 'one'"):
+        machine.launched()
+
+
+@pytest.mark.parametrize(
+    ("given", "local_rank", "expected"), [(None, 1, "1"), ("4,6", 1, "6"), ("4,6", 0, "4"), ("4", 1, ""), ("", 0, "")]
+)
+def test_a_process_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch, given, local_rank, expected) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": str(local_rank)}.items():
+        monkeypatch.setenv(name, value)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    machine.own_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_expandable_segments_and_registered_buffers_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_NVLS_ENABLE", "NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
+    machine.prepare_nccl()  # no expandable segments
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(InputError, match="TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is 1 and PYTORCH_CUDA_ALLOC"):
+        machine.prepare_nccl()
+    monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    machine.prepare_nccl()
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+
+
+def test_torchs_errors_about_peers_are_told_apart() -> None:
+    world = World(0, 2, timeout=30.0)
+    lost = r"rank 0 of 2: another process .* within 30 s \(parallel.timeout\): .*gloo"
+    with pytest.raises(PeerLost, match=lost), world.peers():
+        raise RuntimeError("[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:21")
+    with pytest.raises(RuntimeError, match="shape"), world.peers():
+        raise RuntimeError("shape '[3]' is invalid")
+    with pytest.raises(RuntimeError, match="gloo"), ONE.peers():
+        raise RuntimeError("gloo")
+
+
+def test_a_wait_that_nothing_ends_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    over = threading.Event()
+    monkeypatch.setattr(World, "_give_up", lambda self, doing, seconds: (ended.append(doing), over.set()))
+    monkeypatch.setattr("lockstep.distributed.ranks.GRACE", 0.02)
+    with World(0, 2).deadline("the step"):
+        assert over.wait(5) and ended == ["the step"]
+    with World(0, 2, timeout=60.0).deadline("another"), ONE.deadline("none"):
+        pass
+    assert ended == ["the step"]
+
+
+def test_a_deadline_is_for_what_was_launched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: waited.append(True))
+    on_cpus, on_gpus = World(0, 2, timeout=60.0), World(0, 2, timeout=60.0, on_gpu=True)
+    with pytest.raises(ValueError, match="fails"), on_gpus.deadline("a step"):
+        raise ValueError("fails")
+    with on_cpus.deadline("a step"):
+        pass
+    assert not waited
+    with on_gpus.deadline("a step"):
+        pass
+    assert waited == [True]

@@ -1,0 +1,66 @@
+"""The ready `math` reward, with the real math-verify."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from lockstep.environments.rewards.loading import load_rewards
+from lockstep.environments.rewards.mathematics import math_reward
+from lockstep.errors import InputError
+
+
+@pytest.fixture
+def library() -> None:
+    pytest.importorskip("math_verify", reason="pip install 'lockstep-rl[math]'")
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"It is \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"The answer is $\frac{1}{2}$.", r"\frac12", 1.0),
+        ("so 42", "6 * 7 = 42\n#### 42", 1.0),
+        (r"\boxed{1,234}", "1234", 1.0),
+        (r"\boxed{x^2+2x+1}", "$(x+1)^2$", 1.0),
+        (r"\boxed{\sqrt{8}}", r"\boxed{2\sqrt{2}}", 1.0),
+        (r"\boxed{3}", "4", 0.0),
+        ("no idea", "4", 0.0),
+        ("", "4", 0.0),
+        (r"<think>\boxed{3}</think> It is 4.", "3", 0.0),
+        (r"\boxed{5}", "", None),
+    ],
+)
+def test_answers_are_compared_by_value(completion: str, answer: str, reward: float | None) -> None:
+    assert math_reward([completion], answer=[answer]) == [reward]
+
+
+@pytest.mark.usefixtures("library")
+def test_the_answer_is_found_in_any_of_the_usual_columns() -> None:
+    for column in ("solution", "answer", "ground_truth"):
+        assert math_reward([[{"role": "assistant", "content": "$4$"}]], **{column: ["4"]}) == [1.0]
+    assert math_reward(["4"], reward_model=[{"style": "rule", "ground_truth": "4"}], data_source=["d"]) == [1.0]
+    rewards = load_rewards(["math"])
+    assert rewards.score(["p"], ["4"], [[1]], [{"solution": "4"}])[:2] == ([{"math": 1.0}], [1.0])
+
+
+@pytest.mark.usefixtures("library")
+def test_it_works_outside_the_main_thread() -> None:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(math_reward(["4"], answer=["4"])))
+    thread.start()
+    thread.join()
+    assert found == [[1.0]]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "zero"])
+def test_without_an_answer_column_or_the_package_it_says_so(on_error, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = load_rewards(["math"], on_error=on_error)
+    with pytest.raises(InputError, match="reward math needs a column with the answer: solution, answer, ground_truth"):
+        rewards.score(["p"], ["4"], [[1]], [{"other": "4"}])
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(InputError, match="reward math needs the package math-verify: pip install 'lockstep-rl"):
+        rewards.score(["p"], ["4"], [[1]], [{"answer": "4"}])

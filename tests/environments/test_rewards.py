@@ -1,0 +1,319 @@
+"""Calling reward functions: what they are given and may return, what fails, and what `on_error` makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import sys
+from decimal import Decimal
+from typing import Any
+
+import pytest
+import torch
+from processes import finished
+from scoring import IDS, PROMPTS, ROWS, TEXTS, length, only_last, score, slow_half
+
+from lockstep.environments.rewards.reward_set import Reward, RewardSet
+from lockstep.environments.rewards.workers import RewardWorkers
+from lockstep.errors import InputError
+
+# What a function is given.
+
+
+def test_a_function_gets_the_arguments_it_names() -> None:
+    def named(completion_ids, answer, unknown=5):
+        assert (completion_ids, answer, unknown) == (IDS, [1, 1, 2], 5)
+        return [1.0, 2.0, 3.0]
+
+    assert score(named) == ([{"named": 1.0}, {"named": 2.0}, {"named": 3.0}], [1.0, 2.0, 3.0], {})
+
+
+def test_kwargs_get_every_column_that_all_rows_have() -> None:
+    def everything(**kwargs):
+        assert kwargs == {"prompts": PROMPTS, "completions": TEXTS, "completion_ids": IDS, "answer": [1, 1, 2]}
+        return [0.0] * 3
+
+    assert score(everything)[1] == [0.0] * 3
+
+
+def test_a_function_that_changes_its_lists_does_not_disturb_the_next() -> None:
+    def destroyer(completions, answer):
+        count = len(completions)
+        completions.clear()
+        answer.clear()
+        return [0.0] * count
+
+    assert score(destroyer, length)[1] == [1.0, 2.0, 3.0]
+
+
+# Combining.
+
+
+def test_weighted_sum_over_the_functions_that_apply() -> None:
+    values, totals, _ = score(length, slow_half, only_last, weights=(1.0, 2.0, 0.25))
+    assert values[0] == {"length": 1.0, "slow_half": 0.5, "only_last": None}
+    assert totals == [2.0, 3.0, 5.0]
+
+
+def test_a_weight_must_be_finite() -> None:
+    with pytest.raises(
+        InputError, match="task.reward_weights: the weight of reward length is inf; it must be between -1e.06 and 1e.06"
+    ):
+        score(length, weights=(math.inf,))
+
+
+def test_a_completion_that_no_function_applies_to_has_no_reward() -> None:
+    assert score(only_last).totals == [None, None, 4.0]
+
+
+def test_async_rewards_run_inside_a_running_loop() -> None:
+    async def notebook():
+        return score(slow_half)[1]
+
+    assert asyncio.run(notebook()) == [0.5] * 3
+
+
+def test_the_functions_are_told_as_they_are_called() -> None:
+    told: list[str] = []
+    rewards = RewardSet([Reward(f.__name__, f) for f in (length, slow_half, only_last)])
+    rewards.score(PROMPTS, TEXTS, IDS, ROWS, tell=told.append)
+    assert told == ["length", "slow_half", "only_last", "slow_half"]  # the last: what is waited for
+
+
+def test_nothing_to_score_calls_nothing() -> None:
+    assert RewardSet([Reward("raises", lambda **_: 1 / 0)]).score([], [], [], []) == ([], [], {})
+
+
+# What a function returns.
+
+
+def returning(value: Any):
+    def reward(completions):
+        return value
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1, 0, True], (1.0, 0.0, 1.0), torch.tensor([1.0, 0.0, 1.0]), [torch.tensor(1.0), 0, 1], [Decimal("1.0"), 0, 1]],
+)
+def test_numbers_of_any_kind_become_floats(values: Any) -> None:
+    totals = score(returning(values))[1]
+    assert totals == [1.0, 0.0, 1.0] and all(type(total) is float for total in totals)
+
+
+@pytest.mark.parametrize(
+    "bad", [math.nan, math.inf, -math.inf, 1e39, "1", [1.0], 10**400, 1j, Decimal("sNaN"), torch.tensor([1.0, 2.0])]
+)
+def test_a_value_that_is_no_finite_number_is_named(bad: Any) -> None:
+    where = r"completion 1 of the 3 completions of step 3 \(rows line 1\)"
+    with pytest.raises(
+        InputError,
+        match=rf"reward reward returned .*; it must be a finite number .at most 1e.38. or None \(for {where}",
+    ):
+        score(returning([1.0, bad, 1.0]))
+
+
+@pytest.mark.parametrize("values", [[], [1.0, 2.0], [1.0] * 4])
+def test_the_wrong_number_of_values_is_named(values: list[float]) -> None:
+    with pytest.raises(InputError, match=f"reward reward returned {len(values)} values for 3 completions; it must"):
+        score(returning(values))
+
+
+@pytest.mark.parametrize("result", [None, 1.0, "abc", {"a": 1.0}])
+def test_a_result_that_is_no_list_is_named(result: Any) -> None:
+    with pytest.raises(InputError, match=f"reward reward returned {type(result).__name__}; it must return a list"):
+        score(returning(result))
+
+
+def broken(completions):
+    raise KeyError("oops")
+
+
+async def broken_later(completions):
+    await asyncio.sleep(0)
+    raise SystemExit(3)
+
+
+def test_an_exception_is_named_with_its_line_and_the_rows() -> None:
+    line = broken.__code__.co_firstlineno + 1
+    message = (
+        f"reward broken raised KeyError: 'oops' in test_rewards.py line {line} "
+        r"\(for the 3 completions of step 3, rows line 1 to rows line 7\)"
+    )
+    with pytest.raises(InputError, match=message):
+        score(broken)
+    with pytest.raises(InputError, match="reward broken_later raised SystemExit: 3"):
+        score(broken_later)
+
+
+class Unusual(BaseException):
+    """As a framework's own, which `except Exception` lets through."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("x"), GeneratorExit("x"), Unusual()])
+def test_an_exception_of_any_kind_is_a_failure(error: BaseException) -> None:
+    def now(completions):
+        raise error
+
+    async def later(completions):
+        await asyncio.sleep(0)
+        raise error
+
+    for function in (now, later):
+        assert score(function, on_error="skip").errors == {function.__name__: 3}
+        with pytest.raises(InputError, match=f"raised {type(error).__name__}.* in test_rewards.py line"):
+            score(function)
+
+
+def test_a_call_that_fails_before_the_functions_first_line_names_none() -> None:
+    def strict(completions):
+        return [0.0] * 3
+
+    strict.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # as a decorator may pretend
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("completions", "answer")]
+    )
+    with pytest.raises(InputError, match=r"raised TypeError: .*unexpected keyword argument 'answer' \(for the 3"):
+        score(strict)
+
+
+def test_an_interrupt_is_not_a_failure() -> None:
+    def interrupted(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupted, on_error="skip")
+
+
+def test_an_exceptions_text_stays_on_one_line() -> None:
+    def loud(completions):
+        raise ValueError("\x1b[31mred\n" + "x" * 1000)
+
+    with pytest.raises(InputError, match="reward loud raised ValueError: ") as info:
+        score(loud)
+    assert str(info.value).isprintable() and r"\x1b[31mred\nxx" in str(info.value) and len(str(info.value)) < 600
+
+
+@pytest.mark.parametrize("leave", ["return [1.0] * 3", "raise ValueError", "sys.exit(3)"])
+def test_a_process_that_a_reward_forks_does_not_go_on_with_the_run(leave: str) -> None:
+    code = f"""
+import os, sys
+from lockstep.environments import Reward, RewardSet
+def forks(completions):
+    child = os.fork()
+    if child == 0:
+        {leave}
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return [0.5] * 3
+scores = RewardSet([Reward("forks", forks)], "skip").score(["p"] * 3, ["a"] * 3, [[1]] * 3, [{{}}] * 3)
+print(scores.totals)
+"""
+    done = finished([sys.executable, "-c", code])
+    expected = {"return [1.0] * 3": 0, "raise ValueError": 1, "sys.exit(3)": 3}[leave]
+    assert done.stdout == f"{expected}\n[0.5, 0.5, 0.5]\n", done.stderr
+
+
+# What on_error makes of failures.
+
+
+def one_bad(completions):
+    return [1.0, math.nan, 3.0]
+
+
+@pytest.mark.parametrize("function", [broken, broken_later])
+def test_failures_count_as_zero_or_as_none(function: Any, caplog: pytest.LogCaptureFixture) -> None:
+    name = function.__name__
+    values, totals, errors = score(function, length, on_error="zero")
+    assert [row[name] for row in values] == [0.0] * 3 and totals == [1.0, 2.0, 3.0] and errors == {name: 3}
+    values, totals, errors = score(function, on_error="skip")
+    assert [row[name] for row in values] == totals == [None] * 3 and errors == {name: 3}
+    assert f"reward {name} raised" in caplog.text and "; such values are left out" in caplog.text
+
+
+def test_one_bad_value_fails_alone() -> None:
+    assert score(one_bad, on_error="zero") == (
+        [{"one_bad": v} for v in (1.0, 0.0, 3.0)],
+        [1.0, 0.0, 3.0],
+        {"one_bad": 1},
+    )
+    assert score(one_bad, on_error="skip").totals == [1.0, None, 3.0]
+
+
+@pytest.mark.parametrize("on_error", ["zero", "skip"])
+def test_a_mistake_in_the_function_always_ends_the_run(on_error: Any) -> None:
+    with pytest.raises(InputError, match="returned 1 values for 3 completions; it must return one for each"):
+        score(returning([1.0]), on_error=on_error)
+
+
+def test_async_functions_run_at_the_same_time() -> None:
+    met = asyncio.Event()
+
+    async def waits(completions):
+        await asyncio.wait_for(met.wait(), timeout=5)
+        return [1.0] * len(completions)
+
+    async def frees(completions):
+        met.set()
+        return [2.0] * len(completions)
+
+    assert score(waits, frees).totals == [3.0] * 3
+
+
+# TRL's further arguments.
+
+
+def test_trainer_state_and_what_functions_log() -> None:
+    def logs(completions, trainer_state, log_metric, log_extra=None):
+        log_metric("length", 2)
+        log_metric("length", 4.0)
+        log_extra("seen", [text.upper() for text in completions])
+        return [float(trainer_state.global_step)] * len(completions)
+
+    rewards = RewardSet([Reward("logs", logs)])
+    rewards.check_columns(["answer"])
+    assert rewards.score(PROMPTS, TEXTS, IDS, [{}] * 3, step=7).totals == [7.0] * 3
+    assert rewards.logged.metrics == {"length": 3.0} and rewards.logged.extra == {"seen": ["A", "BB", "CCC"]}
+    rewards.score(PROMPTS[:1], TEXTS[:1], IDS[:1], [{}])
+    assert rewards.logged.extra == {"seen": ["A"]}  # of the last batch alone
+
+
+def test_a_column_of_that_name_is_the_datas() -> None:
+    def takes(trainer_state, **columns):
+        assert "log_metric" not in columns
+        return [float(len(value)) for value in trainer_state]
+
+    rewards = RewardSet([Reward("takes", takes)])
+    assert rewards.score(PROMPTS, TEXTS, IDS, [{"trainer_state": "abc"}] * 3).totals == [3.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            (("a", math.nan), ("b", [1] * 3)),
+            r"raised ValueError: log_metric\('a', ...\) takes a finite number, not nan",
+        ),
+        ((("a", 1.0), ("b", [1])), r"raised ValueError: log_extra\('b', ...\) has 1 values for 3 completions"),
+    ],
+)
+def test_what_cannot_be_logged(value: Any, message: str) -> None:
+    def logs(completions, log_metric, log_extra):
+        log_metric(*value[0])
+        log_extra(*value[1])
+
+    with pytest.raises(InputError, match=message):
+        score(logs)
+
+
+def test_workers_cannot_log() -> None:
+    def logs(completions, log_metric):
+        return [0.0] * len(completions)
+
+    rewards = RewardSet([Reward("logs", logs, 1.0, "m:logs")], workers=RewardWorkers(1))
+    with pytest.raises(InputError, match="reward logs takes log_metric, which needs task.reward_workers 0"):
+        rewards.check_columns([])

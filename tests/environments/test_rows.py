@@ -1,0 +1,348 @@
+"""Reading rows: every format, GSM8K's and verl's columns, and errors that name the line."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from lockstep.config import TaskConfig
+from lockstep.environments.base import PromptLimit
+from lockstep.environments.data import rows
+from lockstep.environments.data.rows import Problems
+from lockstep.environments.data.sources import has_splits
+from lockstep.errors import InputError, PromptTooLong
+from lockstep.models.tokenizer import byte_tokenizer, check_size, longest_token
+
+MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": MESSAGES, "data_source": "d", "reward_model": {"style": "rule", "ground_truth": "7"}},
+    {"prompt": MESSAGES, "data_source": "e", "reward_model": {"style": "rule", "ground_truth": "8"}},
+]
+
+
+def read_problems(data: str, split: str = "train", **fields: Any) -> Problems:
+    return rows.read_problems(data, TaskConfig(name="dataset", split=split, **fields))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", [{"prompt": "é", "a": 1}, {"prompt": MESSAGES, "b": [2]}])
+    first, second = read_problems(data)
+    assert (first.prompt, first.columns, first.origin) == ("é", {"a": 1, "b": None}, f"{data} line 1")
+    assert (second.prompt, second.columns, second.origin) == (MESSAGES, {"a": None, "b": [2]}, f"{data} line 2")
+
+
+def test_blank_lines_a_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b\\u2028c"}')
+    problems = read_problems(str(path))
+    assert [(p.prompt, p.origin) for p in problems] == [("a", f"{path} line 1"), ("b\u2028c", f"{path} line 3")]
+
+
+def test_parquet_and_saved_folders_and_folders_of_files(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(ROWS)
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files" / "train.jsonl", ROWS)
+    for name in ("rows.parquet", "saved", "splits", "files"):
+        problems = read_problems(str(tmp_path / name))
+        assert [{"prompt": p.prompt, **p.columns} for p in problems] == ROWS
+        assert problems[1].origin == f"{tmp_path / name} row 1"
+    (only,) = read_problems(str(tmp_path / "splits"), "test")
+    assert only.columns["reward_model"]["ground_truth"] == "8"
+
+
+def test_gsm8k_columns_ask_the_question(tmp_path: Path) -> None:
+    (problem,) = read_problems(write(tmp_path / "g.jsonl", [{"question": "How many?", "answer": "#### 3"}]))
+    assert isinstance(problem.prompt, list)
+    (message,) = problem.prompt
+    assert message["role"] == "user" and message["content"].startswith("How many?\n\n") and "####" in message["content"]
+    assert problem.columns == {"question": "How many?", "answer": "#### 3"}
+
+
+def test_a_prompt_column_comes_before_question_and_answer(tmp_path: Path) -> None:
+    row = {"prompt": "p", "question": "q", "answer": "a"}
+    (problem,) = read_problems(write(tmp_path / "g.jsonl", [row]))
+    assert (problem.prompt, problem.columns) == ("p", {"question": "q", "answer": "a"})
+
+
+GOOD = '{"prompt": "p"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON: Expecting .*; each line must be one JSON object"),
+        ("prompt", "line 2 is not JSON"),
+        ("[1, 2]", "line 2 is of type list; each line must be a JSON object"),
+        ("3", "line 2 is of type int; each line must be a JSON object"),
+        ("[" * 100_000, "line 2 is not JSON"),
+        ("{}", "line 2 has no columns; it needs prompt, or question and answer"),
+        ('{"question": "q"}', "line 2 has question; it needs prompt, or question and answer"),
+        ('{"question": 3, "answer": "a"}', "line 2: question must be a text"),
+        ('{"prompt": 3}', "line 2: prompt is of type int; it must be a text or a list of chat messages"),
+        ('{"prompt": null}', "line 2: prompt is of type NoneType"),
+        ('{"prompt": ""}', "line 2: prompt is empty"),
+        ('{"prompt": []}', "line 2: prompt is empty"),
+        ('{"prompt": "\\ud800"}', "line 2: prompt is half a surrogate pair"),
+        ('{"prompt": ["hi"]}', "line 2: prompt message 0 must be an object with role and content"),
+        ('{"prompt": [{"role": "user"}]}', "line 2: prompt message 0 must be an object with role and content"),
+        ('{"prompt": [{"role": "assistant", "content": "a"}]}', "line 2: prompt: the last message .*, so remove it"),
+        ('{"prompt": "p", "a": {"b": 1, "c": 2, "b": 3}}', "line 2 has the key 'b' twice"),
+        (
+            '{"messages": [], "id": 1}',
+            "line 2 has messages, id; it needs prompt, .*perhaps messages, with task.prompt_co",
+        ),
+        ('{"prompt": "p", "completions": 1}', "line 2: column 'completions' has the name of a reward argument"),
+    ],
+)
+def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{GOOD}\n{line}\n{GOOD}\n")
+    with pytest.raises(InputError, match=f"^{path} {message}"):
+        read_problems(str(path))
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
+    with pytest.raises(InputError, match=f"{path} line 2 is not UTF-8"):
+        read_problems(str(path))
+
+
+def test_malformed_rows_of_other_formats_are_named_by_row(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"prompt": "p"}, {"prompt": ""}]).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match="rows.parquet row 1: prompt is empty"):
+        read_problems(str(tmp_path / "rows.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.jsonl", None, "none.jsonl cannot be read: No such file"),
+        ("none.parquet", None, "none.parquet does not exist"),
+        ("none/folder/", None, "does not exist"),
+        ("empty.jsonl", "", "empty.jsonl has no rows"),
+        ("blank.jsonl", "\n \n", "blank.jsonl has no rows"),
+        ("rows.tsv", "prompt\np\n", "rows.tsv must end in .jsonl, .json, .ndjson, .csv or .parquet, or be a folder"),
+        ("bad.parquet", "no parquet", r"bad.parquet \(split train\) cannot be loaded"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_problems(f"{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows"])
+def test_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for make in (lambda: os.mkfifo(path), lambda: path.symlink_to("/dev/zero")):
+        make()
+        with pytest.raises(InputError, match=f"task.data {path} is not a regular file"):
+            read_problems(str(path))
+        path.unlink()
+
+
+def test_a_parquet_file_without_rows_is_named(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": []}).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match=r"task.data .*rows.parquet has no rows"):
+        read_problems(str(tmp_path / "rows.parquet"))
+
+
+def test_an_unknown_split_is_named(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(InputError, match=r"\(split test\) cannot be loaded"):
+        read_problems(str(tmp_path / "splits"), "test")
+
+
+def test_another_column_can_be_the_prompt(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", [{"input": "p", "prompt": "not this", "label": 1}])
+    (problem,) = read_problems(data, prompt_column="input")
+    assert (problem.prompt, problem.columns) == ("p", {"input": "p", "prompt": "not this", "label": 1})
+    with pytest.raises(InputError, match="line 1 has input, prompt, label; it needs text, or question and answer"):
+        read_problems(data, prompt_column="text")
+
+
+def test_a_system_prompt_goes_before_prompts_that_have_none(tmp_path: Path) -> None:
+    user = [{"role": "user", "content": "u"}]
+    data = [{"prompt": "u"}, {"prompt": user}, {"prompt": MESSAGES}, {"question": "q", "answer": "a"}]
+    problems = read_problems(write(tmp_path / "rows.jsonl", data), system_prompt="Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    assert [p.prompt for p in problems[:3]] == [[system, *user], [system, *user], MESSAGES]
+    assert problems[3].prompt[0] == system and problems[3].prompt[1]["content"].startswith("q\n\n")
+
+
+def test_rows_are_read_when_asked_for(tmp_path: Path) -> None:
+    """Opening keeps two numbers a row: 40 MB of rows leave less than 1 MB behind."""
+    path = tmp_path / "rows.jsonl"
+    line = json.dumps({"prompt": "p" * 20_000, "n": 1})
+    path.write_text(f"{line}\n" * 2000)
+    tracemalloc.start()
+    try:
+        problems = read_problems(str(path))
+        size, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 1 << 20 and peak < 4 << 20
+    assert problems[1999].origin == f"{path} line 2000" and problems[1999].columns == {"n": 1}
+
+
+def encode(prompt: Any) -> list[int]:
+    return list(prompt.encode())
+
+
+LIMIT = PromptLimit(10, "task.max_prompt_length")
+
+
+def long_rows(folder: Path) -> str:
+    return write(folder / "rows.jsonl", [{"prompt": "p" * length, "n": length} for length in (3, 11, 10, 400, 1, 12)])
+
+
+def test_overlong_prompts_are_refused_by_name(tmp_path: Path) -> None:
+    data = long_rows(tmp_path)
+    message = (
+        f"3 of 6 training prompts of task.data {data} have more than 10 tokens .task.max_prompt_length.: "
+        f"{data} line 2 .11 tokens., {data} line 4 .400 tokens., {data} line 6 .12 tokens.; shorten them, or leave "
+        "them out with task.filter_overlong_prompts"
+    )
+    with pytest.raises(InputError, match=message):
+        read_problems(data).limited(encode, LIMIT, leave_out=False)
+
+
+def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = long_rows(tmp_path)
+    kept = read_problems(data).limited(encode, LIMIT, leave_out=True)
+    assert [(p.columns["n"], p.origin) for p in kept] == [
+        (n, f"{data} line {line}") for n, line in ((3, 1), (10, 3), (1, 5))
+    ]
+    assert [p.columns["n"] for p in kept[1:]] == [10, 1]
+    assert "left out 3 of 6 training prompts" in caplog.text
+    with pytest.raises(InputError, match="6 of 6 training prompts .*; none is left"):
+        read_problems(data).limited(encode, PromptLimit(0, "a test"), leave_out=True)
+
+
+def test_prompts_far_below_the_limit_are_not_encoded(tmp_path: Path) -> None:
+    problems = read_problems(long_rows(tmp_path))
+    encoded = []
+
+    def counting(prompt: Any) -> list[int]:
+        encoded.append(prompt)
+        return encode(prompt)
+
+    assert problems.limited(counting, PromptLimit(1000, "the context"), leave_out=False) is problems
+    assert encoded == ["p" * 400]
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    def refuse(prompt: Any) -> list[int]:
+        raise InputError("no template")
+
+    data = long_rows(tmp_path)
+    with pytest.raises(InputError, match=f"^{data} line 1: no template"):
+        read_problems(data).limited(refuse, LIMIT, leave_out=True)
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "deep"])
+def test_a_folder_without_data_files_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "deep" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "notes.md").write_text("no data")
+    with pytest.raises(InputError, match=f"task.data {tmp_path}/{name} is a folder without data files"):
+        read_problems(f"{tmp_path}/{name}")
+
+
+# Other files, and prompts beyond every limit.
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", 'prompt,answer\nhello,1\n"a, ""quoted""\nline",2\n'),
+        ("rows.json", '[{"prompt": "hello", "answer": 1},\n {"prompt": "a, \\"quoted\\"\\nline", "answer": 2}]'),
+        (
+            "rows.json",
+            '\n\n  [\n{"prompt": "hello", "answer": 1},{"prompt": "a, \\"quoted\\"\\nline", "answer": 2}\n]\n',
+        ),
+    ],
+)
+def test_csv_and_json_arrays(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    data = str(tmp_path / name)
+    problems = read_problems(data)
+    assert [problem.prompt for problem in problems] == ["hello", 'a, "quoted"\nline']
+    assert [problem.columns for problem in problems] == [{"answer": 1}, {"answer": 2}]
+    assert [problem.origin for problem in problems] == [f"{data} row 0", f"{data} row 1"]
+    assert not has_splits(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv", "", "task.data .*rows.csv has no rows"),
+        ("rows.csv", "prompt,answer\n", "task.data .*rows.csv has no rows"),
+        ("rows.csv", "prompt\n,\n", "rows.csv line 2 has 2 fields for 1 columns"),
+        ("rows.csv", "prompt\n3\n", "rows.csv row 0: prompt is of type int"),
+        ("rows.csv", "prompt,n\na,1\nb,2,3\n", "rows.csv line 3 has 3 fields for 2 columns"),
+        ("rows.csv", "prompt,n\na\n", "rows.csv line 2 has 1 fields for 2 columns"),
+        ("rows.csv", "prompt,n,n\na,1,2\n", "rows.csv line 1 names the column 'n' twice"),
+        ("rows.json", "[]", "task.data .*rows.json has no rows"),
+        ("rows.json", "[1, 2]", "rows.json row 0 has text; it needs prompt"),
+        ("rows.json", '[{"prompt": "a"}', "task.data .*rows.json .split train. cannot be loaded"),
+        ("rows.json", '[{"prompt": "a"}, {"prompt": 3}]', "rows.json"),
+    ],
+)
+def test_a_damaged_csv_or_json_array(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_problems(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("data", ["data/train.csv", "data/train.txt", "data/train.jsonl.gz", "train.tsv"])
+def test_a_missing_file_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(InputError, match=f"task.data {data} does not exist"):
+        read_problems(data)
+
+
+def test_a_prompt_of_megabytes_is_refused_without_its_tokens(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", [{"prompt": "a" * 4_000_000}, {"prompt": "b"}])
+
+    def encode(prompt: str | list[dict[str, str]]) -> list[int]:
+        check_size(prompt, context=100, longest=20)
+        return [1]
+
+    problems = read_problems(data)
+    message = "1 of 2 training prompts of .* have more than 90 tokens .*rows.jsonl line 1 \\(4,000,000 bytes\\)"
+    with pytest.raises(InputError, match=message):
+        problems.limited(encode, PromptLimit(90, "a test"), leave_out=False)
+    kept = problems.limited(encode, PromptLimit(90, "a test"), leave_out=True)
+    assert [problem.prompt for problem in kept] == ["b"]
+
+
+def test_the_bound_on_a_prompts_size_is_of_characters_that_the_context_cannot_hold() -> None:
+    tokenizer = byte_tokenizer()
+    longest = longest_token(tokenizer)
+    assert longest == len("<|endoftext|>")
+    check_size("x" * (2 * 10 * longest), 10, longest)
+    with pytest.raises(PromptTooLong, match="the prompt has 261 bytes, which is more than the model's context of 10"):
+        check_size([{"role": "user", "content": "x" * 260}, {"role": "user", "content": "y"}], 10, longest)

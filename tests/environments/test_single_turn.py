@@ -1,0 +1,152 @@
+"""Collecting groups: what `generate` is asked, how its answers are scored, and which prompts are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.environments.base import Problem
+from lockstep.environments.rewards.reward_set import Reward, RewardSet
+from lockstep.environments.single_turn import collect
+from lockstep.environments.tasks.sum_digits import SumDigits
+from lockstep.errors import InputError
+from lockstep.types import TRAIN_DOMAIN, VALIDATION_DOMAIN, Completion, RolloutGroup, SampleIdentity, SamplingParams
+
+SAMPLING = SamplingParams(max_completion_length=32, n=2)
+
+
+def encode(prompt: str | list[dict[str, Any]]) -> list[int]:
+    return list(prompt.encode()) if isinstance(prompt, str) else [0, *prompt[-1]["content"].encode()]
+
+
+def answering(texts: list[str]):
+    """A generate callable whose sample s of any prompt is `texts[s]`, and the list of what it was asked."""
+    asked = []
+
+    def generate(
+        prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
+    ) -> list[list[Completion]]:
+        asked.append((prompt_ids, sampling, identities))
+        return [
+            [_completion(texts[s], SampleIdentity(i.seed, i.domain, i.step, i.group, s)) for s in range(params.n)]
+            for params, i in zip(sampling, identities, strict=True)
+        ]
+
+    return generate, asked
+
+
+def _completion(text: str, identity: SampleIdentity) -> Completion:
+    ids = list(text.encode())
+    return Completion(ids, [-1.0] * len(ids), [-1.0] * len(ids), [0] * len(ids), text, "stop", identity)
+
+
+def run(problems: list[tuple[int, Problem]], texts: list[str], rewards: RewardSet, **options: Any):
+    generate, asked = answering(texts)
+    groups, without, counts = collect(problems, encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards, **options)
+    assert counts.get("groups_without_reward", 0) == len(without) == len(problems) - len(groups)
+    return groups, asked
+
+
+def test_groups_are_generated_once_and_scored() -> None:
+    task = SumDigits(seed=42, validation_seed=99, validation_prompts=0, easy=True)
+    problems = [(g, task.train_problem(3, g)) for g in (0, 1, 4)]
+    right = f"<answer>{problems[1][1].columns['answer']}</answer>"
+    groups, asked = run(problems, [right, "none"], task.rewards)
+    ((prompt_ids, sampling, identities),) = asked
+    assert prompt_ids == [list(problem.prompt.encode()) for _, problem in problems]
+    assert sampling == [SAMPLING] * 3
+    assert identities == [SampleIdentity(7, TRAIN_DOMAIN, 3, group) for group in (0, 1, 4)]
+    assert [group.group for group in groups] == [0, 1, 4]
+    assert [rollout.reward for rollout in groups[1].rollouts] == [1.3, 0.0]
+    assert groups[1].rollouts[0].rewards == {"correct": 1.0, "tagged": 1.0}
+    assert groups[1].rollouts[1].completion.identity == SampleIdentity(7, TRAIN_DOMAIN, 3, 1, 1)
+    assert groups[1].prompt_ids == prompt_ids[1] and groups[1].columns == problems[1][1].columns
+    assert groups[1].sampling is SAMPLING
+
+
+def test_rewards_see_one_row_a_completion_in_the_prompts_form() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(prompts, completions, completion_ids, tag):
+        seen.update(prompts=prompts, completions=completions, completion_ids=completion_ids, tag=tag)
+        return [0.0] * len(prompts)
+
+    messages = [{"role": "user", "content": "hi"}]
+    problems = [(0, Problem("p", {"tag": "x"})), (1, Problem(messages, {"tag": "y"}))]
+    run(problems, ["a", "b"], RewardSet([Reward("reward", reward)]))
+    assert seen["prompts"] == ["p", "p", messages, messages]
+    assert seen["completions"][:2] == ["a", "b"]
+    assert seen["completions"][2:] == [[{"role": "assistant", "content": text}] for text in "ab"]
+    assert seen["completion_ids"] == [[97], [98], [97], [98]]
+    assert seen["tag"] == ["x", "x", "y", "y"]
+
+
+def constant(value: float) -> RewardSet:
+    return RewardSet([Reward("constant", lambda completions: [value] * len(completions))])
+
+
+def test_a_prompt_at_the_limit_is_taken_and_one_beyond_is_named() -> None:
+    problems = [(0, Problem("four")), (5, Problem("fives", origin="rows.jsonl line 9"))]
+    groups, _ = run(problems, ["a", "b"], constant(1.0), max_prompt_length=5)
+    assert [len(group.prompt_ids) for group in groups] == [4, 5]
+    with pytest.raises(InputError, match=r"step 4 group 5 \(rows.jsonl line 9\): the prompt has 5 tokens; at most 4"):
+        run(problems, ["a", "b"], constant(1.0), max_prompt_length=4)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(InputError, match="step 4 group 0: the prompt has no tokens"):
+        run([(0, Problem(""))], ["a", "b"], constant(1.0))
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
+    def refuse(prompt: Any) -> list[int]:
+        raise InputError("no template")
+
+    generate, _ = answering(["a", "b"])
+    with pytest.raises(InputError, match=r"step 4 group 2 \(row 8\): no template"):
+        problems = [(2, Problem("p", origin="row 8"))]
+        collect(problems, refuse, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, constant(0.0))
+
+
+def test_a_failing_reward_names_the_step_the_groups_and_the_row() -> None:
+    message = r"reward constant returned nan; .* completion 0 of the 4 completions of step 4, groups 0 to 1 \(row 8\)"
+    with pytest.raises(InputError, match=message):
+        run([(0, Problem("p", origin="row 8")), (1, Problem("q"))], ["a", "b"], constant(float("nan")))
+
+
+def test_validation_is_called_that() -> None:
+    generate, _ = answering(["a", "b"])
+    problems = [(0, Problem("p"))]
+    with pytest.raises(InputError, match="of the 2 completions of validation, groups 0 to 0"):
+        collect(problems, encode, generate, SAMPLING, 7, VALIDATION_DOMAIN, 0, constant(float("nan")))
+    with pytest.raises(InputError, match="^validation group 0: the prompt has no tokens"):
+        collect([(0, Problem(""))], encode, generate, SAMPLING, 7, VALIDATION_DOMAIN, 0, constant(0.0))
+
+
+def sometimes(completions: list[str], value: list[float | None]) -> list[float | None]:
+    return [None if text == "b" else v for text, v in zip(completions, value, strict=True)]
+
+
+def test_a_group_with_a_completion_without_reward_is_left_out() -> None:
+    problems = [(g, Problem("p", {"value": value})) for g, value in enumerate([1.0, None, 2.0])]
+    groups, _ = run(problems, ["a", "a"], RewardSet([Reward("sometimes", sometimes)]))
+    assert [(group.group, [r.reward for r in group.rollouts]) for group in groups] == [(0, [1.0, 1.0]), (2, [2.0, 2.0])]
+    with pytest.raises(InputError, match="step 4: every group has a completion that no reward applies to: sometimes"):
+        run(problems, ["a", "b"], RewardSet([Reward("sometimes", sometimes)]))
+
+
+def test_reward_errors_are_counted_a_function() -> None:
+    def broken(completions: list[str]) -> list[float]:
+        raise ValueError
+
+    generate, _ = answering(["a", "b"])
+    rewards = RewardSet([Reward("broken", broken)], on_error="zero")
+    *_, counts = collect([(0, Problem("p"))], encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards)
+    assert counts == {"groups_without_reward": 0, "reward_errors/broken": 2}
+
+
+def test_no_problems_are_no_groups() -> None:
+    groups: list[RolloutGroup]
+    groups, _ = run([], ["a", "b"], constant(1.0))
+    assert groups == []

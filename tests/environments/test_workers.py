@@ -1,0 +1,156 @@
+"""Reward functions in processes of their own: crashes, endless loops, and results that do not depend on the count."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import finished, wait_for
+
+from lockstep.environments.rewards.calls import Failed
+from lockstep.environments.rewards.loading import load_rewards
+from lockstep.environments.rewards.reward_set import Reward, RewardSet
+from lockstep.environments.rewards.workers import RewardWorkers
+from lockstep.errors import InputError
+
+SOURCE = """
+import asyncio, ctypes, os, sys, time
+import numpy
+
+def process(completions, **_):
+    print("this goes to standard error")
+    return numpy.array([float(os.getpid())] * len(completions))
+
+def length(completions, **_):
+    return [len(c) for c in completions]
+
+async def later(completions, **_):
+    await asyncio.sleep(0)
+    return [len(c) for c in completions]
+
+def count(completions, **_):
+    return [len(completions)] * len(completions)
+
+def interrupted(completions, **_):
+    raise KeyboardInterrupt
+
+def fragile(completions, **_):
+    if "segfault" in completions: ctypes.string_at(0)
+    if "exit" in completions: os._exit(7)
+    if "sys.exit" in completions: sys.exit(3)
+    if "loop" in completions: time.sleep(600)
+    if "raise" in completions: raise ValueError("of course")
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def workers() -> Iterator[RewardWorkers]:
+    pool = RewardWorkers(2, timeout=60)
+    yield pool
+    pool.close()
+
+
+TEXTS = ["a", "bb", "ccc", "dddd", "e", "ff"]
+
+
+def score(rewards: RewardSet, texts: list[str] = TEXTS, groups: tuple[int, ...] = (0, 0, 1, 1, 2, 2)):
+    rows = [{"n": index} for index in range(len(texts))]
+    origins = [f"rows line {group}" for group in groups]
+    return rewards.score(["p"] * len(texts), texts, [[1]] * len(texts), rows, "step 3", origins, groups)
+
+
+def test_results_come_in_order_from_other_processes(source: Path, workers: RewardWorkers) -> None:
+    names = ("length", "later", "process", "count")
+    rewards = load_rewards([f"{source}:{name}" for name in names], workers=workers)
+    values = score(rewards).values
+    assert [row["length"] for row in values] == [row["later"] for row in values] == [1, 2, 3, 4, 1, 2]
+    assert [row["count"] for row in values] == [2.0] * 6  # a call has one prompt's completions
+    processes = {row["process"] for _ in range(3) for row in score(rewards).values}
+    assert 1 <= len(processes) <= 2 and os.getpid() not in processes  # they stay
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("segfault", "ended its process .signal SIGSEGV."),
+        ("exit", "ended its process .exit code 7."),
+        ("sys.exit", "raised SystemExit: 3 in my_rewards.py line 25"),
+        ("raise", "raised ValueError: of course in my_rewards.py line 27"),
+    ],
+)
+def test_a_failing_call_costs_its_own_group_only(source: Path, workers: RewardWorkers, text: str, reason: str) -> None:
+    texts = ["a", "b", "c", text, "e", "f"]
+    spec = f"{source}:fragile"
+    scores = score(load_rewards([spec], on_error="skip", workers=workers), texts)
+    assert scores.totals == [1.0, 1.0, None, None, 1.0, 1.0] and scores.errors == {"fragile": 2}
+    with pytest.raises(InputError, match=f"reward fragile {reason} .for the 2 completions of step 3, rows line 1."):
+        score(load_rewards([spec], workers=workers), texts)
+
+
+def test_an_interrupt_of_the_functions_own_is_a_failure(source: Path, workers: RewardWorkers) -> None:
+    scores = score(load_rewards([f"{source}:interrupted"], on_error="skip", workers=workers))
+    assert scores.totals == [None] * 6
+    with pytest.raises(InputError, match="reward interrupted raised KeyboardInterrupt"):
+        score(load_rewards([f"{source}:interrupted"], workers=workers))
+
+
+def test_a_call_that_takes_too_long_is_stopped(source: Path) -> None:
+    pool = RewardWorkers(1, timeout=1.5)  # a call that is answered at once has to be so within it on a busy machine too
+    try:
+        scores = score(load_rewards([f"{source}:fragile"], on_error="zero", workers=pool), ["a", "loop"], (0, 1))
+        assert scores.totals == [1.0, 0.0]
+        with pytest.raises(InputError, match="gave no answer within 1.5 s and was stopped"):
+            score(load_rewards([f"{source}:fragile"], workers=pool), ["loop"], (0,))
+    finally:
+        pool.close()
+
+
+def test_a_function_that_cannot_be_loaded_there_is_named(source: Path, workers: RewardWorkers) -> None:
+    rewards = load_rewards([f"{source}:length"], on_error="skip", workers=workers)
+    source.unlink()
+    with pytest.raises(InputError, match="reward length cannot be loaded in its process: .*does not exist"):
+        score(rewards)
+
+
+def test_a_function_without_a_name_cannot_go_there(workers: RewardWorkers) -> None:
+    with pytest.raises(InputError, match="task.reward_workers: reward mine has no module:function name"):
+        RewardSet([Reward("mine", lambda completions: [0.0])], workers=workers)
+
+
+def test_what_cannot_be_sent_is_a_failure(source: Path, workers: RewardWorkers) -> None:
+    (outcome,) = workers.call_all([(f"{source}:length", {"completions": [lambda: None]}, 1)])
+    assert isinstance(outcome, Failed) and "cannot be sent to its process" in outcome.reason
+
+
+def test_a_worker_does_not_outlive_its_parent(source: Path, tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from lockstep.environments.rewards.workers import RewardWorkers
+pool = RewardWorkers(1)
+print(int(pool.call_all([({str(source) + ":process"!r}, {{"completions": ["a"]}}, 1)])[0][0]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = finished([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    assert done.returncode == -signal.SIGKILL
+    wait_for(lambda: not runs(int(done.stdout)))
+
+
+def runs(process: int) -> bool:
+    """Whether there is such a process, other than one that has ended and that nobody has asked about."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,55 @@
+"""The generator's graphs held to eager's bits: every bucket, and the cache as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.config import CompileConfig, GeneratorConfig
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import Compiler, FakeRecorder, GraphError, check_against_eager
+from lockstep.models import Decoder, ModelConfig
+from lockstep.models.init import initialize
+from lockstep.types import SamplingParams
+
+SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, n=3, max_completion_length=40)
+
+
+def make(mode: str, cache_tokens: int = 1024, recorder: FakeRecorder | None = None) -> tuple[Compiler, Engine]:
+    config = ModelConfig(97, 32, 48, 2, 2, 1, 16, rope_theta=1e4, max_position_embeddings=256)
+    model = initialize(Decoder(config, torch.float32), 0)
+    compiler = Compiler(CompileConfig("step", mode), torch.device("cpu"), recorder=recorder or FakeRecorder())
+    engine = Engine(SharedWeights(model), GeneratorConfig(page_size=8), cache_tokens, compiler=compiler)
+    engine.warm_up(5, 120, SAMPLING)
+    return compiler, engine
+
+
+@pytest.mark.parametrize(("mode", "cache_tokens"), [("full", 1024), ("piecewise", 1024), ("none", 256)])
+def test_every_graph_passes_and_the_cache_is_as_it_was(mode: str, cache_tokens: int) -> None:
+    compiler, engine = make(mode, cache_tokens)
+    compiler.end_warm_up()
+    rows, cache = engine.runner.rows, engine.cache
+    cache.k.normal_()
+    before = [t.clone() for t in (cache.k, cache.v, rows.table, *rows.tensors(4).values())]
+    verdicts = {v.function: v for v in check_against_eager(compiler, engine.trust_cases(), "strict")}
+    assert set(verdicts) == {"decode", "mixed"} and compiler.recompiles == 0
+    assert verdicts["decode"].cases >= 6 and verdicts["mixed"].cases >= 3
+    after = [cache.k, cache.v, rows.table, *rows.tensors(4).values()]
+    assert all(map(torch.equal, after, before))
+
+
+class Stale(FakeRecorder):
+    """Replays read a copy of the cache: what they write, nobody else sees."""
+
+    def record(self, run, arguments, keep=(), lasting=()):
+        recording = super().record(run, arguments, keep, lasting)
+        recording._memory = [m.clone() if m.dim() == 5 else m for m in recording._memory]
+        return recording
+
+
+def test_a_replay_on_another_cache_is_named() -> None:
+    compiler, engine = make("full", recorder=Stale())
+    with pytest.raises(
+        GraphError, match=r"decode\(.*case '5 rows': replay differs .* node select \(aten.select\) of layers.0"
+    ):
+        check_against_eager(compiler, engine.trust_cases(), "strict")

@@ -1,0 +1,143 @@
+"""The verifier refuses each planted fault and names the node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.graph import GraphError, GraphLauncher, Inputs, backward, capture, verify
+
+TABLE = torch.randn(4, 4)  # a module's global: no closure gives it away
+
+
+@torch.library.custom_op("lockstep_test::on_the_host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def on_the_host(x: Tensor) -> Tensor:
+    """An operator whose author knows that it cannot be recorded."""
+    return x * float(x.sum())
+
+
+@on_the_host.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def inputs() -> Inputs:
+    x = torch.randn(4, 4)
+    return Inputs(
+        param={"w": torch.nn.Parameter(torch.randn(4, 4))},
+        grad={"g": torch.zeros(4, 4)},
+        kv={"k": torch.zeros(4, 4)},
+        user={"x": x, "mask": x[0] > 0},
+    )
+
+
+def captured(body, **options):
+    return capture("f", body, inputs(), **options)
+
+
+def write_to_a_view_of_the_cache(t: Inputs) -> dict[str, Tensor]:
+    t.kv["k"].t()[1:].zero_()
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda t: {"y": t.user["x"] + TABLE}, r"node _tensor_constant0 .* used by add: a tensor from outside"),
+        (lambda t: {"y": t.user["x"] * torch.tensor(2.0)}, "a tensor from outside became a constant"),
+        (lambda t: {"y": t.user["x"] @ t.param["w"]}, r"node mm \(aten.mm\): the forward pass must use ops.linear"),
+        (lambda t: {"y": t.user["x"].softmax(0)}, r"\(aten._softmax\): .* must use ops.attention"),
+        (lambda t: {"y": t.user["x"].log_softmax(0)}, r"must use ops.token_logprobs"),
+        (lambda t: {"y": t.user["x"].mean(0)}, r"\(aten.mean\): .* must use ops.rms_norm"),
+        (lambda t: {"y": torch._safe_softmax(t.user["x"], 0)}, r"\(aten._safe_softmax\): .* must use ops.attention"),
+        (lambda t: {"y": F.rms_norm(t.user["x"], (4,))}, r"must use ops.rms_norm"),
+        (lambda t: {"y": F.scaled_dot_product_attention(*[t.user["x"][None, None]] * 3)}, r"must use ops.attention"),
+        (write_to_a_view_of_the_cache, r"node zero_ \(aten.zero_\) writes kv 'k' in place; roles it may write: grad"),
+        (lambda t: {"y": t.param["w"].add_(1) * 2}, r"node add_ .* writes param 'w' in place"),
+        (lambda t: {"y": TABLE.add_(t.user["x"])}, r"node add_ .* writes the constant _tensor_constant0"),
+        (lambda t: {"y": t.user["x"].t()}, r"output 'y' is node t, a view of an input"),
+        (lambda t: {"y": 3}, r"output 'y' is 3; an output must be a tensor"),
+    ],
+)
+def test_a_planted_fault_is_named(body, message: str) -> None:
+    with pytest.raises(GraphError, match=rf"(?s)f\(\): the captured graph is refused\n  .*{message}"):
+        verify(captured(body, writes={"grad"}))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda t: {"y": t.user["x"] * t.user["x"].sum().item()}, r"_local_scalar_dense .*brings a value to the host"),
+        (lambda t: {"y": t.user["x"].nonzero()}, r"node nonzero .*the size of its result depends on values"),
+        (lambda t: {"y": t.user["x"][t.user["mask"]]}, r"node index .*a boolean index is counted on the host"),
+        (lambda t: {"y": t.user["x"] + torch.rand(4, 4)}, r"node rand .*global random state"),
+        (lambda t: {"y": torch.ones(2, device="meta")}, r"node ones .*lies on meta, the first input on cpu"),
+        (lambda t: {"y": ops.rms_norm(t.user["x"], t.param["w"][0], 1e-6)}, r"yet: it waits"),
+        (lambda t: {"y": on_the_host(t.user["x"])}, r"node on_the_host .*it is tagged cudagraph_unsafe"),
+    ],
+)
+def test_what_a_cuda_graph_cannot_hold_is_refused_only_there(body, message: str) -> None:
+    graph = captured(body)
+    assert verify(graph) is graph
+    with pytest.raises(GraphError, match=message):
+        verify(replace(graph, recorded=True), not_graph_safe={"lockstep.rms_norm": "it waits"})
+
+
+def test_an_incomplete_signature_is_refused() -> None:
+    graph = captured(lambda t: {"y": t.user["x"] * 2})
+    with pytest.raises(GraphError, match="the graph has 5 inputs, its signature names 4"):
+        verify(replace(graph, inputs=graph.inputs[1:]))
+    with pytest.raises(GraphError, match="its signature names 2 outputs"):
+        verify(replace(graph, outputs=("y", "z")))
+    elsewhere = replace(graph.inputs[0], device=torch.device("meta"))
+    with pytest.raises(GraphError, match="on cpu, its signature says otherwise"):
+        verify(replace(graph, inputs=(elsewhere, *graph.inputs[1:])))
+    other = replace(graph.inputs[0], shape=(5, 4))
+    with pytest.raises(GraphError, match=r"param 'w' is torch.float32 \[4, 4\] on cpu, its signature says otherwise"):
+        verify(replace(graph, inputs=(other, *graph.inputs[1:])))
+
+
+def test_matrix_products_belong_in_the_backward_pass() -> None:
+    def body(t: Inputs) -> dict[str, Tensor]:
+        with backward():
+            return {"y": t.user["x"] @ t.param["w"]}
+
+    verify(captured(body))
+    with pytest.raises(GraphError, match="must use ops.linear"):
+        verify(captured(lambda t: {"y": t.user["x"] @ t.param["w"]}))
+
+
+def test_every_problem_is_listed_up_to_a_number() -> None:
+    def body(t: Inputs) -> dict[str, Tensor]:
+        y = t.user["x"]
+        for _ in range(11):
+            y = y @ t.param["w"]
+        return {"y": y}
+
+    with pytest.raises(GraphError, match="node mm_7 .*\n  and 3 more"):
+        verify(captured(body))
+
+
+def test_an_input_that_is_written_shares_memory_with_no_other() -> None:
+    def body(t: Inputs) -> dict[str, Tensor]:
+        t.grad["g"].add_(t.user["x"])
+        return {"y": t.param["w"] * 2}
+
+    memory = torch.zeros(3, 4, 4)
+
+    def bind(g: Tensor, w: Tensor, k: Tensor) -> GraphLauncher:
+        found = Inputs(param={"w": w}, grad={"g": g}, kv={"k": k}, user={"x": torch.ones(4, 4)})
+        return GraphLauncher(verify(capture("f", body, found, writes={"grad"})), found)
+
+    bind(memory[0], memory[1], memory[1])  # only read
+    for g, w, k in ((0, 0, 1), (0, 1, 0)):
+        other = "param 'w'" if w == 0 else "kv 'k'"
+        with pytest.raises(GraphError, match=f"f.*: grad 'g' is written in place and shares memory with {other}; pass"):
+            bind(memory[g], memory[w], memory[k])
+    with pytest.raises(GraphError, match="grad 'g' is written in place and shares memory with param 'w'"):
+        bind(memory.view(-1)[8:24].view(4, 4), memory[0], memory[2])

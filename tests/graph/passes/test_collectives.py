@@ -1,0 +1,142 @@
+"""Graphs of sharded training, traced for two ranks in one process. What they compute is in `tests/parallel`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import fx
+
+from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
+from lockstep.distributed import World
+from lockstep.graph import Captured, Compiler, FakeRecorder, digest, pipeline, run_passes
+from lockstep.graph.ir.captured import is_backward, module_of, op_name
+from lockstep.graph.passes import reshard, saved_bytes
+from lockstep.graph.passes.collectives import by_layer, first_use, gradient_exchanges, layer_of, weight_gathers
+from lockstep.models import Decoder
+from lockstep.models.init import architecture, initialize
+from lockstep.trainer import Trainer, pack
+from lockstep.trainer.programs import GraphRuns
+from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+
+LAYERS = [f"layers.{i}" for i in range(4)]
+
+
+@cache
+def traced(rank: int = 0, tie: bool = True) -> Captured:
+    """The graph of `forward_backward` of a sharded tiny model, its collectives where the trace met them."""
+    config = CompileConfig("step", reshard_after_forward=False, bucket_collectives=False, reorder_collectives=False)
+    compiler = Compiler(config, torch.device("cpu"), mesh={"fsdp": 2})
+    model = initialize(Decoder(architecture("tiny"), torch.float32), 0)
+    if not tie:
+        model.lm_head = torch.nn.Parameter(model.embed.detach().clone())
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler, world=World(rank, 2, 10.0))
+    sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
+    (batch,) = pack([TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
+    runs = trainer._runs
+    assert isinstance(runs, GraphRuns)
+    case = runs.case("", batch, lambda: None, loss_type="grpo", with_support=False)
+    return runs.functions["forward_backward"].graph(case.user, case.statics).captured
+
+
+def arranged(rank: int = 0, tie: bool = True, recomputed: tuple[str, ...] = (), **without: bool) -> Captured:
+    """That graph after the passes, but those that are set to False."""
+    passes = {"resharded": True, "bucketed": True, "reordered": True} | without
+    return run_passes(traced(rank, tie), pipeline(False, recomputed, **passes))
+
+
+def order_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def test_all_ranks_have_the_same_graph() -> None:
+    assert digest(arranged(rank=1)) == digest(arranged())
+
+
+def test_a_weight_has_a_gather_and_a_gradient_an_exchange() -> None:
+    gathers, exchanges = weight_gathers(traced()), gradient_exchanges(traced())
+    weights = sum(spec.role == "param" for spec in traced().inputs)
+    assert len(gathers) == len(exchanges) == weights == 34
+    assert {gather.layer for gather in gathers} == {"", *LAYERS} == {exchange.layer for exchange in exchanges}
+    assert not any(is_backward(gather.collective) for gather in gathers)
+
+
+def test_a_layer_has_one_collective_each_way_in_the_order_of_the_layers() -> None:
+    captured = arranged()
+    gathers = [(gather.layer, is_backward(gather.collective)) for gather in weight_gathers(captured)]
+    forward = [("", False), *((layer, False) for layer in LAYERS), ("", False)]
+    assert gathers == forward + [(layer, True) for layer in reversed(LAYERS)]
+    assert [exchange.layer for exchange in gradient_exchanges(captured)] == ["", *reversed(LAYERS), ""]
+    log = "\n".join(captured.log)
+    assert "32 of 34 gathered again" in log and "66 -> 10 gathers, 34 -> 6 exchanges" in log
+
+
+def test_gathers_begin_a_layer_early_and_waits_stand_before_the_first_use() -> None:
+    captured = arranged()
+    order = order_of(captured.graph)
+    gathers = weight_gathers(captured)
+    uses = [order[first_use(gather, order)] for gather in gathers]
+    for i, gather in enumerate(gathers):
+        begins, ends = order[gather.collective], max(order[node] for node in gather.finish)
+        assert begins < ends < uses[i]
+        if i > 0:
+            assert begins < uses[i - 1] < min(order[node] for node in gather.finish)
+        if i > 1:
+            assert uses[i - 2] < begins  # no earlier: memory
+
+
+def test_exchanges_begin_at_once_and_end_when_the_next_has_begun() -> None:
+    captured = arranged()
+    order = order_of(captured.graph)
+    exchanges = gradient_exchanges(captured)
+    for exchange, following in zip(exchanges, exchanges[1:], strict=False):
+        assert order[exchange.collective] < order[following.collective]
+        assert min(order[node] for node in exchange.finish) > order[following.collective]
+    begun = order[exchanges[0].collective]
+    computing = [n for n in captured.graph.nodes if order[n] > begun and layer_of(n) == "layers.0" and is_backward(n)]
+    assert len(computing) > 50  # the last gradients' exchange begins before the first layers' backward pass
+
+
+@pytest.mark.parametrize("without", [{}, {"bucketed": False}, {"resharded": False}])
+def test_reordering_only_moves(without: dict[str, bool]) -> None:
+    moved, before = arranged(**without), arranged(**without, reordered=False)
+    assert sorted(n.name for n in moved.graph.nodes) == sorted(n.name for n in before.graph.nodes)
+    assert [n.name for n in moved.graph.nodes] != [n.name for n in before.graph.nodes]
+
+
+def test_the_backward_pass_reads_what_was_gathered_for_it() -> None:
+    for gather in weight_gathers(arranged()):
+        users = {is_backward(user) for node in gather.finish for user in node.users if user not in gather.finish}
+        assert users == {is_backward(gather.collective)} or gather.layer == ""  # the head's weights stay
+
+
+def test_an_untied_head_is_kept_for_its_backward_pass_and_the_embedding_is_not() -> None:
+    gathers = weight_gathers(arranged(tie=False, bucketed=False, reordered=False))
+    outside = [gather for gather in gathers if gather.layer == ""]
+    assert len(outside) == 3 and not any(is_backward(gather.collective) for gather in outside)
+
+
+def test_weights_are_no_activations() -> None:
+    """A budget for activations, and recomputing them, has nothing to do with how weights are gathered."""
+    again, _ = reshard(traced())
+    assert saved_bytes(again) == saved_bytes(traced())
+    recomputed = arranged(recomputed=("full",))
+    assert saved_bytes(recomputed) < saved_bytes(traced()) / 4
+    assert len(weight_gathers(recomputed)) == 10
+
+
+def test_pieces_are_no_way_out_for_sharded_graphs() -> None:
+    config = CompileConfig("step", "full")
+    for mesh, levels in (({}, ["piecewise", "captured", "eager"]), ({"fsdp": 2}, ["captured", "eager"])):
+        compiler = Compiler(config, torch.device("cpu"), recorder=FakeRecorder(), mesh=mesh)
+        assert [compiler.lower("check") for _ in levels] == levels
+
+
+def test_statistics_are_gathered_apart() -> None:
+    captured = arranged()
+    calls = [n for n in captured.graph.nodes if op_name(n) == "_c10d_functional.all_gather_into_tensor"]
+    statistics = [n for n in calls if not module_of(n) and n.all_input_nodes[0].op != "placeholder"]
+    assert len(statistics) == 1
+    for by in by_layer(weight_gathers(captured)):
+        assert len(by) == 1

@@ -1,0 +1,162 @@
+"""Fused backward calls: which ones a GPU's train step gets, that they are wired as the separate ones were, and what is
+left alone. The step is traced here as if for a GPU; `tests/gpu` holds the kernels to each other's bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from small import CONFIG, make_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep import ops
+from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
+from lockstep.graph import Captured, Compiler, Inputs, capture, pipeline, run_passes
+from lockstep.graph.ir.captured import op_name
+from lockstep.models import ModelConfig
+from lockstep.ops.attention.operator import attention_packed_backward
+from lockstep.ops.operator import recording_gradients
+from lockstep.trainer import Trainer, pack
+from lockstep.trainer.graph_inputs import statics_of
+from lockstep.types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
+
+SEPARATE = ("lockstep.attention_packed_backward", "lockstep.qk_norm_rope_backward", "lockstep.rms_norm_backward")
+
+
+def by_autograd(function, leaves: list[Tensor | None], grad: Tensor) -> list[Tensor]:
+    own = [x.detach().requires_grad_() for x in leaves if x is not None]
+    with recording_gradients():
+        return list(torch.autograd.grad(function(*own), own, grad))
+
+
+def rms_norm(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    return tuple(by_autograd(lambda x, w: ops.rms_norm(x, w, eps), [x, weight], grad))
+
+
+def qk_norm_rope(grad: Tensor, qkv: Tensor, q_weight, k_weight, cos_sin, heads, kv_heads, eps) -> tuple[Tensor, ...]:
+    def function(qkv: Tensor, *weights: Tensor) -> Tensor:
+        return ops.qk_norm_rope(qkv, *(weights or (None, None)), cos_sin, heads, kv_heads, eps)
+
+    found = by_autograd(function, [qkv, q_weight, k_weight], grad)
+    return tuple(found) if len(found) == 3 else (found[0], qkv.new_empty(0), qkv.new_empty(0))
+
+
+def gather_rows(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
+    return by_autograd(lambda table: ops.gather_rows(table, rows), [grad.new_zeros(table_rows, grad.shape[1])], grad)[0]
+
+
+def rms_norm_add(grad: Tensor, x: Tensor, weight: Tensor, eps: float, other: Tensor) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight = rms_norm(grad, x, weight, eps)
+    return other + grad_x, grad_weight
+
+
+def rotated_attention(*args: Any) -> tuple[Tensor, ...]:
+    dq, dk, dv = attention_packed_backward(*args[:10])
+    grad_qkv, *weights = qk_norm_rope(torch.cat((dq, dk), 1), *args[10:])
+    grad_qkv[:, -dv[0].numel() :] += dv.flatten(1)
+    return (grad_qkv, *weights)
+
+
+def add_gathered_rows(total: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
+    return total.add_(gather_rows(grad, rows, total.shape[0]))
+
+
+class AsOnGpu(TorchDispatchMode):
+    """A GPU's own operators in plain torch."""
+
+    implementations = {
+        "rms_norm_backward": rms_norm,
+        "qk_norm_rope_backward": qk_norm_rope,
+        "gather_rows_backward": gather_rows,
+        "rms_norm_backward_add": rms_norm_add,
+        "rotated_attention_packed_backward": rotated_attention,
+        "add_gathered_rows": add_gathered_rows,
+        "add_gradient": Tensor.add_,
+    }
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op._schema.name.partition("::")[2]
+        own = self.implementations.get(name) if op.namespace == "lockstep" else None
+        found = own(*args) if own else op(*args, **(kwargs or {}))
+        return found if op._schema.returns else None
+
+
+def batch() -> PackedBatch:
+    torch.manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(0, 256, (count,)).tolist()
+
+    sequences = [TrainSequence(ids(5 + i), 1.0 - i, 0.1, [-1.0] * (5 + i), [-1.0] * (5 + i)) for i in range(3)]
+    groups = [TrainGroup(ids(7), sequences, SamplingParams(temperature=0.8)) for _ in range(2)]
+    return next(iter(pack(groups, max_tokens=512, check_parity=False)))
+
+
+def traced(config: ModelConfig, joint: bool = False) -> tuple[Captured, Inputs]:
+    """A train step as a GPU gets it, and its inputs, which lie on a CPU."""
+    compiler = Compiler(CompileConfig("joint" if joint else "step", cudagraph_mode="none"), torch.device("cpu"))
+    model = make_model(torch.bfloat16, config=config, scale=2.0)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
+    function = trainer._runs.functions["forward_backward"]
+    tokens = batch()
+    statics = {**statics_of(tokens), "loss_type": "grpo", "with_support": False}
+    with mock.patch.object(FakeTensor, "is_cuda", True), mock.patch.object(FunctionalTensor, "is_cuda", True):
+        graph = function.graph(tokens.tensors(), statics)
+    return graph.captured, replace(function.inputs, user=tokens.tensors())
+
+
+def calls(captured: Captured) -> Counter[str]:
+    return Counter(op_name(node) for node in captured.graph.nodes)
+
+
+def gradients(captured: Captured, inputs: Inputs) -> list[Tensor]:
+    for grad in inputs.grad.values():
+        grad.zero_()
+    with torch.no_grad(), AsOnGpu():
+        captured.module.forward(*(tensor for _, _, tensor in inputs.flat()))
+    return [grad.clone() for grad in inputs.grad.values()]
+
+
+@pytest.mark.parametrize(
+    ("joint", "tied", "norms"), [(False, True, True), (False, False, False), (True, True, False), (True, False, True)]
+)
+def test_a_train_step(joint: bool, tied: bool, norms: bool) -> None:
+    config = replace(CONFIG, tie_word_embeddings=tied, family="qwen3" if norms else "llama")
+    before, inputs = traced(config, joint)
+    after = run_passes(before, pipeline(False, fused=True))
+    have, layers = calls(after), config.num_layers
+    assert have["lockstep.rotated_attention_packed_backward"] == layers
+    assert have["lockstep.rms_norm_backward_add"] == 2 * layers
+    assert have["lockstep.rms_norm_backward"] == 1, "the last norm's is the stream's only gradient"
+    assert have["lockstep.add_gathered_rows"] == tied and have["lockstep.gather_rows_backward"] == 2 - tied
+    assert have["lockstep.add_gradient"] == len(inputs.grad)
+    assert not have["aten.cat"] and not have["aten.slice_backward"]
+    assert not any(have[name] for name in SEPARATE[:2])
+    found, expected = gradients(after, inputs), gradients(before, inputs)
+    assert all(map(torch.equal, found, expected)) and all(grad.any() for grad in found)
+
+
+def test_totals_that_are_read_or_added_to_twice_stay_in_place() -> None:
+    def body(t: Inputs) -> dict[str, Tensor]:
+        for name in ("twice", "read", "once"):
+            t.grad[name].add_(t.user["x"].cos())
+        t.grad["twice"].add_(t.user["x"].sin())
+        return {"read": t.grad["read"] * 2}
+
+    grads = {name: torch.zeros(8) for name in ("twice", "read", "once")}
+    captured = capture("sum", body, Inputs(grad=grads, user={"x": torch.randn(8).bfloat16()}), writes={"grad"})
+    have = calls(run_passes(captured, pipeline(fused=True)))
+    assert have["lockstep.add_gradient"] == 1 and have["aten.add_"] == 3
+
+
+def test_a_cpu_keeps_its_graphs() -> None:
+    assert "fuse" not in [p.name for p in Compiler(CompileConfig("step"), torch.device("cpu")).passes]
+    cuda = Compiler(CompileConfig("step", cudagraph_mode="none"), torch.device("cuda"))
+    assert "fuse" in [p.name for p in cuda.passes]

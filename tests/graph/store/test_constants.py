@@ -1,0 +1,263 @@
+"""A stored graph is found by every number that it holds: whichever field of a configuration changes, a graph that
+changes with it changes its key, too."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import ops
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
+from lockstep.errors import LockstepError
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import Compiler, GraphFunction, Inputs, digest
+from lockstep.graph.check.fingerprints import fingerprint
+from lockstep.graph.store.baked_constants import flattened
+from lockstep.graph.store.key import key_of
+from lockstep.models import Decoder, Masks, ModelConfig
+from lockstep.models.blocks.rope import RopeScaling, YarnScaling
+from lockstep.models.config import MLAConfig, MoEConfig
+from lockstep.models.init import initialize
+from lockstep.trainer import Trainer, pack
+from lockstep.trainer.programs import EagerRuns
+from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+
+DENSE = ModelConfig(64, 16, 16, 1, 2, 2, 8, rope_theta=1e4, max_position_embeddings=256)
+ROUTED = MoEConfig(4, 1, 16, sigmoid=True, groups=2, shared_experts=1, router_bias=True)
+YARN = YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.5)
+LATENT = replace(DENSE, family="deepseek_v3", num_kv_heads=1, moe=ROUTED, mla=MLAConfig(16, 8, 8, 8), rope_scaling=YARN)
+SOFTMAX = replace(DENSE, family="qwen3_moe", moe=MoEConfig(4, 2, 16), rope_scaling=RopeScaling("llama3", 4.0))
+NOT_IN_THE_GRAPH = {  # and so not in its key, or every change of them would trace anew
+    *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.lr_scheduler", "loss.scale_rewards"),
+    *("loss.overlong_buffer", "loss.overlong_penalty", "loss.mask_truncated_completions"),
+}
+OTHER = {"qwen3": "llama", "qwen3_moe": "llama", "deepseek_v3": "qwen3", "llama3": "linear", "none": "group"} | {
+    "grpo": "dapo",
+    "constant": "linear",
+}
+
+LOSS, ADAMW = LossConfig(beta=0.1), OptimizerConfig()
+WANTED = ("forward_backward", "optim_step")
+Key = tuple[str, str]  # the file that a graph is kept in, and the graph's digest
+
+
+def key_and_digest(function: GraphFunction, user: Mapping[str, torch.Tensor], **statics: Any) -> Key:
+    """Of the graph that a call would launch."""
+    inputs = replace(function.inputs, user=user)
+    specs = inputs.described({})
+    assert function._constants is not None
+    settings = function._compiler.settings(function._constants, {})
+    key = key_of(function.name, function.body, inputs, specs, statics, function._writes, "captured", settings, [])
+    function.one_shape = True
+    assert key is not None, f"{function.name} is not stored"
+    return key.file, digest(function.graph(user, statics).captured)
+
+
+def traced(
+    model: ModelConfig = DENSE,
+    loss: LossConfig = LOSS,
+    optimizer: OptimizerConfig = ADAMW,
+    enforce_parity: bool = True,
+    wanted: tuple[str, ...] = WANTED,
+    masks: Masks | None = None,
+) -> dict[str, Key]:
+    """A trainer's graphs."""
+    compiler = Compiler(CompileConfig("step", canonicalize=False), torch.device("cpu"))
+    decoders = [initialize(Decoder(model, torch.float32), seed) for seed in range(2)]
+    for decoder in decoders:
+        decoder.masks = masks
+    reference = decoders[1] if loss.beta else None
+    trainer = Trainer(
+        decoders[0], optimizer, loss, reference=reference, enforce_parity=enforce_parity, compiler=compiler
+    )
+    sequence = TrainSequence([3, 4], 1.0, 0.1, [0.0] * 2, [0.0] * 2, route_digests=[1, 2] if model.moe else None)
+    (batch,) = pack([TrainGroup([1, 2], [sequence], SamplingParams())], max_tokens=64, check_parity=True)
+    batch.ref_logprob_C = torch.zeros_like(batch.old_logprob_C)
+    case = trainer._runs.case("", batch, lambda: None)  # type: ignore[union-attr]
+    statics = {"forward_backward": {"loss_type": loss.loss_type, "with_support": False} | dict(case.statics)}
+    statics |= {"check": dict(case.statics), "reference_logprobs": dict(case.statics), "optim_step": {}}
+    functions = trainer._runs.functions  # type: ignore[union-attr]
+    return {
+        name: key_and_digest(functions[name], {} if name == "optim_step" else case.user, **statics[name])
+        for name in wanted
+    }
+
+
+def decoded(
+    model: ModelConfig = DENSE,
+    page_size: int = 16,
+    cache_tokens: int = 256,
+    context: int = 64,
+    masks: Masks | None = None,
+) -> dict[str, Key]:
+    """A generator's graphs."""
+    compiler = Compiler(CompileConfig("step", canonicalize=False), torch.device("cpu"))
+    config = GeneratorConfig(page_size=page_size, max_num_seqs=2, max_num_batched_tokens=128)
+    decoder = initialize(Decoder(model, torch.float32), 0)
+    decoder.masks = masks
+    weights = SharedWeights(decoder)
+    Engine(weights, config, cache_tokens, compiler=compiler).warm_up(1, context, SamplingParams())
+    return {f.name: key_and_digest(f, {}, **s) for f in compiler.functions for s in [statics_of(f)]}
+
+
+def statics_of(function: GraphFunction) -> dict[str, Any]:
+    (graph,) = function.graphs.values()
+    return dict(graph.captured.statics)
+
+
+def variants(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """For each field of a dataclass, and of those within, the whole with that field changed; not those it refuses."""
+    for f in fields(value):
+        inner, here = getattr(value, f.name), f"{path}.{f.name}"
+        changes = variants(inner, here) if is_dataclass(inner) else [(here, changed(inner, f.name))]
+        for name, other in changes:
+            try:
+                yield name, replace(value, **{f.name: other})
+            except LockstepError:
+                continue
+
+
+def changed(value: Any, name: str) -> Any:
+    """Another value that is as good."""
+    if name in ("epsilon_high", "mscale", "attention_factor"):
+        return 0.7
+    if name in ("eos_token_ids", "dense_layers", "sliding_layers"):
+        return (0,)
+    if value is None or isinstance(value, str):
+        return OTHER.get(value) if value else None  # type: ignore[arg-type]
+    if isinstance(value, bool):
+        return not value
+    return value * 2 if isinstance(value, int) else value * 0.5 or 0.5
+
+
+def compare(base: dict[str, Key], now: dict[str, Key], what: str) -> bool:
+    """Whether any graph changed; one that did must have another key."""
+    for name in now.keys() & base.keys():
+        (key, found), (old_key, old) = now[name], base[name]
+        if found != old:
+            assert key != old_key, f"{name}: {what} is in the graph, and not among the constants it declares"
+        if what in NOT_IN_THE_GRAPH:
+            assert key == old_key, f"{name}: {what} is not in the graph, but a change of it traces anew"
+    return any(now[name][1] != base[name][1] for name in now.keys() & base.keys())
+
+
+@pytest.mark.parametrize(
+    ("model", "in_the_graph"),
+    [
+        (LATENT, {"rms_norm_eps", "rope_scaling.attention_factor", "moe.scale", "moe.kept_groups", "moe.normalize"}),
+        (SOFTMAX, {"rms_norm_eps", "moe.num_experts_per_token", "moe.sigmoid", "num_heads"}),
+    ],
+    ids=["latent", "softmax"],
+)
+def test_every_field_of_a_model(model: ModelConfig, in_the_graph: set[str]) -> None:
+    def graphs(model: ModelConfig) -> dict[str, Key]:
+        return traced(model, LossConfig(), wanted=("check",))
+
+    base, seen = graphs(model), set()
+    for what, other in variants(model, "model"):
+        if what == "model.family":
+            continue
+        try:
+            now = graphs(other)
+        except (LockstepError, RuntimeError, AssertionError):
+            continue  # not a model
+        if compare(base, now, what):
+            seen.add(what.removeprefix("model."))
+    assert seen >= in_the_graph
+
+
+def test_every_field_of_the_loss_and_the_optimizer() -> None:
+    base, seen = traced(), set()
+    for what, other in variants(LOSS, "loss"):
+        if what != "loss.router_aux_loss_coef" and compare(base, traced(loss=other, wanted=WANTED[:1]), what):
+            seen.add(what)
+    for what, other in variants(ADAMW, "optimizer"):
+        if what != "optimizer.router_bias_rate" and compare(base, traced(optimizer=other, wanted=WANTED[1:]), what):
+            seen.add(what)
+    assert compare(base, traced(enforce_parity=False), "enforce_parity")
+    assert seen == {
+        *("loss.loss_type", "loss.epsilon", "loss.epsilon_high", "loss.beta", "optimizer.beta1", "optimizer.beta2"),
+        *("optimizer.epsilon", "optimizer.weight_decay", "optimizer.max_grad_norm"),
+        "loss.use_bias_correction_kl",
+    }
+
+
+def test_what_experts_add_to_the_loss_and_the_update() -> None:
+    for model, loss, optimizer in (
+        (SOFTMAX, LossConfig(router_aux_loss_coef=0.1), OptimizerConfig()),
+        (LATENT, LossConfig(), OptimizerConfig(router_bias_rate=0.1)),
+    ):
+        other = replace(loss, router_aux_loss_coef=loss.router_aux_loss_coef / 2)
+        rate = replace(optimizer, router_bias_rate=optimizer.router_bias_rate / 2)
+        base = traced(model, loss, optimizer)
+        assert compare(base, traced(model, other, rate), "of the experts")
+
+
+def test_every_number_of_the_generator() -> None:
+    base = decoded()
+    assert compare(base, decoded(replace(DENSE, rms_norm_eps=1e-5)), "model.rms_norm_eps")
+    assert compare(base, decoded(page_size=32, cache_tokens=512), "page_size")
+    assert compare(base, decoded(cache_tokens=512), "null_page")
+    assert compare(base, decoded(context=200), "max_context")
+
+
+def test_windows_and_masks() -> None:
+    ops.register_mask("some", lambda query, key: key >= 0)
+    none = (0,) * DENSE.num_layers
+    for graphs in (traced, decoded):
+        base, before = graphs(), None
+        for masks in (Masks(none), Masks((7, *none[1:])), Masks(none, "some")):
+            now = graphs(masks=masks)
+            assert compare(base, now, "masks") and (before is None or compare(before, now, "masks"))
+            before = now
+
+
+def test_a_number_that_is_not_declared_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = EagerRuns.constants
+
+    def without_epsilon(runs: EagerRuns) -> dict[str, Any]:
+        found = declared(runs)
+        loss = {k: v for k, v in found["forward_backward"]["loss"].items() if k != "epsilon"}
+        return {**found, "forward_backward": {**found["forward_backward"], "loss": loss}}
+
+    monkeypatch.setattr(EagerRuns, "constants", without_epsilon)
+    base, now = (traced(loss=LossConfig(epsilon=e), wanted=WANTED[:1]) for e in (0.2, 0.3))
+    with pytest.raises(AssertionError, match="forward_backward: loss.epsilon is in the graph, and not among the const"):
+        compare(base, now, "loss.epsilon")
+
+
+def test_constants_are_flat_and_only_what_json_holds() -> None:
+    found = flattened({"model": replace(SOFTMAX, eos_token_ids=(1, 2)), "page_size": 16, "high": float("inf")})
+    assert found["model.moe.scale"] == "1.0" and found["model.eos_token_ids"] == [1, 2] and found["high"] == "inf"
+    assert found["model.rope_scaling"] == "RopeScaling" and found["model.mla"] is None and found["page_size"] == 16
+    with pytest.raises(TypeError, match="constant loss.f is <built-in function abs>; it must be a number"):
+        flattened({"loss": {"f": abs}})
+
+
+def test_a_graph_is_of_inputs_with_or_without_gradients() -> None:
+    def file(requires_grad: bool) -> str:
+        inputs = Inputs(param={"x": torch.ones(3, requires_grad=requires_grad)})
+        key = key_of("f", fingerprint, inputs, inputs.described({}), {}, (), "captured", {}, [])
+        assert key is not None
+        return key.file
+
+    assert file(False) == file(False) != file(True)
+
+
+@pytest.mark.parametrize("name", ["a.py", "ops/b.c", "ops/c.h", "d.json"])
+def test_every_source_of_the_package_counts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin = importlib.import_module("lockstep.cache.fingerprint")
+    monkeypatch.setattr(origin, "PACKAGE", tmp_path)
+    (tmp_path / "ops").mkdir()
+    hashes = []
+    for text in ("one", "other"):
+        (tmp_path / name).write_text(text)
+        hashes.append(origin._sources())
+    (tmp_path / name).rename(tmp_path / f"z{Path(name).suffix}")
+    assert len({*hashes, origin._sources()}) == 3

@@ -1,0 +1,184 @@
+"""A second start loads the first one's graphs: nothing is traced, every bit is the same, and what changed is seen."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import Case as TrustCase
+from lockstep.graph import Compiler, FakeRecorder, Inputs, Store, check_against_eager, digest
+from lockstep.graph.store import framed_file
+from lockstep.graph.store.artifact import dumps, loads
+from lockstep.models import Decoder
+from lockstep.trainer import Trainer, pack
+from lockstep.types import SampleIdentity, SamplingParams
+
+CPU = torch.device("cpu")
+Made = Callable[..., Compiler]
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Made:
+    """`compiler(mode="none", **CompileConfig fields)`: each call as another process, over one folder."""
+
+    def make(mode: str = "none", **options: Any) -> Compiler:
+        config = CompileConfig("step", mode, **options)  # type: ignore[arg-type]
+        recorder = FakeRecorder() if mode != "none" else None
+        return Compiler(config, CPU, recorder=recorder, not_graph_safe={}, store=Store(tmp_path))
+
+    return make
+
+
+def work(model: Decoder, rollout: Callable[..., Any], compiler: Compiler) -> list[Any]:
+    """Two steps of training, one batch of them only checked, and completions of many lengths: all that they leave."""
+    trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), compiler=compiler)
+    seen: list[Any] = []
+    for step in range(2):
+        batches = pack(rollout(model, step), max_tokens=44, check_parity=True)
+        for batch in batches:
+            trainer.forward_backward(batch)
+        trainer.check(batches[0])
+        seen += [trainer.flat.grad.clone(), trainer.optim_step(1e-2)]
+    engine = Engine(SharedWeights(model), GeneratorConfig(), 1024, compiler=compiler)
+    kinds = ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9})
+    prompts = [[(11 * g + i) % 97 for i in range(1 + 13 * g)] for g in range(3)]
+    sampling = [SamplingParams(**k, n=2, max_completion_length=5 + 3 * i) for i, k in enumerate(kinds)]  # type: ignore[arg-type]
+    completions = engine.generate(prompts, sampling, [SampleIdentity(3, 0, 0, g) for g in range(3)])
+    seen += [(c.token_ids, [x.hex() for x in c.logprobs]) for group in completions for c in group]
+    return [*seen, trainer.flat.data.clone(), *(t.clone() for t in trainer.state()[0].values())]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "recompute"),
+    [
+        ("none", torch.float32, ()),
+        ("full", torch.bfloat16, ("full",)),
+        ("piecewise", torch.float32, ()),
+    ],
+)
+def test_the_second_start_traces_nothing_and_has_the_same_bits(
+    decoder, rollout, compiler: Made, mode: str, dtype: torch.dtype, recompute: tuple[str, ...]
+) -> None:
+    cold, warm = (compiler(mode, recompute=recompute) for _ in range(2))
+    before = work(decoder(dtype), rollout, cold)
+    after = work(decoder(dtype), rollout, warm)
+    assert same(before, after) and warm.captures == 0 < cold.captures and cold.loaded == 0
+    graphs = [{f.name: [digest(g.captured) for g in f.graphs.values()] for f in c.functions} for c in (cold, warm)]
+    assert graphs[0] == graphs[1] and warm.loaded >= cold.captures and warm.replays == cold.replays
+    assert {"load_graphs"} <= warm.timings.seconds.keys() and not {
+        "trace",
+        "import_tracer",
+    } & warm.timings.seconds.keys()
+    outcomes = [{lookup.outcome for lookup in c.store.lookups} for c in (cold, warm) if c.store]
+    assert outcomes == [{"absent"}, {"loaded"}] and warm.recompiles == 0
+
+
+def train_step(model: Decoder, rollout: Callable[..., Any], compiler: Compiler, **loss: Any) -> None:
+    (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
+    Trainer(model, OptimizerConfig(), LossConfig(**loss), compiler=compiler).forward_backward(batch)
+
+
+def test_what_changed_is_named_and_the_old_graph_stays(decoder, rollout, compiler: Made) -> None:
+    train_step(decoder(), rollout, compiler())
+    changed = compiler(recompute=("full",))
+    train_step(decoder(), rollout, changed, epsilon=0.3)
+    assert changed.captures == 1 and changed.store is not None
+    (lookup,) = changed.store.lookups
+    assert lookup.outcome == "refused" and lookup.title.startswith("forward_backward(max_len=")
+    assert lookup.reasons[1] == "constants.loss.epsilon was '0.2' and is '0.3'"
+    assert lookup.reasons[0].startswith("passes was [['canonicalize', '{}']] and is ")
+    for way in ({}, {"epsilon": 0.3}):
+        again = compiler(recompute=("full",) if way else ())
+        train_step(decoder(), rollout, again, **way)
+        assert (again.captures, again.loaded) == (0, 1)
+
+
+def test_what_is_weighed_by_sizes_is_made_for_these(decoder, rollout, compiler: Made) -> None:
+    """A larger batch must not run what keeps its budget on a smaller one alone."""
+
+    def fitted(budget_mib: float, max_tokens: int) -> tuple[Compiler, tuple[str, ...]]:
+        own = compiler(activation_memory_gib=budget_mib / 1024)
+        trainer = Trainer(model := decoder(), OptimizerConfig(), LossConfig(), compiler=own)
+        trainer.forward_backward(pack(rollout(model, 0), max_tokens=max_tokens, check_parity=True)[0])
+        return own, next(log for title, log in own.nodes.items() if title.startswith("forward_backward("))
+
+    def kept_mib(log: tuple[str, ...]) -> tuple[float, float]:
+        found = re.search(r"([\d.]+) -> ([\d.]+) MiB kept", log[-1])
+        assert found
+        return float(found[1]), float(found[2])
+
+    small, large = (kept_mib(fitted(1024, tokens)[1])[0] for tokens in (44, 256))
+    budget = (small + large) / 2
+    assert small < budget < large and kept_mib(fitted(budget, 44)[1]) == (small, small)
+    own, log = fitted(budget, 256)
+    assert kept_mib(log)[1] <= budget and own.captures == 1 and own.store is not None
+    assert all("sizes." in reason for lookup in own.store.lookups for reason in lookup.reasons)
+    for tokens in (44, 256):
+        again, _ = fitted(budget, tokens)
+        assert (again.captures, again.loaded) == (0, 1)
+
+
+def test_compiled_regions_are_for_a_number_of_threads(compiler: Made) -> None:
+    constants, sizes = {"page_size": 16}, {"T": 5}
+    eager, compiled = compiler(), compiler(backend="inductor")
+    assert eager.settings(constants, sizes).keys() == {"capture", "backend", "mesh", "constants.page_size"}
+    found = compiled.settings(constants, sizes)
+    assert found["threads"] == torch.get_num_threads() and found["sizes.T"] == 5
+    with torch._inductor.config.patch("cpp.threads", 3):
+        assert compiled.settings(constants, sizes)["inductor"] != found["inductor"]
+
+
+def test_a_dump_shows_every_pass_so_it_is_traced(decoder, rollout, compiler: Made, tmp_path: Path) -> None:
+    train_step(decoder(), rollout, compiler())
+    dumping = compiler(dump=str(tmp_path / "dump"))
+    train_step(decoder(), rollout, dumping)
+    assert dumping.captures == 1 and list((tmp_path / "dump").iterdir())
+
+
+def test_code_that_no_hash_covers_is_not_stored(compiler: Made, tmp_path: Path) -> None:
+    def body(t: Inputs) -> dict[str, torch.Tensor]:
+        return {"y": t.user["x"] * 2}
+
+    compiler().function("f", body, Inputs(), constants={})({"x": torch.ones(3)})
+    assert not (tmp_path / "graphs").exists()
+
+
+def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, rollout, compiler: Made, caplog) -> None:
+    """Its hashes are right, so only the comparison with eager can tell."""
+    train_step(decoder(), rollout, compiler())
+    store = compiler().store
+    assert store is not None
+    (file,) = store.folder.iterdir()
+    sections = framed_file.unpack(file.read_bytes())
+    wrong = loads(sections["graph"])
+    node = next(n for n in wrong.graph.nodes if str(n.target) == "aten.exp.default")
+    node.target = torch.ops.aten.expm1.default
+    wrong.module.recompile()
+    file.write_bytes(framed_file.pack({**sections, "graph": dumps(wrong)}))
+    warm, model = compiler(), decoder()
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=warm)
+    (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
+    with caplog.at_level(logging.WARNING, "lockstep.graph"):
+        function = trainer._runs.functions["forward_backward"]  # type: ignore[union-attr]
+        case = trainer._runs.case(  # type: ignore[union-attr]
+            "one", batch, lambda: trainer.flat.grad.zero_(), loss_type="grpo", with_support=False
+        )
+        assert isinstance(case, TrustCase)
+        (verdict,) = check_against_eager(warm, [(function, [case])], "strict")
+    assert "differs from eager" in caplog.text and "it was a stored graph, and is captured anew" in caplog.text
+    assert verdict.faults == () and (warm.loaded, warm.captures) == (1, 1)
+    again = compiler()
+    train_step(decoder(), rollout, again)
+    assert (again.loaded, again.captures) == (1, 0)  # and the right one was stored

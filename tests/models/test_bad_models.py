@@ -1,0 +1,100 @@
+"""A model folder that cannot be used is bad input: the message names the file and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from model_edits import NORM, cut, edited, instead, tensors, written
+
+from lockstep.errors import InputError
+from lockstep.session.build import load_policy
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (written("config.json", None), "config.json: missing (is this a Hugging Face model folder?)"),
+        (written("config.json", b"{"), "config.json: cannot be read as JSON"),
+        (written("config.json", b"[]"), "config.json: must hold a JSON object, holds list"),
+        (edited(model_type="gpt2"), "config.json: model_type is 'gpt2'; supported: qwen3"),
+        (
+            edited(model_type="gemma3_text", layer_types=["sliding_attention"] * 4),
+            "config.json: model_type is 'gemma3_text'; supported: qwen3, qwen3_moe, llama, deepseek_v3",
+        ),
+        (edited(model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"}), "model_type is 'gpt_oss'"),
+        (edited(model_type="olmo3", layer_types="x", hidden_act="gelu"), "model_type is 'olmo3'; supported"),
+        (edited(model_type="qwen3_next", layer_types=["linear_attention"]), "model_type is 'qwen3_next'; supported"),
+        (edited(model_type="qwen3_5_moe", rope_parameters=[1]), "model_type is 'qwen3_5_moe'; supported"),
+        (edited(model_type=["qwen3"]), "config.json: model_type is ['qwen3']; it must be a string"),
+        (edited(hidden_size="x"), "config.json: hidden_size is 'x'; it must be an integer above 0"),
+        (edited(hidden_size=None), "config.json: hidden_size is None; it must be an integer"),
+        (edited(num_attention_heads=0), "config.json: num_attention_heads is 0; it must be an integer above 0"),
+        (edited(num_key_value_heads=3), "config.json: model config: num_heads 4 is not a multiple of num_kv_heads 3"),
+        (edited(rms_norm_eps="a"), "config.json: rms_norm_eps is 'a'; it must be a number above 0"),
+        (edited(rope_parameters={"rope_theta": "x"}), "config.json: rope_parameters: rope_theta is 'x'"),
+        (edited(rope_parameters=[1]), "config.json: rope_parameters is [1]; it must be an object"),
+        (edited(max_position_embeddings=-4), "config.json: max_position_embeddings is -4"),
+        (edited(vocab_size=10**12), "config.json: vocab_size is too large; it must be at most"),
+        (edited(vocab_size=2 * 10**9), "GiB; use a smaller model"),
+        (edited(vocab_size=300), "model.embed_tokens.weight has shape [512, 128]; config.json asks for [300, 128]"),
+        (written("generation_config.json", b'{"eos_token_id": "x"}'), "generation_config.json: eos_token_id is 'x'"),
+        (written("model.safetensors", None), "model.safetensors: missing (a model folder needs it, or an index"),
+        (written("model.safetensors", b"no"), "model.safetensors: not a whole safetensors file"),
+        (cut, "model.safetensors: not a whole safetensors file"),
+        (
+            tensors(lambda t: {k: v for k, v in t.items() if k != NORM}),
+            "1 tensors are missing, first model.norm.weight (config.json asks for 46)",
+        ),
+        (tensors(lambda t: t | {NORM: t[NORM][:4].clone()}), f"{NORM} has shape [4]; config.json asks for [128]"),
+        (tensors(lambda t: t | {NORM: t[NORM].to(torch.int8)}), f"{NORM} is torch.int8; quantized weights are not"),
+        (tensors(lambda t: t | {"model.layers.9.x": t[NORM].clone()}), "model.layers.9.x has no place in the model"),
+        (
+            written("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "b.safetensors"}}).encode()),
+            "b.safetensors: missing (model.safetensors.index.json names it)",
+        ),
+        (written("model.safetensors.index.json", b'{"weight_map": [1]}'), "weight_map must be an object of tensor"),
+        (
+            written("model.safetensors.index.json", b'{"weight_map": {"model.norm.weight": "../b.safetensors"}}'),
+            "index.json: weight_map places model.norm.weight in '../b.safetensors', out of the model's folder",
+        ),
+        (
+            written("model.safetensors.index.json", b'{"weight_map": {"model.norm.weight": "/b.safetensors"}}'),
+            "index.json: weight_map places model.norm.weight in '/b.safetensors', out of the model's folder",
+        ),
+        (instead("model.safetensors", os.mkfifo), "model.safetensors: not a regular file (a model folder needs it"),
+        (instead("model.safetensors", os.mkdir), "model.safetensors: a folder, not a file (a model folder needs it"),
+        (
+            instead("model.safetensors", lambda path: path.symlink_to(path)),
+            "model.safetensors: cannot be read, Too many levels of symbolic links (a model folder needs it",
+        ),
+        (
+            instead("model.safetensors", lambda path: path.symlink_to("gone")),
+            "model.safetensors: missing, the link leads nowhere (a model folder needs it",
+        ),
+        (written("tokenizer.json", None), "has no tokenizer: none of tokenizer.json"),
+        (written("tokenizer.json", b"{"), "cannot be read"),
+    ],
+)
+def test_a_model_folder(model: Path, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(model, folder)
+    damage(folder)
+    with pytest.raises(InputError) as info:
+        load_policy(str(folder), "tiny", 0, "cpu", "float32")
+    assert message in str(info.value) and str(folder) in str(info.value)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(model, folder)
+    edited(vocab_size=200, eos_token_id=199, pad_token_id=199)(folder)
+    written("generation_config.json", None)(folder)
+    tensors(lambda t: t | {"model.embed_tokens.weight": t["model.embed_tokens.weight"][:200].clone()})(folder)
+    with pytest.raises(InputError, match="small needs a vocabulary of 259, but the model's has 200 entries"):
+        load_policy(str(folder), "tiny", 0, "cpu", "float32")

@@ -1,0 +1,385 @@
+"""The decoder against `transformers`, and folders in and out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lockstep.errors import InputError, LockstepError
+from lockstep.models import Decoder, PackedAttention, load_model, resolve_folder, save_model
+from lockstep.models.folder import read_config
+from lockstep.models.init import ARCHITECTURES, init_folder
+
+transformers = pytest.importorskip("transformers")
+
+GQA = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+ODD = {"hidden_size": 40, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
+WIDE = {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_attention_heads": 4}
+ODD_MLA = {
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "num_attention_heads": 3,
+}
+DEEP_EXPERTS = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
+LOW_RANK = MLA | DEEP_EXPERTS | {"hidden_size": 64, "q_lora_rank": 24, "n_group": 4, "topk_group": 2}
+ODD_RANK = ODD_MLA | DEEP_EXPERTS | {"hidden_size": 40, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+QWEN3, LLAMA, QWEN3_MOE = transformers.Qwen3Config, transformers.LlamaConfig, transformers.Qwen3MoeConfig
+DEEPSEEK = transformers.DeepseekV3Config
+MODELS = {
+    "qwen3, gqa, tied": (QWEN3, GQA, {"tie_word_embeddings": True}),
+    "qwen3, odd heads, yarn": (QWEN3, ODD, {"tie_word_embeddings": False, "rope_parameters": YARN_ROPE}),
+    "qwen3, wide head": (QWEN3, WIDE, {"tie_word_embeddings": False}),
+    "qwen3, a window in some layers": (
+        QWEN3,
+        GQA,
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "qwen3, windows by layer": (
+        QWEN3,
+        ODD,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 70,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3, no layer for its window": (QWEN3, GQA, {"use_sliding_window": True, "sliding_window": 20}),
+    "qwen3_moe, a window": (QWEN3_MOE, GQA | EXPERTS, {"use_sliding_window": True, "sliding_window": 20}),
+    "llama, gqa, tied, scaled": (LLAMA, GQA, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama, odd heads": (LLAMA, ODD | {"hidden_size": 48}, {"tie_word_embeddings": False}),
+    "llama, wide head, linear": (LLAMA, WIDE, {"tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
+    "qwen3_moe, gqa, tied": (QWEN3_MOE, GQA | EXPERTS, {"tie_word_embeddings": True, "norm_topk_prob": True}),
+    "qwen3_moe, odd heads, a dense layer": (QWEN3_MOE, ODD | EXPERTS, {"mlp_only_layers": [1]}),
+    "qwen3_moe, wide head, every other layer": (QWEN3_MOE, WIDE | EXPERTS, {"decoder_sparse_step": 2}),
+    "deepseek_v3, group limits, interleaved": (DEEPSEEK, LOW_RANK, {"n_shared_experts": 1}),
+    "deepseek_v3, one group, queries at once, halves": (
+        DEEPSEEK,
+        ODD_RANK,
+        {"n_shared_experts": 2, "rope_interleave": False, "tie_word_embeddings": True, "norm_topk_prob": False},
+    ),
+    "deepseek_v3, yarn on scores": (
+        DEEPSEEK,
+        LOW_RANK,
+        {"n_shared_experts": 2, "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 16}},
+    ),
+    "deepseek_v3, yarn on rotations, odd": (
+        DEEPSEEK,
+        ODD_RANK | {"q_lora_rank": 12, "first_k_dense_replace": 0},
+        {"rope_parameters": YARN_ROPE | {"truncate": False}},
+    ),
+}
+
+
+def hf_model(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    make, sizes, more = MODELS[name]
+    config = make(
+        vocab_size=211,
+        intermediate_size=100,
+        num_hidden_layers=3,
+        max_position_embeddings=256,
+        rope_theta=10000.0,
+        eos_token_id=3,
+        **sizes,
+        **more,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.2, 0.2)
+    return model
+
+
+def logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Plain float32 logits of one sequence."""
+    length = len(tokens)
+    zero = torch.zeros(1, dtype=torch.int32)
+    attend = PackedAttention(torch.tensor([0, length], dtype=torch.int32), zero, zero, length, model.masks)
+    with torch.no_grad():
+        return model(tokens, torch.arange(length), attend).float() @ model.lm_head.float().t()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    hf_model("qwen3, gqa, tied").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shard", ["100KB", "5GB"])
+def test_logits_agree_with_transformers(name: str, shard: str, tmp_path: Path) -> None:
+    theirs = hf_model(name)
+    theirs.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "100KB")
+    tokens = torch.randint(0, 211, (150,))
+    expected = theirs(tokens[None]).logits[0]
+    ours = logits(load_model(tmp_path, torch.float32), tokens)
+    assert expected.abs().max() > 1
+    assert (ours - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard_bytes", [50_000, 10**9])
+def test_round_trip_keeps_every_bit(name: str, dtype: torch.dtype, shard_bytes: int, tmp_path: Path) -> None:
+    theirs = hf_model(name).to(dtype)
+    theirs.save_pretrained(tmp_path / "in")
+    save_model(load_model(tmp_path / "in", dtype), tmp_path / "out", shard_bytes)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    assert again.config.tie_word_embeddings == theirs.config.tie_word_embeddings
+    state = theirs.state_dict()
+    assert state.keys() == again.state_dict().keys()
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in state.items())
+    assert read_config(tmp_path / "in") == read_config(tmp_path / "out")
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id in (3, [3])
+
+
+def test_experts_load_from_either_layout(tmp_path: Path) -> None:
+    theirs = hf_model("qwen3_moe, gqa, tied")
+    theirs.save_pretrained(tmp_path)
+    apart = load_model(tmp_path, torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if ".experts." not in name}
+    together = {f"model.{n}": p.detach() for n, p in theirs.model.named_parameters() if ".experts." in n}
+    assert len(kept) < len(tensors) and len(together) == 6
+    save_file(kept | together, tmp_path / "model.safetensors")
+    again = load_model(tmp_path, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(apart.parameters(), again.parameters(), strict=True))
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"72 tensors are missing, first model\.layers\.0\.mlp\.experts\.0\.gate_proj"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    hf_model("deepseek_v3, group limits, interleaved").save_pretrained(tmp_path)
+    plain = load_model(tmp_path, torch.float32)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    further = {name.replace("layers.2", "layers.3"): t + 1 for name, t in tensors.items() if "layers.2" in name}
+    save_file(tensors | further | {"model.layers.3.eh_proj.weight": torch.ones(2)}, weights)
+    edit(tmp_path / "config.json", num_nextn_predict_layers=1)
+    again = load_model(tmp_path, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+    save_file(tensors | {"model.layers.2.self_attn.extra.weight": torch.ones(2)}, weights)
+    with pytest.raises(InputError, match=r"model\.layers\.2\.self_attn\.extra\.weight has no place"):
+        load_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be an integer"),
+        ({"q_lora_rank": 0}, "q_lora_rank is 0; it must be an integer above 0"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1; it must be an integer, 0 or above"),
+        ({"n_group": 3}, "8 experts in 3 groups"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "original_max_position_embeddings of the yarn",
+        ),
+    ],
+)
+def test_unusable_latent_configurations_are_named(changes: dict, message: str, tmp_path: Path) -> None:
+    hf_model("deepseek_v3, group limits, interleaved").config.save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", **changes)
+    with pytest.raises(InputError, match=message):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.startswith("tiny")])
+def test_parameters_are_counted_right(name: str) -> None:
+    config = ARCHITECTURES[name]
+    assert config.num_parameters == sum(p.numel() for p in Decoder(config, torch.float32).parameters())
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_broken_folders_are_named(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"model\.safetensors: not a whole safetensors file"):
+        load_model(folder, torch.float32)
+
+    weights.unlink()
+    with pytest.raises(InputError, match=r"model\.safetensors: missing"):
+        load_model(folder, torch.float32)
+
+    weights.write_bytes(whole)
+    tensors = load_file(weights)
+    save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}, weights)
+    with pytest.raises(InputError, match=r"1 tensors are missing, first model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(folder, torch.float32)
+
+    save_file(tensors | {"model.norm.weight": torch.ones(65)}, weights)
+    with pytest.raises(InputError, match=r"model\.norm\.weight has shape \[65\]; config\.json asks for \[64\]"):
+        load_model(folder, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; it must be an integer"),
+        ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope_type is 'longrope'"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes'; it must be true or false"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor of the linear rope scaling is 0"),
+        ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor 4.0 must be below"),
+        ({"rope_parameters": YARN_ROPE | {"truncate": "false"}}, "truncate of the yarn rope scaling is 'false'"),
+        ({"rope_parameters": YARN_ROPE | {"factor": 10**400}}, "factor of the yarn rope scaling is 1000"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries; there are 3 layers"),
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "and use_sliding_window is not true"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types is ['full_attention', 'linear"),
+        ({"layer_types": 5}, "layer_types is 5; it must be a list of 'full_attention' or 'sliding_attention'"),
+        (
+            {"model_type": "llama", "layer_types": ["sliding_attention"] * 3},
+            "it must be a list of 'full_attention'; other kinds are not supported",
+        ),
+        (
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3, "sliding_window": None},
+            "sliding_window is None; it must be an integer",
+        ),
+        ({"max_window_layers": -1}, "max_window_layers is -1; it must be an integer, 0 or above"),
+        ({"sliding_window": "x"}, "sliding_window is 'x'; it must be an integer above 0"),
+        ({"quantization_config": {"a": 1}}, "quantization_config is {'a': 1}; it must be left out"),
+        ({"eos_token_id": 99999}, "config.json: eos_token_id is 99999, outside the model's vocabulary of 211"),
+        ({"eos_token_id": [3, -1]}, "eos_token_id is -1, outside"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is too large; it must be at most 10,000"),
+        ({"hidden_size": 10**400}, "hidden_size is too large"),
+        ({"model_type": "qwen3_moe", "num_experts": 10**9}, "num_experts is too large; it must be at most 100,000"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": ["1"]}, "mlp_only_layers is ['1']; it must be a list"),
+    ],
+)
+def test_unusable_configurations_are_named(folder: Path, changes: dict, message: str) -> None:
+    edit(folder / "config.json", **changes)
+    with pytest.raises(InputError, match=re.escape(message)):
+        read_config(folder)
+
+
+def test_fields_that_change_nothing_are_let_pass(folder: Path) -> None:
+    before = read_config(folder)
+    edit(folder / "config.json", layer_types=["full_attention"] * 3, sliding_window=4096, quantization_config=None)
+    path = folder / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_config(folder) == before
+
+
+def test_token_0_is_a_token(folder: Path, tmp_path: Path) -> None:
+    edit(folder / "config.json", bos_token_id=0, pad_token_id=0)
+    edit(folder / "generation_config.json", eos_token_id=0)
+    config = read_config(folder)
+    assert (config.bos_token_id, config.pad_token_id, config.eos_token_ids) == (0, 0, (3, 0))
+    save_model(load_model(folder, torch.float32), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["bos_token_id"] == written["pad_token_id"] == 0 and written["eos_token_id"] == [3, 0]
+
+
+def test_an_end_of_sequence_outside_the_vocabulary_is_named_with_its_file(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[3, 211])
+    with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is 211, outside"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_weights_that_are_not_finite_are_named(folder: Path, value: float) -> None:
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, weights)
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj\.weight has values that are NaN or infinite as"):
+        load_model(folder, torch.float16)
+
+
+def test_what_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
+    model = load_model(folder, torch.float32)
+    with pytest.raises(LockstepError, match=r"config\.json/x: the folder cannot be made \(Not a directory\)"):
+        save_model(model, folder / "config.json" / "x")
+    (tmp_path / "out" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(LockstepError, match=r"out/model\.safetensors: cannot be written"):
+        save_model(model, tmp_path / "out")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limit[1]))
+    try:
+        with pytest.raises(LockstepError, match=r"full/model\.safetensors: cannot be written .*File too large"):
+            save_model(model, tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with pytest.raises(InputError, match=r"config\.json/x: the folder cannot be made"):
+        init_folder("tiny", folder / "config.json" / "x", seed=0)
+
+
+def test_weights_have_the_permissions_of_the_other_files(folder: Path, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        save_model(load_model(folder, torch.float32), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}
+
+
+def test_missing_folders_and_damaged_json_are_named(folder: Path) -> None:
+    with pytest.raises(InputError, match="there is no such folder"):
+        resolve_folder("./nowhere")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON"):
+        read_config(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON \(it is nested too deep\)"):
+        read_config(folder)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON \(it is not a regular file\)"):
+        read_config(folder)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    with pytest.raises(InputError, match=r"config\.json: missing"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("model", ["models/x.safetensors", "models/x.GGUF", "org/model.tar"])
+def test_a_missing_file_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(InputError, match="there is no such folder"):
+        resolve_folder(model)

@@ -1,0 +1,152 @@
+"""The byte-level tokenizer, prompts to ids, and what loading and checking refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import InputError, LockstepError
+from lockstep.models.tokenizer import byte_tokenizer, check_vocabulary, encode_prompt, load_tokenizer, save_tokenizer
+
+TOKENIZER = byte_tokenizer()
+MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "12 34?\n"}]
+
+
+@given(st.text())
+def test_ids_are_the_utf8_bytes_and_round_trip(text: str) -> None:
+    ids = encode_prompt(TOKENIZER, text)
+    assert ids == list(text.encode())
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_special_tokens() -> None:
+    assert encode_prompt(TOKENIZER, "a<|endoftext|><|im_start|><|im_end|>") == [97, 256, 257, 258]
+    assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.bos_token_id) == (256, 258, None)
+    assert TOKENIZER.decode([97, 258], skip_special_tokens=True) == "a"
+
+
+def test_messages_go_through_the_chat_template() -> None:
+    expected = (
+        "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\n12 34?\n<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert TOKENIZER.decode(encode_prompt(TOKENIZER, MESSAGES)) == expected
+
+
+def test_template_variables_reach_the_template() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ '!' if loud else '.' }}"
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.decode(encode_prompt(tokenizer, messages, {"loud": True})) == "hi!"
+    assert tokenizer.decode(encode_prompt(tokenizer, messages)) == "hi."
+
+
+def test_plain_text_gets_the_tokenizers_own_special_tokens_and_messages_do_not() -> None:
+    from tokenizers import processors
+
+    tokenizer = byte_tokenizer()
+    begin = ("<|im_start|>", 257)
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[begin]
+    )
+    assert encode_prompt(tokenizer, "a") == [257, 97]
+    assert encode_prompt(tokenizer, MESSAGES) == encode_prompt(TOKENIZER, MESSAGES)
+
+
+def test_messages_without_or_against_a_template_are_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="no chat template"):
+        encode_prompt(tokenizer, MESSAGES)
+    tokenizer.chat_template = "{{ raise_exception('only one system message') }}"
+    with pytest.raises(InputError, match="refuses the messages: only one system message"):
+        encode_prompt(tokenizer, MESSAGES)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "llama", "deepseek_v3"])
+def test_saving_and_loading_beside_a_models_config(tmp_path: Path, model_type: str) -> None:
+    save_tokenizer(TOKENIZER, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded = load_tokenizer(tmp_path)
+    text = "a  b\r\n é Å ﬁ 東京 \x00 . , 's <|im_end|>"
+    assert encode_prompt(loaded, text) == encode_prompt(TOKENIZER, text)
+    assert loaded.decode(encode_prompt(loaded, text)) == text
+    assert encode_prompt(loaded, MESSAGES) == encode_prompt(TOKENIZER, MESSAGES)
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (256, 258)
+
+
+@pytest.mark.parametrize("named", ["TokenizersBackend", "PreTrainedTokenizerFast", None])
+def test_the_generic_class_is_what_the_library_chooses(tmp_path: Path, named: str | None) -> None:
+    from transformers import AutoTokenizer
+
+    save_tokenizer(TOKENIZER, tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": named}))
+    loaded, expected = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(loaded) is type(expected) and repr(loaded) == repr(expected)
+    assert encode_prompt(loaded, MESSAGES) == encode_prompt(expected, MESSAGES) == encode_prompt(TOKENIZER, MESSAGES)
+
+
+def test_loading_names_the_folder_and_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=f"{tmp_path} has no tokenizer: none of tokenizer.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=r"tokenizer\.json: cannot be read as JSON"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{}", "tokenizer.json: there is no field model"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: must hold a JSON object, holds list"),
+        ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json: cannot be read as JSON .it is nested too"),
+        ("tokenizer.json", b"\xef\xbb\xbf{}", "tokenizer.json: there is no field model"),
+        ("tokenizer_config.json", b"\xef\xbb\xbf{}", "tokenizer_config.json: begins with a byte order mark"),
+        ("chat_template.jinja", b"hello\n{% for x in", "chat_template.jinja, line 2: unexpected"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    save_tokenizer(TOKENIZER, tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_a_template_that_refuses_is_named_with_its_file(tmp_path: Path) -> None:
+    save_tokenizer(TOKENIZER, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only one turn') }}")
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(InputError, match=f"{tmp_path}/chat_template.jinja refuses the messages: only one turn"):
+        encode_prompt(tokenizer, MESSAGES)
+
+
+def test_text_that_is_not_unicode_is_refused_in_either_form() -> None:
+    for prompt in ("h\udcff", [{"role": "user", "content": "h\udcff"}]):
+        with pytest.raises(InputError, match="the prompt is not valid Unicode: surrogates not allowed"):
+            encode_prompt(TOKENIZER, prompt)
+
+
+@pytest.mark.parametrize("blocked", ["tokenizer.json", "."])
+def test_a_tokenizer_that_cannot_be_written(tmp_path: Path, blocked: str) -> None:
+    folder = tmp_path / "out"
+    if blocked == ".":
+        folder.write_text("a file")
+    else:
+        (folder / blocked).mkdir(parents=True)
+    with pytest.raises(LockstepError, match="out: the tokenizer cannot be written"):
+        save_tokenizer(TOKENIZER, folder)
+
+
+def test_a_vocabulary_must_hold_every_token_id() -> None:
+    check_vocabulary(TOKENIZER, 259, "folder")
+    check_vocabulary(TOKENIZER, 512, "folder")
+    with pytest.raises(InputError, match="folder needs a vocabulary of 259, but the model's has 258"):
+        check_vocabulary(TOKENIZER, 258, "folder")
+    with pytest.raises(InputError, match="needs a vocabulary of 259"):
+        byte_tokenizer(256)

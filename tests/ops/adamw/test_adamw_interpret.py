@@ -1,0 +1,75 @@
+"""The one-pass AdamW kernel under Triton's interpreter, against torch's own optimizer.
+
+As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from processes import run_interpreted
+
+from lockstep import ops
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from lockstep.ops.adamw import triton as kernels
+
+SIZE, MATRICES = 5000, 3100  # neither a multiple of a block
+SETTINGS = MATRICES, 0.9, 0.95, 1e-8, 0.1
+
+
+def test_kernel_under_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def state(dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Weights, gradients, masters, both moments, steps."""
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(SIZE, generator=generator)
+    weights = None if dtype == torch.float32 else master.to(dtype)
+    return [weights, torch.zeros(SIZE), master, torch.zeros(SIZE), torch.zeros(SIZE), torch.tensor([0.0, 3.0])]
+
+
+class Interpreted:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_equals_torch(self, dtype: torch.dtype) -> None:
+        theirs, ours = state(dtype), state(dtype)
+        lr, scale = torch.tensor(3e-3), torch.tensor(2.5)
+        for step in range(4):
+            applied = torch.tensor(step != 2)
+            grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(step))
+            for tensors, run in ((theirs, ops.adamw), (ours, kernels.adamw)):
+                assert not tensors[1].any()
+                tensors[1].copy_(grad)
+                before = [t.clone() for t in tensors[2:]]
+                run(*tensors, lr, scale, applied, *SETTINGS)
+                assert applied or all(map(torch.equal, before, tensors[2:]))
+            assert torch.equal(ours[5], theirs[5])
+            torch.testing.assert_close(ours[2:5], theirs[2:5], rtol=2e-6, atol=1e-7)
+            if dtype == torch.bfloat16:  # the interpreter cuts where a GPU rounds
+                torch.testing.assert_close(ours[0].float(), ours[2], rtol=2**-7, atol=0)
+        assert not torch.equal(ours[2], state(dtype)[2])
+
+    def test_gradients_that_are_not_finite_leave_nothing_behind(self) -> None:
+        tensors = state(torch.bfloat16)
+        tensors[1].fill_(float("nan"))
+        before = [t.clone() for t in tensors]
+        kernels.adamw(*tensors, torch.tensor(1.0), torch.tensor(1.0), torch.tensor(False), *SETTINGS)
+        assert not tensors[1].any()
+        assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(tensors, before, strict=True)) if i != 1)
+
+    @pytest.mark.parametrize("size", [1, 8192, 20_001])
+    def test_square_sums(self, size: int) -> None:
+        x = torch.randn(size, generator=torch.Generator().manual_seed(size))
+        exact = torch.stack([part.double().square().sum() for part in x.split(1024)]).float()
+        torch.testing.assert_close(kernels.square_sums(x), exact)
+        torch.testing.assert_close(ops.square_sums(x), exact)
+
+    def test_the_sum_of_a_block_is_its_own_wherever_it_stands(self) -> None:
+        x = torch.randn(20 * 1024, generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+        moved = x.view(20, 1024)[order].flatten()
+        for square_sums in (kernels.square_sums, ops.square_sums):
+            assert torch.equal(square_sums(moved), square_sums(x)[order])

@@ -1,0 +1,139 @@
+"""The fused linear kernels on a CPU, under Triton's interpreter, against the separate kernels: the same bits.
+
+As in `test_kernels_interpret.py`, one test runs `Interpreted` in a process of its own, and products are float32.
+"""
+
+import os
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from processes import run_interpreted
+
+from lockstep.ops.tables import linear_table
+from lockstep.ops.tables.linear_table import AsyncChoice, Choice, TmaChoice
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from lockstep.ops.activation import triton as activation_triton
+    from lockstep.ops.linear import triton as linear_triton
+    from lockstep.ops.rope import triton as rope_triton
+
+TILES = (Choice(16, 16, 32, 4, 2), Choice(32, 64, 16, 4, 2), Choice(16, 32, 64, 4, 3))
+
+
+def test_kernels_under_the_interpreter():
+    run_interpreted(__file__)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+class Interpreted:
+    @pytest.fixture(autouse=True)
+    def exact(self, monkeypatch):
+        """Products that do not depend on where in the block a row stands, as NumPy's own do: rounded from float64."""
+        torch.manual_seed(0)
+        monkeypatch.setattr(
+            np, "matmul", lambda a, b, dtype: (a.astype(np.float64) @ b.astype(np.float64)).astype(dtype)
+        )
+
+    @pytest.mark.parametrize("tile", TILES)
+    @pytest.mark.parametrize(("m", "n", "k"), [(1, 48, 64), (17, 40, 96), (40, 100, 128), (16, 64, 72)])
+    def test_fused_is_separate(self, tile, m, n, k):
+        x, weight, residual = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+        plain = linear_triton.product(x, weight, tile)
+        torch.testing.assert_close(plain, x @ weight.t(), atol=1e-4, rtol=1e-5)
+        assert same_bits(linear_triton.product(x, weight, tile, residual_MN=residual), residual + plain)
+        gated = linear_triton.product(x, weight, tile, gated=True)
+        assert same_bits(gated, activation_triton.silu_mul(plain))
+
+    def test_a_residual_is_added_to_the_rounded_product(self):
+        x, weight, residual = torch.randn(17, 64).half(), torch.randn(40, 64).half(), torch.randn(17, 40).half()
+        plain = linear_triton.product(x, weight, TILES[0])
+        assert torch.equal(linear_triton.product(x, weight, TILES[0], residual_MN=residual), residual + plain)
+
+    @pytest.mark.parametrize("weights", [True, False])
+    def test_write_kv_inside_is_write_kv_after(self, weights):
+        heads, kv_heads, head_dim, tokens = 6, 2, 24, 5
+        qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim)
+        norms = [torch.randn(head_dim) if weights else None for _ in range(2)]
+        arguments = (*norms, torch.randn(tokens, head_dim), heads, kv_heads, 1e-6)
+        caches = [torch.full((4, 3, kv_heads, head_dim), torch.nan) for _ in range(2)]
+        slots = torch.tensor([7, 0, 11, 4, 3])
+        q = rope_triton.qk_norm_rope(qkv, *arguments, (*caches, slots))
+        qk = rope_triton.qk_norm_rope(qkv, *arguments)
+        expected = [torch.full((12, kv_heads, head_dim), torch.nan) for _ in range(2)]
+        expected[0][slots] = qk[:, heads:]
+        expected[1][slots] = qkv[:, (heads + kv_heads) * head_dim :].view(tokens, kv_heads, head_dim)
+        assert same_bits(q, qk[:, :heads])
+        for cache, e in zip(caches, expected, strict=True):
+            assert same_bits(cache.view_as(e), e)
+
+
+KINDS = get_args(linear_table.Kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [1, 8, 9, 33, 40, 57, 65, 128, 129, 9000])
+@pytest.mark.parametrize(("columns", "depth"), [(4096, 1024), (1024, 3072), (300, 72)])
+def test_every_shape_has_a_choice(kind, m, columns, depth):
+    choice = linear_table.choose(kind, m, columns, depth)
+    if choice is None:
+        assert m > 8, "few rows are ours: the library may take a matrix-vector kernel"
+        return
+    weights = 2 if kind == "norm_gate_up" else 1
+    if isinstance(choice, AsyncChoice):
+        wide, steps = weights * choice.block_n, depth // choice.block_k
+        used = 2 * choice.block_k * (choice.block_m * choice.x_stages + wide * choice.w_stages)
+        assert used <= 224 * 1024, "shared memory of a multiprocessor"
+        assert depth % choice.block_k == 0 and choice.x_stages >= 2 and choice.w_stages >= min(choice.x_stages, steps)
+    elif isinstance(choice, TmaChoice):
+        stage = 2 * choice.block_k * (choice.block_m + weights * choice.block_n)
+        assert choice.block_m in (64, 128) and m > choice.block_m // 2 and depth % choice.block_k == 0
+        assert stage * choice.stages <= 224 * 1024 and choice.stages >= 2
+    else:
+        stage = 2 * choice.block_k * (choice.block_m + weights * choice.block_n)
+        assert choice.block_m >= 16 and choice.block_k % 16 == 0 and choice.num_stages >= 2
+        assert stage * choice.num_stages <= 224 * 1024, "shared memory of a multiprocessor"
+
+
+def test_what_the_table_has_of_the_copy_engine_s_kernel_can_be_launched():
+    found = 0
+    for kind, shapes in linear_table.table().items():
+        for (_, depth), entries in shapes.items():
+            for i, (bound, choice) in enumerate(entries):
+                if isinstance(choice, TmaChoice):
+                    fewest, found = (entries[i - 1][0] if i else 0) + 1, found + 1
+                    stage = 2 * choice.block_k * (choice.block_m + (1 + (kind == "norm_gate_up")) * choice.block_n)
+                    assert fewest > choice.block_m // 2, (kind, depth, bound)
+                    assert depth % choice.block_k == 0 and depth > choice.block_k and choice.stages > 1
+                    assert stage * choice.stages <= 224 * 1024
+    assert found > 50
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [((8, 0), Choice), ((9, 0), TmaChoice), ((10, 0), Choice)])
+def test_hopper_s_instructions_are_for_hopper(monkeypatch, capability, kernel):
+    pytest.importorskip("triton.experimental.gluon")
+    from lockstep.ops import pdl
+    from lockstep.ops.linear import cuda
+
+    monkeypatch.setattr(pdl, "_capability", lambda _: capability)
+    x, weight = torch.empty(40, 3072), torch.empty(1024, 3072)
+    assert isinstance(cuda._choose("linear_add", x, weight), kernel)
+    assert isinstance(cuda._choose("linear_add", x, torch.empty(1024, 6144)[:, ::2]), Choice)  # not contiguous
+
+
+def test_the_table_covers_the_architectures_it_was_measured_for():
+    table = linear_table.table()
+    for kind, shapes in {
+        "norm_linear": [(4096, 1024), (4096, 2048), (6144, 4096), (10240, 5120)],
+        "linear_add": [(1024, 2048), (1024, 3072), (2048, 6144), (4096, 12288), (5120, 25600)],
+        "norm_gate_up": [(6144, 1024), (12288, 2048), (24576, 4096), (51200, 5120)],
+        "linear": [(4096, 1024), (5120, 25600)],
+        "linear_fp32": [(151936, 1024), (151936, 5120)],
+    }.items():
+        for shape in shapes:
+            bounds = [bound for bound, _ in table[kind][shape]]
+            assert bounds == sorted(set(bounds)) and bounds[-1] >= 256

@@ -1,0 +1,237 @@
+"""The check of the machine: what it finds on this CPU, that it finds what is planted, and what it keeps on disk."""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.cache import user_folder
+from lockstep.ops.attention import reference as attention_reference
+from lockstep.ops.machine_check import attention as machine_check_attention
+from lockstep.ops.machine_check import check as machine_check
+from lockstep.ops.machine_check.check import ExpertShape, HeadShape, LatentHeadShape, Product
+from lockstep.ops.native import library
+from lockstep.ops.tables import linear_table
+
+CPU = torch.device("cpu")
+PRODUCTS = machine_check.decoder_products([1, 4], [70], [1, 2050], 24, HeadShape(4, 2, 8), 40, 100)
+HEADS = [HeadShape(4, 2, 8)]
+SHAPES = ("64x24", "24x32", "80x24", "24x40")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "lockstep"
+
+
+@pytest.fixture(autouse=True)
+def no_overrides() -> Iterator[None]:
+    before = set(linear_table.used)
+    yield
+    linear_table.overrides.clear()
+    linear_table.used &= before
+
+
+def check(folder: Path, dtype: torch.dtype = torch.float32) -> machine_check.MachineReport:
+    return machine_check.check(PRODUCTS, HEADS, CPU, dtype, folder)
+
+
+def test_shapes_of_a_decoder():
+    assert list(map(str, PRODUCTS)) == [
+        *(f"{kind} {m}x{shape}" for m in (1, 4) for kind, shape in zip(
+            ("norm_linear", "linear_add", "norm_gate_up", "linear_add"), SHAPES, strict=True)),
+        *(f"linear 70x{shape}" for shape in SHAPES),
+        *(f"linear_fp32 {m}x100x24" for m in (1, 2, 1024)),
+    ]  # fmt: skip
+
+
+def test_shapes_of_experts_and_latent_attention():
+    heads = LatentHeadShape(5, 20, 10, 6, 14, 24)
+    assert list(map(str, machine_check.decoder_products([2], [], [2], 70, heads, 0, 100, ExpertShape(3, 40, 80)))) == [
+        "linear 2x80x70", "linear 2x70x40", "linear 2x160x70", "linear_add 2x70x80",
+        "norm_linear 2x50x70", "norm_linear 2x80x24", "linear 2x20x10", "linear 2x14x20", "linear_add 2x70x70",
+        "linear_fp32 2x3x70", "linear_fp32 2x100x70",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_this_machine_holds(folder, dtype):
+    verdict = check(folder, dtype)
+    assert verdict.holds and verdict.checked == len(PRODUCTS) + 1 and not verdict.replaced
+    assert str(verdict) == f"{len(PRODUCTS) + 1} shapes keep the contract"
+
+
+def test_the_random_state_is_left_alone(folder):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    check(folder)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_rows_that_change_with_the_batch_are_found(folder, monkeypatch):
+    """torch's own product, the negative control: some number of rows has other bits than many."""
+
+    def by_batch(x, weight):
+        return torch.nn.functional.linear(x, weight) * (1 + 2**-20 * (len(x) == 3))
+
+    monkeypatch.setattr(machine_check, "linear", by_batch)
+    verdict = check(folder)
+    assert not verdict.holds and len(verdict.broken) == sum(p.kind != "linear_fp32" for p in PRODUCTS)
+    assert "--parity warn" in str(verdict) and verdict.broken[0] in str(verdict) and "more" in str(verdict)
+
+
+def test_attention_that_depends_on_the_batch_is_found(folder, monkeypatch):
+    paged = machine_check_attention.attention_paged
+
+    def decode_differs(*arguments):
+        out = paged(*arguments)
+        return torch.nextafter(out, out + 1) if arguments[6] == 1 else out
+
+    monkeypatch.setattr(machine_check_attention, "attention_paged", decode_differs)
+    assert check(folder).broken == ("attention 4/2x8",)
+
+
+ODD_HEADS = (HeadShape(5, 5, 6), HeadShape(6, 2, 10), LatentHeadShape(3, 5, 7, 6, 9), LatentHeadShape(2, 9, 6, 2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_odd_attention_holds(folder, dtype):
+    assert machine_check.check([], ODD_HEADS, CPU, dtype, folder).broken == ()
+
+
+class BySize:
+    """torch's product, but with few rows even and odd elements are summed apart, as two accumulators would."""
+
+    def __init__(self, product, rows: int) -> None:
+        self.product, self.rows = product, rows
+
+    def __call__(self, a, b):
+        if a.shape[-2] >= self.rows:
+            return self.product(a, b)
+        return sum(self.product(a[..., i::2].contiguous(), b[..., i::2, :].contiguous()) for i in (0, 1))
+
+
+@pytest.mark.parametrize("heads", ODD_HEADS, ids=str)
+@pytest.mark.parametrize("broken", ["scores", "values"])
+def test_float32_sums_in_another_order_are_found_behind_a_rounding_to_bfloat16(folder, monkeypatch, heads, broken):
+    """The negative control of the probe: in the reference attention only the order of float32 additions changes."""
+    torch_bmm, other = torch.bmm, BySize(torch.bmm, 32)
+
+    def bmm(a, b):
+        scores = b.shape[-1] % attention_reference.KEY_TILE == 0
+        return (other if scores == (broken == "scores") else torch_bmm)(a, b)
+
+    monkeypatch.setattr(attention_reference.torch, "bmm", bmm)
+    assert machine_check.check([], [heads], CPU, torch.bfloat16, folder).broken == (str(heads),)
+
+
+@pytest.mark.parametrize("shape", [(6, 70), (3, 70), (64, 30)])
+def test_products_in_another_order_are_found_behind_a_rounding_to_bfloat16(folder, monkeypatch, shape):
+    other = BySize(torch.matmul, 8)
+    monkeypatch.setattr(machine_check, "linear", lambda x, w: other(x.double(), w.double().t()).float().to(x.dtype))
+    assert machine_check.check([Product("linear", 1, *shape)], [], CPU, torch.bfloat16, folder).holds, (
+        "exact enough in float64"
+    )
+    monkeypatch.setattr(machine_check, "linear", lambda x, w: other(x.float(), w.float().t()).to(x.dtype))
+    product = Product("linear", 2, *shape)
+    assert machine_check.check([product], [], CPU, torch.bfloat16, folder).broken == (str(product),)
+
+
+def test_a_cpu_without_c_operators_is_told_of_them(folder, monkeypatch):
+    monkeypatch.setattr(machine_check, "_check", lambda *_: "broken")
+    with library.using(None):
+        assert "or the C operators, which are built" in str(check(folder))
+    assert "float32 and the C operators" in str(check(folder, torch.bfloat16))
+    with library.using(object()):
+        assert str(check(folder)).endswith("or another torch version")
+    assert machine_check._cure(torch.device("cuda"), torch.bfloat16) == "another torch, Triton or driver version"
+
+
+def test_a_replaced_product_is_computed_by_the_chain(folder):
+    p = Product("linear", 300, 64, 24)
+    file = folder / f"gate-{machine_check.fingerprint(CPU, torch.float32)[:32]}.json"
+    user_folder.write(file, {str(p): "replaced", "another": "replaced"})
+    assert linear_table.choose("linear", 300, 64, 24) != linear_table.CHAIN
+    machine_check.restore(CPU, torch.float32, folder)
+    assert linear_table.choose("linear", 300, 64, 24) == linear_table.CHAIN
+    linear_table.overrides.clear()
+    verdict = machine_check.check([p], [], CPU, torch.float32, folder)
+    assert verdict.holds and verdict.replaced == (str(p),) and "Triton replaces the library for linear" in str(verdict)
+    assert linear_table.choose("linear", 300, 64, 24) == linear_table.CHAIN
+    assert linear_table.choose("linear", 300, 64, 25) != linear_table.CHAIN
+    assert {p, Product("linear", 300, 64, 25)} <= set(machine_check.used())
+
+
+def test_a_verdict_is_kept_for_these_versions_and_this_dtype(folder, monkeypatch):
+    first = check(folder)
+    monkeypatch.setattr(machine_check, "_check", lambda *_: pytest.fail("checked again"))
+    assert check(folder) == first
+    with pytest.raises(pytest.fail.Exception):
+        check(folder, torch.bfloat16)
+    monkeypatch.setattr(torch, "__version__", "3.0")
+    with pytest.raises(pytest.fail.Exception):
+        check(folder)
+
+
+def test_the_folder_is_the_user_s_alone(folder):
+    check(folder)
+    (file,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert set(json.loads(file.read_text())) == {*map(str, PRODUCTS), *map(str, HEADS)}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"linear 1x2x3": "fine"}', "\xff"])
+def test_a_corrupt_file_is_ignored(folder, text):
+    first = check(folder)
+    (file,) = folder.iterdir()
+    file.write_bytes(text.encode("latin-1"))
+    assert check(folder) == first
+    assert set(json.loads(file.read_text())) == {*map(str, PRODUCTS), *map(str, HEADS)}
+
+
+@pytest.mark.parametrize("writable", ["folder", "file"])
+def test_what_others_can_write_is_ignored(folder, writable):
+    file = folder / "a.json"
+    user_folder.write(file, 1)
+    assert user_folder.read(file) == 1
+    os.chmod(folder if writable == "folder" else file, 0o777)
+    assert user_folder.read(file) is None
+
+
+def test_an_unwritable_folder_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    user_folder.write(tmp_path / "file" / "lockstep" / "a.json", 1, keep=2)
+    assert user_folder.read(tmp_path / "file" / "lockstep" / "a.json") is None
+
+
+def test_a_rehearsal_checks_what_is_due_and_keeps_nothing(folder, monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(machine_check, "_check", lambda shape, *_: seen.append(str(shape)) or "broken")
+    machine_check.rehearse(PRODUCTS, HEADS, CPU, torch.float32, folder)
+    assert seen == [*map(str, PRODUCTS), *map(str, HEADS)] and not folder.exists() and not linear_table.overrides
+    monkeypatch.undo()
+    check(folder)
+    monkeypatch.setattr(machine_check, "_check", lambda *_: pytest.fail("checked again"))
+    machine_check.rehearse(PRODUCTS, HEADS, CPU, torch.float32, folder)
+
+
+def test_where_the_folder_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("LOCKSTEP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_folder.cache_folder() == tmp_path / "lockstep"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
+    assert user_folder.cache_folder() == Path.home() / ".cache" / "lockstep"
+
+
+def test_the_oldest_files_go(tmp_path):
+    for i in range(4):
+        path = tmp_path / "own" / f"{i}.json"
+        assert user_folder.write(path, i, keep=2)
+        os.utime(path, (i, i))
+    assert [p.name for p in user_folder.newest(tmp_path / "own")] == ["3.json", "2.json"]
+    assert user_folder.newest(tmp_path / "absent") == []

@@ -1,0 +1,58 @@
+"""The grouped products' kernels on a CPU, under Triton's interpreter, against products of each group.
+
+As in `test_kernels_interpret.py`, one test runs `Interpreted` in a process of its own.
+"""
+
+import os
+
+import pytest
+import torch
+from processes import run_interpreted
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from lockstep.ops.moe import triton_grouped
+
+SIZES = (5, 0, 133, 64, 1, 300)
+OTHERS = (1, 3, 5)  # groups whose rows and weights are not finite: next to the others, and the last
+
+
+def test_kernels_under_the_interpreter():
+    run_interpreted(__file__)
+
+
+def weights(columns: int, depth: int, *, k_innermost: bool) -> Tensor:
+    if k_innermost:
+        return torch.randn(len(SIZES), columns, depth).half().transpose(1, 2)
+    return torch.randn(len(SIZES), depth, columns).half()
+
+
+class Interpreted:
+    @pytest.fixture(autouse=True)
+    def three_multiprocessors(self, monkeypatch):
+        torch.manual_seed(0)
+        monkeypatch.setattr(triton_grouped, "_multiprocessors", lambda _: 3)
+
+    @pytest.mark.parametrize("rows", [16, 96, 1])  # the mean of a group up to which a configuration is taken
+    @pytest.mark.parametrize("k_innermost", [True, False])
+    @pytest.mark.parametrize(
+        ("columns", "depth", "described"),
+        [(96, 128, (True, True)), (264, 64, (True, True)), (40, 72, (True, False)), (30, 100, (False, False))],
+    )
+    def test_products_are_those_of_each_group(self, rows, k_innermost, columns, depth, described, monkeypatch):
+        monkeypatch.setattr(triton_grouped, "_SMALL_ROWS", 100 if rows == 16 else 0)
+        monkeypatch.setattr(triton_grouped, "_MEDIUM_ROWS", 100 if rows == 96 else 0)
+        offsets = torch.tensor((0, *SIZES)).cumsum(0).int()
+        x, w = torch.randn(sum(SIZES), depth).half(), weights(columns, depth, k_innermost=k_innermost)
+        found = triton_grouped._described(x, w, triton_grouped._config(len(x), len(SIZES)))
+        assert (found is not None) == described[0 if k_innermost else 1] or rows == 16
+        own = torch.ones(len(x), dtype=torch.bool)
+        for g in OTHERS:
+            w[g] = torch.inf
+            x[offsets[g] : offsets[g + 1]] = torch.nan
+            own[offsets[g] : offsets[g + 1]] = False
+        out = triton_grouped.grouped_matmul(x, w, offsets)
+        spans = zip(offsets.tolist(), offsets[1:].tolist(), strict=False)
+        exact = torch.cat([x[a:b].float() @ w[g].float() for g, (a, b) in enumerate(spans)])
+        torch.testing.assert_close(out[own].float(), exact[own], atol=2e-2, rtol=1e-3)
+        assert out[~own].isnan().all()

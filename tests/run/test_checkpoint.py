@@ -1,0 +1,276 @@
+"""Checkpoints: what is saved comes back, and no kill or damage ever yields one that is not whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import wait_for
+from torch import Tensor
+
+from lockstep.errors import LockstepError
+from lockstep.run import checkpoint
+
+
+def contents(step: int) -> dict[str, dict[str, Tensor]]:
+    """Tensors that are a function of the step, in several files."""
+    wide = torch.arange(4096, dtype=torch.float32) * step
+    return {
+        "weights.safetensors": {f"layer{i}": (wide + i).to(torch.bfloat16) for i in range(4)},
+        "moments.safetensors": {"m": wide / 3, "v": wide * wide, "count": torch.tensor(step)},
+    }
+
+
+def save(folder: Path, step: int, keep_last: int = 2) -> Path:
+    return checkpoint.save(folder, step, contents(step), {"step": step, "seen": [0.1 * step]}, keep_last)
+
+
+def assert_whole(loaded: checkpoint.LoadedCheckpoint | None, step: int) -> None:
+    assert loaded is not None and loaded.step == step
+    assert loaded.state == {"step": step, "seen": [0.1 * step]}
+    for name, expected in contents(step).items():
+        actual = dict(loaded.tensors(name))
+        assert actual.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert actual[key].dtype == tensor.dtype and torch.equal(actual[key], tensor)
+
+
+def test_round_trip_and_layout(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert checkpoint.latest(folder) is None
+    path = save(folder, 3)
+    assert path == folder / "step_3"
+    assert sorted(p.name for p in path.iterdir()) == [
+        "manifest.json",
+        "moments-00001.safetensors",
+        "state.json",
+        "weights-00001.safetensors",
+    ]
+    assert_whole(checkpoint.latest(folder), 3)
+
+
+def test_values_survive_bit_for_bit(tmp_path: Path) -> None:
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45, 3.4e38])
+    checkpoint.save(tmp_path, 0, {"x": {"special": special}}, {"float": 0.1 + 0.2, "int": 2**63 - 1}, 1)
+    loaded = checkpoint.latest(tmp_path)
+    assert loaded is not None
+    assert torch.equal(dict(loaded.tensors("x"))["special"].view(torch.int32), special.view(torch.int32))
+    assert loaded.state == {"float": 0.1 + 0.2, "int": 2**63 - 1}
+
+
+def test_large_groups_are_split_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 100)
+    tensors = {f"t{i}": torch.full((n,), float(i)) for i, n in enumerate([10, 10, 10, 60, 1, 1])}  # 4 bytes each
+    checkpoint.save(tmp_path, 1, {"a": tensors, "a-b": {"other": torch.ones(1)}, "none": {}}, {}, 1)
+    loaded = checkpoint.latest(tmp_path)
+    assert loaded is not None
+    assert [f for f in loaded.files if f.startswith("a-0")] == [f"a-{i:05d}.safetensors" for i in (1, 2, 3, 4)]
+    assert {key: t.tolist() for key, t in loaded.tensors("a")} == {key: t.tolist() for key, t in tensors.items()}
+    assert list(dict(loaded.tensors("a-b"))) == ["other"]
+    assert dict(loaded.tensors("none")) == {}
+    with pytest.raises(LockstepError, match=r"no tensors named 'b'; it holds \['a', 'a-b', 'none'\]"):
+        loaded.tensors("b")
+
+
+def test_views_and_tied_tensors(tmp_path: Path) -> None:
+    flat = torch.arange(12.0)
+    tensors = {"left": flat[:6], "right": flat[6:], "tied": flat[:6], "transposed": flat.view(3, 4).t()}
+    checkpoint.save(tmp_path, 1, {"x": tensors}, {}, 1)
+    loaded = checkpoint.latest(tmp_path)
+    assert loaded is not None
+    for key, tensor in loaded.tensors("x"):
+        assert torch.equal(tensor, tensors[key])
+
+
+def test_keeps_the_last_and_drops_an_abandoned_future(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 10):
+        save(tmp_path, step)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_6"]
+    (tmp_path / ".tmp-step_7-1").mkdir()
+    save(tmp_path, 8)  # a run that resumed from step 6
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_6", "step_8"]
+    assert_whole(checkpoint.latest(tmp_path), 8)
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    checkpoint.save(tmp_path, 4, {}, {"second": True}, 2)
+    loaded = checkpoint.latest(tmp_path)
+    assert loaded is not None and loaded.state == {"second": True}
+    assert [p.name for p in tmp_path.iterdir()] == ["step_4"]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize("damage", [_flip, _truncate, Path.unlink], ids=["flipped", "truncated", "missing"])
+@pytest.mark.parametrize(
+    "file", ["weights-00001.safetensors", "moments-00001.safetensors", "state.json", "manifest.json"]
+)
+def test_damage_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage, file: str) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    damage(tmp_path / "step_2" / file)
+    with caplog.at_level(logging.WARNING):
+        assert_whole(checkpoint.latest(tmp_path), 1)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path / "step_2") in message
+    assert file in message or (file == "manifest.json" and "JSON" in message)
+
+
+def test_every_flipped_byte_of_the_manifest_is_seen(tmp_path: Path) -> None:
+    path = save(tmp_path, 1) / "manifest.json"
+    original = path.read_bytes()
+    for index in range(len(original)):
+        data = bytearray(original)
+        data[index] ^= 1
+        path.write_bytes(data)
+        loaded = checkpoint.latest(tmp_path)
+        # A flip in the white space between values changes nothing that is read.
+        assert loaded is None or json.loads(bytes(data)) == json.loads(original), f"byte {index}"
+
+
+def test_all_damaged_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        (save(tmp_path, step) / "state.json").unlink()
+    assert checkpoint.latest(tmp_path) is None
+    assert len(caplog.records) == 2
+
+
+def test_a_checkpoint_under_another_step_name_is_damaged(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 1), tmp_path / "step_5")
+    assert_whole(checkpoint.latest(tmp_path), 1)
+
+
+def test_state_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        checkpoint.save(tmp_path, 2, {}, {"loss": float("nan")}, 2)
+    assert_whole(checkpoint.latest(tmp_path), 1)
+
+
+def test_a_disk_that_refuses_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+
+        def full(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(LockstepError, match="step_2.*No space left"):
+            save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+    assert_whole(checkpoint.latest(tmp_path), 1)
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the code under test may handle it."""
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["same-step-again", "next-step"])
+def test_death_at_every_system_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Stop at the k-th fsync, rename or removal, for every k: a whole checkpoint is always there."""
+    for survived in range(100):
+        folder = tmp_path / str(survived)
+        save(folder, 0)
+        save(folder, 1)
+        if not _dies_after(survived, folder, step, monkeypatch):
+            assert survived > 8  # five files and the folder are flushed, then published and pruned
+            return
+        loaded = checkpoint.latest(folder)
+        assert loaded is not None and loaded.step in (0, 1, 2)
+        assert_whole(loaded, loaded.step)
+        save(folder, 3)  # the restarted run goes on and clears away what was left
+        assert_whole(checkpoint.latest(folder), 3)
+        assert not list(folder.glob(".tmp-*"))
+    pytest.fail("the save never completed")
+
+
+def _dies_after(survived: int, folder: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Save, and stop instead of making system call number `survived`; whether that call was reached."""
+    calls = 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls > survived:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for module, name in ((os, "fsync"), (os, "rename"), (shutil, "rmtree")):
+            patch.setattr(module, name, counted(getattr(module, name)))
+        try:
+            save(folder, step)
+        except Killed:
+            return True
+    return False
+
+
+def _save_forever(folder: Path) -> None:
+    loaded = checkpoint.latest(folder)
+    step = 0 if loaded is None else loaded.step
+    while True:
+        step += 1
+        save(folder, step)
+
+
+def newest(folder: Path) -> int:
+    return max((int(path.name.removeprefix("step_")) for path in folder.glob("step_*")), default=0)
+
+
+def test_kill_9_leaves_a_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "safetensors.torch", "lockstep.run.checkpoint"])
+    delays = random.Random(0)
+    reached = 0
+    for _ in range(5):
+        process = context.Process(target=_save_forever, args=(tmp_path,), daemon=True)
+        process.start()
+        wait_for(lambda: newest(tmp_path) > reached)  # noqa: B023 (called at once)
+        time.sleep(delays.random() * 0.02)
+        process.kill()
+        process.join()
+        loaded = checkpoint.latest(tmp_path)
+        assert loaded is not None and loaded.step > reached
+        reached = loaded.step
+        assert_whole(loaded, reached)
+    assert not caplog.records  # whole, not merely recoverable: nothing was skipped on the way
+
+
+def test_a_manifest_nested_too_deep_is_damage(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").write_text("[" * 100_000)
+    assert_whole(checkpoint.latest(tmp_path), 1)
+
+
+def test_a_full_disk_leaves_the_checkpoints_before(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(LockstepError, match=r"could not write checkpoint .*step_2: .*File too large"):
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    assert_whole(checkpoint.latest(tmp_path), 1)

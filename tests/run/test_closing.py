@@ -1,0 +1,74 @@
+"""What a run's last lines say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import RunConfig, TaskConfig
+from lockstep.config.recipes import RECIPES
+from lockstep.run import closing
+
+CONFIG = RECIPES["sum-digits"](None)
+
+
+def measures(correct: float) -> dict[str, float]:
+    return {"validation/reward/mean": correct + 0.3, "validation/rewards/correct/mean": correct}
+
+
+def test_what_was_learned() -> None:
+    after = "after 120 steps of reinforcement learning"
+    validations = {"0": measures(0.775), "60": measures(0.9), "120": measures(0.98)}
+    assert closing.learned(CONFIG, validations, [1.0]) == f"held-out correct 77.5 % -> 98 %, {after}"
+    own = replace(CONFIG, task=TaskConfig(name="dataset", reward=("tidy.py:tidy",)))
+    validations = {"0": {"validation/reward/mean": -0.75}, "120": {"validation/reward/mean": 4.5}}
+    assert closing.learned(own, validations, []) == f"held-out reward -0.75 -> 4.5, {after}"
+    assert closing.learned(CONFIG, {"0": measures(0.5)}, []).startswith("held-out correct 50 %, after 0 steps")
+    assert closing.learned(CONFIG, {}, []) == "nothing: no step was done"
+    assert closing.learned(CONFIG, {}, [0.0] * 10 + [1.0] * 10) == "reward 0 -> 1, the first and last 10 steps"
+    assert closing.learned(CONFIG, {}, [0.5, 1.0]) == "reward 0.75 -> 0.75, the first and last 2 steps"
+
+
+def test_what_was_compared() -> None:
+    found = {"identical": False, "tokens_checked": 1000, "tokens_different": 2, "tokens_not_covered": 3}
+    assert closing.identical(found) == (
+        "NO: 1,000 tokens compared between generator and trainer, 2 different, 3 not covered"
+    )
+    assert closing.identical({"identical": None}) == closing.identical({}) == "not checked"
+
+
+def test_the_next_command_tries_the_model() -> None:
+    folder = Path("my runs/first")
+    assert closing.next_command(CONFIG, folder, "12 34=") == (
+        "lockstep generate --model 'my runs/first/model' --prompt '12 34=' --max-completion-length 24"
+    )
+    data = RunConfig(task=TaskConfig(name="dataset", data="rows.jsonl", reward=("a.py:f", "a.py:g")))
+    for prompt in (None, [{"role": "user", "content": "hi"}], "two\nlines", "x" * 61):
+        assert closing.next_command(data, Path("r"), prompt) == (
+            "lockstep eval --model r/model --task dataset --data rows.jsonl --reward a.py:f a.py:g"
+        )
+
+
+def test_a_folder_is_called_as_it_is_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert closing.from_here(tmp_path / "here" / "runs" / "a") == Path("runs/a")
+    assert closing.from_here(tmp_path / "b") == tmp_path / "b"
+
+
+def test_where_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    start = f"lockstep train --resume {tmp_path}"
+    said = closing.interrupted(tmp_path, 1)
+    assert said == f"folder  {tmp_path}\ngo on   {start}\nfrom    the start: no step was saved yet\n"
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "report.html").touch()
+    said = closing.interrupted(tmp_path, 1)
+    assert f"report  {tmp_path}/report.html\nagain   lockstep train --config {tmp_path}/config.yaml\n" in said
+    assert "add --checkpoint.interval N" in said
+    for step in (5, 25):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    assert closing.interrupted(tmp_path, 2).endswith(
+        f"go on   torchrun --nproc-per-node 2 -m {start}\nfrom    step 25\n"
+    )

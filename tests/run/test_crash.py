@@ -1,0 +1,72 @@
+"""Rewards that end the process, or keep it from ending."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from processes import finished
+
+from lockstep.ops.native import library
+from lockstep.run import crash
+
+REWARDS = """
+import ctypes, os, threading, time
+
+def leave(completions, **_): os._exit(3)
+def fault(completions, **_): ctypes.string_at(0)
+def linger(completions, **_):
+    threading.Thread(target=time.sleep, args=(1000,), name="linger").start()
+    return [float(i % 2) for i in range(len(completions))]
+"""
+TRAIN = [
+    *(sys.executable, "-m", "lockstep", "train", "--steps", "1", "--trainer.warmup-steps", "0", "--run-dir", "run"),
+    *("--trainer.prompts-per-step", "2", "--sampling.num-generations", "2", "--sampling.max-completion-length", "4"),
+    *("--task.validation-prompts", "0", "--parity", "off", "--checkpoint.interval", "0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("reward", "code", "words"),
+    [("leave", 3, ["os._exit"]), ("fault", -11, ["Segmentation fault", 'r.py", line 5 in fault'])],
+)
+def test_a_reward_that_ends_the_process(tmp_path: Path, reward: str, code: int, words: list[str]) -> None:
+    (tmp_path / "r.py").write_text(REWARDS)
+    assert finished([*TRAIN, "--reward", f"r.py:{reward}"], cwd=tmp_path).returncode == code
+    said = (tmp_path / "run" / crash.CRASH_FILE).read_text()
+    assert "ended without a word" in said and all(word in said for word in words)
+
+
+def test_a_thread_that_a_reward_left_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(REWARDS)
+    done = finished([*TRAIN, "--reward", "r.py:linger"], cwd=tmp_path)
+    assert done.returncode == 0 and "threads that still ran were left" in done.stderr and "linger" in done.stderr
+    assert not (tmp_path / "run" / crash.CRASH_FILE).exists() and (tmp_path / "run" / "report.html").exists()
+
+
+def test_the_note_goes_with_the_run(tmp_path: Path) -> None:
+    before = faulthandler.is_enabled()
+    with pytest.raises(KeyError), crash.noted(tmp_path):
+        assert (tmp_path / crash.CRASH_FILE).read_text().startswith("Process ")
+        raise KeyError
+    assert not list(tmp_path.iterdir()) and faulthandler.is_enabled() == before
+
+
+def test_missing_operators_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    library.warn_if_missing.cache_clear()
+    with library.using(None), caplog.at_level(logging.WARNING):
+        library.warn_if_missing()
+        library.warn_if_missing()
+    assert [record.message.split(" (")[0] for record in caplog.records] == ["the C operators are missing"]
+
+
+def test_ctrl_c_after_the_outcome_changes_nothing() -> None:
+    code = (
+        "import atexit, os, signal\nfrom lockstep.cli import main as cli\ncli.main = lambda: 1\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\ncli.entry()"
+    )
+    done = finished([sys.executable, "-c", code])
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,166 @@
+"""metrics.jsonl and its readers: valid JSON whatever the values, and one history whatever was killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import InputError, LockstepError
+from lockstep.run.metrics import (
+    SECTIONS,
+    MetricsWriter,
+    listed,
+    read_lines,
+    rollout_records,
+    title_of,
+    to_json,
+    write_summary,
+)
+from lockstep.types import Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@given(JSON_VALUES)
+def test_to_json_is_standard_json_on_one_line(value: object) -> None:
+    text = to_json(value)
+    json.loads(text, parse_constant=refuse_constant)
+    assert "\n" not in text
+
+
+@given(st.floats(allow_nan=False))
+def test_floats_survive_exactly(value: float) -> None:
+    assert float(json.loads(to_json({"x": value}))["x"]) == value
+
+
+def test_scalars_of_torch_and_numpy_and_paths() -> None:
+    value = {"t": torch.tensor(0.5), "n": np.float32(math.nan), "i": np.int64(3), "p": Path("a/b"), "l": (1, -math.inf)}
+    assert json.loads(to_json(value)) == {"t": 0.5, "n": "NaN", "i": 3, "p": "a/b", "l": [1, "-Infinity"]}
+
+
+def test_a_metric_is_listed_once_and_found_by_the_name_it_is_recorded_under() -> None:
+    names = [name for metrics in SECTIONS.values() for name in metrics]
+    assert len(set(names)) == len(names)
+    assert listed("rewards/a/b/mean") == "rewards/<fn>/mean" and listed("reward_errors/f") == "reward_errors/<fn>"
+    assert title_of("rewards/a/b/mean") == "Reward function a/b" and title_of("lr") == "Learning rate"
+    assert listed("my/own") is None and title_of("my/own") == "my/own"
+
+
+def write(path: Path, steps: range, start: int, run: str) -> None:
+    with MetricsWriter(path, start) as writer:
+        for step in steps:
+            writer.write({"run": run, "step": step})
+
+
+def test_each_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write({"loss": math.nan, "step": 0})
+        assert path.read_text() == '{"step": 0, "loss": "NaN"}\n'
+
+
+def test_resuming_drops_the_steps_that_come_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(0, 6), 0, "first")
+    write(path, range(4, 8), 4, "second")
+    records = list(read_lines(path))
+    assert [r["step"] for r in records] == list(range(8))
+    assert [r["run"] for r in records] == ["first"] * 4 + ["second"] * 4
+
+
+def test_resuming_keeps_earlier_lines_byte_for_byte(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = b'{"b": 1.0e-3,   "step": 0}\n'
+    path.write_bytes(line + b'{"step": 1}\n')
+    MetricsWriter(path, 1).close()
+    assert path.read_bytes() == line
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_torn_last_line_is_dropped(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + b'{"step": 1}\n'[:-cut])
+    assert [r["step"] for r in read_lines(path)] == [0]
+    write(path, range(1, 2), 1, "second")
+    assert [r["step"] for r in read_lines(path)] == [0, 1]
+
+
+def test_several_lines_a_step_resume_together(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in (0, 0, 1, 1):
+            writer.write({"step": step})
+    MetricsWriter(path, 1).close()
+    assert [r["step"] for r in read_lines(path)] == [0, 0]
+
+
+@pytest.mark.parametrize("bad", ["{not json}", "[1]", '{"loss": 1}', '{"step": null}', "\xff"])
+def test_an_unreadable_line_is_named(tmp_path: Path, bad: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + bad.encode("latin-1") + b'\n{"step": 1}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: "):
+        MetricsWriter(path, 1)
+    assert path.read_bytes().count(b"\n") == 3  # untouched
+
+
+def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        writer.write({"step": 0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, before[1]))
+        try:
+            with pytest.raises(LockstepError, match=r"could not write .*m\.jsonl: .*File too large"):
+                writer.write({"step": 1, "text": "x" * 40})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(read_lines(tmp_path / "m.jsonl")) == [{"step": 0}]
+    MetricsWriter(tmp_path / "m.jsonl", start_step=1).close()
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_summary_is_replaced_whole(tmp_path: Path) -> None:
+    write_summary(tmp_path, {"total_s": 1.0})
+    write_summary(tmp_path, {"total_s": 2.0, "loss": math.inf})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"total_s": 2.0, "loss": "Infinity"}
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_rollout_records() -> None:
+    completion = Completion([5, 6], [-0.5, -1.0], [-0.5, -1.0], [0, 0], "hi", "stop", SampleIdentity(0, 0, 2, 7))
+    rollout = Rollout(completion, rewards={"f": 1.0, "g": None}, reward=1.0, advantage=0.25)
+    group = RolloutGroup(7, "prompt", [1, 2], [rollout], SamplingParams())
+    assert list(rollout_records(2, [group])) == [
+        {
+            "step": 2,
+            "group": 7,
+            "prompt": "prompt",
+            "samples": [
+                {
+                    "text": "hi",
+                    "reward": 1.0,
+                    "rewards": {"f": 1.0, "g": None},
+                    "advantage": 0.25,
+                    "tokens": 2,
+                    "token_ids": [5, 6],
+                    "finish_reason": "stop",
+                }
+            ],
+        }
+    ]

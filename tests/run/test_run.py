@@ -1,0 +1,536 @@
+"""Runs through the command line: kill -9 and resume, real data, what a run folder holds, bad input."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_edits import written
+from processes import DEADLINE, finished, running, wait_for
+from safetensors.torch import load_file
+
+from lockstep.cli.main import main
+from lockstep.config import yaml_file
+from lockstep.errors import InputError
+from lockstep.models import folder as models_folder
+from lockstep.models.init import init_folder
+from lockstep.ops.native import library
+from lockstep.run import checkpoint, resume
+from lockstep.run.timeline import read_timeline
+
+DATA = Path(__file__).parents[1] / "data"
+SMALL = [
+    *("--steps", "8", "--seed", "3", "--trainer.warmup-steps", "6", "--trainer.prompts-per-step", "2"),
+    *("--sampling.num-generations", "4", "--checkpoint.interval", "2", "--task.validation-prompts", "4"),
+    *("--trainer.warmup-batch-size", "8", "--sampling.top-p", "0.95", "--trainer.num-iterations", "2"),
+    *("--sampling.temperature", "0.9", "--reward", f"{DATA / 'rewards.py'}:spread"),
+]
+COMMAND = [sys.executable, "-m", "lockstep", "train", "sum-digits", *SMALL]
+TIMED = ("time/", "perf/", "memory/")
+
+
+def records(path: Path) -> list[dict]:
+    """Lines of a metrics or rollouts file without what depends on the clock."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
+
+
+def launch(*arguments: str, kill_after: tuple[int, float] = (0, 0.0)) -> None:
+    """Run to the end or, so many seconds after so many calls of the reward function, until it is killed."""
+    command = [*COMMAND, *arguments] if "--resume" not in arguments else [*COMMAND[:4], *arguments]
+    calls, seconds = kill_after
+    with running(command, KILL_AFTER=f"{calls} {seconds}") as process:
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == (-signal.SIGKILL if calls else 0), errors
+
+
+def test_a_run_killed_three_times_ends_in_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    launch("--run-dir", str(whole))
+    chance = random.Random(0)
+    launch("--run-dir", str(killed), kill_after=(chance.choice([1, 2]), chance.uniform(0, 0.1)))
+    for calls in (chance.choice([2, 3]), chance.choice([2, 3])):
+        launch("--resume", str(killed), kill_after=(calls, chance.uniform(0, 0.05)))
+    launch("--resume", str(killed))
+
+    assert len(records(whole / "metrics.jsonl")) == 8
+    assert all(record["grad_norm"] > 0 for record in records(whole / "metrics.jsonl"))
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert records(killed / name) == records(whole / name)
+    mine, theirs = (load_file(run / "model" / "model.safetensors") for run in (killed, whole))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[k].view(torch.int32), theirs[k].view(torch.int32)) for k in mine)
+    parity = json.loads((killed / "parity.json").read_text())
+    assert parity == json.loads((whole / "parity.json").read_text())
+    assert parity["identical"] and parity["steps_checked"] == 8
+    events = json.loads((killed / "timeline.json").read_text())
+    last = max(event["pid"] for event in events)
+    done = [e["args"]["step"] for e in events if e["pid"] == last and e["name"] == "step"]
+    assert last > 1 and done == list(range(8 - len(done), 8)) and events[-1]["name"] == "end"
+
+
+def test_a_finished_run_can_go_on_for_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, longer = tmp_path / "run", tmp_path / "longer"
+    assert main(["train", "--steps", "2", *SMALL[2:], "--run-dir", str(run)]) == 0
+    assert main(["train", "--resume", str(run), "--steps", "4"]) == 0
+    assert main(["train", "--steps", "4", *SMALL[2:], "--run-dir", str(longer)]) == 0
+    capsys.readouterr()
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        ours, theirs = records(run / name), records(longer / name)
+        for line in (*ours, *theirs):  # the shorter run validated at its end
+            for key in [k for k in line if k.startswith("validation/")]:
+                del line[key]
+        assert ours == theirs
+    (ours, theirs) = (json.loads((r / "checkpoints/step_4/state.json").read_text()) for r in (run, longer))
+    assert ours["trainer"] == theirs["trainer"] and theirs["trainer"]["weights_version"] > 8
+    assert list(json.loads((run / "summary.json").read_text())["validation"]) == ["0", "2", "4"]
+    assert main(["train", "--resume", str(run), "--steps", "4", "--sampling.top-k", "3"]) == 2
+    assert "sampling.top_k is 0 there and 3 here" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", "--steps", "4", *SMALL[2:], "--run-dir", str(run)]) == 0
+    before = records(run / "metrics.jsonl")
+    newest = run / "checkpoints" / "step_4"
+    shard = next(newest.glob("trainer-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "resumed from step_2" in capsys.readouterr().err
+    assert records(run / "metrics.jsonl") == before
+
+
+QUICK = [
+    *("--steps", "2", "--trainer.prompts-per-step", "1", "--sampling.num-generations", "2", "--device", "cpu"),
+    *("--sampling.max-completion-length", "4", "--task.validation-prompts", "0"),
+]
+SUM = ["sum-digits", *QUICK, "--trainer.warmup-steps", "0"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(run: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What `--resume` of `run` says as it refuses, having touched nothing."""
+    before = contents(run)
+    assert main(["train", "--resume", str(run), *flags]) == 2
+    assert contents(run) == before
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_with_steps_and_no_whole_checkpoint_is_not_begun_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *SUM, "--checkpoint.interval", str(int(saved)), "--run-dir", str(run)]) == 0
+    for state in run.glob("checkpoints/*/state.json"):
+        state.write_text("")
+    assert "the run has 2 steps and no whole checkpoint" in refused(run, capsys)
+    (run / "metrics.jsonl").unlink()
+    assert "no whole checkpoint" in refused(run, capsys)  # it has a model
+    (run / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl is not a regular file" in refused(run, capsys)
+
+
+def test_a_run_without_a_step_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *SUM, "--run-dir", str(tmp_path / "other")]) == 0
+    run.mkdir()
+    (run / "config.yaml").write_text((tmp_path / "other" / "config.yaml").read_text())
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "starting over" in capsys.readouterr().err
+    assert records(run / "metrics.jsonl") == records(tmp_path / "other" / "metrics.jsonl")
+
+
+def test_what_changed_under_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, data = tmp_path / "run", tmp_path / "rows.jsonl"
+    init_folder("tiny", tmp_path / "tiny", seed=0)
+    data.write_text('{"prompt": "hello"}\n' * 4)
+    arguments = [
+        "dataset",
+        *QUICK,
+        "--model",
+        str(tmp_path / "tiny"),
+        "--data",
+        str(data),
+        "--checkpoint.interval",
+        "1",
+    ]
+    assert main(["train", *arguments, "--reward", f"{DATA / 'rewards.py'}:spread", "--run-dir", str(run)]) == 0
+    config = run / "config.yaml"
+    kept = config.read_text()
+    config.write_text(kept.replace("temperature: 1.0", "temperature: 0.5"))
+    assert "sampling.temperature was 1.0 when step_2 was saved and is 0.5 in config.yaml" in refused(run, capsys)
+    config.write_text(kept.replace("steps: 2\n", "steps: 1\n", 1))
+    assert "steps was 2 when step_2 was saved and is 1" in refused(run, capsys)
+    config.write_text(kept)
+    data.write_text('{"prompt": "hello"}\n' * 3)
+    assert f"task.data {data} was 80 bytes" in refused(run, capsys)
+    data.unlink()
+    assert "is no file or folder" in refused(run, capsys)
+    data.write_text('{"prompt": "hello"}\n' * 4)
+    assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
+
+
+@pytest.fixture
+def small_run(tmp_path: Path) -> Path:
+    """The folder of a run of two steps, each with a checkpoint, from the model in `tiny`, which is its reference."""
+    init_folder("tiny", tmp_path / "tiny", seed=0)
+    arguments = ["--model", str(tmp_path / "tiny"), "--loss.beta", "0.1", "--checkpoint.interval", "1"]
+    assert main(["train", *SUM, *arguments, "--run-dir", str(tmp_path / "run")]) == 0
+    return tmp_path / "run"
+
+
+def test_a_changed_model_folder_is_refused(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_run.parent / "tiny"
+    kept = contents(model)
+    weights = kept["model.safetensors"]
+    changes = {
+        "model.safetensors": weights[:-1] + bytes([weights[-1] ^ 1]),
+        "tokenizer.json": kept["tokenizer.json"] + b" ",
+        "chat_template.jinja": b"{{ messages }}",
+        "config.json": None,
+    }
+    for name, content in changes.items():
+        written(name, content)(model)
+        errors = refused(small_run, capsys)
+        before = f"{len(kept[name]):,} bytes with SHA-256 " if name in kept else "no file or folder when step_2"
+        assert f"model {model}: {name} was {before}" in errors and "put it back" in errors
+        written(name, kept.get(name))(model)
+    written(".hidden", b"")(model)
+    assert main(["train", "--resume", str(small_run), "--steps", "3"]) == 0
+    assert "compared" not in capsys.readouterr().err
+
+
+def test_the_hubs_revision_is_recorded_and_compared(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub" / "0123abcd"
+    monkeypatch.setattr(models_folder, "resolve_folder", lambda model: snapshot)
+    config = replace(yaml_file.load(small_run / "config.yaml"), model="org/name")
+    then = resume.inputs(config)
+    assert then["model"] == {"revision": "0123abcd"}
+    now = {**then, "model": {"revision": "89"}}
+    loaded = checkpoint.LoadedCheckpoint(tmp_path / "step_2", 2, {"inputs": then}, ())
+    with pytest.raises(
+        InputError, match="model org/name was the hub's revision 0123abcd when .* the hub's revision 89"
+    ):
+        resume._require_same(small_run, loaded, now)
+
+
+@pytest.fixture(scope="module")
+def other_exp(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The C library with one digit of exp's polynomial changed, which no version or name tells."""
+    folder = tmp_path_factory.mktemp("native")
+    for path in Path(library.__file__).parent.glob("*.[ch]"):
+        shutil.copy(path, folder)
+    header = (folder / "vector.h").read_text()
+    assert header.count("8.3334519073e-3f") == 1
+    (folder / "vector.h").write_text(header.replace("8.3334519073e-3f", "8.3334619073e-3f"))
+    checksum = zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]"))))
+    command = ["cc", "-O1", "-march=native", "-ffp-contract=off", "-Wno-psabi", "-fPIC", "-shared", "-lm"]
+    command += [f"-DSOURCE_CHECKSUM={checksum}u", f"-I{sysconfig.get_paths()['include']}", "-o", str(folder / "k.so")]
+    if library.built is None or shutil.which("cc") is None:
+        pytest.skip("the C library cannot be built")
+    assert finished([*command, *map(str, sorted(folder.glob("*.c")))]).returncode == 0
+    return library.load(folder / "k.so")
+
+
+def test_other_arithmetic_is_refused_or_said_in_the_certificate(
+    small_run: Path, other_exp: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with library.using(other_exp):
+        errors = refused(small_run, capsys)
+        assert (
+            "since step_2 was saved, exp, " in errors and "of fixed numbers have other words (c_library was" in errors
+        )
+        assert "--resume-with-other-numerics" in errors
+        more = ["--steps", "3", "--resume-with-other-numerics"]
+        assert main(["train", "--resume", str(small_run), *more]) == 0
+    settings = json.loads((small_run / "parity.json").read_text())["settings"]
+    (resumed,) = settings["resumed_with_other_numerics"]
+    assert resumed["steps_done"] == 2 and resumed["changed"][0].startswith("exp, ")
+    assert "resume-with-other-numerics has no effect without --resume" in bad(["train", *SUM, more[2]], capsys)
+
+
+def bad(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_equal_words_go_on_whatever_the_version(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert main(["train", "--resume", str(small_run), "--steps", "3"]) == 0
+    assert "resumed_with_other_numerics" not in json.loads((small_run / "parity.json").read_text())["settings"]
+
+
+def saved_before(run: Path) -> None:
+    """Make the newest checkpoint as an earlier version would have written it."""
+    loaded = checkpoint.latest(run / "checkpoints")
+    assert loaded is not None
+    state = loaded.state
+    for name in ("words", "c_library"):
+        del state["numerics"][name]
+    del state["inputs"]["model"], state["inputs"]["config"]["sampling.min_p"]
+    checkpoint.save(run / "checkpoints", loaded.step, {"trainer": dict(loaded.tensors("trainer"))}, state, 2)
+
+
+def test_what_an_earlier_version_did_not_record_is_said(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_before(small_run)
+    kept = (small_run / "config.yaml").read_text()
+    (small_run / "config.yaml").write_text(kept.replace("min_p: 0.0", "min_p: 0.5"))
+    assert "sampling.min_p was 0.0 when step_2 was saved and is 0.5" in refused(small_run, capsys)
+    (small_run / "config.yaml").write_text(kept)
+    assert main(["train", "--resume", str(small_run), "--steps", "3"]) == 0
+    errors = capsys.readouterr().err
+    assert f"step_2 does not record the files of model {small_run.parent / 'tiny'}: they were not compared" in errors
+    assert "step_2 does not record words of its arithmetic: versions and names were compared" in errors
+    assert "step_2 does not know sampling.min_p: they have their defaults" in errors
+    saved_before(small_run)
+    state = checkpoint.latest(small_run / "checkpoints")
+    assert state is not None and state.step == 3 and state.state["numerics"]["torch"] == torch.__version__
+
+
+def test_versions_are_compared_where_no_words_are(
+    small_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_before(small_run)
+    version = torch.__version__
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert f"torch was '{version}' and is '2.99.0'" in refused(small_run, capsys)
+
+
+def test_metrics_that_were_cut_are_said(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = small_run / "metrics.jsonl"
+    first, second = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(first[:40])
+    assert main(["train", "--resume", str(small_run), "--steps", "3"]) == 0
+    errors = capsys.readouterr().err
+    assert f"{metrics} lacks 2 of the 2 steps before step_2, the first of them step 0: curves and means" in errors
+    assert [record["step"] for record in records(metrics)] == [2]
+    assert json.loads((small_run / "summary.json").read_text())["steps_done"] == 3
+    metrics.write_text(second + metrics.read_text())
+    assert main(["train", "--resume", str(small_run), "--steps", "4"]) == 0
+    assert "lacks 1 of the 3 steps before step_3, the first of them step 0" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", "/dev/null/cache")
+    assert main(["train", *SUM, "--run-dir", str(tmp_path / "run")]) == 0
+    assert [message[:50] for message in caplog.messages] == ["the cache /dev/null/cache cannot be written ([Errn"]
+
+
+def test_seconds_of_a_resumed_run_cover_all_of_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *SUM, "--checkpoint.interval", "1", "--run-dir", str(run)]) == 0
+    checkpoint = json.loads((run / "checkpoints" / "step_2" / "state.json").read_text())["seconds"]
+    assert checkpoint["total_s"] > checkpoint["startup_s"] > 0
+    assert main(["train", "--resume", str(run), "--steps", "3"]) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["startup_s"] > checkpoint["startup_s"]
+    assert summary["total_s"] > checkpoint["total_s"] + summary["startup_s"] - checkpoint["startup_s"]
+    assert summary["total_s"] > sum(summary[name] for name in ("startup_s", "generator_s", "trainer_s"))
+    phases = {name: seconds for name, seconds in summary.items() if name.startswith("startup/")}
+    assert {"startup/load", "startup/restore", "startup/gate", "startup/other"} <= phases.keys()
+    assert sum(phases.values()) == pytest.approx(summary["startup_s"] - checkpoint["startup_s"])
+    timeline = list(read_timeline(run / "timeline.json"))
+    assert [s.facts["step"] for _, s in timeline if s.name == "step"] == [0, 1, 2]
+    assert {"load", "gate", "validation", "step", "log", "checkpoint", "save_model"} <= {s.name for _, s in timeline}
+    assert [process for process, s in timeline if s.name == "restore"] == [2]
+    ends = [s.began + s.seconds for process, s in timeline if process == 1]
+    assert max(ends) < min(s.began for process, s in timeline if process == 2)
+
+
+def test_a_reward_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "moves.py").write_text(
+        "import os\ndef root(completions, **_):\n    os.chdir('/')\n    return [0.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SUM, "--reward", "moves.py:root", "--run-dir", "run", "--checkpoint.interval", "1"]) == 0
+    assert (tmp_path / "run" / "report.html").is_file() and (tmp_path / "run" / "model").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_told_to_end_leaves_its_summary(tmp_path: Path, number: signal.Signals) -> None:
+    run = tmp_path / "run"
+    command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
+    command[command.index("2")] = "100000"
+    with running(command) as process:
+        wait_for((run / "metrics.jsonl").exists, process)
+        time.sleep(0.2)  # at any point of a step
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 128 + number
+    assert f"lockstep: ended by {number.name}" in errors and "Traceback" not in errors
+    assert json.loads((run / "summary.json").read_text())["total_s"] > 0 and (run / "report.html").is_file()
+
+
+def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
+    command[command.index("2")] = "100000"
+    with running([*command, "--checkpoint.interval", "3"]) as process:
+        wait_for((run / "checkpoints" / "step_3").exists, process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130 and "Traceback" not in errors
+    lines = errors.splitlines()
+    assert lines[0] == f"run folder: {run}"
+    assert lines[-5:-1] == [
+        "lockstep: interrupted",
+        f"folder  {run}",
+        f"report  {run}/report.html",
+        f"go on   lockstep train --resume {run}",
+    ]
+    saved = [int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*")]
+    assert lines[-1] == f"from    step {max(saved)}"
+
+
+def test_the_screen_of_a_run_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", "--steps", "2", *SMALL[2:], "--run-dir", str(run)]) == 0
+    printed = capsys.readouterr()
+    first, *lines = printed.err.splitlines()
+    assert first == f"run folder: {run}"
+    beginnings = ["warm-up: at most 6", "warm-up: loss", "validation after 0", "step 1/2"]
+    beginnings += ["validation after 2", "step 2/2"]
+    assert [line for line in lines if not line.startswith("start-up: ")] == [
+        next(line for line in lines if line.startswith(beginning)) for beginning in beginnings
+    ]
+    summary = json.loads((run / "summary.json").read_text())
+    tokens = json.loads((run / "parity.json").read_text())["tokens_checked"]
+    assert printed.out == (
+        f"learned    {summary['learned']}\n"
+        f"identical  yes: {tokens:,} tokens compared between generator and trainer, 0 different\n"
+        f"report     {run}/report.html\n"
+        f"next       {summary['next']}\n"
+    )
+    spread = [summary["validation"][step]["validation/rewards/spread/mean"] for step in ("0", "2")]
+    assert summary["learned"].startswith("held-out spread {:.3g} -> {:.3g}, after 2 steps".format(*spread))
+    assert summary["next"].startswith(f"lockstep generate --model {run}/model --prompt '")
+
+
+@pytest.mark.parametrize(("limit", "file"), [(200, "config.yaml"), (40_000, "checkpoint"), (40_000, "model")])
+def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int, file: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        interval = str(int(file == "checkpoint"))
+        assert main(["train", *SUM, "--checkpoint.interval", interval, "--run-dir", str(tmp_path / "run")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    place = {"checkpoint": "checkpoints/step_0"}.get(file, file)
+    assert f"{tmp_path / 'run' / place}" in errors and "File too large" in errors
+
+
+def test_gsm8k_trains_on_the_real_rows(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    arguments = ["gsm8k", "--data", str(DATA / "gsm8k_sample.jsonl"), "--model", str(model), "--steps", "3"]
+    small = ["--trainer.prompts-per-step", "2", "--sampling.num-generations", "2"]
+    more = ["--sampling.max-completion-length", "16", "--task.validation-prompts", "2"]
+    assert main(["train", *arguments, *small, *more, "--run-dir", str(run), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["steps_done"] == 3
+    questions = [json.loads(line)["question"] for line in (DATA / "gsm8k_sample.jsonl").read_text().splitlines()]
+    rollouts = records(run / "rollouts.jsonl")
+    assert len(rollouts) == 6
+    for record in rollouts:
+        assert any(q in json.dumps(record["prompt"], ensure_ascii=False) for q in map(_as_json, questions))
+    report = (run / "report.html").read_text()
+    assert any(q.split("'")[0][:40] in report for q in questions)
+    parity = json.loads((run / "parity.json").read_text())
+    assert parity["identical"] and parity["tokens_checked"] == sum(
+        len(s["token_ids"]) for r in rollouts for s in r["samples"]
+    )
+
+
+def _as_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def test_the_exported_model_loads_in_transformers_and_in_every_command(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    run = tmp_path / "run"
+    assert main(["train", "--steps", "1", *SMALL[2:], "--run-dir", str(run)]) == 0
+    exported = run / "model"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    assert theirs.generate(**tokenizer("12 34=", return_tensors="pt"), max_new_tokens=4).shape[1] > 6
+    capsys.readouterr()
+
+    assert main(["parity", "--model", str(exported), "--tokens", "500", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["identical"] and report["tokens_checked"] >= 500 and report["max_delta"] == 0
+
+    assert main(["generate", "--model", str(exported), "--prompt", "12 34=", "--n", "2", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["completions"]) == 2
+
+    assert main(["eval", "--model", str(exported), "--task", "sum-digits", "--prompts", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 3
+
+
+def test_parity_prints_its_report(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", "--model", str(model), "--tokens", "300"]) == 0
+    compared, *lines = capsys.readouterr().out.splitlines()
+    assert compared == "  Compared          : the model, called by both roles"
+    assert lines[0].startswith("  Generator log-probs[:5]: [-")
+    assert lines[0].split(": ", 1)[1] == lines[1].split(": ", 1)[1]
+    assert lines[2] == "  Bitwise identical : True"
+    assert lines[4:] == [
+        "  Tokens different  : 0",
+        "  Max delta         : 0.000000e+00",
+        "PASS: generator and trainer log-probs are bitwise identical.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere/at/all"], "there is no such folder"),
+        (["gsm8k", "--model", "MODEL", "--data", "nothing.jsonl"], "nothing.jsonl"),
+        (["gsm8k", "--model", "MODEL", "--data", "BROKEN"], "line 2"),
+        (["dataset", "--model", "MODEL", "--data", "GOOD", "--reward", "REWARDS:raises"], "raises"),
+        (["dataset", "--model", "MODEL", "--data", "GOOD", "--reward", "REWARDS:missing"], "missing"),
+        (["--generator.kv-cache-tokens", "16"], "generator.kv_cache_tokens"),
+        (["--generator.kv-cache-tokens", "1"], "generator.kv_cache_tokens of 1 (whole pages of 16)"),
+        (["--sampling.max-completion-length", "5000"], "sampling.max_completion_length"),
+        (["--arch", "giant"], "arch 'giant' is unknown"),
+    ],
+)
+def test_bad_input_ends_with_exit_code_2(
+    arguments: list[str], message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": \n')
+    (tmp_path / "good.jsonl").write_text('{"prompt": "hello"}\n' * 40)
+    (tmp_path / "rewards.py").write_text("def raises(completions, **_):\n    raise ValueError('of course')\n")
+    names = {"MODEL": model, "BROKEN": tmp_path / "broken.jsonl", "GOOD": tmp_path / "good.jsonl"}
+    names["REWARDS"] = tmp_path / "rewards.py"
+    for name, path in names.items():
+        arguments = [a.replace(name, str(path)) for a in arguments]
+    assert (
+        main(["train", *arguments, "--steps", "1", "--trainer.warmup-steps", "0", "--run-dir", str(tmp_path / "r")])
+        == 2
+    )
+    errors = capsys.readouterr().err
+    assert message in errors and "Traceback" not in errors

@@ -1,0 +1,130 @@
+"""Trackers: real event files, a real offline Weights & Biases run, and failures that stay outside of training."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.config import MetricsConfig
+from lockstep.errors import InputError
+from lockstep.run.trackers import Trackers, require_packages
+
+METRICS = {"reward/mean": 0.5, "kl": None, "note": "text", "flag": True, "parity/tokens_checked": 100}
+TINY = [
+    *("--trainer.warmup-steps", "0", "--trainer.prompts-per-step", "2", "--sampling.num-generations", "2"),
+    *("--task.validation-prompts", "0", "--sampling.max-completion-length", "4", "--steps", "3"),
+]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every scalar of a folder of event files, as TensorBoard reads it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_nothing_is_tracked_by_default(tmp_path: Path) -> None:
+    trackers = Trackers(MetricsConfig(), tmp_path, {})
+    trackers.log(0, METRICS)
+    trackers.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    trackers = Trackers(MetricsConfig(trackers=("tensorboard",)), tmp_path, {})
+    trackers.log(0, METRICS)
+    trackers.log(1, METRICS | {"reward/mean": math.nan})
+    trackers.close()
+    found = scalars(tmp_path / "tensorboard")
+    assert found.keys() == {"reward/mean", "parity/tokens_checked"}
+    assert found["parity/tokens_checked"] == [(0, 100.0), (1, 100.0)]
+    assert found["reward/mean"][0] == (0, 0.5) and math.isnan(found["reward/mean"][1][1])
+
+
+def test_tensorboard_purges_the_steps_that_come_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for steps, value in ((range(0, 6), 1.0), (range(4, 7), 2.0)):
+        trackers = Trackers(MetricsConfig(trackers=("tensorboard",)), tmp_path, {})
+        for step in steps:
+            trackers.log(step, {"loss": value})
+        trackers.close()
+    expected = [(step, 1.0) for step in range(4)] + [(step, 2.0) for step in range(4, 7)]
+    assert scalars(tmp_path / "tensorboard")["loss"] == expected
+
+
+def test_a_run_writes_what_its_metrics_file_has(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run = tmp_path / "run"
+    assert main(["train", *TINY, "--metrics.trackers", "tensorboard", "--run-dir", str(run)]) == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = scalars(run / "tensorboard")["reward/mean"]
+    assert [step for step, _ in found] == [0, 1, 2]
+    assert [value for _, value in found] == pytest.approx([line["reward/mean"] for line in lines], rel=1e-6)
+
+
+def test_wandb_offline_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = MetricsConfig(trackers=("wandb",), project="sums")
+    ids = []
+    for step in range(2):
+        trackers = Trackers(config, tmp_path, {"optimizer.learning_rate": 1e-6})
+        trackers.log(step, METRICS)
+        trackers.close()
+        ids.append((tmp_path / "wandb" / "run-id").read_text())
+    assert ids[0] == ids[1]  # the second continues the first
+    wandb.teardown()  # its service writes behind us; this waits for it
+    histories = list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0].strip()}/run-*.wandb"))
+    assert histories and all(b"reward/mean" in history.read_bytes() for history in histories)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_is_bad_input(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wandb").mkdir()  # its own output, which Python would take for a package
+    absent = [entry for entry in sys.path if "site-packages" not in entry]
+    monkeypatch.setattr(sys, "path", ["", *absent])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert main(["train", "--metrics.trackers", name, "--run-dir", "run"]) == 2
+    assert f"pip install 'lockstep-rl[{name}]'" in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_a_tracker_that_fails_is_dropped(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    trackers = Trackers(MetricsConfig(trackers=("tensorboard",)), tmp_path, {})
+    with pytest.warns(UserWarning, match="tensorboard failed and is off from here on"):
+        trackers.log(0, METRICS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trackers.log(1, METRICS)
+        trackers.close()
+
+
+def test_wandb_that_cannot_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("no API key")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(InputError, match="wandb cannot start: no API key; log in with"):
+        Trackers(MetricsConfig(trackers=("wandb",)), tmp_path, {})
+
+
+def test_required_packages_that_are_there() -> None:
+    pytest.importorskip("tensorboard")
+    require_packages(("tensorboard",))

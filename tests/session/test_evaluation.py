@@ -1,0 +1,153 @@
+"""`lockstep eval`: pass@k against brute force, intervals against their coverage, and a real evaluation."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.config import RunConfig, SamplingConfig, TaskConfig
+from lockstep.errors import InputError
+from lockstep.session.evaluation import evaluate, normal_interval, pass_at_k, wilson_interval
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(n: int) -> None:
+    for passed, k in itertools.product(range(n + 1), range(1, n + 1)):
+        outcomes = [True] * passed + [False] * (n - passed)
+        expected = mean(float(any(subset)) for subset in itertools.combinations(outcomes, k))
+        assert pass_at_k(n, passed, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased_where_the_plug_in_is_not() -> None:
+    rng, rate, n, k = random.Random(0), 0.2, 10, 5
+    counts = [sum(rng.random() < rate for _ in range(n)) for _ in range(20000)]
+    truth = 1 - (1 - rate) ** k
+    assert abs(mean(pass_at_k(n, c, k) for c in counts) - truth) < 0.006
+    assert mean(1 - (1 - c / n) ** k for c in counts) < truth - 0.03  # the negative control
+
+
+def test_wilson_interval_matches_a_published_value_and_stays_in_bounds() -> None:
+    low, high = wilson_interval(0.5, 10)
+    assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)
+    assert wilson_interval(0.0, 20)[0] == 0.0 and 0.1 < wilson_interval(0.0, 20)[1] < 0.2
+    assert wilson_interval(1.0, 20)[1] == 1.0
+
+
+def test_intervals_cover() -> None:
+    rng = random.Random(1)
+    covered = {"wilson": 0, "normal": 0}
+    for _ in range(1000):
+        rates = [rng.betavariate(1, 1) for _ in range(60)]  # problems of all difficulties, mean 0.5
+        counts = [sum(rng.random() < rate for _ in range(4)) for rate in rates]
+        low, high = wilson_interval(mean(pass_at_k(4, c, 1) for c in counts), len(counts))
+        covered["wilson"] += low <= 0.5 <= high
+        low, high = normal_interval([c / 4 for c in counts])
+        covered["normal"] += low <= 0.5 <= high
+    assert covered["wilson"] >= 950 and 925 <= covered["normal"] <= 975
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> RunConfig:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(6)))
+    (tmp_path / "own.py").write_text(
+        "def spread(completion_ids, **_):\n    return [1.0 if sum(ids) % 2 else 0.5 for ids in completion_ids]\n\n\n"
+        "def never(completions, **_):\n    return [0.0] * len(completions)\n\n\n"
+        "def sometimes(prompts, **_):\n    return [None if prompt.endswith('3') else 1.0 for prompt in prompts]\n"
+    )
+    specs = tuple(f"{tmp_path / 'own.py'}:{name}" for name in ("spread", "never", "sometimes"))
+    task = TaskConfig(name="dataset", data=str(rows), validation_data=str(rows), validation_prompts=6, reward=specs)
+    return RunConfig(model=str(model), device="cpu", task=task, sampling=SamplingConfig(max_completion_length=6))
+
+
+def test_an_evaluation_counts_what_passed(config: RunConfig) -> None:
+    result = evaluate(config, n=4, k=(1, 4))
+    counts = [row["passed"] for row in result["per_problem"]]
+    assert result["n"] == 4 and result["prompts"] == 6 and 0 < sum(counts) < 24
+    assert result["pass@1"] == pytest.approx(sum(counts) / 24)
+    assert result["pass@4"] == pytest.approx(mean(float(c > 0) for c in counts))
+    assert result["pass@1/ci95"] == wilson_interval(result["pass@1"], 6)
+    assert result["rewards/spread/mean"] == pytest.approx((sum(counts) + 0.5 * (24 - sum(counts))) / 24)
+    assert result["pass_reward"] == "spread" and "pass@2" not in result
+    assert evaluate(config, n=4, k=(1, 4)) == result  # and again, the same
+    assert evaluate(config, n=4, pass_threshold=0.5)["pass@1"] == 1.0
+
+
+def test_the_deciding_reward_and_problems_it_does_not_apply_to(config: RunConfig) -> None:
+    assert evaluate(config, pass_reward="never")["pass@1"] == 0.0
+    result = evaluate(config, pass_reward="sometimes")
+    assert result["pass@1"] == 1.0 and result["pass@1/ci95"] == wilson_interval(1.0, 5)  # five of the six problems
+    assert result["temperature"] == 0.0 and result["n"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 0}, "--n is 0"),
+        ({"n": 4, "k": (1, 8)}, "--k is 1, 8; each must be between 1 and --n, which is 4"),
+        ({"pass_threshold": float("nan")}, "--pass-threshold is nan; it must be a finite number"),
+        ({"n": 2, "temperature": 0.0}, "gives 2 equal completions"),
+        ({"pass_reward": "correct"}, "--pass-reward correct: the task's reward functions are spread, never, sometimes"),
+    ],
+)
+def test_settings_that_cannot_work(config: RunConfig, arguments: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        evaluate(config, **arguments)
+
+
+def test_a_task_without_problems(config: RunConfig) -> None:
+    with pytest.raises(InputError, match="has no validation problems"):
+        evaluate(replace(config, task=replace(config.task, validation_prompts=0, validation_data=None)))
+
+
+def test_the_command_reads_an_own_prompt_column(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"problem": "say 1", "answer": "1"}\n')
+    (tmp_path / "own.py").write_text("def zero(completions, **_):\n    return [0.0] * len(completions)\n")
+    data = ["--task", "dataset", "--data", str(rows), "--reward", f"{tmp_path}/own.py:zero"]
+    base = ["eval", "--model", str(model), "--max-completion-length", "4", *data]
+    assert main(base) == 2
+    assert "has problem, answer; it needs prompt" in (error := capsys.readouterr().err) and "--prompt-column" in error
+    assert main([*base, "--prompt-column", "problem", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 1
+
+
+def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["eval", "--model", str(model), "--task", "sum-digits", "--prompts", "3", "--max-completion-length", "4"]
+    assert main([*base, "--n", "2", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["prompts"] == 3 and {"reward/mean", "pass@1", "pass@2", "pass@2/ci95"} <= printed.keys()
+    assert main([*base, "--n", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "sum-digits: 3 problems, 2 completions each, temperature 0.8"
+    low, high = printed["pass@2/ci95"]
+    assert f"  {'pass@2':<24} {printed['pass@2']:.4f}   95 % interval {low:.4f} to {high:.4f}" in lines
+
+
+def test_the_system_prompt_and_the_variables_reach_the_template(
+    model: Path, config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "templated")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}")
+    rows = [{"prompt": f"be brief!say {i}!", "answer": str(i)} for i in range(6)]
+    (tmp_path / "written-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ["eval", "--model", str(folder), "--task", "dataset", "--n", "4", "--max-completion-length", "6", "--json"]
+    line += ["--device", "cpu", "--reward", config.task.reward[0]]
+    chat = ["--system-prompt", "be brief", "--chat-template-kwargs", 'end="!"']
+    results = []
+    for more in (["--data", str(config.task.data), *chat], ["--data", str(tmp_path / "written-out.jsonl")]):
+        assert main([*line, *more]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] == results[1] and 0.5 < results[0]["reward/mean"] < 1
+    assert main([*line, "--data", str(config.task.data), *chat[2:]]) == 2
+    assert "task.chat_template_kwargs has no effect on text prompts" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""Words of fixed computations: the same for the same arithmetic, others for any other."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes import finished
+
+from lockstep import ops
+from lockstep.ops.tables import linear_table
+from lockstep.run import resume
+from lockstep.session import golden
+
+CPU = torch.device("cpu")
+KINDS = ["product", "exp", "norm", "attention", "AdamW", "log", "decoder"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_words_are_a_function_of_the_arithmetic(dtype: torch.dtype) -> None:
+    first = golden.words(CPU, dtype)
+    state, used = torch.get_rng_state(), set(linear_table.used)
+    began = time.thread_time()
+    assert golden.words(CPU, dtype) == first and list(first) == KINDS
+    assert time.thread_time() - began < 1 and linear_table.used == used
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(set(first.values())) == len(KINDS)
+    with ops.native.library.using(None):
+        other = golden.words(CPU, dtype)
+    computed_in_c = {torch.float32: set(KINDS) - {"AdamW"}, torch.bfloat16: {"log", "decoder"}}[dtype]
+    differ = {kind for kind in KINDS if other[kind] != first[kind]}
+    assert differ == (computed_in_c if ops.cpu_backend() == "native" else set())
+
+
+def off_by_one_word(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator with the lowest bit of its first element turned."""
+
+    def turned(*args: Any, **options: Any) -> Any:
+        result = operator(*args, **options)
+        result.view(-1)[:1].view(torch.uint8)[0] ^= 1
+        return result
+
+    return turned
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("linear", "product"), ("silu_mul", "exp"), ("rms_norm", "norm"), ("attention_packed", "attention")]
+    + [("square_sums", "AdamW")],
+)
+def test_a_bit_of_an_operator_is_seen_under_its_name(name: str, changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = golden.words(CPU, torch.float32)
+    monkeypatch.setattr(ops, name, off_by_one_word(getattr(ops, name)))
+    after = golden.words(CPU, torch.float32)
+    assert changed in [kind for kind in KINDS if after[kind] != before[kind]]
+    assert before["log"] == after["log"] or name in ("rms_norm", "attention_packed")
+
+
+def test_fixed_numbers_are_exact() -> None:
+    """Made of whole numbers: in bfloat16 or float32 on any machine the same."""
+    x = golden._fixed(40, 50, seed=3)
+    assert (x * 2**19).frac().count_nonzero() == 0 and x.abs().max() <= 8
+    assert x[0, :3].tolist() == [float.fromhex(text) for text in ("-0x1.2e2cp+2", "-0x1.8f6cp-5", "-0x1.e018p-5")]
+    assert x.unique().numel() > 1900 and 0.4 < (x > 0).float().mean() < 0.6
+
+
+_PRODUCTS = """
+import hashlib, torch
+from lockstep.session import golden; from lockstep import ops
+torch.manual_seed(0)
+x, w = torch.randn(16, 512).bfloat16(), torch.randn(512, 512).bfloat16()
+w[:, ::2], x[:, ::2] = w[:, 1::2], -x[:, 1::2]
+product = hashlib.sha256(ops.linear(x, w).view(torch.int16).numpy().tobytes()).hexdigest()
+print(torch.backends.cpu.get_cpu_capability(), product, golden.words(torch.device("cpu"), torch.bfloat16)["product"])
+"""
+
+
+def test_a_library_told_to_use_other_instructions_is_seen() -> None:
+    """At the same name of the CPU's capability."""
+
+    def outcome(**environment: str) -> list[str]:
+        done = finished([sys.executable, "-c", _PRODUCTS], env=os.environ | environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    capability, product, words = outcome()
+    other_capability, other_product, other_words = outcome(ONEDNN_MAX_CPU_ISA="AVX2")
+    assert other_capability == capability
+    if other_product != product:  # where the CPU has such instructions
+        assert other_words != words
+
+
+THEN = {"torch": "2.12", "dtype": "torch.float32", "device": "AVX2", "operators": "native", "threads": 1}
+WORDS = {"product": "a", "exp": "b"}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "changed"),
+    [
+        ({}, {"torch": "2.13", "device": "AVX512"}, []),
+        ({}, {"words": {**WORDS, "exp": "c"}}, ["exp of fixed numbers has other words (the versions are the same)"]),
+        (
+            {},
+            {"words": {"product": "x", "exp": "c"}, "torch": "2.13"},
+            ["product, exp of fixed numbers have other words (torch was '2.12' and is '2.13')"],
+        ),
+        ({}, {"threads": 2}, ["threads was 1 and is 2"]),
+        ({"operators": "cuda"}, {"operators": "cuda", "device": "H100"}, ["device was 'AVX2' and is 'H100'"]),
+        ({"words": None}, {"torch": "2.13"}, ["torch was '2.12' and is '2.13'"]),
+        ({"words": None}, {"device": "AVX512", "c_library": "d"}, ["device was 'AVX2' and is 'AVX512'"]),
+        ({"words": None}, {}, []),
+    ],
+)
+def test_what_keeps_a_run_from_going_on(then: dict, now: dict, changed: list[str]) -> None:
+    before: dict[str, Any] = {**THEN, "c_library": "c", "words": WORDS} | then
+    if before["words"] is None:  # of an earlier version
+        del before["words"], before["c_library"]
+    assert resume.other_numerics(before, {**THEN, "c_library": "c", "words": WORDS} | now) == changed

@@ -1,0 +1,172 @@
+"""`LLM` and `lockstep generate`: the same tokens whichever way, text that adds up, and the prompts of a file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.cli.main import main
+from lockstep.config import GeneratorConfig
+from lockstep.errors import InputError
+from lockstep.session.generate import LLM, _TextStream
+from lockstep.types import SamplingParams
+
+SHORT = SamplingParams(max_completion_length=12, n=2)
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, device="cpu", seed=3)
+
+
+def test_stream_adds_up_to_what_generate_returns(llm: LLM) -> None:
+    prompts = ["one", "another prompt", [{"role": "user", "content": "hello"}]]
+    expected = llm.generate(prompts, SHORT)
+    texts: dict[tuple[int, int], str] = {}
+    finished = {}
+    for piece in llm.stream(prompts, SHORT):
+        texts[piece.prompt, piece.sample] = texts.get((piece.prompt, piece.sample), "") + piece.text
+        if piece.completion is not None:
+            finished[piece.prompt, piece.sample] = piece.completion
+    assert finished.keys() == texts.keys() == {(p, s) for p in range(3) for s in range(2)}
+    for (p, s), completion in finished.items():
+        assert completion == expected[p][s] and texts[p, s] == completion.text
+
+
+def test_text_comes_before_the_end(model: Path) -> None:
+    llm = LLM(model, device="cpu", config=GeneratorConfig(steps_per_sync=1))
+    pieces = list(llm.stream("12 34=", SamplingParams(max_completion_length=40, ignore_eos=True)))
+    assert sum(1 for piece in pieces if piece.text) > 10 and [p.completion is not None for p in pieces][-1]
+    assert all(piece.completion is None for piece in pieces[:-1])
+
+
+def test_closing_a_stream_leaves_the_engine_free(llm: LLM) -> None:
+    stream = llm.stream("abc", SHORT)
+    next(stream)
+    with pytest.raises(InputError, match="a stream of this model is still open"):
+        llm.generate("abc", SHORT)
+    stream.close()
+    assert len(llm.generate("abc", SHORT)[0]) == 2
+
+
+def test_seeds_and_steps_key_the_tokens(model: Path, llm: LLM) -> None:
+    again = LLM(model, device="cpu", seed=3)
+    assert again.generate("x", SHORT) == llm.generate("x", SHORT)
+    assert LLM(model, device="cpu", seed=4).generate("x", SHORT) != llm.generate("x", SHORT)
+    other_step = [p.completion for p in llm.stream("x", SHORT, step=1) if p.completion]
+    assert [c.token_ids for c in other_step] != [c.token_ids for c in llm.generate("x", SHORT)[0]]
+
+
+def test_one_engine_grows_with_what_is_asked(llm: LLM) -> None:
+    first = llm.engine([[1] * 4], [SHORT])
+    assert llm.engine([[1] * 4], [SHORT]) is first
+    larger = llm.engine([[1] * 400], [SHORT])
+    assert larger is not first and llm.engine([[1] * 200], [SHORT]) is larger
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "message"),
+    [
+        ([], SHORT, "there is no prompt"),
+        ("", SHORT, "prompt 1: the prompt has no tokens"),
+        (["x", ""], SHORT, "prompt 2: the prompt has no tokens"),
+        (["x", "y\udcff"], SHORT, "prompt 2: the prompt is not valid Unicode"),
+        (["x", 5], SHORT, "prompt 2 is 5; it must be text, or a list of chat messages"),
+        ([5], SHORT, "prompt 1 is 5; it must be text"),
+        ([[]], SHORT, r"prompt 1 is \[\]; it must be text"),
+        (5, SHORT, "the prompts are of type int"),
+        ("x", SamplingParams(top_p=0.0), "sampling.top_p is 0"),
+        ("x", SamplingParams(n=0), "sampling.num_generations is 0"),
+        ("x", SamplingParams(max_completion_length=10**6), "exceeds the model's context"),
+    ],
+)
+def test_what_cannot_be_generated(llm: LLM, prompts: object, sampling: SamplingParams, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.generate(prompts, sampling)  # type: ignore[arg-type]
+
+
+def utf8(token_ids: list[int]) -> str:
+    """A token is a byte."""
+    return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+@given(st.text(max_size=12) | st.binary(max_size=24), st.integers(1, 5))
+def test_pieces_add_up_for_any_bytes(content: str | bytes, size: int) -> None:
+    token_ids = list(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+    text, shown = _TextStream(utf8), ""
+    for end in range(size, len(token_ids) + size, size):
+        shown += text.feed(token_ids[:end])
+        assert utf8(token_ids).startswith(shown)
+    assert shown + text.finish(utf8(token_ids)) == utf8(token_ids)
+
+
+def test_a_character_is_held_back_until_it_is_whole() -> None:
+    text, euro = _TextStream(utf8), list("a€".encode())
+    assert [text.feed(euro[: i + 1]) for i in range(4)] == ["a", "", "", "€"]
+
+
+def generate(model: Path, *arguments: str) -> int:
+    return main(["generate", "--model", str(model), "--device", "cpu", "--max-completion-length", "8", *arguments])
+
+
+def test_generate_streams_what_json_reports(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(model, "--prompt", "ab", "--n", "3", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.keys() == {"model", "prompt", "completions"} and printed["prompt"] == "ab"
+    assert len(printed["completions"][0]["logprobs"]) == len(printed["completions"][0]["token_ids"])
+    assert generate(model, "--prompt", "ab", "--n", "3") == 0
+    texts = [one["text"] for one in printed["completions"]]
+    assert capsys.readouterr().out == "".join(f"--- {i + 1} of 3\n{text}\n" for i, text in enumerate(texts))
+    assert generate(model, "--prompt", "ab") == 0
+    assert capsys.readouterr().out == texts[0] + "\n"
+
+
+def test_generate_from_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.txt").write_text("ab\n\ncd\n")
+    rows = [{"prompt": "ab", "answer": 1}, {"prompt": [{"role": "user", "content": "hi"}]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, prompts in (("p.txt", ["ab", "cd"]), ("p.jsonl", [row["prompt"] for row in rows])):
+        assert generate(model, "--prompts", str(tmp_path / name), "--json") == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert [row["prompt"] for row in printed["prompts"]] == prompts
+        assert generate(model, "--prompts", str(tmp_path / name)) == 0
+        texts = [row["completions"][0]["text"] for row in printed["prompts"]]
+        assert capsys.readouterr().out == "".join(f"--- {i + 1} of 2\n{text}\n" for i, text in enumerate(texts))
+
+
+@pytest.fixture
+def templated(model: Path, tmp_path: Path) -> Path:
+    """The model with a chat template that shows all that it is given."""
+    folder = shutil.copytree(model, tmp_path / "templated")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}")
+    return folder
+
+
+def test_the_system_prompt_and_the_variables_reach_the_template(
+    templated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "ab"}, {"prompt": [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "p.txt").write_text("ab\ncd\n")
+
+    def texts(*arguments: str) -> tuple[list, list[str]]:
+        assert generate(templated, "--json", *arguments) == 0
+        printed = json.loads(capsys.readouterr().out)
+        pairs = printed.get("prompts", [printed])
+        return [pair["prompt"] for pair in pairs], [pair["completions"][0]["text"] for pair in pairs]
+
+    chat = ["--system-prompt", "be brief", "--chat-template-kwargs", 'end="!"']
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"}]
+    expected = texts("--prompt", "be brief!ab!")[1]
+    assert texts("--prompt", "ab", *chat) == ([messages], expected)
+    prompts, found = texts("--prompts", str(tmp_path / "p.jsonl"), *chat)
+    assert prompts == [messages, rows[1]["prompt"]] and found[:1] == expected
+    prompts, again = texts("--prompts", str(tmp_path / "p.txt"), *chat)
+    assert prompts[0] == messages and again[:1] == expected
+    variables = ["--prompts", str(tmp_path / "p.jsonl"), "--chat-template-kwargs", 'end="!"']
+    assert texts(*variables) == (["ab", rows[1]["prompt"]], [*texts("--prompt", "ab")[1], found[1]])

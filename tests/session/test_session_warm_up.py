@@ -1,0 +1,195 @@
+"""The warm-up: the machine is checked first, kernels that it replaced reach the graphs, and a rehearsal may fail."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lockstep.cache import user_folder
+from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from lockstep.errors import LockstepError
+from lockstep.graph import Compiler, GraphError
+from lockstep.ops.machine_check import check as machine_check
+from lockstep.ops.tables import linear_table
+from lockstep.rl.loop import Loop
+from lockstep.session import kernel_lists
+from lockstep.session import warm_up as session_warm_up
+from lockstep.session.build import Session, build
+from lockstep.timings import Timings
+
+
+def config_of(parity: str = "strict", captured: bool = False) -> RunConfig:
+    return RunConfig(
+        parity=parity,  # type: ignore[arg-type]
+        device="cpu",
+        task=TaskConfig(validation_prompts=1),
+        sampling=SamplingConfig(num_generations=2, max_completion_length=4),
+        trainer=TrainerConfig(prompts_per_step=1),
+        compile=CompileConfig("step", verify="off") if captured else CompileConfig(),
+    )
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine on which every shape breaks the contract."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine_check, "_check", lambda *_: "broken")
+
+
+def test_strict_parity_does_not_start_on_a_machine_that_breaks_the_contract(broken: None) -> None:
+    config = config_of()
+    run = build(config)
+    with pytest.raises(LockstepError, match="does not keep the bitwise contract for .*linear.*; use --parity warn"):
+        session_warm_up.warm_up(config, run)
+    assert run.timings.seconds["gate"] > 0
+
+
+def test_warn_says_so_and_off_does_not_look(broken: None, caplog: pytest.LogCaptureFixture) -> None:
+    for parity, said in (("off", False), ("warn", True)):
+        config = config_of(parity)
+        session_warm_up.warm_up(config, build(config))
+        assert ("does not keep the bitwise contract" in caplog.text) == said
+
+
+def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    monkeypatch.setattr(linear_table, "overrides", {})
+    monkeypatch.setattr(machine_check, "_check", lambda *_: "replaced")
+    config = config_of(captured=True)
+    run = build(config)
+    launches = warm_up(run, config)
+    assert linear_table.overrides and {"forward_backward", "decode", "mixed"} <= launches.keys()
+    again = warm_up(run, config)  # known by now, so these graphs stay; those before had not been launched twice
+    assert again == {name: 2 * n for name, n in launches.items()} and min(launches.values()) > 0
+
+
+def test_where_nothing_is_recorded_graphs_are_made_and_not_launched(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    config = config_of(captured=True)
+    run = build(config)
+    session_warm_up.warm_up(config, run)
+    assert isinstance(run.compiler, Compiler)
+    made = [graph for function in run.compiler.functions for graph in function.graphs.values()]
+    assert len(made) >= 5 and not any(graph.launches for graph in made) and not run.compiler.only_making
+    Loop(config, run).step(0)
+    assert run.compiler.recompiles == 0 < sum(graph.launches for graph in made)
+
+
+def warm_up(run: Session, config: RunConfig) -> dict[str, int]:
+    """The fewest launches of each function's graphs, as on a device where the first launch of one records it."""
+    assert isinstance(run.compiler, Compiler)
+    run.compiler.nothing_to_record = False
+    session_warm_up.warm_up(config, run)
+    return {f.name: min(g.launches for g in f.graphs.values()) for f in run.compiler.functions if f.graphs}
+
+
+def precompile(config: RunConfig, run: Session) -> None:
+    assert isinstance(run.compiler, Compiler)
+    path, make_graphs = session_warm_up._kernel_list(config, run), partial(session_warm_up._make_graphs, config, run)
+    session_warm_up._precompile(
+        run.compiler, path, make_graphs, partial(session_warm_up._rehearse_check, run), run.world
+    )
+
+
+def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch, caplog) -> None:
+    config = config_of(captured=True)
+    run = build(config)
+    assert run.compiler is not None
+
+    def fails() -> None:
+        raise GraphError("no tensors without memory here")
+
+    monkeypatch.setattr(run.compiler, "rehearsal", fails)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        precompile(config, run)
+    assert "one by one, which takes longer (GraphError: no tensors without memory here)" in caplog.text
+    assert min(warm_up(run, config).values()) > 0
+
+
+def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    config = config_of(captured=True)
+    run = build(config)
+    assert run.compiler is not None
+    rehearsed: list[int] = []
+
+    @contextmanager
+    def rehearsal() -> Iterator[list[list[str]]]:
+        rehearsed.append(len(rehearsed))
+        yield [["module", "kernel", "{}"]]
+
+    preloaded: list[list[list[str]]] = []
+    monkeypatch.setattr(run.compiler, "rehearsal", rehearsal)
+    monkeypatch.setattr(run.compiler, "preload", lambda kernels: preloaded.append(list(kernels)) or len(kernels))
+    for _ in range(2):
+        precompile(config, run)
+    changed = replace(config, generator=replace(config.generator, page_size=32))
+    precompile(changed, run)
+    assert rehearsed == [0, 1] and preloaded == [[], [["module", "kernel", "{}"]], []]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[list[str]]]:
+    """Lists whose kernels were loaded on a thread, none of them from a module of the kernels."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    found: list[list[list[str]]] = []
+    precompiling = pytest.importorskip("lockstep.ops.precompile")
+    monkeypatch.setattr(precompiling, "preload", lambda kernels: found.append(kernels) or len(kernels))
+    return found
+
+
+LISTED = [["module", "kernel", "{}"], ["module", "other", "{}"]]
+
+
+def test_kernels_of_the_last_start_are_loaded_beside_the_weights(loaded: list) -> None:
+    config, timings = config_of(captured=True), Timings()
+    path = kernel_lists.kernel_list("what is known after the weights are read")
+    assert kernel_lists.preload_async(config, "cuda", 1, timings)() is None and not loaded  # there was no start
+    user_folder.write(path, LISTED)
+    kernel_lists.remember(config, path)
+    for device, ranks in (("cpu", 1), ("cuda", 2)):
+        assert kernel_lists.preload_async(config, device, ranks, timings)() is None and not loaded
+    changed = replace(config, generator=replace(config.generator, page_size=32))
+    assert kernel_lists.preload_async(changed, "cuda", 1, timings)() is None and not loaded
+    before = timings.seconds["compile"]
+    assert kernel_lists.preload_async(config, "cuda", 1, timings)() == path and loaded == [LISTED]
+    assert timings.seconds["compile"] > before
+
+
+@pytest.mark.parametrize("listed", [[], [["one"]], {"a": 1}, "text", 3])
+def test_a_list_that_cannot_be_loaded_is_left_to_the_warm_up(listed: object, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    config, path = config_of(captured=True), kernel_lists.kernel_list()
+    user_folder.write(path, listed)
+    kernel_lists.remember(config, path)
+    assert kernel_lists.preload_async(config, "cuda", 1, Timings())() is None
+
+
+def test_a_failure_beside_the_weights_is_left_to_the_warm_up(loaded: list, monkeypatch) -> None:
+    def fails(kernels: list) -> int:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr("lockstep.ops.precompile.preload", fails)
+    config, path = config_of(captured=True), kernel_lists.kernel_list()
+    user_folder.write(path, LISTED)
+    kernel_lists.remember(config, path)
+    assert kernel_lists.preload_async(config, "cuda", 1, Timings())() is None
+
+
+def test_what_was_loaded_beside_the_weights_is_not_loaded_again(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    config = config_of(captured=True)
+    run = build(config)
+    assert run.compiler is not None and run.preloaded is None
+    asked: list[object] = []
+    monkeypatch.setattr(run.compiler, "preload", lambda kernels: asked.append(kernels) or 1)
+    path = kernel_lists.kernel_list("its list")
+    for preloaded, times in ((path, 0), (path.with_name("another.json"), 1), (None, 2)):
+        session_warm_up.make_ready(run.compiler, lambda: None, list, "off", kernels=path, preloaded=preloaded)
+        assert len(asked) == times

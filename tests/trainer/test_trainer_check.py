@@ -1,0 +1,134 @@
+"""The trainer's graphs held to eager's bits: every function, every shape, and nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
+from lockstep.graph import Compiler, FakeRecorder, GraphError, Pass, check_against_eager, compile_report, replay_metrics
+from lockstep.graph.ir.captured import is_backward, op_name
+from lockstep.graph.passes.rewrite import rewritten
+from lockstep.models import Decoder, ModelConfig
+from lockstep.models.init import initialize
+from lockstep.trainer import BatchShape, Trainer
+from lockstep.trainer.packing import blank_batch
+from lockstep.types import SamplingParams
+
+SHAPES = [BatchShape(96, 48, 8, 40), BatchShape(48, 32, 8, 40)]
+TOP_P = SamplingParams(temperature=0.8, top_p=0.9, n=4, max_completion_length=20)
+
+
+def make(mode: str, passes: tuple[Pass, ...] = (), beta: float = 0.0, dtype: torch.dtype = torch.float32):
+    config = ModelConfig(97, 32, 48, 1, 2, 1, 16, rope_theta=1e4, max_position_embeddings=128)
+    model = initialize(Decoder(config, dtype), 0)
+    compiler = Compiler(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder())
+    compiler.passes += passes
+    reference = initialize(Decoder(config, dtype), 1) if beta else None
+    loss = LossConfig(beta=beta)
+    return compiler, Trainer(model, OptimizerConfig(weight_decay=0.1), loss, reference=reference, compiler=compiler)
+
+
+def everything(trainer: Trainer) -> list[torch.Tensor]:
+    own = [*trainer.state()[0].values(), trainer.flat.data, trainer.flat.grad, trainer._values, trainer._lr]
+    return [tensor.clone() for tensor in own]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "beta", "dtype"),
+    [
+        ("full", {}, 0.1, torch.float32),
+        ("piecewise", {"num_iterations": 2}, 0.0, torch.bfloat16),
+        ("none", {"num_iterations": 2, "with_checks": False}, 0.1, torch.float32),
+    ],
+)
+def test_every_function_passes_and_nothing_is_left_behind(mode: str, options: dict, beta: float, dtype) -> None:
+    compiler, trainer = make(mode, beta=beta, dtype=dtype)
+    trainer.warm_up(SHAPES, TOP_P, check_parity=True, **options)
+    captures = compiler.captures
+    compiler.end_warm_up()
+    before = everything(trainer)
+    verdicts = check_against_eager(compiler, trainer.trust_cases(SHAPES, TOP_P, check_parity=True, **options), "strict")
+    assert all(map(torch.equal, everything(trainer), before))
+    assert (compiler.captures, compiler.recompiles) == (captures, 0)  # the very graphs of the warm-up
+    cases = {v.function: v.cases for v in verdicts}
+    batches = len(SHAPES) + 3
+    assert cases.pop("optim_step") == 5 and cases.pop("forward_backward") == batches * options.get("num_iterations", 1)
+    assert ("check" in cases, "reference_logprobs" in cases) == (options.get("with_checks", True), beta > 0)
+    assert set(cases.values()) <= {batches}
+
+
+def drops_a_gradient(captured):
+    """A pass with a fault: the first gradient that is added up is scaled."""
+    result = rewritten(captured)
+    for node in result.graph.nodes:
+        if op_name(node) == "aten.add_" and is_backward(node.args[1]):
+            with result.graph.inserting_before(node):
+                half = result.graph.call_function(torch.ops.aten.mul.Tensor, (node.args[1], 0.5))
+                half.meta.update(node.args[1].meta)
+            node.update_arg(1, half)
+            break
+    result.module.recompile()
+    return result, ""
+
+
+def test_a_wrong_gradient_is_found_before_the_first_step() -> None:
+    compiler, trainer = make("full", (Pass("scale", True, drops_a_gradient),))
+    before = everything(trainer)
+    cases = trainer.trust_cases(SHAPES, TOP_P, check_parity=True)
+    with pytest.raises(
+        GraphError, match=r"forward_backward\(.*case 'filled, 96 tokens': scale differs .* in grad .*add_"
+    ):
+        check_against_eager(compiler, cases, "strict")
+    assert all(map(torch.equal, everything(trainer), before))
+
+
+def test_batches_fill_their_shapes_and_have_gradients_to_compare() -> None:
+    _, trainer = make("none")
+    (function, cases), *_ = trainer.trust_cases(SHAPES, TOP_P, check_parity=True)
+    assert function.name == "forward_backward"
+    by_name = {case.name: case for case in cases}
+    assert set(by_name) == {
+        *("filled, 96 tokens", "filled, 48 tokens", "ragged, 96 tokens", "longest sequence, 96 tokens"),
+        "one token, 96 tokens",
+    }
+    for shape in SHAPES:
+        user = by_name[f"filled, {shape.tokens} tokens"].user
+        assert len(user["tokens_T"]) == shape.tokens and user["cu_seqlens"][-1] > 0.7 * shape.tokens
+        assert user["valid_C"].sum() > 0.8 * shape.completion_tokens
+    longest = by_name["longest sequence, 96 tokens"].user
+    assert (longest["prefix_len_S"] + longest["cu_seqlens"].diff()).max() == SHAPES[0].max_len - 1
+    assert by_name["one token, 96 tokens"].user["valid_C"].sum() == 1
+    for name in by_name:
+        trainer.flat.grad.zero_()
+        function(by_name[name].user, **by_name[name].statics)
+        assert trainer.flat.grad.isfinite().all() and trainer.flat.grad.count_nonzero() > 1000, name
+
+
+def test_shapes_beyond_the_warm_up_run_in_pieces() -> None:
+    def one_step(mode: str, compiled: bool) -> tuple[Compiler, Trainer]:
+        compiler, trainer = make(mode)
+        trainer.warm_up(SHAPES, TOP_P, check_parity=False, with_checks=False)
+        if compiled:
+            compiler.end_warm_up()
+        beyond = BatchShape(64, 40, 8, 40)
+        for shape in (SHAPES[1], beyond, beyond):
+            batch = blank_batch(shape, TOP_P, check_parity=False)
+            batch.weight_C.fill_(1)
+            batch.advantage_C.fill_(1)
+            trainer.forward_backward(batch)
+        trainer.optim_step(1e-2)
+        return compiler, trainer
+
+    compiler, trainer = one_step("full_and_piecewise", True)
+    _, reference = one_step("none", False)
+    assert all(map(torch.equal, everything(trainer), everything(reference)))
+    split = {g.captured.split_at for f in compiler.functions if f.name == "forward_backward" for g in f.graphs.values()}
+    attention = frozenset({"lockstep.attention_packed", "lockstep.attention_packed_backward"})
+    assert split == {frozenset(), attention}
+    assert compiler.recompiles == 1 and compiler.captures == 2  # the trace of the warm-up serves it
+    report = compile_report(compiler)
+    assert report["functions"]["forward_backward"]["graphs"] == 3 and report["pool_gib"] > 0
+    assert report["passes"].keys() == compiler.nodes.keys() and report["traces"] == 2
+    metrics = replay_metrics(compiler)
+    assert metrics["graph_replays"] == metrics["graph_replays/forward_backward"] + metrics["graph_replays/optim_step"]
