@@ -7,16 +7,16 @@ from typing import TypeVar
 
 from ...errors import InputError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 MAX_SEED = 2**63 - 1
 
 
-def between(low: float, high: float, *, default: T) -> T:
+def between(low: float, high: float, *, default: _T) -> _T:
     """A field that takes finite numbers from `low` to `high`, or None where that is the default."""
     return field(default=default, metadata={"range": (low, high)})
 
 
-def at_least(low: float, *, default: T) -> T:
+def at_least(low: float, *, default: _T) -> _T:
     """A field that takes finite numbers from `low` up."""
     return between(low, math.inf, default=default)
 
@@ -38,7 +38,7 @@ def check_range(path: str, value: object, low: float, high: float) -> None:
 
 
 class Section:
-    """A frozen dataclass of settings that go together. What other sections must have for them is `RunConfig`'s."""
+    """A frozen dataclass of settings that go together; what sections need of each other is checked by `RunConfig`."""
 
     def path(self, name: str) -> str:
         """The field `name` as messages and config.yaml have it: `sampling.top_p`."""
