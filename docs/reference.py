@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -119,7 +120,7 @@ def _type(hint: Any) -> str:
 def descriptions(kind: Any) -> Iterator[tuple[str, str]]:
     """(field, the string under it) of a dataclass and those it inherits from."""
     for base in reversed(kind.__mro__[:-1]):
-        body = ast.parse(inspect.cleandoc(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
         for statement, following in zip(body, body[1:], strict=False):
             documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
             if isinstance(statement, ast.AnnAssign) and documented:

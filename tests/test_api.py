@@ -88,6 +88,11 @@ def test_a_value_of_a_wrong_type_is_named(tmp_path: Path, change: dict, message:
     assert not (tmp_path / "run").exists()
 
 
+def test_an_engine_that_cannot_work_is_refused_before_the_model_is_loaded() -> None:
+    with pytest.raises(InputError, match="generator.page_size is 0; it must be between 1 and 4096"):
+        lockstep.LLM("no/such-model", device="cpu", config=lockstep.GeneratorConfig(page_size=0))
+
+
 def test_check_model_says_what_it_takes() -> None:
     for change in ({"tokens": -1}, {"tokens": 10**18}, {"tokens": "5"}, {"seed": -1}):
         name, value = next(iter(change.items()))

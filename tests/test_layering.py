@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
 # Within a room, from the lowest floor up: modules and folders, relative to the room; "." is its `__init__.py`. A module
 # imports what lies on lower floors, and what its own entry holds. The longest entry that fits a module is its own.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "config": ("fields random_weights", "compile effect parallel template", "validation", ".", "recipes yaml_file"),
+    "config": ("random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
     "cache": ("driver file_hashes user_folder", "fingerprint tokenizers"),
     "distributed": ("torch_private", "collectives", "ranks", "join", "."),
     "ops": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -11,8 +11,6 @@ import tyro
 from ..config import Attention, CompileConfig, RunConfig, TaskConfig
 
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-_Device = Literal["auto", "cpu", "cuda"]
-_Dtype = Literal["auto", "float32", "bfloat16"]
 _MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
 _SHORT = {"--data": "--task.data", "--reward": "--task.reward"}  # of train
 
@@ -82,12 +80,49 @@ class Precompile(_Begin):
     """Make the graphs and kernels of a run ahead of it: the flags of train. Later runs start without making them."""
 
 
-@dataclass(frozen=True)
-class Generate:
-    """Generate from one prompt, or from several of a file. The text appears as it is generated."""
+@dataclass(frozen=True, kw_only=True)
+class _ModelFlags:
+    """What commands share that load a model."""
 
     model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
     """Hugging Face folder or hub id."""
+    seed: int = 0
+    """Seed of sampling."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
+    attention: Attention = "native"
+    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
+    """flex only: which keys a query attends to, by the positions of both."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AnswerFlags(_ModelFlags):
+    """Of those commands, the ones that end with a result."""
+
+    json: _Switch = False
+    """Print one JSON object."""
+
+
+def _own_first(kind: Any) -> Any:
+    """Order a command's flags as its help shows them: those that must be given, its own, those that it inherits."""
+    inherited = {item.name for base in kind.__mro__[1:-1] for item in fields(base)}
+
+    def rank(item: Field) -> int:
+        return 0 if item.default is item.default_factory is MISSING else 1 + (item.name in inherited)
+
+    kind.__dataclass_fields__ = {item.name: item for item in sorted(fields(kind), key=rank)}
+    return kind
+
+
+@_own_first
+@dataclass(frozen=True, kw_only=True)
+class Generate(_AnswerFlags):
+    """Generate from one prompt, or from several of a file. The text appears as it is generated."""
+
     prompt: str | None = None
     """Text to continue, as it is (no chat template); with --system-prompt a user's message."""
     prompts: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
@@ -112,27 +147,15 @@ class Generate:
     """Keep tokens at least this likely relative to the most likely; 0 is off."""
     stop: tuple[str, ...] = ()
     """Stop strings."""
-    seed: int = 0
-    """Seed of sampling."""
-    device: _Device = "auto"
-    """Where to run; auto takes the GPU when there is one."""
-    dtype: _Dtype = "auto"
-    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
-    attention: Attention = "native"
-    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
-    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
-    """flex only: which keys a query attends to, by the positions of both."""
-    compile: CompileConfig = field(default_factory=CompileConfig)
     json: _Switch = False
     """Print completions, tokens and log-probabilities as one JSON object."""
 
 
-@dataclass(frozen=True)
-class Chat:
+@_own_first
+@dataclass(frozen=True, kw_only=True)
+class Chat(_ModelFlags):
     """Talk to a model. /reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."""
 
-    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
-    """Hugging Face folder or hub id."""
     system_prompt: str | None = None
     """System message before the conversation."""
     plain: _Switch = False
@@ -149,25 +172,13 @@ class Chat:
     """Keep the k most likely tokens; 0 is off."""
     min_p: float = 0.0
     """Keep tokens at least this likely relative to the most likely; 0 is off."""
-    seed: int = 0
-    """Seed of sampling."""
-    device: _Device = "auto"
-    """Where to run; auto takes the GPU when there is one."""
-    dtype: _Dtype = "auto"
-    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
-    attention: Attention = "native"
-    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
-    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
-    """flex only: which keys a query attends to, by the positions of both."""
-    compile: CompileConfig = field(default_factory=CompileConfig)
 
 
-@dataclass(frozen=True)
-class Eval:
+@_own_first
+@dataclass(frozen=True, kw_only=True)
+class Eval(_AnswerFlags):
     """Measure a model on a task: mean reward and pass@k, with 95 % intervals over the problems."""
 
-    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
-    """Hugging Face folder or hub id."""
     task: Annotated[str, tyro.conf.arg(metavar="NAME")]
     """Recipe whose task it is: sum-digits, word-arithmetic, gsm8k or dataset."""
     easy: bool = True
@@ -198,19 +209,6 @@ class Eval:
     """A completion passes when that function's value is at least this."""
     max_completion_length: int | None = None
     """New tokens a completion, at most; the recipe's number by default."""
-    seed: int = 0
-    """Seed of sampling."""
-    device: _Device = "auto"
-    """Where to run; auto takes the GPU when there is one."""
-    dtype: _Dtype = "auto"
-    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
-    attention: Attention = "native"
-    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
-    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
-    """flex only: which keys a query attends to, by the positions of both."""
-    compile: CompileConfig = field(default_factory=CompileConfig)
-    json: _Switch = False
-    """Print one JSON object."""
 
 
 @dataclass(frozen=True)
@@ -228,27 +226,13 @@ class Report:
     """Print one JSON object."""
 
 
-@dataclass(frozen=True)
-class Parity:
+@_own_first
+@dataclass(frozen=True, kw_only=True)
+class Parity(_AnswerFlags):
     """Check that generator and trainer give a model's tokens the same log-probabilities, bit for bit."""
 
-    model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
-    """Hugging Face folder or hub id."""
     tokens: int = 4000
     """Tokens to check."""
-    seed: int = 0
-    """Seed of sampling."""
-    device: _Device = "auto"
-    """Where to run; auto takes the GPU when there is one."""
-    dtype: _Dtype = "auto"
-    """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
-    attention: Attention = "native"
-    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
-    attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
-    """flex only: which keys a query attends to, by the positions of both."""
-    compile: CompileConfig = field(default_factory=CompileConfig)
-    json: _Switch = False
-    """Print one JSON object."""
 
 
 @dataclass(frozen=True)

@@ -246,17 +246,8 @@ def make_compiler(
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:
     """The sampling parameters of the run; the tokenizer's end-of-sequence token stops unless `ignore_eos`."""
     stop_ids = () if config.ignore_eos or eos_token_id is None else (eos_token_id,)
-    return SamplingParams(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        max_completion_length=config.max_completion_length,
-        n=config.num_generations,
-        stop_token_ids=stop_ids,
-        stop=config.stop,
-        ignore_eos=config.ignore_eos,
-    )
+    same = {name: value for name, value in vars(config).items() if name != "num_generations"}
+    return SamplingParams(n=config.num_generations, stop_token_ids=stop_ids, **same)
 
 
 def _cache_tokens(config: RunConfig, policy: Policy, task: Task, ranks: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from ..config import (
+    MAX_SEED,
     Attention,
     CompileConfig,
     GeneratorConfig,
-    RunConfig,
     SamplingConfig,
-    TrainerConfig,
+    check_attention,
     check_generation,
+    check_range,
     resolve_compile,
-    validate,
 )
 from ..errors import InputError, NonFiniteError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
@@ -71,9 +71,11 @@ class LLM:
         """Load a Hugging Face folder or hub id; `seed` is of sampling, `template_variables` go to the chat template
         (`{"enable_thinking": False}`), attention, its mask and `compile` are as in `RunConfig` (by default CUDA graphs
         on a GPU, none on a CPU). Raises `InputError` when the model cannot be used, or settings do not go together."""
-        compile = compile or CompileConfig()
+        compile, config = compile or CompileConfig(), config or GeneratorConfig()
         check_generation(compile)
-        validate(RunConfig(attention=attention, attention_mask=attention_mask, compile=compile))
+        for section in (compile, config):
+            section.validate()
+        check_attention(attention, attention_mask, compile)
         place = resolve_device(device)
         self._compile = resolve_compile(compile, place.type == "cuda")
         self.compiler = make_compiler(self._compile, place)  # refuses what cannot work before the model is loaded
@@ -85,7 +87,7 @@ class LLM:
         # What a run's check of this machine replaced is replaced here, so that a model generates as it did in the run.
         # There is no such check here: nothing is compared with a trainer.
         machine_check.restore(self.policy.model.embed.device, self.policy.model.embed.dtype)
-        self._config = whole_tiles(config or GeneratorConfig(), attention)
+        self._config = whole_tiles(config, attention)
         self._engine: Engine | None = None
         self._room = (0, 0)  # sequences and tokens a sequence that the engine was planned for
         self._warm: set[tuple[bool, bool]] = set()  # kinds of sampling that its graphs were made for
@@ -242,21 +244,9 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 
 def check_sampling(sampling: SamplingParams, seed: int = 0) -> None:
     """Raise `InputError` naming the first of the parameters that is out of range."""
-    validate(
-        RunConfig(
-            seed=seed,
-            trainer=replace(TrainerConfig(), skip_zero_variance=False),  # one sample is enough here
-            sampling=SamplingConfig(
-                num_generations=sampling.n,
-                temperature=sampling.temperature or 1.0,  # 0 is greedy here
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                max_completion_length=sampling.max_completion_length,
-                stop=sampling.stop,
-            ),
-        )
-    )
+    check_range("seed", seed, 0, MAX_SEED)
+    same = {name: value for name, value in vars(sampling).items() if name not in ("n", "stop_token_ids")}
+    SamplingConfig(num_generations=sampling.n, **same).validate()
 
 
 class _TextStream:

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..cache import user_folder
-from ..config import RunConfig, resolve_compile
-from ..config.compile import GRAPHS
+from ..config import GRAPHS, RunConfig, resolve_compile
 from ..graph import origin
 from ..timings import Timings
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ..config import (
+    MAX_SEED,
     Attention,
     CompileConfig,
     GeneratorConfig,
     LossConfig,
     OptimizerConfig,
-    RunConfig,
+    check_attention,
     resolve_compile,
-    validate,
 )
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
@@ -124,11 +124,12 @@ def check_model(
     backward pass, the one that trains; elsewhere the model is called by both. Raises `InputError` for a number out of
     range, settings that do not go together, and a model that cannot be loaded.
     """
-    for name, value, low, high in (("tokens", tokens, 1, _MOST_TOKENS), ("seed", seed, 0, 2**63 - 1)):
+    for name, value, low, high in (("tokens", tokens, 1, _MOST_TOKENS), ("seed", seed, 0, MAX_SEED)):
         if type(value) is not int or not low <= value <= high:
             raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
     place, compile = resolve_device(device), compile or CompileConfig()
-    validate(RunConfig(attention=attention, attention_mask=attention_mask, compile=compile))
+    compile.validate()
+    check_attention(attention, attention_mask, compile)
     compile = resolve_compile(compile, place.type == "cuda")
     compiler = make_compiler(compile, place)
     try:

@@ -74,6 +74,36 @@ def test_validation_names_the_field(config: RunConfig, message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (SamplingConfig(top_p=0.0), "sampling.top_p is 0.0; it must be between 1e-06 and 1"),
+        (SamplingConfig(stop=("",)), "sampling.stop holds an empty string"),
+        (OptimizerConfig(learning_rate=-1.0), "optimizer.learning_rate is -1.0; it must be at least 0"),
+        (TaskConfig(data="x"), "task.data has no effect on sum-digits"),
+        (LossConfig(epsilon_high=float("inf")), "loss.epsilon_high is inf; it must be at least 0 and finite"),
+    ],
+)
+def test_a_section_is_validated_by_itself(section: Any, message: str) -> None:
+    type(section)().validate()
+    with pytest.raises(InputError) as caught:
+        section.validate()
+    assert str(caught.value).startswith(message)
+
+
+def test_greedy_sampling_of_one_sample_is_refused_for_training_alone() -> None:
+    sampling = SamplingConfig(num_generations=1, temperature=0.0)
+    sampling.validate()
+    with pytest.raises(InputError, match=r"sampling\.temperature is 0: training needs"):
+        validate(RunConfig(sampling=sampling))
+
+
+def test_every_number_says_its_range() -> None:
+    for part in RunConfig().parts():
+        numbers = {item.name for item in dataclasses.fields(part) if item.type in (int, float, float | None)}
+        assert numbers == {item.name for item in dataclasses.fields(part) if "range" in item.metadata}
+
+
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 configs = st.builds(
     RunConfig,

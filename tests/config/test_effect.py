@@ -10,7 +10,6 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, TaskConfig, TrainerConfig, unread, validate, yaml_file
-from lockstep.config.effect import without_effect
 from lockstep.config.recipes import RECIPES
 from lockstep.errors import InputError
 
@@ -49,8 +48,9 @@ def test_a_flag_that_nothing_reads(capsys: pytest.CaptureFixture[str], line: str
 def test_no_recipe_sets_what_nothing_reads(name: str, model: str | None) -> None:
     config = RECIPES[name](model)
     default = RunConfig()
-    fields = {path: yaml_file.flat(config)[path] for path, _ in without_effect(config)}
-    assert fields == {path: yaml_file.flat(default)[path] for path in fields}
+    without_effect = [part.path(name) for part in config.parts() for name, _ in part.without_effect()]
+    fields = {path: yaml_file.flat(config)[path] for path in without_effect}
+    assert fields and fields == {path: yaml_file.flat(default)[path] for path in fields}
 
 
 def test_what_a_recipe_left_behind_is_refused_only_where_it_is_given() -> None:

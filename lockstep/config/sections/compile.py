@@ -1,11 +1,10 @@
-"""Which ways to capture, run and record graphs go together."""
+"""Section `compile`: which ways to capture, run and record graphs go together."""
 
-from __future__ import annotations
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
-from dataclasses import fields, replace
-
-from ..errors import InputError
-from .fields import CompileConfig
+from ...errors import InputError
+from .section import Section, at_least, refuse
 
 _ALL_MODES = ("none", "piecewise", "full", "full_and_piecewise")
 _NO_GRAPH = "it has no graph to run; set compile.capture to step, or compile.backend to none"
@@ -27,6 +26,48 @@ CUDAGRAPH_MODES: dict[tuple[str, str], tuple[str, ...] | str] = {
     ("layer", "inductor"): ("none",),
 }
 GRAPHS = ("step", "joint")  # what captures whole functions, for passes to act on
+
+
+@dataclass(frozen=True)
+class CompileConfig(Section):
+    """Captured graphs, in both roles. They compute the same bits as without; only backend inductor changes some."""
+
+    capture: Literal["none", "step", "joint", "layer"] | None = None
+    """step: trace forward_backward, optim_step and decode into graphs. joint: the same, with forward and backward pass
+    cut by the min-cut partitioner. layer: compile the model's layers one by one. none: call the model. Left out: step
+    on a GPU, none on a CPU."""
+    cudagraph_mode: Literal["none", "piecewise", "full", "full_and_piecewise"] | None = None
+    """Record captured graphs as CUDA graphs and replay them (GPU only). full: each whole. piecewise: in pieces around
+    attention, which runs between them. full_and_piecewise: whole for the shapes of the warm-up, in pieces for others.
+    Left out: full on a GPU where anything is captured."""
+    canonicalize: bool = True
+    """Drop what nothing depends on from captured graphs."""
+    recompute: tuple[str, ...] = ()
+    """What the backward pass computes again instead of keeping: `full`, module paths such as `layers.*`, or operators
+    such as `silu_mul`."""
+    activation_memory_gib: float = at_least(0, default=0.0)
+    """Memory that the forward pass may keep for the backward pass: as many layers as it takes are computed again; 0 is
+    no limit."""
+    verify: Literal["strict", "warn", "off"] = "strict"
+    """Before the first step every graph must give eager's bits, as captured and as replayed. strict: a difference ends
+    the run. warn: the function runs one level further down: in pieces, without a CUDA graph, eagerly. off: no check."""
+    backend: Literal["auto", "none", "eager", "inductor"] = "auto"
+    """What runs captured graphs. eager: their operators, as captured. inductor: the regions that `inductor` chooses are
+    compiled. none: nothing, the model is called. auto: eager where anything is captured."""
+    inductor: tuple[str, ...] = ("backward",)
+    """What backend inductor compiles: `backward` (the backward pass), module paths such as `layers.*` (their forward
+    pass, where the generator and the trainer share it), or `all`."""
+    dump: str | None = None
+    """Folder to write every captured graph to, with what each pass changed."""
+    reshard_after_forward: bool = True
+    """Several processes: gather weights again in the backward pass instead of keeping them."""
+    bucket_collectives: bool = True
+    """Several processes: gather a layer's weights, and exchange its gradients, in one collective each."""
+    reorder_collectives: bool = True
+    """Several processes: start a layer's collectives one layer before their results are needed."""
+
+    def check(self) -> None:
+        refuse("" in self.recompute, "compile.recompute holds an empty pattern; name a module, an operator or full")
 
 
 def resolve_compile(c: CompileConfig, on_gpu: bool) -> CompileConfig:

@@ -1,0 +1,153 @@
+"""A whole run's configuration: the sections together, and what they need of each other."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
+
+from ..errors import InputError
+from .sections.checkpoint import CheckpointConfig
+from .sections.compile import CompileConfig, resolve_compile
+from .sections.generator import GeneratorConfig
+from .sections.loss import LossConfig
+from .sections.metrics import MetricsConfig
+from .sections.optimizer import OptimizerConfig
+from .sections.parallel import ParallelConfig
+from .sections.sampling import SamplingConfig
+from .sections.section import MAX_SEED, Section, at_least, between, refuse
+from .sections.task import DATA_TASKS, TaskConfig
+from .sections.trainer import TrainerConfig
+
+Attention = Literal["native", "flex"]
+_NO_MASK = "on attention native; set attention to flex, or remove the mask"
+
+
+@dataclass(frozen=True)
+class RunConfig(Section):
+    """A resolved run: what config.yaml holds and `--config` replays."""
+
+    recipe: str = "sum-digits"
+    """Name of the recipe this came from."""
+    model: str | None = None
+    """Hugging Face folder or hub id; without it a tiny random model is made."""
+    arch: str = "tiny"
+    """Architecture of the random model when `model` is not given."""
+    steps: int = at_least(0, default=10)
+    """Reinforcement-learning steps."""
+    seed: int = between(0, MAX_SEED, default=0)
+    """Seed of sampling and of a random model."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; auto is bfloat16 on a GPU (the only one there) and float32 on a CPU."""
+    parity: Literal["strict", "warn", "off"] = "strict"
+    """What a difference between generator and trainer does."""
+    attention: Attention = "native"
+    """Of both roles. native: a token attends to all before it. flex: FlexAttention, for models with sliding windows and
+    for attention_mask."""
+    attention_mask: str | None = None
+    """flex only: which keys a query attends to, of those up to its own, as module:function or path.py:function of the
+    positions of both."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def parts(self) -> list[Section]:
+        """The sections, and last the fields beside them."""
+        return [*(part for item in fields(self) if isinstance(part := getattr(self, item.name), Section)), self]
+
+    def path(self, name: str) -> str:
+        return name
+
+    def validate(self) -> None:
+        for section in self.parts()[:-1]:
+            section.validate()
+        super().validate()
+
+    def check(self) -> None:
+        """Raise `InputError` for sections that do not go together."""
+        t, lo, s, rows = self.trainer, self.loss, self.sampling, self.task.name in DATA_TASKS
+        refuse(s.temperature == 0, "sampling.temperature is 0: training needs samples that differ; use a value above 0")
+        refuse(
+            lo.overlong_buffer > s.max_completion_length,
+            "loss.overlong_buffer is longer than sampling.max_completion_length",
+        )
+        refuse(
+            t.warmup_steps > 0 and rows,
+            f"trainer.warmup_steps needs worked examples, which task {self.task.name} does not have; set it to 0",
+        )
+        refuse(
+            t.warmup_reward > 0 and self.task.validation_prompts == 0 and not rows,
+            "trainer.warmup_reward needs held-out problems; set task.validation_prompts above 0, or warmup_reward to 0",
+        )
+        refuse(
+            s.num_generations == 1 and t.skip_zero_variance,
+            "sampling.num_generations is 1: every group's advantage would be zero, and with "
+            "trainer.skip_zero_variance nothing is trained; use 2 or more",
+        )
+        check_attention(self.attention, self.attention_mask, self.compile)
+        if self.device != "auto" or None not in (self.compile.capture, self.compile.cudagraph_mode):
+            resolve_compile(self.compile, on_gpu=self.device == "cuda")
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.model is not None:
+            yield "arch", "with a model, which has an architecture of its own; remove one of the two"
+        if self.attention != "flex":
+            yield "attention_mask", _NO_MASK
+
+
+def validate(config: RunConfig) -> RunConfig:
+    """Return `config` when every field is usable; raise `InputError` naming the first that is not."""
+    config.validate()
+    return config
+
+
+def check_attention(attention: Attention, attention_mask: str | None, compile: CompileConfig) -> None:
+    """Raise `InputError` for an attention that does not go with its mask, or with how its layers are captured."""
+    refuse(attention_mask is not None and attention != "flex", f"attention_mask has no effect {_NO_MASK}")
+    refuse(attention_mask == "", "attention_mask is empty; name a function as module:function, or leave it out")
+    refuse(
+        attention == "flex" and compile.capture == "layer",
+        "compile.capture is layer, and flex attention has a window a layer, so each is another; use step or joint",
+    )
+
+
+def unread(c: RunConfig) -> Iterator[tuple[str, str]]:
+    """(dotted field, why) of each setting that has no effect in `c`, a recipe's too: refused where someone gives it."""
+    for part in c.parts():
+        yield from ((part.path(name), why) for name, why in part.unread())
+
+
+def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
+    """`c` with the shards of a batch filled in, for so many processes; `InputError` for what cannot work with them.
+
+    `c.compile` is resolved before.
+    """
+    shards = c.parallel.batch_shards or ranks
+    if shards % ranks:
+        raise InputError(
+            f"parallel.batch_shards is {shards}, which {ranks} processes cannot share evenly; use a multiple of {ranks}"
+        )
+    prompts = c.trainer.prompts_per_step
+    if prompts % shards:
+        raise InputError(
+            f"trainer.prompts_per_step is {prompts}, which {shards} shards (parallel.batch_shards, by default one a "
+            f"process) cannot share evenly; use {_multiples(prompts, shards)}"
+        )
+    if ranks > 1 and c.compile.cudagraph_mode in ("piecewise", "full_and_piecewise"):
+        raise InputError(
+            f"compile.cudagraph_mode is {c.compile.cudagraph_mode} with {ranks} processes: a collective may begin in "
+            "one piece and end in another, which cannot be recorded; use full or none"
+        )
+    return replace(c, parallel=replace(c.parallel, batch_shards=shards))
+
+
+def _multiples(near: int, of: int) -> str:
+    below = near // of * of
+    return f"{below} or {below + of}" if below else str(of)

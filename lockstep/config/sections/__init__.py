@@ -1,0 +1,1 @@
+"""One file a section: its dataclass, the ranges of its fields, and its checks."""

@@ -1,0 +1,20 @@
+"""Section `checkpoint`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .section import Section, at_least
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Section):
+    """Checkpoints for resuming (the final model is always exported)."""
+
+    interval: int = at_least(0, default=0)
+    """Save every this many steps and at the end; 0 is off, and the run cannot be resumed."""
+    keep_last: int = at_least(1, default=2)
+    """Checkpoints kept."""
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.interval == 0:
+            yield "keep_last", "without checkpoints; set checkpoint.interval above 0, or remove it"

@@ -1,0 +1,28 @@
+"""Section `metrics`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from .section import Section, refuse
+
+
+@dataclass(frozen=True)
+class MetricsConfig(Section):
+    """What a run writes and shows."""
+
+    progress: bool = True
+    """Show the live display (plain lines where standard error is no terminal)."""
+    rollouts: bool = True
+    """Write rollouts.jsonl."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Trackers that get every step's metrics too; each is an extra to install. None by default: nothing phones home."""
+    project: str = "lockstep"
+    """Weights & Biases project (wandb)."""
+
+    def check(self) -> None:
+        refuse(len(set(self.trackers)) < len(self.trackers), "metrics.trackers names one twice; give each once")
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if "wandb" not in self.trackers:
+            yield "project", "without wandb among metrics.trackers; add it or remove the project"

@@ -1,0 +1,32 @@
+"""Section `sampling`."""
+
+from dataclasses import dataclass
+
+from .section import Section, at_least, between, refuse
+
+
+@dataclass(frozen=True)
+class SamplingConfig(Section):
+    """How completions are sampled."""
+
+    num_generations: int = between(1, 1 << 16, default=8)
+    """Samples a prompt (the group size)."""
+    temperature: float = between(0, 1e4, default=1.0)
+    """Softmax temperature; 0 is greedy."""
+    top_k: int = between(0, 2**31 - 1, default=0)
+    """Keep the k most likely tokens; 0 is off."""
+    top_p: float = between(1e-6, 1, default=1.0)
+    """Keep the most likely tokens up to this mass; 1 is off."""
+    min_p: float = between(0, 1, default=0.0)
+    """Keep tokens at least this likely relative to the most likely; 0 is off."""
+    max_completion_length: int = at_least(1, default=100)
+    """New tokens a sample, at most."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    ignore_eos: bool = False
+    """Always generate max_completion_length tokens (benchmarks)."""
+
+    def check(self) -> None:
+        refuse(
+            "" in self.stop, "sampling.stop holds an empty string, which would end every completion at once; remove it"
+        )

@@ -1,0 +1,67 @@
+"""What every section of a configuration is made of: fields that say their ranges, and checks."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import field, fields
+from typing import TypeVar
+
+from ...errors import InputError
+
+_T = TypeVar("_T")
+MAX_SEED = 2**63 - 1
+
+
+def between(low: float, high: float, *, default: _T) -> _T:
+    """A field that takes finite numbers from `low` to `high`, or None where that is the default."""
+    return field(default=default, metadata={"range": (low, high)})
+
+
+def at_least(low: float, *, default: _T) -> _T:
+    """A field that takes finite numbers from `low` up."""
+    return between(low, math.inf, default=default)
+
+
+def refuse(when: bool, message: str) -> None:
+    """Raise `InputError`, where something is wrong."""
+    if when:
+        raise InputError(message)
+
+
+def check_range(path: str, value: object, low: float, high: float) -> None:
+    """Raise `InputError` when `value` is no finite number from `low` to `high`."""
+    if not isinstance(value, (int, float)):
+        raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be a number")
+    if not math.isfinite(value) or not low <= value <= high:
+        finite = "" if math.isfinite(value) else " and finite"
+        bounds = f"at least {low}{finite}" if math.isinf(high) else f"between {low} and {high}"
+        raise InputError(f"{path} is {value!r}; it must be {bounds}")
+
+
+class Section:
+    """A frozen dataclass of settings that go together; what sections need of each other is checked by `RunConfig`."""
+
+    def path(self, name: str) -> str:
+        """The field `name` as messages and config.yaml have it: `sampling.top_p`."""
+        return f"{type(self).__name__.removesuffix('Config').lower()}.{name}"
+
+    def validate(self) -> None:
+        """Raise `InputError` naming the first field that is not usable."""
+        for item in fields(self):  # type: ignore[arg-type] # every section is a dataclass
+            value = getattr(self, item.name)
+            if "range" in item.metadata and not (value is item.default is None):
+                check_range(self.path(item.name), value, *item.metadata["range"])
+        for name, why in self.without_effect():
+            refuse(getattr(self, name) != getattr(type(self)(), name), f"{self.path(name)} has no effect {why}")
+        self.check()
+
+    def check(self) -> None:
+        """Raise `InputError` for values that do not go together."""
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """(field, why) of each setting that nothing reads, because of what others are set to; it is refused at any
+        value but its default. Why goes on after "FIELD has no effect"."""
+        yield from ()
+
+    def unread(self) -> Iterator[tuple[str, str]]:
+        """As `without_effect`, and settings that a recipe may have left behind: refused where someone gives them."""
+        yield from self.without_effect()

@@ -1,0 +1,124 @@
+"""Section `task`, and the variables of a chat template."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...errors import InputError
+from .section import MAX_SEED, Section, at_least, between, refuse
+
+DATA_TASKS = ("gsm8k", "dataset")  # the tasks that read rows, and the fields that act on rows
+_DATA_FIELDS = (
+    *("data", "validation_data", "split", "prompt_column", "system_prompt", "chat_template_kwargs"),
+    *("shuffle", "filter_overlong_prompts"),
+)
+# What rendering a prompt sets itself.
+_TEMPLATE_ARGUMENTS = (
+    *("messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+)
+
+
+@dataclass(frozen=True)
+class TaskConfig(Section):
+    """Where prompts and rewards come from."""
+
+    name: Literal["sum-digits", "word-arithmetic", "gsm8k", "dataset"] = "sum-digits"
+    """Prompt source. `dataset` reads --data and needs at least one --reward."""
+    data: str | None = None
+    """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt: a text or chat messages."""
+    system_prompt: str | None = None
+    """System message for prompts without one; it makes a text prompt a chat of one user message."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the model's chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
+    shuffle: bool = True
+    """Visit the data in a new seeded order every epoch; off: in its own order."""
+    max_prompt_length: int = at_least(0, default=0)
+    """Tokens a prompt may have; 0 allows what the model's context leaves beside max_completion_length."""
+    filter_overlong_prompts: bool = False
+    """Leave out rows whose prompt is longer than that, and say how many; otherwise they are refused."""
+    reward: tuple[str, ...] = ()
+    """Reward functions as module:function or path.py:function, or the ready ones math and gsm8k; empty for the task's
+    own."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight a reward function; empty for all ones."""
+    reward_on_error: Literal["raise", "zero", "skip"] = "raise"
+    """What a reward that raises, crashes, takes too long or returns no finite number does. raise: end the run. zero:
+    count as 0. skip: count as None; a group with a completion that has no reward is left out of the step."""
+    reward_workers: int = between(0, 1024, default=0)
+    """Processes that call the rewards, a prompt's completions at a time; 0 calls them in this one, the whole batch."""
+    reward_timeout: float = between(0, 86400, default=0.0)
+    """Seconds a call may take (needs reward_workers); 0 is no limit."""
+    easy: bool = False
+    """sum-digits only: a short prompt with two numbers, for a tiny model."""
+    seed: int = between(0, MAX_SEED, default=42)
+    """Seed of the training problems or of the data's order."""
+    validation_seed: int = between(0, MAX_SEED, default=99)
+    """Seed of the validation problems (sum-digits, word-arithmetic)."""
+    validation_data: str | None = None
+    """Validation rows; without it a dataset's last `validation_prompts` rows are held out."""
+    validation_prompts: int = between(0, 1 << 20, default=20)
+    """Prompts a validation generates greedily; 0 turns validation off."""
+    validation_interval: int = at_least(0, default=0)
+    """Validate every this many steps as well as before and after; 0 for only those two."""
+
+    def check(self) -> None:
+        name, weights = self.name, self.reward_weights
+        refuse(name == "gsm8k" and not self.data, "task.data is missing: gsm8k needs --data FILE.jsonl")
+        refuse(name == "dataset" and not self.data, "task.data is missing: a dataset task needs --data PATH or hub id")
+        refuse(
+            name == "dataset" and not self.reward,
+            "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
+        )
+        template_variables(self.chat_template_kwargs)
+        refuse(self.prompt_column == "", "task.prompt_column is empty; name the column that holds the prompt")
+        refuse(self.system_prompt == "", "task.system_prompt is empty; give a text, or leave it out")
+        refuse(
+            self.reward_timeout > 0 and self.reward_workers == 0,
+            "task.reward_timeout needs task.reward_workers of at least 1: a call can only be ended with its process",
+        )
+        refuse(
+            bool(weights) and len(weights) != len(self.reward),
+            f"task.reward_weights has {len(weights)} values for {len(self.reward)} reward functions; give one each",
+        )
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.name not in DATA_TASKS:
+            for name in _DATA_FIELDS:
+                yield name, f"on {self.name}; remove it, or name a recipe: gsm8k or dataset"
+        else:
+            yield "validation_seed", f"on {self.name}, whose validation rows are not drawn; remove it"
+            if not self.shuffle:
+                yield "seed", "with task.shuffle off; remove it"
+        if self.name != "sum-digits":
+            yield "easy", f"on {self.name}; remove it"
+        if self.validation_prompts == 0:
+            for name in ("validation_data", "validation_interval", "validation_seed"):
+                yield name, "with task.validation_prompts 0, which turns validation off; remove it"
+
+
+def template_variables(assignments: tuple[str, ...], field: str = "task.chat_template_kwargs") -> dict[str, Any]:
+    """What `field` holds as a dict. `InputError` for another form, or a name that the call itself sets."""
+    variables: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or not name.isidentifier() or name in variables:
+            raise InputError(
+                f"{field} holds {assignment!r}; each must be NAME=VALUE, a name once, such as enable_thinking=false"
+            )
+        if name in _TEMPLATE_ARGUMENTS:
+            raise InputError(f"{field} sets {name}, which is set for every prompt; remove it")
+        try:
+            variables[name] = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                f"{field}: the value of {assignment!r} is not JSON; write true, false, a number, or "
+                "a text in quotes, as in 'name=\"text\"'"
+            ) from error
+    return variables

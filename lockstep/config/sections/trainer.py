@@ -1,0 +1,48 @@
+"""Section `trainer`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from .section import Section, at_least, between
+
+# What supervised steps alone read; recipes set them, so they stay when those steps are turned off.
+_WARMUP_FIELDS = ("learning_rate", "loss", "reward", "interval", "batch_size")
+
+
+@dataclass(frozen=True)
+class TrainerConfig(Section):
+    """The training step."""
+
+    prompts_per_step: int = between(1, 1 << 20, default=5)
+    """Groups a step."""
+    num_iterations: int = at_least(1, default=1)
+    """Optimizer updates on each rollout."""
+    mode: Literal["packed", "per_sample"] = "packed"
+    """packed: prompts once, many samples a micro-batch. per_sample: one sample's forward, then its backward."""
+    max_tokens_per_micro_batch: int = at_least(2, default=16384)
+    """Packed tokens a micro-batch; a step with more accumulates gradients over several."""
+    skip_zero_variance: bool = True
+    """Leave out groups whose advantages are all zero."""
+    max_idle_steps: int = at_least(1, default=10)
+    """Stop after this many steps in a row with nothing to train on."""
+    warmup_steps: int = at_least(0, default=0)
+    """Supervised steps on worked examples before reinforcement learning (tasks that have them)."""
+    warmup_learning_rate: float = at_least(0, default=1e-3)
+    """Learning rate of the first supervised step; it falls linearly to 0 over them."""
+    warmup_loss: float = at_least(0, default=0.0)
+    """End the supervised steps early, once the mean loss of the last ten is below this (nats a token)."""
+    warmup_reward: float = at_least(0, default=0.0)
+    """End the supervised steps early, once greedy answers to held-out problems have this mean reward; 0 is off. They
+    are as many as validation's and none of those. The loss alone says little about how many problems a model solves."""
+    warmup_interval: int = at_least(1, default=50)
+    """Supervised steps between two looks at warmup_reward."""
+    warmup_batch_size: int = at_least(1, default=64)
+    """Worked examples a supervised step."""
+
+    def unread(self) -> Iterator[tuple[str, str]]:
+        if self.warmup_steps == 0:
+            for name in _WARMUP_FIELDS:
+                yield f"warmup_{name}", "with trainer.warmup_steps 0, which turns supervised steps off; remove it"
+        elif self.warmup_reward == 0:
+            yield "warmup_interval", "without trainer.warmup_reward; set that above 0, or remove it"
