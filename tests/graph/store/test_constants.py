@@ -258,6 +258,6 @@ def test_every_source_of_the_package_counts(name: str, tmp_path: Path, monkeypat
     hashes = []
     for text in ("one", "other"):
         (tmp_path / name).write_text(text)
-        hashes.append(origin._sources())
+        hashes.append(origin.sources.__wrapped__())
     (tmp_path / name).rename(tmp_path / f"z{Path(name).suffix}")
-    assert len({*hashes, origin._sources()}) == 3
+    assert len({*hashes, origin.sources.__wrapped__()}) == 3
