@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
 # imports what lies on lower floors, and what its own entry holds. The longest entry that fits a module is its own.
 FLOORS: dict[str, tuple[str, ...]] = {
     "config": ("random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
-    "cache": ("driver file_hashes user_folder", "fingerprint tokenizers"),
+    "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
     "distributed": ("torch_private", "collectives", "ranks", "join", "."),
     "ops": (
         "operator pdl precompile row_alignment row_gradients reference tables",

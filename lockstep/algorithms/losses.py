@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +29,24 @@ class TokenValues(NamedTuple):
     advantage_C: Tensor
 
 
-TokenLoss = Callable[[TokenValues, LossConfig], tuple[Tensor, Tensor]]  # loss_C, and clipped_C (bool)
+@dataclass(frozen=True)
+class LossSettings:
+    """What a loss may read of a `LossConfig`. Stored graphs of a loss are found by this object: a setting that
+    one needs becomes a field here, under the configuration's name, and so part of their key."""
+
+    epsilon: float
+    epsilon_high: float | None
+    beta: float
+    use_bias_correction_kl: bool
+    router_aux_loss_coef: float
+
+    @classmethod
+    def of(cls, config: LossConfig) -> Self:
+        """Those of a configuration."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+
+TokenLoss = Callable[[TokenValues, LossSettings], tuple[Tensor, Tensor]]  # loss_C, and clipped_C (bool)
 
 
 def clipped_surrogate(values: TokenValues, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
@@ -48,19 +66,19 @@ def clipped_surrogate(values: TokenValues, epsilon: float, epsilon_high: float) 
     return -advantage_C * torch.exp(bounded_C), clipped_C
 
 
-def grpo(values: TokenValues, config: LossConfig) -> tuple[Tensor, Tensor]:
+def grpo(values: TokenValues, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """Symmetric clip unless `epsilon_high` is given. `dr_grpo` differs in its weights only."""
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    return clipped_surrogate(values, config.epsilon, high)
+    high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
+    return clipped_surrogate(values, settings.epsilon, high)
 
 
-def dapo(values: TokenValues, config: LossConfig) -> tuple[Tensor, Tensor]:
+def dapo(values: TokenValues, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """Clip-higher: more room above than below (arXiv 2503.14476, section 3.1)."""
-    high = DAPO_EPSILON_HIGH if config.epsilon_high is None else config.epsilon_high
-    return clipped_surrogate(values, config.epsilon, high)
+    high = DAPO_EPSILON_HIGH if settings.epsilon_high is None else settings.epsilon_high
+    return clipped_surrogate(values, settings.epsilon, high)
 
 
-def sft(values: TokenValues, config: LossConfig) -> tuple[Tensor, Tensor]:
+def sft(values: TokenValues, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the model's own distribution."""
     return -values.model_logprob_C, torch.zeros_like(values.model_logprob_C, dtype=torch.bool)
 

@@ -1,9 +1,9 @@
 """Tokenizers as they were loaded before, without importing `transformers`: a second, and seven on a slow file system.
 
 What is kept of one is what it saves of itself: its backend (`tokenizers.Tokenizer`), template and settings, in the
-user's cache folder, found by the contents of its own folder, the versions of both libraries, and this package's. Plain
-text goes through that backend with the same switches as before; for everything else, such as messages, the tokenizer
-itself is loaded.
+user's cache folder, found by the contents of its own folder, the versions of both libraries, and this package's
+sources. Plain text goes through that backend with the same switches as before; for everything else, such as messages,
+the tokenizer itself is loaded.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from . import user_folder
+from . import fingerprint, user_folder
 
-_FORMAT = 1
 _FILES = (".json", ".jinja", ".txt", ".model")  # of a model's folder, what a tokenizer may read
 _MOST = 8  # tokenizers that are kept
 _LARGEST = 64 << 20  # bytes of a file that is hashed; a larger one is known by its size and time
@@ -127,20 +124,19 @@ def _saved(whole: Any) -> dict[str, str]:
         return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir() if path.is_file()}
 
 
-def _identity(path: Path) -> bytes:
+def _identity(path: Path) -> str:
     """What changes with a file."""
     status = path.stat()
     if status.st_size < _LARGEST:
-        return hashlib.sha256(path.read_bytes()).digest()
-    return f"{status.st_size} {status.st_mtime_ns}".encode()
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _key(source: Path | str) -> str:
     """A hash of all that the tokenizer of a folder may be made from."""
-    parts = [str(_FORMAT), __version__, *(metadata.version(name) for name in ("transformers", "tokenizers"))]
-    key = hashlib.sha256("\n".join([*parts, str(source)]).encode())
+    versions = [fingerprint.version(name) for name in ("transformers", "tokenizers")]
+    files = []
     if isinstance(source, Path):
-        for path in sorted([*source.iterdir(), *source.glob("additional_chat_templates/*")]):
-            if path.suffix in _FILES and path.is_file():
-                key.update(f"\n{path.relative_to(source)}\n".encode() + _identity(path))
-    return key.hexdigest()[:32]
+        paths = sorted([*source.iterdir(), *source.glob("additional_chat_templates/*")])
+        files = [(str(p.relative_to(source)), _identity(p)) for p in paths if p.suffix in _FILES and p.is_file()]
+    return fingerprint.digest(fingerprint.sources(), versions, str(source), files)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-from ..cache import user_folder
+from ..cache import fingerprint, user_folder
 from ..config import GRAPHS, RunConfig, resolve_compile
-from ..graph import origin
 from ..timings import Timings
 
 KEPT = 64  # lists; and as many notes of which one a configuration last needed
@@ -19,7 +17,7 @@ KEPT = 64  # lists; and as many notes of which one a configuration last needed
 def kernel_list(*about: object) -> Path:
     """Where the kernels of a start that depends on these are listed, each told by its `repr`. A list that is not quite
     right costs time and nothing else."""
-    return _folder() / f"{_digest(*about)}.json"
+    return _folder() / f"{fingerprint.key(*about)}.json"
 
 
 def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) -> Callable[[], Path | None]:
@@ -69,12 +67,8 @@ def remember(config: RunConfig, path: Path) -> None:
 def _note(config: RunConfig) -> Path:
     model = config.model, config.arch, config.dtype, config.attention, config.attention_mask
     steps = config.sampling, config.generator, config.trainer, config.compile, config.parity, config.loss.beta
-    return user_folder.cache_folder() / "kernels-of" / f"{_digest(*model, *steps)}.json"
+    return user_folder.cache_folder() / "kernels-of" / f"{fingerprint.key(*model, *steps)}.json"
 
 
 def _folder() -> Path:
     return user_folder.cache_folder() / "kernels"
-
-
-def _digest(*about: object) -> str:
-    return hashlib.sha256(repr([sorted(origin().items()), *about]).encode()).hexdigest()[:32]

@@ -28,6 +28,7 @@ Work = list[tuple[graph.GraphFunction, list[graph.Case]]]
 
 def trust_cases(
     runs: GraphRuns,
+    loss_type: LossType,
     shapes: Sequence[BatchShape],
     sampling: SamplingParams,
     *,
@@ -37,7 +38,7 @@ def trust_cases(
 ) -> Work:
     """Cases for each of the trainer's functions; the arguments are those of `Trainer.warm_up`."""
     eager, functions = runs.eager, runs.functions
-    vocabulary, loss_type = eager.model.config.vocab_size, eager.loss.loss_type
+    vocabulary = eager.model.config.vocab_size
     routed = check_parity and eager.model.config.moe_layers > 0
     drafts = _batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed)
     batches = [(name, batch.to(eager.flat.data.device)) for name, batch in drafts]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,24 @@ class AdamWTensors(NamedTuple):
     norm_order: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What an update may read of an `OptimizerConfig`: not the rate, which is a tensor. Stored graphs of the update are
+    found by this object: a setting that it needs becomes a field here, and so part of their key."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    max_grad_norm: float
+    router_bias_rate: float
+
+    @classmethod
+    def of(cls, config: OptimizerConfig) -> Self:
+        """Those of a configuration."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with global-norm clipping; torch's, but able to do nothing.
 
@@ -97,7 +116,7 @@ class AdamW:
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig) -> None:
-        self.flat, self.config = flat, config
+        self.flat, self.settings = flat, UpdateSettings.of(config)
         # In float32 the compute weights are the masters.
         self.master = flat.data if flat.data.dtype == torch.float32 else flat.data.float()
         self.exp_avg = torch.zeros_like(self.master)
@@ -116,7 +135,7 @@ class AdamW:
         Returns:
             Global gradient norm before clipping (float32) and whether the update was applied (bool), 0-dim.
         """
-        return adamw_step(self.tensors(), self.flat, self.config, lr, ok)
+        return adamw_step(self.tensors(), self.flat, self.settings, lr, ok)
 
     def tensors(self) -> AdamWTensors:
         """The live tensors."""
@@ -154,7 +173,7 @@ class AdamW:
 
 
 def adamw_step(
-    t: AdamWTensors, flat: FlatParameters, config: OptimizerConfig, lr: Tensor, ok: Tensor
+    t: AdamWTensors, flat: FlatParameters, settings: UpdateSettings, lr: Tensor, ok: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`AdamW.step` as a function of its tensors; `flat` says how they are laid out.
 
@@ -166,7 +185,7 @@ def adamw_step(
         sums = distributed.gather(sums, flat.world.size).flatten().index_select(0, t.norm_order)
     grad_norm = sums.sum().sqrt()
     applied = ok & torch.isfinite(grad_norm)
-    c, max_norm = config, config.max_grad_norm
+    s, max_norm = settings, settings.max_grad_norm
     grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
     ops.adamw(
         None if t.master is t.weights else t.weights,
@@ -175,10 +194,10 @@ def adamw_step(
         grad_scale,
         applied,
         flat.num_matrix_elements,
-        c.beta1,
-        c.beta2,
-        c.epsilon,
-        c.weight_decay,
+        s.beta1,
+        s.beta2,
+        s.epsilon,
+        s.weight_decay,
     )
     return grad_norm, applied
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import graph
-from ..config import LossConfig, LossType
+from ..algorithms.losses import LossSettings
+from ..config import LossType
 from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
@@ -34,7 +35,7 @@ class EagerRuns:
     reference: Decoder | None
     flat: FlatParameters
     optimizer: AdamW
-    loss: LossConfig
+    loss: LossSettings
     values: Tensor
     results: Tensor
     lr: Tensor
@@ -53,31 +54,25 @@ class EagerRuns:
         self.training = replace(self.scoring, grad=dict(zip(flat.names, flat.grads, strict=True)))
 
     def constants(self) -> dict[str, graph.Constants]:
-        """For each function the numbers that a graph of it holds: of the model, the loss, and the optimizer but for
-        its rate."""
-        loss, optimizer = self.loss, self.optimizer.config
+        """For each function what its graphs depend on: the very objects that its body reads."""
         model = {"model": self.model.config, "masks": self.model.masks}
-        names = ("epsilon", "epsilon_high", "beta", "use_bias_correction_kl", "router_aux_loss_coef")
-        used = {name: getattr(loss, name) for name in names}
-        adamw = ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm", "router_bias_rate")
-        sharding = {"ranks": self.sharding.ranks, "shapes": self.sharding.shapes}
         return {
             "forward_backward": {
                 **model,
-                "loss": used,
+                "loss": self.loss,
                 "reference": self.reference is not None,
-                "sharding": sharding,
+                "sharding": self.sharding,
             },
-            "check": {**model, "sharding": sharding},
+            "check": {**model, "sharding": self.sharding},
             "optim_step": {
-                "optimizer": {name: getattr(optimizer, name) for name in adamw},
+                "optimizer": self.optimizer.settings,
                 "matrix_elements": self.flat.num_matrix_elements,
                 "enforce_parity": self.enforce_parity,
                 "router_biases": tuple(self.router_biases),
                 "experts": self.experts,
                 "ranks": self.sharding.ranks,
             },
-            "gather_weights": {"sharding": sharding},
+            "gather_weights": {"sharding": self.sharding},
             "reference_logprobs": model,  # the reference is a copy
         }
 
@@ -170,10 +165,10 @@ class EagerRuns:
             ok = ok & (s["different"] == 0) & (s["identical"] == sampled)
             if self.experts:
                 ok = ok & (s["prompt_routed_differently"] == 0)
-        config = self.optimizer.config
-        grad_norm, applied = adamw_step(tensors, self.flat, config, lr, ok)
+        settings = self.optimizer.settings
+        grad_norm, applied = adamw_step(tensors, self.flat, settings, lr, ok)
         if router_biases:
-            routing.balance(list(router_biases.values()), s["loads"], config.router_bias_rate, applied)
+            routing.balance(list(router_biases.values()), s["loads"], settings.router_bias_rate, applied)
         step.take(values, results, grad_norm, applied, self.experts)
 
 

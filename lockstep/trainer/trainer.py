@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..algorithms.losses import LossSettings
 from ..config import LossConfig, LossType, OptimizerConfig
 from ..distributed import ONE, World
 from ..errors import InputError
@@ -90,7 +91,7 @@ class Trainer:
         self._results = Results(len(found_names(self._values)), device)
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
         state = self._values, self._results.rows, self._lr, self._sampled, enforce_parity, balanced
-        self._eager = EagerRuns(model, reference, self.flat, self.optimizer, loss, *state)
+        self._eager = EagerRuns(model, reference, self.flat, self.optimizer, LossSettings.of(loss), *state)
         self._runs = GraphRuns(self._eager, compiler) if isinstance(compiler, Compiler) else self._eager
         self._compiled = compiler is not None
         if isinstance(compiler, LayerCompiler):
@@ -162,7 +163,9 @@ class Trainer:
     def trust_cases(self, shapes: Sequence[BatchShape], sampling: SamplingParams, **options: Any) -> Work:
         """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""
         self._rate = self._expected = None  # cases write rates and numbers of their own
-        return trust_cases(self._runs, shapes, sampling, **options) if isinstance(self._runs, GraphRuns) else []
+        if not isinstance(self._runs, GraphRuns):
+            return []
+        return trust_cases(self._runs, self.loss.loss_type, shapes, sampling, **options)
 
     def check(self, batch: PackedBatch) -> None:
         """Compare the batch's log-probs with the generator's and train on nothing."""

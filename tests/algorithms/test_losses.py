@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lockstep.algorithms.losses import TokenValues, corrected_kl, kl_k3
+from lockstep.algorithms.losses import LossSettings, TokenValues, corrected_kl, kl_k3
 from lockstep.config import LossConfig
 from lockstep.trainer import LOSSES
 
@@ -14,7 +14,7 @@ def evaluate(loss_type, log_ratio, advantage, **config):
     logprob = (old + torch.tensor(log_ratio)).requires_grad_()
     model = torch.linspace(-3, -1, len(log_ratio), requires_grad=True)
     values = TokenValues(logprob, model, old, torch.tensor(advantage))
-    loss, clipped = LOSSES[loss_type](values, LossConfig(**config))
+    loss, clipped = LOSSES[loss_type](values, LossSettings.of(LossConfig(**config)))
     target = model if loss_type == "sft" else logprob
     (grad,) = torch.autograd.grad(loss.sum(), target)
     return loss.detach(), clipped.tolist(), grad

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from processes import finished
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.cache import tokenizers
+from lockstep.cache import fingerprint, tokenizers
 from lockstep.cache.tokenizers import KeptTokenizer
 from lockstep.models.tokenizer import byte_tokenizer, encode_prompt, load_tokenizer, save_tokenizer
 
@@ -133,3 +133,9 @@ def test_text_does_not_import_transformers_a_second_time(cache: Path) -> None:
     )
     done = finished([sys.executable, "-c", program])
     assert done.stdout.splitlines() == ["[97, 98] a", "False", "20 True"], done.stderr
+
+
+def test_one_that_an_edited_package_kept_is_loaded(merges: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(merges)
+    monkeypatch.setattr(fingerprint, "sources", lambda: "edited")
+    both(merges)

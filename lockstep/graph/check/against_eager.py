@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from ...cache import fingerprint as cache_fingerprint
 from ..compiler import Compiler
 from ..function import GraphFunction
 from ..ir.captured import GraphError, Level, title_of
@@ -24,7 +25,7 @@ from ..ranks import anywhere
 from ..store.key import body_name
 from .comparison import Case, Comparison
 from .fingerprints import fingerprint, first_difference
-from .passed_checks import PassedChecks, key
+from .passed_checks import PassedChecks
 
 Mode = Literal["strict", "warn"]
 _log = logging.getLogger("lockstep.graph")
@@ -110,7 +111,7 @@ def _first_fault(
         text = digests.setdefault(id(captured), digest(captured) if first else "")
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
         asked = title_of(function.name, case.statics), body_name(function.body)
-        this = key(text, asked, level, case.name, shapes)
+        this = cache_fingerprint.key(text, asked, level, case.name, shapes)
         if verdicts and not anywhere(compiler.peers, not verdicts.passed(this)):
             known += 1
             continue

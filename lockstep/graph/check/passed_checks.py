@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...cache import user_folder
-from ...cache.fingerprint import origin
-from ...cache.user_folder import cache_folder
 
 MOST = 4096  # that are kept
 
@@ -19,7 +15,7 @@ class PassedChecks:
     """Passed checks by what they depend on, a file each (`cache.user_folder`)."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = (folder or cache_folder()) / "verdicts"
+        self._folder = (folder or user_folder.cache_folder()) / "verdicts"
 
     def passed(self, key: str) -> bool:
         """Whether this check is known to have passed."""
@@ -29,9 +25,3 @@ class PassedChecks:
     def add(self, key: str, about: Mapping[str, Any]) -> None:
         """Remember a check that passed; `about` is for readers."""
         user_folder.write(self._folder / f"{key}.json", {"key": key, **about}, keep=MOST)
-
-
-def key(*parts: object) -> str:
-    """What a check depends on: `parts`, the machine and the code of this package."""
-    text = json.dumps([repr(part) for part in (*parts, origin())])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -6,12 +6,11 @@ must not change a bit, and the library must not split K. A shape whose kernel di
 must not start. On a CPU a row's product must not depend on how many rows there are. On both, attention over a paged
 cache must be attention over packed tokens.
 
-Verdicts are kept in the user's cache folder, by machine and versions, for what was checked.
+Verdicts are kept in the user's cache folder, by package, versions and machine, for what was checked.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from ...cache import fingerprint as cache_fingerprint
 from ...cache import user_folder
-from ...cache.driver import driver_version
 from ..activation.operator import silu_mul
 from ..linear import fused as linear_fused
 from ..linear.operator import linear, linear_fp32
@@ -41,19 +40,6 @@ Shape = Product | HeadShape | LatentHeadShape
 
 CPU_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33)
 CPU_WEIGHTS = 1 << 22  # elements of the weights that a CPU is checked with; columns are alike
-SOURCES = (
-    *(
-        "machine_check/check.py",
-        "machine_check/attention.py",
-        "machine_check/inputs.py",
-        "tables/linear_table.py",
-        "tables/linear_table.json",
-        "linear/cublas.py",
-    ),
-    *("reference.py", "attention/reference.py", "mla/reference.py"),
-    *("linear/triton.py", "linear/hopper_async.py", "linear/hopper_tma.py", "linear/cuda.py"),
-    *("row_alignment.py", "activation/triton.py", "rope/triton.py", "norm/triton.py", "pdl.py"),
-)
 
 
 class MachineReport(NamedTuple):
@@ -152,7 +138,7 @@ def rehearse(
 
 def _path(device: torch.device, dtype: torch.dtype, folder: Path | None) -> Path:
     """The file of the outcomes on this machine, by shape."""
-    return (folder or user_folder.cache_folder()) / f"gate-{fingerprint(device, dtype)[:32]}.json"
+    return (folder or user_folder.cache_folder()) / f"gate-{fingerprint(device, dtype)}.json"
 
 
 def _known(path: Path) -> dict[str, Outcome]:
@@ -226,16 +212,7 @@ def _cpu_product(p: Product, dtype: torch.dtype) -> bool:
 
 
 def fingerprint(device: torch.device, dtype: torch.dtype) -> str:
-    """What the bits depend on: hardware, driver, versions, and the sources that choose and compute."""
-    sources = hashlib.sha256()
-    for name in SOURCES:
-        path = Path(__file__).parents[1] / name
-        sources.update(path.read_bytes() if path.exists() else b"")
-    facts = [str(dtype), torch.__version__, sources.hexdigest()]
-    if device.type == "cuda":
-        import triton
-
-        facts += [torch.cuda.get_device_name(device), driver_version(), str(torch.version.cuda), triton.__version__]
-    else:
-        facts += [cpu_backend(), torch.backends.cpu.get_cpu_capability(), torch.__config__.show()]
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    """What the bits depend on: the package, versions and the machine, the device itself, and on a CPU what computes."""
+    on_gpu = device.type == "cuda"
+    about = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_backend()}\n{torch.__config__.show()}"
+    return cache_fingerprint.key("machine check", dtype, about, device=device.type)

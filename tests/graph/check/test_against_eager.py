@@ -254,7 +254,7 @@ def test_what_passed_is_not_run_again_until_something_changes(tmp_path: Path, mo
     folder.chmod(0o770)  # someone else could write there
     assert check() == 0
     folder.chmod(0o700)
-    monkeypatch.setattr("lockstep.graph.check.passed_checks.origin", lambda: {"sources": "edited"})
+    monkeypatch.setattr("lockstep.cache.fingerprint.origin", lambda _: {"sources": "edited"})
     assert check() == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ def test_a_number_that_is_not_declared_is_caught(monkeypatch: pytest.MonkeyPatch
 
     def without_epsilon(runs: EagerRuns) -> dict[str, Any]:
         found = declared(runs)
-        loss = {k: v for k, v in found["forward_backward"]["loss"].items() if k != "epsilon"}
+        loss = {k: v for k, v in asdict(found["forward_backward"]["loss"]).items() if k != "epsilon"}
         return {**found, "forward_backward": {**found["forward_backward"], "loss": loss}}
 
     monkeypatch.setattr(EagerRuns, "constants", without_epsilon)
@@ -258,6 +258,6 @@ def test_every_source_of_the_package_counts(name: str, tmp_path: Path, monkeypat
     hashes = []
     for text in ("one", "other"):
         (tmp_path / name).write_text(text)
-        hashes.append(origin._sources())
+        hashes.append(origin.sources.__wrapped__())
     (tmp_path / name).rename(tmp_path / f"z{Path(name).suffix}")
-    assert len({*hashes, origin._sources()}) == 3
+    assert len({*hashes, origin.sources.__wrapped__()}) == 3

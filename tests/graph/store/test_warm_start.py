@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lockstep.algorithms import losses
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Case as TrustCase
@@ -182,3 +184,44 @@ def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, roll
     again = compiler()
     train_step(decoder(), rollout, again)
     assert (again.loaded, again.captures) == (1, 0)  # and the right one was stored
+
+
+@dataclass(frozen=True)
+class LossWithGain(LossConfig):
+    gain: float = 1.0
+
+
+def with_gain(values: losses.TokenValues, settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a contributor writes who adds a setting to the loss."""
+    loss_C, clipped_C = losses.grpo(values, settings)
+    return settings.gain * loss_C, clipped_C
+
+
+with_gain.__module__ = losses.__name__  # an edit of the package
+
+
+def gradient(model: Decoder, rollout: Callable[..., Any], loss: LossConfig, compiler: Compiler | None) -> torch.Tensor:
+    (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
+    trainer = Trainer(model, OptimizerConfig(), loss, compiler=compiler)
+    trainer.forward_backward(batch)
+    return trainer.flat.grad.clone()
+
+
+def test_a_loss_cannot_read_what_is_not_in_the_key(decoder, rollout, compiler: Made, monkeypatch) -> None:
+    monkeypatch.setitem(losses.LOSSES, "grpo", with_gain)
+    for own in (None, compiler()):
+        with pytest.raises(AttributeError, match="gain"):
+            gradient(decoder(), rollout, LossWithGain(gain=5.0), own)
+
+
+def test_a_setting_that_a_loss_reads_is_in_the_key(decoder, rollout, compiler: Made, monkeypatch) -> None:
+    settings = make_dataclass("LossSettings", [("gain", float)], bases=(losses.LossSettings,), frozen=True)
+    monkeypatch.setattr("lockstep.trainer.trainer.LossSettings", settings)
+    monkeypatch.setitem(losses.LOSSES, "grpo", with_gain)
+    for gain in (1.0, 5.0):
+        own = compiler()
+        found = gradient(decoder(), rollout, LossWithGain(gain=gain), own)
+        assert torch.equal(found, gradient(decoder(), rollout, LossWithGain(gain=gain), None))
+        assert (own.captures, own.loaded) == (1, 0)
+    assert own.store is not None
+    assert own.store.lookups[0].reasons == ("constants.loss.gain was '1.0' and is '5.0'",)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.cache import user_folder
+from lockstep.cache import fingerprint, user_folder
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.machine_check import attention as machine_check_attention
 from lockstep.ops.machine_check import check as machine_check
@@ -176,6 +176,32 @@ def test_a_verdict_is_kept_for_these_versions_and_this_dtype(folder, monkeypatch
     monkeypatch.setattr(torch, "__version__", "3.0")
     with pytest.raises(pytest.fail.Exception):
         check(folder)
+
+
+def planted(monkeypatch, edited: Path) -> None:
+    """From here on this file of the package has a byte more, and the package is read anew."""
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) + b"\n" * (path == edited))
+    monkeypatch.setattr(fingerprint, "sources", fingerprint.sources.__wrapped__)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("native/attention.c", "native/vector.h", "attention/triton.py", "attention/triton_decode.py"),
+        *("attention/operator.py", "mla/triton.py", "machine_check/shapes.py", "linear/triton.py"),
+    ],
+)
+def test_a_verdict_is_kept_for_these_sources(folder, monkeypatch, name):
+    """Whichever file computes attention or a product: what an earlier version of it was found to keep says nothing."""
+    products, edited = PRODUCTS[:1], Path(machine_check.__file__).parents[1] / name
+    assert edited.is_file()
+    machine_check.check(products, [], CPU, torch.float32, folder)
+    monkeypatch.setattr(machine_check, "_check", lambda *_: pytest.fail("checked again"))
+    machine_check.check(products, [], CPU, torch.float32, folder)
+    planted(monkeypatch, edited)
+    with pytest.raises(pytest.fail.Exception):
+        machine_check.check(products, [], CPU, torch.float32, folder)
 
 
 def test_the_folder_is_the_user_s_alone(folder):
