@@ -209,7 +209,7 @@ def _eval(flags: Eval) -> Outcome:
     from ..session.evaluation import evaluate, render
 
     result = evaluate(
-        config,
+        validate(config),
         n=flags.n,
         k=flags.k,
         temperature=flags.temperature,

@@ -52,8 +52,7 @@ class _Begin(RunConfig):
     @classmethod
     def of(cls, config: RunConfig, **changes: Any) -> Self:
         """Flags whose defaults are `config`'s values."""
-        values = {item.name: getattr(config, item.name) for item in fields(RunConfig)}
-        return cls(**(values | {"task": _Task(**vars(config.task))} | changes))
+        return cls(**(vars(config) | {"task": _Task(**vars(config.task))} | changes))
 
     def resolved(self) -> RunConfig:
         """The configuration that the flags spell out."""
