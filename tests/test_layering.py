@@ -54,8 +54,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "cache": ("driver file_hashes user_folder", "fingerprint tokenizers"),
     "distributed": ("torch_private", "collectives", "ranks", "join", "."),
     "ops": (
-        "operator pdl precompile row_alignment row_gradients reference tables",
-        "linear.cublas logprobs.philox logprobs.triton_noise native.library",
+        "native.library pdl precompile row_alignment row_gradients reference tables",
+        "linear.cublas logprobs.philox logprobs.triton_noise operator",
         "logprobs.reference",
         "native",
         "activation adamw decode_update embedding norm",
@@ -147,6 +147,8 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, s
             base = package[: len(package) - node.level + 1] if node.level else []
             stem = ".".join([*base, *([node.module] if node.module else [])])
             names = [f"{stem}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.keyword) and node.arg == "cuda" and isinstance(node.value, ast.Constant):
+            names = [".".join([*package, str(node.value.value).partition(":")[0]])]  # an operator's, imported by name
         else:
             continue
         for name in names:

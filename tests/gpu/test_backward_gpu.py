@@ -16,6 +16,7 @@ from lockstep.ops.linear.operator import linear_fp32
 from lockstep.ops.logprobs import backward as logprobs_backward
 from lockstep.ops.logprobs import operator as logprobs_operator
 from lockstep.ops.logprobs import reference as logprobs_reference
+from lockstep.ops.logprobs import triton_backward as logprobs_triton_backward
 
 DEVICE = "cuda"
 TOKENS, SCORED, VOCABULARY, DIM, FEED_FORWARD = 4685, 4000, 151_936, 1024, 3072
@@ -181,7 +182,7 @@ def test_error_of_the_logprobs(kind, chunk_bytes, monkeypatch):
     stats = statistics(s)
     plain = torch_path(s, stats)
     if chunk_bytes is not None:  # the smallest chunks, the last a part of one
-        monkeypatch.setattr(logprobs_backward, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(logprobs_triton_backward, "CHUNK_BYTES", chunk_bytes)
     ours = scored_gradients(s)
     grad = grad_logits(s, slice(None), stats).double()
     exact = grad @ s.weight.double(), grad.t() @ s.hidden.double()

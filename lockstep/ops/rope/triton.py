@@ -218,3 +218,9 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
         **pdl.options(inv_freq),
     )
     return out_TH
+
+
+def qk_norm_rope_write_kv(qkv_TE: Tensor, *arguments) -> Tensor:
+    """See `rope.fused.qk_norm_rope_write_kv`."""
+    *rotation, k_cache, v_cache, slots_T = arguments
+    return qk_norm_rope(qkv_TE, *rotation, (k_cache, v_cache, slots_T))
