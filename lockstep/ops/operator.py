@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, get_type_hints
 
 import torch
 import torch.fx.experimental._config
@@ -37,6 +39,7 @@ class Declaration(TypedDict, total=False):
 
 
 SAME = ":"
+MISSING = object()
 
 
 class Operator:
@@ -49,18 +52,21 @@ class Operator:
     def __init__(self, name: str, reference: Callable[..., Any], declared: Declaration) -> None:
         functools.update_wrapper(self, reference)
         gpu_only, mutates = declared.get("gpu_only", False), declared.get("mutates", ())
+        layout = ArgumentLayout(reference)
+        self._fields = layout.fields if layout.records else None
         self.on_cpu = _on_cpu(reference, declared.get("native"))
         self._direct = () if gpu_only else (torch.Tensor, torch.nn.Parameter)
         self._op = torch.library.custom_op(
             name,
-            self.on_cpu,
+            layout.of_fields(self.on_cpu),
             mutates_args=mutates,
             device_types="cuda" if gpu_only else "cpu",
-            schema=torch.library.infer_schema(reference, mutates_args=mutates),
+            schema=torch.library.infer_schema(layout.prototype, mutates_args=mutates),
         )
         if cuda := declared.get("cuda"):
-            self._op.register_kernel("cuda", reference if cuda == SAME else _imported(cuda, reference.__module__))
-        self._op.register_fake(declared.get("fake", _nothing))
+            launch = reference if cuda == SAME else _imported(cuda, reference.__module__)
+            self._op.register_kernel("cuda", layout.of_fields(launch))
+        self._op.register_fake(layout.of_fields(declared.get("fake", _nothing)))
         if backward := declared.get("backward"):
             self._op.register_autograd(backward, setup_context=declared.get("setup", _save_inputs))
 
@@ -73,8 +79,54 @@ class Operator:
             or not torch.is_inference_mode_enabled()
             or torch._C._len_torch_dispatch_stack() != 0
         ):
-            return self._op(*args)
+            return self._op(*(self._fields(args) if self._fields else args))
         return self.on_cpu(*args)
+
+
+class ArgumentLayout:
+    """An operator's arguments, some of which are records, that is, classes of `NamedTuple`; its schema has their fields
+    in their place.
+
+    Attributes:
+        prototype: what has the signature of the schema.
+        records: whether there are any.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        hints, flat = get_type_hints(function), []
+        if hints["return"] is type(None):
+            hints["return"] = None
+        signature = inspect.signature(function)
+        self._kinds = [getattr(hints[name], "_make", None) and hints[name] for name in signature.parameters]
+        self.records = any(self._kinds)
+        for parameter, record in zip(signature.parameters.values(), self._kinds, strict=True):
+            given = get_type_hints(record) if record else {parameter.name: hints[parameter.name]}
+            defaults = record._field_defaults if record else {parameter.name: parameter.default}
+            for name, kind in given.items():
+                default = defaults.get(name, parameter.empty)
+                flat.append(parameter.replace(name=name, annotation=kind, default=default))
+        self.prototype: Callable[..., Any] = lambda: None
+        vars(self.prototype)["__signature__"] = signature.replace(parameters=flat, return_annotation=hints["return"])
+
+    @staticmethod
+    def fields(args: Iterable[Any]) -> Iterator[Any]:
+        """The arguments as the schema has them, of those that are records or their fields already."""
+        return itertools.chain.from_iterable(x if hasattr(x, "_fields") else (x,) for x in args)
+
+    def of_fields(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, called with the arguments that the schema has. Those at the end may be left out."""
+        if not self.records:
+            return function
+
+        def together(*flat: Any) -> Any:
+            rest = iter(flat)
+            args = [
+                record(*itertools.islice(rest, len(record._fields))) if record else next(rest, MISSING)
+                for record in self._kinds
+            ]
+            return function(*(x for x in args if x is not MISSING))
+
+        return together
 
 
 def operator(name: str, **declared: Unpack[Declaration]) -> Callable[[Callable[..., Any]], Operator]:

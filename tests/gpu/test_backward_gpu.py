@@ -78,7 +78,7 @@ def case(name: str) -> Case:
         leaves += [normal(HEAD_DIM), normal(HEAD_DIM)]
 
     def operator(qkv: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None) -> Tensor:
-        return ops.qk_norm_rope(qkv, q_weight, k_weight, cos_sin, HEADS, KV_HEADS, 1e-6)
+        return ops.qk_norm_rope(qkv, ops.Rotation(q_weight, k_weight, cos_sin, HEADS, KV_HEADS, 1e-6))
 
     grad = normal(TOKENS, HEADS + KV_HEADS, HEAD_DIM)
     return Case(operator, lambda qkv, *weights: rotated(qkv, cos_sin, *weights), leaves, grad)

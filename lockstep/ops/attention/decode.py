@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..operator import operator
+from ..records import Rotation
 from ..rope.fused import qk_norm_rope_write_kv
 from .operator import attention_paged
 
@@ -46,7 +47,7 @@ def attention_decode(
             attends to means nothing.
         block_table: and the others are as in `attention_paged`.
     """
-    rotation = q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps
-    q_SNH = qk_norm_rope_write_kv.on_cpu(qkv_SE, *rotation, k_cache, v_cache, slots_S)
+    rotation = Rotation(q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps)
+    q_SNH = qk_norm_rope_write_kv.on_cpu(qkv_SE, rotation, k_cache, v_cache, slots_S)
     cu_seqlens = torch.arange(qkv_SE.shape[0] + 1, dtype=torch.int32)
     return attention_paged.on_cpu(q_SNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, 1, max_context_len)

@@ -43,7 +43,7 @@ def attention_packed(
     return _packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len)[0]
 
 
-def _packed_fake(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len):
+def _packed_fake(q_TNH, k_TKH, *_):
     (tokens, heads, _), kv_heads = q_TNH.shape, k_TKH.shape[1]
     shape = (kv_heads, tokens, heads // kv_heads) if q_TNH.is_cuda else (0,)
     return torch.empty_like(q_TNH), q_TNH.new_empty(shape, dtype=torch.float32)

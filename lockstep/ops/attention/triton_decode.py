@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
+from ..records import Rotation
 from ..rope.triton import qk_norm_rope, rotated_heads
 from ..row_alignment import aligned_rows
 from . import triton_prefetch
@@ -393,5 +394,5 @@ def attention_decode(qkv_SE: Tensor, *arguments) -> Tensor:
     paged = k_cache, v_cache, block_table, context_len_S, max_context_len
     if not groups or groups[0] is None or groups[0].numel() == 0:
         return decode(qkv_SE, *paged, projected=Projected(*rotation, slots_S))
-    q_SNH = qk_norm_rope(qkv_SE, *rotation, (k_cache, v_cache, slots_S))  # each query is in two programs
+    q_SNH = qk_norm_rope(qkv_SE, Rotation(*rotation), (k_cache, v_cache, slots_S))  # each query is in two programs
     return decode(q_SNH, *paged, *groups)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..operator import operator
+from ..records import Rotation
 
 
 @operator(
@@ -36,7 +37,7 @@ def rms_norm_add(
 @operator(
     "lockstep::rotated_attention_packed_backward",
     gpu_only=True,
-    fake=lambda grad_TNH, *others: torch.ops.lockstep.qk_norm_rope_backward(grad_TNH, *others[9:]),
+    fake=lambda grad_TNH, *others: torch.ops.lockstep.qk_norm_rope_backward(grad_TNH, others[9], *others[10]),
 )
 def rotated_attention_packed(
     grad_TNH: Tensor,
@@ -50,12 +51,7 @@ def rotated_attention_packed(
     prefix_len_S: Tensor,
     max_len: int,
     qkv_TE: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    cos_sin_TH: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
+    by: Rotation,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention over rotated queries and keys for the fused projection that these and the values are of,
     [T, E], and for both norms' weights: the arguments of `attention.operator.attention_packed_backward`, then those of
@@ -63,8 +59,7 @@ def rotated_attention_packed(
     from . import triton_backward
 
     layout = cu_seqlens, prefix_start_S, prefix_len_S, max_len
-    heads = q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps
-    return triton_backward.rotated_attention(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, layout, qkv_TE, heads)
+    return triton_backward.rotated_attention(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, layout, qkv_TE, by)
 
 
 @operator(

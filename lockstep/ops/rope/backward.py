@@ -10,31 +10,27 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..operator import operator
+from ..records import Rotation
 
 
-def _qk_norm_rope_fake(grad, qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps):
-    size = 0 if q_weight_H is None or k_weight_H is None else cos_sin_TH.shape[1]
-    q_dtype, k_dtype = ((w if w is not None else qkv_TE).dtype for w in (q_weight_H, k_weight_H))
+def _fake(grad, qkv_TE, by):
+    size = 0 if by.q_weight_H is None or by.k_weight_H is None else by.cos_sin_TH.shape[1]
+    q_dtype, k_dtype = ((w if w is not None else qkv_TE).dtype for w in by[:2])
     return qkv_TE.new_empty(qkv_TE.shape), qkv_TE.new_empty(size, dtype=q_dtype), qkv_TE.new_empty(size, dtype=k_dtype)
 
 
 @operator(
     "lockstep::qk_norm_rope_backward",
     gpu_only=True,
-    fake=_qk_norm_rope_fake,
+    fake=_fake,
 )
 def qk_norm_rope(
     grad: Tensor,
     qkv_TE: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    cos_sin_TH: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
+    by: Rotation,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `rope.operator.qk_norm_rope` for qkv, [T, (N + 2K) * H] with zeros for v, and for both weights, [H];
     the latter are empty where there are no weights."""
     from . import triton_backward
 
-    return triton_backward.qk_norm_rope(grad, qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps)
+    return triton_backward.qk_norm_rope(grad, qkv_TE, by)

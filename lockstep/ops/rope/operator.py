@@ -12,11 +12,8 @@ from torch import Tensor
 from .. import native, reference
 from ..norm.operator import _norm_backward
 from ..operator import operator
+from ..records import Rotation
 from . import backward
-
-
-def _qk_fake(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps):
-    return qkv_TE.new_empty(qkv_TE.shape[0], num_heads + num_kv_heads, cos_sin_TH.shape[1])
 
 
 def _qk_setup(ctx, inputs, output) -> None:
@@ -27,8 +24,8 @@ def _qk_setup(ctx, inputs, output) -> None:
 def _qk_backward(ctx, grad: Tensor):
     qkv_TE, q_weight_H, k_weight_H, cos_sin_TH = ctx.saved_tensors
     if qkv_TE.is_cuda:
-        settings = ctx.num_heads, ctx.num_kv_heads, ctx.eps
-        grads = backward.qk_norm_rope(grad, qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, *settings)
+        by = Rotation(q_weight_H, k_weight_H, cos_sin_TH, ctx.num_heads, ctx.num_kv_heads, ctx.eps)
+        grads = backward.qk_norm_rope(grad, qkv_TE, by)
         return *(g if x is not None else None for g, x in zip(grads, ctx.saved_tensors, strict=False)), *[None] * 4
     tokens, head_dim = cos_sin_TH.shape
     heads = ctx.num_heads + ctx.num_kv_heads
@@ -52,30 +49,23 @@ def _qk_backward(ctx, grad: Tensor):
     "lockstep::qk_norm_rope",
     native=native.qk_norm_rope,
     cuda="triton:qk_norm_rope",
-    fake=_qk_fake,
+    fake=lambda qkv_TE, by: qkv_TE.new_empty(qkv_TE.shape[0], by.num_heads + by.num_kv_heads, by.cos_sin_TH.shape[1]),
     setup=_qk_setup,
     backward=_qk_backward,
 )
 def qk_norm_rope(
     qkv_TE: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    cos_sin_TH: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
+    by: Rotation,
 ) -> Tensor:
     """Queries and keys out of the fused projection: RMSNorm a head (when weights are given), then rotary embedding.
 
     Args:
         qkv_TE: [T, (N + 2K) * H], heads in the order q, k, v.
-        q_weight_H, k_weight_H: norm weights, both or neither.
-        cos_sin_TH: float32 [T, H]; cosines in the first half, sines in the second (`rope_table`).
 
     Returns:
         [T, N + K, H] in qkv's dtype. Rotation pairs element i with i + H/2, as Hugging Face does (Su et al. 2021).
     """
-    return reference.qk_norm_rope(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps)
+    return reference.qk_norm_rope(qkv_TE, by)
 
 
 @operator(
