@@ -60,9 +60,9 @@ class Stack:
         other._set_rows(rows)
         return other
 
-    def heads(self) -> tuple:
+    def heads(self) -> ops.Rotation:
         c = self.config
-        return self.head_norm, self.head_norm, self.rope, c.num_heads, c.num_kv_heads, EPS
+        return ops.Rotation(self.head_norm, self.head_norm, self.rope, c.num_heads, c.num_kv_heads, EPS)
 
     def parts(self, fused: bool) -> dict[str, Callable[[], object]]:
         """Each part over all layers, and all of them in turn."""
@@ -88,7 +88,7 @@ class Stack:
     def _fused(self) -> dict:
         return {
             "qkv": lambda x, w: ops.norm_linear(x, self.norm, w[0], EPS),
-            "rope": lambda x, w: ops.qk_norm_rope_write_kv(x, *self.heads(), *self.cache, self.slots).flatten(1),
+            "rope": lambda x, w: ops.qk_norm_rope_write_kv(x, self.heads(), *self.cache, self.slots).flatten(1),
             "o": lambda x, w: ops.linear_add(x, w[1], self.residual),
             "gate_up": lambda x, w: ops.norm_gate_up(x, self.norm, w[2], EPS),
             "down": lambda x, w: ops.linear_add(x, w[3], self.residual),
@@ -98,7 +98,7 @@ class Stack:
         width = (self.config.hidden_size,)
 
         def rope(x: Tensor, _: tuple) -> Tensor:
-            qk = ops.qk_norm_rope(x, *self.heads())
+            qk = ops.qk_norm_rope(x, self.heads())
             heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
             v = x[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (kv_heads, qk.shape[2]))
             for cache, new in zip(self.cache, (qk[:, heads:], v), strict=True):

@@ -273,7 +273,7 @@ def rows(bench: Bench, models: dict[str, ModelConfig]) -> None:
             return F.silu(gate) * up
 
         def ours_rotated(x: Tensor, q: Tensor, k: Tensor, n=heads, m=kv, t=table) -> Tensor:
-            return ops.qk_norm_rope(x, q, k, t, n, m, EPS)
+            return ops.qk_norm_rope(x, ops.Rotation(q, k, t, n, m, EPS))
 
         leaves = [normal(tokens, c.hidden_size), normal(c.hidden_size)]
         row_case(bench, f"{name} rms_norm", lambda x, w: ops.rms_norm(x, w, EPS), norm, leaves)

@@ -54,8 +54,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
     "distributed": ("torch_private", "collectives", "ranks", "join", "."),
     "ops": (
-        "operator pdl precompile row_alignment row_gradients reference tables",
-        "linear.cublas logprobs.philox logprobs.triton_noise native.library",
+        "native.library pdl precompile records row_alignment row_gradients tables",
+        "linear.cublas logprobs.philox logprobs.triton_noise operator reference",
         "logprobs.reference",
         "native",
         "activation adamw decode_update embedding norm",
@@ -147,6 +147,8 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, s
             base = package[: len(package) - node.level + 1] if node.level else []
             stem = ".".join([*base, *([node.module] if node.module else [])])
             names = [f"{stem}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.keyword) and node.arg == "cuda" and isinstance(node.value, ast.Constant):
+            names = [".".join([*package, str(node.value.value).partition(":")[0]])]  # an operator's, imported by name
         else:
             continue
         for name in names:
@@ -283,6 +285,7 @@ def test_every_circle_of_the_table_is_one() -> None:
         ("graph.torch_private.trace", "from ..ir.captured import Captured", "graph.ir.captured"),
         ("graph.launch.launcher", "from .. import GraphFunction", "graph"),
         ("ops.norm.triton", "from ..attention import operator", "ops.attention.operator"),
+        ("ops.rope.operator", "operator('lockstep::x', cuda='fused:x')", "ops.rope.fused"),
         ("ops.native.library", "from . import rms_norm", "ops.native"),
         ("ops.attention.operator", "from .decode import attention_decode", "ops.attention.decode"),
         ("trainer.step", "from .programs import Inputs", "trainer.programs"),

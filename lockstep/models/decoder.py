@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .blocks.attention import Attend, Heads, Masks
+from .blocks.attention import Attend, Masks
 from .blocks.mla import LatentAttention
 from .blocks.moe import MixtureOfExperts, Routing
 from .blocks.rope import YarnScaling, inverse_frequencies
@@ -102,6 +102,6 @@ class Layer(nn.Module):
         c = self.config
         if self.mla is not None:
             return self.mla(index, x_TD, self.attention_norm, c.rms_norm_eps, rope_TH, attend)
-        heads = Heads(self.q_norm, self.k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
+        by = ops.Rotation(self.q_norm, self.k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
         qkv_TE = ops.norm_linear(x_TD, self.attention_norm, self.qkv, c.rms_norm_eps)
-        return attend(index, qkv_TE, heads).flatten(1)
+        return attend(index, qkv_TE, by).flatten(1)

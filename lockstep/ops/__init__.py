@@ -30,6 +30,7 @@ from .moe.routing import combine, dispatch, dispatch_plan, route, router_logits
 from .moe.statistics import expert_loads, route_digest, router_probabilities
 from .native.library import cpu_backend, cpu_build
 from .norm.operator import rms_norm
+from .records import Rotation
 from .rope.fused import qk_norm_rope_write_kv
 from .rope.operator import qk_norm_rope, rope_table
 
@@ -37,6 +38,7 @@ __all__ = [
     "SQUARES_BLOCK",
     "KEY_TILE",
     "MaskFunction",
+    "Rotation",
     "TokenLogprobs",
     "adamw",
     "advance_rows",

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .records import Rotation
+
 ROW_BLOCK = 64  # one shape a weight: how a library cuts a product, and whether it splits the depth, follows the rows
 MIN_COLUMNS = 16  # measured: with 12 and more a row's bits are its own; with fewer they change with rows and addresses
 MIN_DEPTH = 32  # torch leaves bfloat16 products of 16 * 16 * 16 multiplications and fewer to other code
@@ -42,23 +44,18 @@ def head_weights(q_weight_H: Tensor, k_weight_H: Tensor, num_heads: int, num_kv_
 
 def qk_norm_rope(
     qkv_TE: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    cos_sin_TH: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
+    by: Rotation,
 ) -> Tensor:
     """See `rope.operator.qk_norm_rope`."""
-    tokens, head_dim = cos_sin_TH.shape
-    heads = num_heads + num_kv_heads
+    tokens, head_dim = by.cos_sin_TH.shape
+    heads = by.num_heads + by.num_kv_heads
     qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim)
-    if q_weight_H is not None and k_weight_H is not None:
-        qk = rms_norm(qk, head_weights(q_weight_H, k_weight_H, num_heads, num_kv_heads), eps)
+    if by.q_weight_H is not None and by.k_weight_H is not None:
+        qk = rms_norm(qk, head_weights(by.q_weight_H, by.k_weight_H, by.num_heads, by.num_kv_heads), by.eps)
     else:
         qk = qk.float()
     half = head_dim // 2
-    cos, sin = cos_sin_TH[:, None, :half], cos_sin_TH[:, None, half:]
+    cos, sin = by.cos_sin_TH[:, None, :half], by.cos_sin_TH[:, None, half:]
     first, second = qk[..., :half], qk[..., half:]
     out = torch.empty(tokens, heads, head_dim, dtype=torch.float32)
     torch.sub(first * cos, second * sin, out=out[..., :half])

@@ -16,6 +16,7 @@ from lockstep.ops.linear.operator import linear_fp32
 from lockstep.ops.logprobs import backward as logprobs_backward
 from lockstep.ops.logprobs import operator as logprobs_operator
 from lockstep.ops.logprobs import reference as logprobs_reference
+from lockstep.ops.logprobs import triton_backward as logprobs_triton_backward
 
 DEVICE = "cuda"
 TOKENS, SCORED, VOCABULARY, DIM, FEED_FORWARD = 4685, 4000, 151_936, 1024, 3072
@@ -77,7 +78,7 @@ def case(name: str) -> Case:
         leaves += [normal(HEAD_DIM), normal(HEAD_DIM)]
 
     def operator(qkv: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None) -> Tensor:
-        return ops.qk_norm_rope(qkv, q_weight, k_weight, cos_sin, HEADS, KV_HEADS, 1e-6)
+        return ops.qk_norm_rope(qkv, ops.Rotation(q_weight, k_weight, cos_sin, HEADS, KV_HEADS, 1e-6))
 
     grad = normal(TOKENS, HEADS + KV_HEADS, HEAD_DIM)
     return Case(operator, lambda qkv, *weights: rotated(qkv, cos_sin, *weights), leaves, grad)
@@ -181,7 +182,7 @@ def test_error_of_the_logprobs(kind, chunk_bytes, monkeypatch):
     stats = statistics(s)
     plain = torch_path(s, stats)
     if chunk_bytes is not None:  # the smallest chunks, the last a part of one
-        monkeypatch.setattr(logprobs_backward, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(logprobs_triton_backward, "CHUNK_BYTES", chunk_bytes)
     ours = scored_gradients(s)
     grad = grad_logits(s, slice(None), stats).double()
     exact = grad @ s.weight.double(), grad.t() @ s.hidden.double()

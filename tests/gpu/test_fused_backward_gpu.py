@@ -53,15 +53,16 @@ def test_attention_and_rotation(heads: tuple[int, int, int], norm: bool, bound: 
     qkv = normal(TOKENS, (num_heads + 2 * kv_heads) * head_dim)
     weights = (normal(head_dim), normal(head_dim)) if norm else (None, None)
     inverse = 1e6 ** (-torch.arange(0, 1, 2 / head_dim, device=DEVICE))
-    rotation = *weights, ops.rope_table(torch.arange(TOKENS, device=DEVICE), inverse), num_heads, kv_heads, EPS
-    q, k = ops.qk_norm_rope(qkv, *rotation).split((num_heads, kv_heads), 1)
+    table = ops.rope_table(torch.arange(TOKENS, device=DEVICE), inverse)
+    rotation = ops.Rotation(*weights, table, num_heads, kv_heads, EPS)
+    q, k = ops.qk_norm_rope(qkv, rotation).split((num_heads, kv_heads), 1)
     v = qkv.unflatten(1, (-1, head_dim))[:, num_heads + kv_heads :]
     out, lse = attention_operator._packed(q, k, v, *layout)
     grad = normal(TOKENS, num_heads, head_dim)
     dq, dk, dv = attention_operator.attention_packed_backward(grad, q, k, v, out, lse, *layout)
-    expected, *of_weights = rope_backward.qk_norm_rope(torch.cat((dq, dk), 1), qkv, *rotation)
+    expected, *of_weights = rope_backward.qk_norm_rope(torch.cat((dq, dk), 1), qkv, rotation)
     of_values = torch.nn.functional.pad(dv.flatten(1), (expected.shape[1] - dv[0].numel(), 0))
-    found = fused_backward.rotated_attention_packed(grad, q, k, v, out, lse, *layout, qkv, *rotation)
+    found = fused_backward.rotated_attention_packed(grad, q, k, v, out, lse, *layout, qkv, rotation)
     assert census("gradients of fused projections", expected + of_values, found[0] + 0) == 0  # a -0 is 0 in a sum
     assert all(map(torch.equal, of_weights, found[1:]))
 

@@ -183,8 +183,8 @@ def test_write_kv_inside_is_write_kv_after(census, norms):
     for m in (1, 40, tokens):
         arguments = (*weights, table[:m], HEADS, KV_HEADS, 1e-6)
         with torch.no_grad():
-            q = ops.qk_norm_rope_write_kv(qkv[:m], *arguments, *caches, slots[:m])
-        qk = ops.qk_norm_rope(qkv[:m], *arguments)
+            q = ops.qk_norm_rope_write_kv(qkv[:m], ops.Rotation(*arguments), *caches, slots[:m])
+        qk = ops.qk_norm_rope(qkv[:m], ops.Rotation(*arguments))
         v = qkv[:m, -KV_HEADS * HEAD_DIM :].unflatten(1, (KV_HEADS, HEAD_DIM))
         ops.write_kv(qk[:, HEADS:], v, *expected, slots[:m])
         assert census("qk_norm_rope_write_kv: queries = separate", q, qk[:, :HEADS]) == 0
@@ -215,7 +215,9 @@ def test_decode_is_its_parts(census, heads, kv_heads, head_dim, norms):
             angles = rotation[2][:rows]
             with torch.no_grad():
                 out = ops.attention_decode(qkv[:rows], *weights, angles, *rotation[3:], *caches, *paged, bound)
-                q = ops.qk_norm_rope_write_kv(qkv[:rows], *weights, angles, *rotation[3:], *expected, slots[:rows])
+                q = ops.qk_norm_rope_write_kv(
+                    qkv[:rows], ops.Rotation(*weights, angles, *rotation[3:]), *expected, slots[:rows]
+                )
                 apart = ops.attention_paged(q, *expected, *paged[1:2], starts[: rows + 1], context[:rows], 1, bound)
             assert census("attention_decode = norm, rotate, write, attend", out, apart) == 0
             assert census("attention_decode: cache", caches, expected) == 0
@@ -276,7 +278,7 @@ def test_grouped_decode_is_its_parts(census, heads, kv_heads, head_dim, norms):
         qkv = wide(count, (heads + 2 * kv_heads) * head_dim)
         with torch.no_grad():
             out = ops.attention_decode(qkv, *rotation, *caches, slots, table, context, pages * page, groups, shared_len)
-            q = ops.qk_norm_rope_write_kv(qkv, *rotation, *expected, slots)
+            q = ops.qk_norm_rope_write_kv(qkv, ops.Rotation(*rotation), *expected, slots)
             alone = ops.attention_paged(q, *expected, table, starts, context, 1, pages * page)
         assert census("attention_decode, grouped = its parts, alone", out, alone) == 0
         assert census("attention_decode, grouped: cache", caches, expected) == 0

@@ -116,11 +116,11 @@ def test_qk_norm_rope_is_invariant_to_batch_and_place(census, norm):
     inv_freq = 1e6 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
     table = ops.rope_table(torch.randint(0, 4096, (len(qkv),), device=DEVICE), inv_freq)
     arguments = (*weights, table, HEADS, KV_HEADS, 1e-6)
-    whole = ops.qk_norm_rope(qkv, *arguments)
+    whole = ops.qk_norm_rope(qkv, ops.Rotation(*arguments))
     cpu = [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
-    assert relative_error(whole.cpu(), ops.qk_norm_rope(qkv.cpu(), *cpu).double()) < 4e-3
+    assert relative_error(whole.cpu(), ops.qk_norm_rope(qkv.cpu(), ops.Rotation(*cpu)).double()) < 4e-3
     for n in BATCHES:
-        some = ops.qk_norm_rope(qkv[-n:], *weights, table[-n:], HEADS, KV_HEADS, 1e-6)
+        some = ops.qk_norm_rope(qkv[-n:], ops.Rotation(*weights, table[-n:], HEADS, KV_HEADS, 1e-6))
         assert census("qk_norm_rope: n rows = all rows", some, whole[-n:]) == 0
 
 

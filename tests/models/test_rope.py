@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.models import Decoder
-from lockstep.models.blocks.attention import Heads
 from lockstep.models.blocks.rope import YarnScaling, inverse_frequencies, scaling_from_hf, scaling_to_hf
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -54,9 +53,9 @@ class Rotations:
     def prepare(self, *sizes: int) -> None:
         pass
 
-    def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
-        self.table = heads.rope_TH
-        return torch.zeros(qkv_TE.shape[0], heads.num_heads, heads.rope_TH.shape[1])
+    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation) -> Tensor:
+        self.table = by.cos_sin_TH
+        return torch.zeros(qkv_TE.shape[0], by.num_heads, by.cos_sin_TH.shape[1])
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.25])

@@ -17,6 +17,7 @@ from lockstep.ops import reference
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.logprobs.philox import philox, sample_key
+from lockstep.ops.records import Rotation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -158,9 +159,9 @@ class Interpreted:
         qkv_TE = torch.randn(7, (heads + 2 * kv_heads) * head_dim).to(dtype)
         weights = [torch.randn(head_dim).to(dtype) if norm else None for _ in range(2)]
         angles = torch.rand(7, head_dim // 2) * 100
-        arguments = (*weights, torch.cat((angles.cos(), angles.sin()), dim=1), heads, kv_heads, 1e-6)
-        out = rope_triton.qk_norm_rope(qkv_TE, *arguments)
-        torch.testing.assert_close(out, reference.qk_norm_rope(qkv_TE, *arguments))
+        by = Rotation(*weights, torch.cat((angles.cos(), angles.sin()), dim=1), heads, kv_heads, 1e-6)
+        out = rope_triton.qk_norm_rope(qkv_TE, by)
+        torch.testing.assert_close(out, reference.qk_norm_rope(qkv_TE, by))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_silu_mul(self, dtype):

@@ -19,6 +19,7 @@ from lockstep.ops import native, reference
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.logprobs.philox import gumbel, philox
 from lockstep.ops.native import library
+from lockstep.ops.records import Rotation
 
 pytestmark = pytest.mark.skipif(library.built is None, reason="the C library is not built")
 
@@ -69,7 +70,7 @@ def test_qk_norm_rope_agrees_with_the_reference(head_dim: int, norm: bool) -> No
     table = native.rope_table(positions, inv_freq)
     torch.testing.assert_close(table, reference.rope_table(positions, inv_freq), rtol=0, atol=2e-7)
     weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else (None, None)
-    arguments = (qkv, *weights, table, 3, 2, 1e-6)
+    arguments = qkv, Rotation(*weights, table, 3, 2, 1e-6)
     torch.testing.assert_close(native.qk_norm_rope(*arguments), reference.qk_norm_rope(*arguments))
 
 
@@ -176,7 +177,7 @@ def test_a_row_does_not_know_its_batch(dim: int) -> None:
         outputs = (
             native.rms_norm(x, weight, 1e-6),
             native.silu_mul(x),
-            native.qk_norm_rope(x, weight[:12].contiguous(), weight[:12].contiguous(), table, 1, 1, 1e-6),
+            native.qk_norm_rope(x, Rotation(weight[:12].contiguous(), weight[:12].contiguous(), table, 1, 1, 1e-6)),
             logits,
             *entropies,
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.ops import reference
 from lockstep.ops.embedding import backward as embedding_backward
 from lockstep.ops.norm import backward as norm_backward
+from lockstep.ops.records import Rotation
 from lockstep.ops.rope import backward as rope_backward
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -89,13 +90,13 @@ class Interpreted:
             return exact_qk(qkv, q_weight, k_weight, cos_sin, heads, kv_heads)
 
         exact = exact_gradients(function, grad, qkv, *weights)
-        given = weights or (None, None)
-        results = rope_triton_backward.qk_norm_rope(grad, qkv, *given, cos_sin, heads, kv_heads, 1e-6)
+        by = Rotation(*(weights or (None, None)), cos_sin, heads, kv_heads, 1e-6)
+        results = rope_triton_backward.qk_norm_rope(grad, qkv, by)
         assert not results[0][:, -kv_heads * head_dim :].any(), "the gradient for v is not here"
         assert norm or (results[1].numel() == 0 and results[2].numel() == 0)
         assert_near(results[: len(exact)], exact)
         there = torch.randn_like(qkv)
-        joined = rope_triton_backward.qk_norm_rope(grad, qkv, *given, cos_sin, heads, kv_heads, 1e-6, there.clone())
+        joined = rope_triton_backward.qk_norm_rope(grad, qkv, by, there.clone())
         qk = (heads + kv_heads) * head_dim
         assert torch.equal(joined[0], torch.cat((results[0][:, :qk], there[:, qk:]), 1))
         assert all(map(torch.equal, joined[1:], results[1:]))
@@ -176,7 +177,7 @@ def test_operators_under_fake_tensors(norm):
         grads = (
             embedding_backward.gather_rows(x, rows, 50),
             *norm_backward.rms_norm(x, x, weight, 1e-6),
-            *rope_backward.qk_norm_rope(qk, qkv, *weights, cos_sin, 2, 1, 1e-6),
+            *rope_backward.qk_norm_rope(qk, qkv, Rotation(*weights, cos_sin, 2, 1, 1e-6)),
         )
         none = torch.empty(0, **options)
     expected = (table, x, weight, qkv, *((head, head) if norm else (none, none)))

@@ -16,17 +16,6 @@ from torch import Tensor
 from ... import ops
 
 
-class Heads(NamedTuple):
-    """How a fused projection becomes rotated queries and keys: arguments of `ops.qk_norm_rope`, in its order."""
-
-    q_norm_H: Tensor | None
-    k_norm_H: Tensor | None
-    rope_TH: Tensor
-    num_heads: int
-    num_kv_heads: int
-    eps: float
-
-
 class Latent(NamedTuple):
     """Absorbed queries, and what all their heads read, with the rotated parts apart; see `ops.latent_attention_packed`.
 
@@ -61,7 +50,7 @@ class Attend(Protocol):
     def prepare(self, tokens: int, num_heads: int, num_kv_heads: int) -> None:
         """Find what all layers share, before the first of them."""
 
-    def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
+    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation) -> Tensor:
         """Grouped-query attention, [T, N, H]."""
 
     def latent(self, layer: int, x: Latent) -> Tensor:
@@ -86,10 +75,10 @@ class PackedAttention:
             sizes = tokens, num_heads, num_kv_heads
             self.tiles[window] = ops.flex_tiles_packed(*sizes, *layout, self.max_len, window)
 
-    def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
-        qk = ops.qk_norm_rope(qkv_TE, *heads)
-        q_TNH, k_TKH = qk.split((heads.num_heads, heads.num_kv_heads), dim=1)
-        v_TKH = qkv_TE.unflatten(1, (-1, qk.shape[2])).narrow(1, qk.shape[1], heads.num_kv_heads)
+    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation) -> Tensor:
+        qk = ops.qk_norm_rope(qkv_TE, by)
+        q_TNH, k_TKH = qk.split((by.num_heads, by.num_kv_heads), dim=1)
+        v_TKH = qkv_TE.unflatten(1, (-1, qk.shape[2])).narrow(1, qk.shape[1], by.num_kv_heads)
         layout = self.cu_seqlens, self.prefix_start_S, self.prefix_len_S, self.max_len
         if self.masks is None:
             return ops.attention_packed(q_TNH, k_TKH, v_TKH, *layout)
@@ -128,12 +117,12 @@ class PagedAttention:
         for window in sorted(set(self.masks.windows)) if self.masks else ():
             self.tiles[window] = ops.flex_tiles_paged(tokens, num_heads, self.k_cache[0], *paged, window)
 
-    def __call__(self, layer: int, qkv_TE: Tensor, heads: Heads) -> Tensor:
+    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation) -> Tensor:
         k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
         if self.masks is None and self.max_query_len == 1 and qkv_TE.shape[0] == self.context_len_S.shape[0]:
             return ops.attention_decode(
                 qkv_TE,
-                *heads,
+                *by,
                 k_cache,
                 v_cache,
                 self.slots_T,
@@ -143,7 +132,7 @@ class PagedAttention:
                 self.group_rows_CW,
                 self.shared_len_S,
             )
-        q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, *heads, k_cache, v_cache, self.slots_T)
+        q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, by, k_cache, v_cache, self.slots_T)
         paged = self.block_table, self.cu_seqlens, self.context_len_S
         bounds = self.max_query_len, self.max_context_len
         if self.masks is None:

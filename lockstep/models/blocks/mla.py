@@ -54,7 +54,7 @@ class LatentAttention(nn.Module):
         latent_TR = ops.rms_norm(latent_TR.contiguous(), self.kv_norm, LATENT_EPS)
         q_TNH, q_rope_TNP = q_TE.unflatten(1, (heads, -1)).split((m.nope_dim, m.rope_dim), dim=2)
         rotary_TE = torch.cat((q_rope_TNP.flatten(1), k_rope_TP), dim=1)
-        rotated = ops.qk_norm_rope(rotary_TE, None, None, rope_TH, heads, 1, 0.0)
+        rotated = ops.qk_norm_rope(rotary_TE, ops.Rotation(None, None, rope_TH, heads, 1, 0.0))
         q_rope_TNP, k_rope_T1P = rotated.split((heads, 1), dim=1)
         key_up, value_up = self.kv_up.unflatten(0, (heads, -1)).split((m.nope_dim, m.v_dim), dim=1)
         q_TNR = ops.head_linear(q_TNH, key_up.transpose(1, 2))

@@ -11,7 +11,11 @@ from ..operator import operator
 BLOCK = 1024  # elements whose squares are added first
 
 
-@operator("lockstep::square_sums")
+@operator(
+    "lockstep::square_sums",
+    cuda="triton:square_sums",
+    fake=lambda x: x.new_empty(-(-x.numel() // BLOCK)),
+)
 def square_sums(x: Tensor) -> Tensor:
     """The sum of the squares of each `BLOCK` elements of a flat float32 tensor, the last ones being fewer perhaps.
 
@@ -22,22 +26,10 @@ def square_sums(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(padded.view(-1, BLOCK // 64, 64), dim=2).square().sum(1)
 
 
-@square_sums.register_kernel("cuda")
-def _(x: Tensor) -> Tensor:
-    from . import triton as kernels
-
-    return kernels.square_sums(x)
-
-
-@square_sums.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(-(-x.numel() // BLOCK))
-
-
-@torch.library.custom_op(
+@operator(
     "lockstep::adamw",
-    mutates_args=("weights", "grad", "master", "exp_avg", "exp_avg_sq", "steps"),
-    device_types="cpu",
+    mutates=("weights", "grad", "master", "exp_avg", "exp_avg_sq", "steps"),
+    cuda="triton:adamw",
 )
 def adamw(
     weights: Tensor | None,
@@ -88,15 +80,3 @@ def adamw(
     if weights is not None:
         weights.copy_(master)  # the same bits again when nothing was applied
     grad.zero_()
-
-
-@adamw.register_kernel("cuda")
-def _(weights, grad, master, exp_avg, exp_avg_sq, steps, lr, grad_scale, applied, *settings) -> None:
-    from . import triton as kernels
-
-    kernels.adamw(weights, grad, master, exp_avg, exp_avg_sq, steps, lr, grad_scale, applied, *settings)
-
-
-@adamw.register_fake
-def _(*_: object) -> None:
-    return None

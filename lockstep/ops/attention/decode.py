@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from ..operator import operator
+from ..records import Rotation
 from ..rope.fused import qk_norm_rope_write_kv
 from .operator import attention_paged
 
 
-@operator("lockstep::attention_decode", mutates_args=("k_cache", "v_cache"))
+@operator(
+    "lockstep::attention_decode",
+    mutates=("k_cache", "v_cache"),
+    cuda="triton_decode:attention_decode",
+    fake=lambda qkv_SE, q_weight_H, k_weight_H, cos_sin_SH, num_heads, *_: qkv_SE.new_empty(
+        qkv_SE.shape[0], num_heads, cos_sin_SH.shape[1]
+    ),
+)
 def attention_decode(
     qkv_SE: Tensor,
     q_weight_H: Tensor | None,
@@ -39,41 +47,7 @@ def attention_decode(
             attends to means nothing.
         block_table: and the others are as in `attention_paged`.
     """
-    rotation = q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps
-    q_SNH = qk_norm_rope_write_kv(qkv_SE, *rotation, k_cache, v_cache, slots_S)
+    rotation = Rotation(q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps)
+    q_SNH = qk_norm_rope_write_kv.on_cpu(qkv_SE, rotation, k_cache, v_cache, slots_S)
     cu_seqlens = torch.arange(qkv_SE.shape[0] + 1, dtype=torch.int32)
-    return attention_paged(q_SNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, 1, max_context_len)
-
-
-@attention_decode.register_kernel("cuda")
-def _(
-    qkv_SE,
-    q_weight_H,
-    k_weight_H,
-    cos_sin_SH,
-    num_heads,
-    num_kv_heads,
-    eps,
-    k_cache,
-    v_cache,
-    slots_S,
-    block_table,
-    context_len_S,
-    max_context_len,
-    group_rows_CW=None,
-    shared_len_S=None,
-):
-    from ..rope import triton as rope_triton
-    from . import triton_decode
-
-    rotation, cache = (q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps), (k_cache, v_cache)
-    paged = *cache, block_table, context_len_S, max_context_len
-    if group_rows_CW is None or group_rows_CW.numel() == 0:
-        return triton_decode.decode(qkv_SE, *paged, projected=triton_decode.Projected(*rotation, slots_S))
-    q_SNH = rope_triton.qk_norm_rope(qkv_SE, *rotation, (*cache, slots_S))  # each query is in two programs
-    return triton_decode.decode(q_SNH, *paged, group_rows_CW, shared_len_S)
-
-
-@attention_decode.register_fake
-def _(qkv_SE, q_weight_H, k_weight_H, cos_sin_SH, num_heads, *_):
-    return qkv_SE.new_empty(qkv_SE.shape[0], num_heads, cos_sin_SH.shape[1])
+    return attention_paged.on_cpu(q_SNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, 1, max_context_len)

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..embedding.operator import accumulate_rows
-from ..operator import operator
+from ..operator import SAME, operator
 from . import reference, reference_backward
 from .masks import visibility
 
@@ -57,7 +56,17 @@ def flex_tiles_paged(
     return _tiles_paged(block_table, cu_seqlens, context_len_S, *sizes)
 
 
-@torch.library.custom_op("lockstep::flex_tiles_packed", mutates_args=())
+def _tiles_packed_fake(*args):
+    from . import triton_flex
+
+    return triton_flex.tiles_packed(*args)
+
+
+@operator(
+    "lockstep::flex_tiles_packed",
+    cuda=SAME,
+    fake=_tiles_packed_fake,
+)
 def _tiles_packed(
     cu_seqlens: Tensor,
     prefix_start_S: Tensor,
@@ -73,7 +82,17 @@ def _tiles_packed(
     return triton_flex.tiles_packed(cu_seqlens, prefix_start_S, prefix_len_S, tokens, heads, kv_heads, max_len, window)
 
 
-@torch.library.custom_op("lockstep::flex_tiles_paged", mutates_args=())
+def _tiles_paged_fake(*args):
+    from . import triton_flex
+
+    return triton_flex.tiles_paged(*args)
+
+
+@operator(
+    "lockstep::flex_tiles_paged",
+    cuda=SAME,
+    fake=_tiles_paged_fake,
+)
 def _tiles_paged(
     block_table: Tensor,
     cu_seqlens: Tensor,
@@ -92,21 +111,24 @@ def _tiles_paged(
     return triton_flex.tiles_paged(block_table, cu_seqlens, context_len_S, *sizes)
 
 
-@_tiles_packed.register_fake
-def _(*args):
-    from . import triton_flex
-
-    return triton_flex.tiles_packed(*args)
+def _setup(ctx, inputs, output) -> None:
+    *tensors, ctx.max_len, ctx.window, ctx.mask, tiles = inputs
+    ctx.save_for_backward(*tensors, *tiles)
 
 
-@_tiles_paged.register_fake
-def _(*args):
-    from . import triton_flex
+def _backward(ctx, grad_TNH: Tensor):
+    tensors, tiles = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
+    settings = ctx.max_len, ctx.window, ctx.mask, tiles
+    return *flex_packed_backward(grad_TNH.contiguous(), *tensors, *settings), *[None] * 6, [None] * len(tiles)
 
-    return triton_flex.tiles_paged(*args)
 
-
-@torch.library.custom_op("lockstep::flex_packed", mutates_args=(), device_types="cpu")
+@operator(
+    "lockstep::flex_packed",
+    cuda="triton_flex:packed",
+    fake=lambda q_TNH, *_: q_TNH.new_empty(q_TNH.shape),
+    setup=_setup,
+    backward=_backward,
+)
 def flex_packed(
     q_TNH: Tensor,
     k_TKH: Tensor,
@@ -129,19 +151,15 @@ def flex_packed(
     return reference.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, visible)
 
 
-@flex_packed.register_kernel("cuda")
-def _(q_TNH, *args):
-    from . import triton_flex
-
-    return triton_flex.packed(q_TNH, *args)
-
-
-@flex_packed.register_fake
-def _(q_TNH, *_):
-    return q_TNH.new_empty(q_TNH.shape)
-
-
-@torch.library.custom_op("lockstep::flex_packed_backward", mutates_args=(), device_types="cpu")
+@operator(
+    "lockstep::flex_packed_backward",
+    cuda="triton_flex:packed_backward",
+    fake=lambda grad_TNH, q_TNH, k_TKH, v_TKH, *_: (
+        q_TNH.new_empty(q_TNH.shape),
+        k_TKH.new_empty(k_TKH.shape),
+        v_TKH.new_empty(v_TKH.shape),
+    ),
+)
 def flex_packed_backward(
     grad_TNH: Tensor,
     q_TNH: Tensor,
@@ -164,33 +182,11 @@ def flex_packed_backward(
     return reference_backward.packed(grad_TNH, q_TNH, k_TKH, v_TKH, *layout, accumulate_rows, visible)
 
 
-@flex_packed_backward.register_kernel("cuda")
-def _(grad_TNH, *args):
-    from . import triton_flex
-
-    return triton_flex.packed_backward(grad_TNH, *args)
-
-
-@flex_packed_backward.register_fake
-def _(grad_TNH, q_TNH, k_TKH, v_TKH, *_):
-    return q_TNH.new_empty(q_TNH.shape), k_TKH.new_empty(k_TKH.shape), v_TKH.new_empty(v_TKH.shape)
-
-
-def _setup(ctx, inputs, output) -> None:
-    *tensors, ctx.max_len, ctx.window, ctx.mask, tiles = inputs
-    ctx.save_for_backward(*tensors, *tiles)
-
-
-def _backward(ctx, grad_TNH: Tensor):
-    tensors, tiles = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
-    settings = ctx.max_len, ctx.window, ctx.mask, tiles
-    return *flex_packed_backward(grad_TNH.contiguous(), *tensors, *settings), *[None] * 6, [None] * len(tiles)
-
-
-flex_packed.register_autograd(_backward, setup_context=_setup)
-
-
-@operator("lockstep::flex_paged")
+@operator(
+    "lockstep::flex_paged",
+    cuda="triton_flex:paged",
+    fake=lambda q_TNH, *_: q_TNH.new_empty(q_TNH.shape),
+)
 def flex_paged(
     q_TNH: Tensor,
     k_cache: Tensor,
@@ -211,15 +207,3 @@ def flex_paged(
     """
     paged = block_table, cu_seqlens, context_len_S, max_query_len, max_context_len
     return reference.paged(q_TNH, k_cache, v_cache, *paged, visibility(window, mask))
-
-
-@flex_paged.register_kernel("cuda")
-def _(q_TNH, *args):
-    from . import triton_flex
-
-    return triton_flex.paged(q_TNH, *args)
-
-
-@flex_paged.register_fake
-def _(q_TNH, *_):
-    return q_TNH.new_empty(q_TNH.shape)

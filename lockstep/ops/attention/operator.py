@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import native
 from ..embedding.operator import accumulate_rows
-from ..operator import operator
+from ..operator import SAME, operator
 from . import reference, reference_backward
 
 KEY_TILE, KEY_SPLIT = reference.KEY_TILE, reference.KEY_SPLIT
@@ -43,7 +43,29 @@ def attention_packed(
     return _packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len)[0]
 
 
-@torch.library.custom_op("lockstep::attention_packed", mutates_args=(), device_types="cpu")
+def _packed_fake(q_TNH, k_TKH, *_):
+    (tokens, heads, _), kv_heads = q_TNH.shape, k_TKH.shape[1]
+    shape = (kv_heads, tokens, heads // kv_heads) if q_TNH.is_cuda else (0,)
+    return torch.empty_like(q_TNH), q_TNH.new_empty(shape, dtype=torch.float32)
+
+
+def _setup(ctx, inputs, output) -> None:
+    q_TNH, k_TKH, v_TKH, *layout, ctx.max_len = inputs
+    ctx.save_for_backward(q_TNH, k_TKH, v_TKH, *output, *layout)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_TNH: Tensor, _):
+    return (*attention_packed_backward(grad_TNH.contiguous(), *ctx.saved_tensors, ctx.max_len), None, None, None, None)
+
+
+@operator(
+    "lockstep::attention_packed",
+    cuda="triton:packed",
+    fake=_packed_fake,
+    setup=_setup,
+    backward=_backward,
+)
 def _packed(
     q_TNH: Tensor,
     k_TKH: Tensor,
@@ -62,21 +84,15 @@ def _packed(
     return out_TNH, q_TNH.new_empty(0, dtype=torch.float32)
 
 
-@_packed.register_kernel("cuda")
-def _(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len):
-    from . import triton as attention_triton
-
-    return attention_triton.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len)
-
-
-@_packed.register_fake
-def _(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, max_len):
-    (tokens, heads, _), kv_heads = q_TNH.shape, k_TKH.shape[1]
-    shape = (kv_heads, tokens, heads // kv_heads) if q_TNH.is_cuda else (0,)
-    return torch.empty_like(q_TNH), q_TNH.new_empty(shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("lockstep::attention_packed_backward", mutates_args=(), device_types="cpu")
+@operator(
+    "lockstep::attention_packed_backward",
+    cuda="triton_backward:packed",
+    fake=lambda grad_TNH, q_TNH, k_TKH, v_TKH, *_: (
+        torch.empty_like(q_TNH),
+        torch.empty_like(k_TKH),
+        torch.empty_like(v_TKH),
+    ),
+)
 def attention_packed_backward(
     grad_TNH: Tensor,
     q_TNH: Tensor,
@@ -100,32 +116,11 @@ def attention_packed_backward(
     )
 
 
-@attention_packed_backward.register_kernel("cuda")
-def _(grad_TNH, *args):
-    from . import triton_backward
-
-    return triton_backward.packed(grad_TNH, *args)
-
-
-@attention_packed_backward.register_fake
-def _(grad_TNH, q_TNH, k_TKH, v_TKH, *_):
-    return torch.empty_like(q_TNH), torch.empty_like(k_TKH), torch.empty_like(v_TKH)
-
-
-def _setup(ctx, inputs, output) -> None:
-    q_TNH, k_TKH, v_TKH, *layout, ctx.max_len = inputs
-    ctx.save_for_backward(q_TNH, k_TKH, v_TKH, *output, *layout)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_TNH: Tensor, _):
-    return (*attention_packed_backward(grad_TNH.contiguous(), *ctx.saved_tensors, ctx.max_len), None, None, None, None)
-
-
-_packed.register_autograd(_backward, setup_context=_setup)
-
-
-@operator("lockstep::attention_paged")
+@operator(
+    "lockstep::attention_paged",
+    cuda="triton:paged",
+    fake=lambda q_TNH, *_: torch.empty_like(q_TNH),
+)
 def attention_paged(
     q_TNH: Tensor,
     k_cache: Tensor,
@@ -161,33 +156,13 @@ def attention_paged(
     )
 
 
-@attention_paged.register_kernel("cuda")
-def _(q_TNH, *args):
-    from . import triton as attention_triton
-
-    return attention_triton.paged(q_TNH, *args)
-
-
-@attention_paged.register_fake
-def _(q_TNH, *_):
-    return torch.empty_like(q_TNH)
-
-
-@operator("lockstep::write_kv", mutates_args=("k_cache", "v_cache"))
+@operator(
+    "lockstep::write_kv",
+    mutates=("k_cache", "v_cache"),
+    native=native.write_kv,
+    cuda=SAME,
+)
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:
     """Store keys and values at `slots_T` (int64; page * page_size + offset) of caches [P, page_size, K, H]."""
-    if native.usable(k_TKH, v_TKH, k_cache, v_cache):
-        native.write_kv(k_TKH, v_TKH, k_cache, v_cache, slots_T)
-    else:
-        _index_copy_kv(k_TKH, v_TKH, k_cache, v_cache, slots_T)
-
-
-@write_kv.register_kernel("cuda")
-def _index_copy_kv(k_TKH, v_TKH, k_cache, v_cache, slots_T) -> None:
     k_cache.flatten(0, 1).index_copy_(0, slots_T, k_TKH)
     v_cache.flatten(0, 1).index_copy_(0, slots_T, v_TKH)
-
-
-@write_kv.register_fake
-def _(k_TKH, v_TKH, k_cache, v_cache, slots_T) -> None:
-    return None

@@ -26,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..rope.triton import rotated_heads
+from ..records import Rotation
+from ..rope.triton import qk_norm_rope, rotated_heads
 from ..row_alignment import aligned_rows
 from . import triton_prefetch
 from .reference import KEY_SPLIT, KEY_TILE
@@ -384,3 +385,14 @@ def _rotation(q: Tensor, x: Projected | None) -> tuple[Tensor, Tensor, Tensor, T
     cos_sin_SH = aligned_rows(x.cos_sin_SH)
     weights = (q if weight is None else aligned_rows(weight) for weight in (x.q_weight_H, x.k_weight_H))
     return x.slots_S, *weights, cos_sin_SH, cos_sin_SH.stride(0), x.eps
+
+
+def attention_decode(qkv_SE: Tensor, *arguments) -> Tensor:
+    """See `decode.attention_decode`."""
+    *rotation, k_cache, v_cache, slots_S = arguments[:9]
+    block_table, context_len_S, max_context_len, *groups = arguments[9:]
+    paged = k_cache, v_cache, block_table, context_len_S, max_context_len
+    if not groups or groups[0] is None or groups[0].numel() == 0:
+        return decode(qkv_SE, *paged, projected=Projected(*rotation, slots_S))
+    q_SNH = qk_norm_rope(qkv_SE, Rotation(*rotation), (k_cache, v_cache, slots_S))  # each query is in two programs
+    return decode(q_SNH, *paged, *groups)

@@ -14,7 +14,14 @@ from torch import Tensor
 from ..operator import operator
 
 
-@operator("lockstep::decode_slots")
+@operator(
+    "lockstep::decode_slots",
+    cuda="triton:slots",
+    fake=lambda position_R, remaining_R, table_RW, page_size, null_page: (
+        torch.empty_like(position_R),
+        torch.empty_like(remaining_R),
+    ),
+)
 def decode_slots(
     position_R: Tensor, remaining_R: Tensor, table_RW: Tensor, page_size: int, null_page: int
 ) -> tuple[Tensor, Tensor]:
@@ -29,21 +36,10 @@ def decode_slots(
     return slots_R, (position_R + 1).int()
 
 
-@decode_slots.register_kernel("cuda")
-def _(position_R, remaining_R, table_RW, page_size, null_page):
-    from . import triton as decode_update_triton
-
-    return decode_update_triton.slots(position_R, remaining_R, table_RW, page_size, null_page)
-
-
-@decode_slots.register_fake
-def _(position_R, remaining_R, table_RW, page_size, null_page):
-    return torch.empty_like(position_R), torch.empty_like(remaining_R)
-
-
 @operator(
     "lockstep::advance_rows",
-    mutates_args=("token_R", "position_R", "remaining_R", "results_RMN", "next_result"),
+    mutates=("token_R", "position_R", "remaining_R", "results_RMN", "next_result"),
+    cuda="triton:advance",
 )
 def advance_rows(
     drawn_R: Tensor,
@@ -78,15 +74,3 @@ def advance_rows(
     token_R.copy_(drawn_R)
     remaining_R.sub_(1).clamp_min_(0).masked_fill_((stop_RK == drawn_R.unsqueeze(1)).any(1), 0)
     position_R.add_(1).masked_fill_(remaining_R == 0, 0)
-
-
-@advance_rows.register_kernel("cuda")
-def _(*args) -> None:
-    from . import triton as decode_update_triton
-
-    decode_update_triton.advance(*args)
-
-
-@advance_rows.register_fake
-def _(*_) -> None:
-    return None

@@ -6,19 +6,19 @@ bits every time.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ..operator import operator
 
-@torch.library.custom_op("lockstep::gather_rows_backward", mutates_args=(), device_types="cuda")
+
+@operator(
+    "lockstep::gather_rows_backward",
+    gpu_only=True,
+    fake=lambda grad_TD, rows_T, table_rows: grad_TD.new_empty(table_rows, grad_TD.shape[1]),
+)
 def gather_rows(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:
     """Gradient of `embedding.operator.gather_rows` for its table, [R, D]: a row's gradients add up in float32, in an
     order that `rows_T` alone decides."""
     from . import triton_backward
 
     return triton_backward.gather_rows(grad_TD, rows_T, table_rows)
-
-
-@gather_rows.register_fake
-def _(grad_TD, rows_T, table_rows):
-    return grad_TD.new_empty(table_rows, grad_TD.shape[1])

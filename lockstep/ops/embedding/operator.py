@@ -8,24 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operator import operator
+from ..operator import SAME, operator
 from . import backward
-
-
-@operator("lockstep::gather_rows")
-def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:
-    """Rows of a table (embedding lookup, logit positions), [T, D]. The backward adds duplicates in a fixed order."""
-    return table_RD.index_select(0, rows_T)
-
-
-@gather_rows.register_kernel("cuda")
-def _(table_RD: Tensor, rows_T: Tensor) -> Tensor:
-    return table_RD.index_select(0, rows_T)
-
-
-@gather_rows.register_fake
-def _(table_RD: Tensor, rows_T: Tensor) -> Tensor:
-    return table_RD.new_empty(rows_T.shape[0], table_RD.shape[1])
 
 
 def _gather_setup(ctx, inputs, output) -> None:
@@ -41,11 +25,20 @@ def _gather_backward(ctx, grad_TD: Tensor):
     return accumulate_rows(total_RD, rows_T, grad_TD.float()).to(grad_TD.dtype), None
 
 
+@operator(
+    "lockstep::gather_rows",
+    cuda=SAME,
+    fake=lambda table_RD, rows_T: table_RD.new_empty(rows_T.shape[0], table_RD.shape[1]),
+    setup=_gather_setup,
+    backward=_gather_backward,
+)
+def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:
+    """Rows of a table (embedding lookup, logit positions), [T, D]. The backward adds duplicates in a fixed order."""
+    return table_RD.index_select(0, rows_T)
+
+
 def accumulate_rows(total_RD: Tensor, rows_T: Tensor, values_TD: Tensor) -> Tensor:
     """`total[rows[t]] += values[t]` in place, in an order that is the same every time."""
     if total_RD.is_cuda:  # sorts by row; index_add_ would use atomics
         return total_RD.index_put_((rows_T,), values_TD, accumulate=True)
     return total_RD.index_add_(0, rows_T, values_TD)  # serial; index_put_ would use atomics
-
-
-gather_rows.register_autograd(_gather_backward, setup_context=_gather_setup)

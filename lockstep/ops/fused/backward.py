@@ -12,8 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..operator import operator
+from ..records import Rotation
 
-@torch.library.custom_op("lockstep::rms_norm_backward_add", mutates_args=(), device_types="cuda")
+
+@operator(
+    "lockstep::rms_norm_backward_add",
+    gpu_only=True,
+    fake=lambda grad_TD, x_TD, weight_D, eps, other_TD: (
+        x_TD.new_empty(x_TD.shape),
+        weight_D.new_empty(weight_D.shape),
+    ),
+)
 def rms_norm_add(
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -24,12 +34,11 @@ def rms_norm_add(
     return norm_triton_backward.rms_norm(grad_TD, x_TD, weight_D, eps, other_TD)
 
 
-@rms_norm_add.register_fake
-def _(grad_TD, x_TD, weight_D, eps, other_TD):
-    return x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)
-
-
-@torch.library.custom_op("lockstep::rotated_attention_packed_backward", mutates_args=(), device_types="cuda")
+@operator(
+    "lockstep::rotated_attention_packed_backward",
+    gpu_only=True,
+    fake=lambda grad_TNH, *others: torch.ops.lockstep.qk_norm_rope_backward(grad_TNH, others[9], *others[10]),
+)
 def rotated_attention_packed(
     grad_TNH: Tensor,
     q_TNH: Tensor,
@@ -42,12 +51,7 @@ def rotated_attention_packed(
     prefix_len_S: Tensor,
     max_len: int,
     qkv_TE: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    cos_sin_TH: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
+    by: Rotation,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention over rotated queries and keys for the fused projection that these and the values are of,
     [T, E], and for both norms' weights: the arguments of `attention.operator.attention_packed_backward`, then those of
@@ -55,16 +59,14 @@ def rotated_attention_packed(
     from . import triton_backward
 
     layout = cu_seqlens, prefix_start_S, prefix_len_S, max_len
-    heads = q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps
-    return triton_backward.rotated_attention(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, layout, qkv_TE, heads)
+    return triton_backward.rotated_attention(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, layout, qkv_TE, by)
 
 
-@rotated_attention_packed.register_fake
-def _(grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, cu_seqlens, prefix_start_S, prefix_len_S, max_len, *rotated):
-    return torch.ops.lockstep.qk_norm_rope_backward(grad_TNH, *rotated)
-
-
-@torch.library.custom_op("lockstep::add_gathered_rows", mutates_args=("total_RD",), device_types="cuda")
+@operator(
+    "lockstep::add_gathered_rows",
+    mutates=("total_RD",),
+    gpu_only=True,
+)
 def add_gathered_rows(total_RD: Tensor, grad_TD: Tensor, rows_T: Tensor) -> None:
     """Add `embedding.backward.gather_rows` to another gradient of the table, of the same dtype; rows without a gradient
     are not touched. A row's sum is rounded, as is what it makes with the other."""
@@ -73,19 +75,13 @@ def add_gathered_rows(total_RD: Tensor, grad_TD: Tensor, rows_T: Tensor) -> None
     embedding_triton_backward.add_gathered_rows(total_RD, grad_TD, rows_T)
 
 
-@add_gathered_rows.register_fake
-def _(total_RD, grad_TD, rows_T) -> None:
-    return None
-
-
-@torch.library.custom_op("lockstep::add_gradient", mutates_args=("total",), device_types="cuda")
+@operator(
+    "lockstep::add_gradient",
+    mutates=("total",),
+    gpu_only=True,
+)
 def add_gradient(total: Tensor, grad: Tensor) -> None:
     """`total.add_(grad)` for a float32 total of the same shape, at the speed of memory whatever grad's dtype."""
     from . import triton_backward
 
     triton_backward.add_gradient(total, grad)
-
-
-@add_gradient.register_fake
-def _(total, grad) -> None:
-    return None

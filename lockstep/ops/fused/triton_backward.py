@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention import triton_backward as attention_triton_backward
+from ..records import Rotation
 from ..rope import triton_backward as rope_triton_backward
 
 ADD_BLOCK, ADD_WARPS = 4096, 8
@@ -24,10 +25,10 @@ def rotated_attention(
     lse_KTG: Tensor,
     layout: tuple[Any, ...],
     qkv_TE: Tensor,
-    heads: tuple[Any, ...],
+    by: Rotation,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `fused.backward.rotated_attention_packed`; `layout` and `heads` are its arguments of the packing and of the
-    rotation. Values' gradients are written where they stay, those of queries and keys where the rotation reads them."""
+    """See `fused.backward.rotated_attention_packed`; `layout` is its arguments of the packing. Values' gradients are
+    written where they stay, those of queries and keys where the rotation reads them."""
     (tokens, num_heads, head_dim), kv_heads = q_TNH.shape, k_TKH.shape[1]
     grad_qkv_TE = torch.empty((tokens, qkv_TE.shape[1]), dtype=qkv_TE.dtype, device=qkv_TE.device)
     grad_qk = torch.empty((tokens, num_heads + kv_heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)
@@ -36,7 +37,7 @@ def rotated_attention(
     attention_triton_backward.packed_into(
         grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, *layout, (dq_TNH, dk_TKH, dv_TKH)
     )
-    return rope_triton_backward.qk_norm_rope(grad_qk, qkv_TE, *heads, grad_qkv_TE)
+    return rope_triton_backward.qk_norm_rope(grad_qk, qkv_TE, by, grad_qkv_TE)
 
 
 @triton.jit

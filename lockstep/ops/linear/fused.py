@@ -8,12 +8,9 @@ Shape suffixes: T rows, D model dim, E fused projection, F feed-forward dim, K d
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from .. import native, reference
 from ..activation.operator import silu_mul
 from ..norm.operator import rms_norm
 from ..operator import operator
@@ -41,58 +38,28 @@ def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
     return _linear_add(x_TK, weight_NK, residual_TN)
 
 
-def _cpu_norm_linear(path: ModuleType, x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    return path.linear(path.rms_norm(x_TD, norm_D, eps).to(x_TD.dtype), weight_ED)
-
-
-@operator("lockstep::norm_linear")
+@operator(
+    "lockstep::norm_linear",
+    cuda="cuda:norm_linear",
+    fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]),
+)
 def _norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    return _cpu_norm_linear(native if native.usable(x_TD, weight_ED) else reference, x_TD, norm_D, weight_ED, eps)
+    return linear.on_cpu(rms_norm.on_cpu(x_TD, norm_D, eps), weight_ED)
 
 
-@_norm_linear.register_kernel("cuda")
-def _(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    from . import cuda
-
-    return cuda.norm_linear(x_TD, norm_D, weight_ED, eps)
-
-
-@_norm_linear.register_fake
-def _(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0])
-
-
-@operator("lockstep::norm_gate_up")
+@operator(
+    "lockstep::norm_gate_up",
+    cuda="cuda:norm_gate_up",
+    fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
+)
 def _norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    path = native if native.usable(x_TD, weight_ED) else reference
-    return path.silu_mul(_cpu_norm_linear(path, x_TD, norm_D, weight_ED, eps))
+    return silu_mul.on_cpu(linear.on_cpu(rms_norm.on_cpu(x_TD, norm_D, eps), weight_ED))
 
 
-@_norm_gate_up.register_kernel("cuda")
-def _(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    from . import cuda
-
-    return cuda.norm_gate_up(x_TD, norm_D, weight_ED, eps)
-
-
-@_norm_gate_up.register_fake
-def _(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2)
-
-
-@operator("lockstep::linear_add")
+@operator(
+    "lockstep::linear_add",
+    cuda="cuda:linear_add",
+    fake=lambda x_TK, weight_NK, residual_TN: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
+)
 def _linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
-    path = native if native.usable(x_TK, weight_NK) else reference
-    return path.linear(x_TK, weight_NK).add_(residual_TN)
-
-
-@_linear_add.register_kernel("cuda")
-def _(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
-    from . import cuda
-
-    return cuda.linear_add(x_TK, weight_NK, residual_TN)
-
-
-@_linear_add.register_fake
-def _(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
-    return x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
+    return linear.on_cpu(x_TK, weight_NK).add_(residual_TN)

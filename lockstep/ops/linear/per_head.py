@@ -11,7 +11,19 @@ from ..operator import operator
 from .operator import linear
 
 
-@operator("lockstep::head_linear")
+def _backward(ctx, grad_TNM: Tensor):
+    x_TNK, weight_NMK = ctx.saved_tensors
+    grad_x_TNK = head_linear(grad_TNM, weight_NMK.transpose(1, 2))
+    grad_w_MNK = head_linear(grad_TNM.permute(2, 1, 0), x_TNK.permute(1, 2, 0))  # contracts the tokens
+    return grad_x_TNK, grad_w_MNK.transpose(0, 1)
+
+
+@operator(
+    "lockstep::head_linear",
+    cuda="triton_per_head:head_linear",
+    fake=lambda x_TNK, weight_NMK: x_TNK.new_empty(*x_TNK.shape[:2], weight_NMK.shape[1]),
+    backward=_backward,
+)
 def head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
     """`x[:, n] @ weight[n].T` for each head n, [T, N, M] in x's dtype; the bits of `linear` a head.
 
@@ -22,29 +34,3 @@ def head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
     for n in range(heads):
         out_TNM[:, n] = linear(x_TNK[:, n], weight_NMK[n])
     return out_TNM
-
-
-@head_linear.register_kernel("cuda")
-def _(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
-    from . import triton_per_head
-
-    return triton_per_head.head_linear(x_TNK, weight_NMK)
-
-
-@head_linear.register_fake
-def _(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
-    return x_TNK.new_empty(*x_TNK.shape[:2], weight_NMK.shape[1])
-
-
-def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, grad_TNM: Tensor):
-    x_TNK, weight_NMK = ctx.saved_tensors
-    grad_x_TNK = head_linear(grad_TNM, weight_NMK.transpose(1, 2))
-    grad_w_MNK = head_linear(grad_TNM.permute(2, 1, 0), x_TNK.permute(1, 2, 0))  # contracts the tokens
-    return grad_x_TNK, grad_w_MNK.transpose(0, 1)
-
-
-head_linear.register_autograd(_backward, setup_context=_setup)

@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 
 from ..linear.operator import linear_fp32, matmul
+from ..operator import operator
 from .reference import divisor, unpack_support
 
 CHUNK = 1024  # rows of logits at a time on a CPU
-CHUNK_BYTES = 256 << 20  # of the logits' gradients at a time on a GPU
-COLUMN_BLOCK = 2048  # the chunks there are ranges of the vocabulary, multiples of this
 
 
-@torch.library.custom_op("lockstep::token_logprobs_backward", mutates_args=(), device_types="cpu")
+@operator(
+    "lockstep::token_logprobs_backward",
+    cuda="triton_backward:token_logprobs_backward",
+    fake=lambda grad_logprob_C, grad_model_C, hidden_CD, weight_VD, *_: (
+        hidden_CD.new_empty(hidden_CD.shape),
+        weight_VD.new_empty(weight_VD.shape),
+    ),
+)
 def token_logprobs_backward(
     grad_logprob_C: Tensor | None,
     grad_model_C: Tensor | None,
@@ -54,58 +60,6 @@ def token_logprobs_backward(
         grad_hidden[c] = matmul(grad_CV, weight_VD)
         grad_weight += matmul(grad_CV.t(), hidden_CD[c])
     return grad_hidden, grad_weight.to(weight_VD.dtype)
-
-
-@token_logprobs_backward.register_kernel("cuda")
-def _(
-    grad_logprob_C: Tensor | None,
-    grad_model_C: Tensor | None,
-    hidden_CD: Tensor,
-    weight_VD: Tensor,
-    targets_C: Tensor,
-    temperature_C: Tensor,
-    support_CB: Tensor | None,
-    lse_C: Tensor,
-    sampled_lse_C: Tensor,
-    threshold_C: Tensor,
-    truncated: bool,
-) -> tuple[Tensor, Tensor]:
-    """A chunk is a range of the vocabulary over all rows: one kernel recomputes its gradients and two products use
-    them, so the weight's gradient is written once and that of the hidden rows adds up in float32."""
-    from .triton_backward import grad_logits
-
-    hidden_CD = hidden_CD.contiguous()
-    rows, vocabulary = hidden_CD.shape[0], weight_VD.shape[0]
-    grad_hidden = torch.zeros_like(hidden_CD, dtype=torch.float32)
-    if rows == 0:
-        return torch.empty_like(hidden_CD), torch.zeros_like(weight_VD)
-    grad_weight = torch.empty_like(weight_VD)
-    step = max(CHUNK_BYTES // (rows * hidden_CD.element_size() * COLUMN_BLOCK), 1) * COLUMN_BLOCK
-    for i in range(0, vocabulary, step):
-        columns = slice(i, i + step)
-        grad_CV = grad_logits(
-            hidden_CD,
-            weight_VD[columns],
-            i,
-            targets_C,
-            temperature_C,
-            lse_C,
-            sampled_lse_C,
-            threshold_C,
-            support_CB,
-            grad_logprob_C,
-            grad_model_C,
-            truncated,
-        )
-        torch.mm(grad_CV.t(), hidden_CD, out=grad_weight[columns])
-        torch.addmm(grad_hidden, grad_CV, weight_VD[columns], out_dtype=torch.float32, out=grad_hidden)
-        del grad_CV  # before the next chunk's
-    return grad_hidden.to(hidden_CD.dtype), grad_weight
-
-
-@token_logprobs_backward.register_fake
-def _(grad_logprob_C, grad_model_C, hidden_CD, weight_VD, *_):
-    return hidden_CD.new_empty(hidden_CD.shape), weight_VD.new_empty(weight_VD.shape)
 
 
 def grad_logits(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import native
 from ..linear.operator import linear_fp32
-from ..operator import operator
+from ..operator import SAME, operator
 from . import reference
 from .backward import token_logprobs_backward
 
@@ -42,7 +42,28 @@ def _rows(x: Tensor) -> ModuleType:
     return logprobs_triton
 
 
-@torch.library.custom_op("lockstep::token_logprobs", mutates_args=())
+def _setup(ctx, inputs, output) -> None:
+    hidden_CD, weight_VD, targets_C, temperature_C, _, _, _, support_CB, ctx.truncated = inputs
+    _, _, _, lse_C, sampled_lse_C, threshold_C = output
+    ctx.save_for_backward(hidden_CD, weight_VD, targets_C, temperature_C, support_CB, lse_C, sampled_lse_C, threshold_C)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, *_: Tensor):
+    grads = token_logprobs_backward(grad_logprob_C, grad_model_C, *ctx.saved_tensors, ctx.truncated)
+    return *grads, *([None] * 7)
+
+
+@operator(
+    "lockstep::token_logprobs",
+    cuda=SAME,
+    fake=lambda hidden_CD, weight_VD, targets_C, temperature_C, *_: tuple(
+        torch.empty_like(temperature_C) for _ in range(6)
+    ),
+    setup=_setup,
+    backward=_backward,
+)
 def _token_logprobs(
     hidden_CD: Tensor,
     weight_VD: Tensor,
@@ -76,27 +97,6 @@ def _token_logprobs(
         results.append((*scored, *stats))
     logprob, model_logprob, lse, sampled_lse, threshold, entropy = (torch.cat(r) for r in zip(*results, strict=True))
     return logprob, model_logprob, entropy, lse, sampled_lse, threshold
-
-
-@_token_logprobs.register_fake
-def _(hidden_CD, weight_VD, targets_C, temperature_C, top_k_C, top_p_C, min_p_C, support_CB, truncated):
-    return tuple(torch.empty_like(temperature_C) for _ in range(6))
-
-
-def _setup(ctx, inputs, output) -> None:
-    hidden_CD, weight_VD, targets_C, temperature_C, _, _, _, support_CB, ctx.truncated = inputs
-    _, _, _, lse_C, sampled_lse_C, threshold_C = output
-    ctx.save_for_backward(hidden_CD, weight_VD, targets_C, temperature_C, support_CB, lse_C, sampled_lse_C, threshold_C)
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, *_: Tensor):
-    grads = token_logprobs_backward(grad_logprob_C, grad_model_C, *ctx.saved_tensors, ctx.truncated)
-    return *grads, *([None] * 7)
-
-
-_token_logprobs.register_autograd(_backward, setup_context=_setup)
 
 
 class TokenLogprobs(NamedTuple):
@@ -146,7 +146,15 @@ def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, th
     return torch.cat(masks)
 
 
-@operator("lockstep::sample")
+@operator(
+    "lockstep::sample",
+    cuda=SAME,
+    fake=lambda hidden_CD, weight_VD, key_C4, position_C, temperature_C, *_: (
+        torch.empty_like(position_C),
+        torch.empty_like(temperature_C),
+        torch.empty_like(temperature_C),
+    ),
+)
 def sample(
     hidden_CD: Tensor,
     weight_VD: Tensor,
@@ -174,11 +182,3 @@ def sample(
     stats = RowStatistics(*rows.statistics(logits_CV, temperature_C, top_k_C, top_p_C, min_p_C, None, truncated, False))
     token_C = rows.draw(logits_CV, temperature_C, stats.threshold_C, key_C4, position_C, greedy)
     return token_C, *rows.scores(logits_CV, token_C, temperature_C, stats.lse_C, stats.sampled_lse_C)
-
-
-sample.register_kernel("cuda")(sample.__wrapped__)
-
-
-@sample.register_fake
-def _(hidden_CD, weight_VD, key_C4, position_C, temperature_C, top_k_C, top_p_C, min_p_C, truncated, greedy):
-    return torch.empty_like(position_C), torch.empty_like(temperature_C), torch.empty_like(temperature_C)

@@ -1,6 +1,6 @@
 """Gradient of both log-probabilities for the logits: the LM head's product again, the gradient as its epilogue.
 
-Float32 logits exist in registers alone. Meaning: `ops/logprobs/operator.py`, `_grad_logits`; an element is a function
+Float32 logits exist in registers alone. Meaning: `ops/logprobs/backward.py`, `grad_logits`; an element is a function
 of its own logit and its row's numbers, and the logit has the forward's bits (C1), so it is on the same side of the
 threshold.
 
@@ -15,6 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_topk_topp import tempered, untempered
+
+CHUNK_BYTES = 256 << 20  # of the logits' gradients at a time
+COLUMN_BLOCK = 2048  # the chunks are ranges of the vocabulary, multiples of this
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache
@@ -164,3 +167,48 @@ def grad_logits(
         enable_fp_fusion=True,
     )
     return out_CV
+
+
+def token_logprobs_backward(
+    grad_logprob_C: Tensor | None,
+    grad_model_C: Tensor | None,
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    targets_C: Tensor,
+    temperature_C: Tensor,
+    support_CB: Tensor | None,
+    lse_C: Tensor,
+    sampled_lse_C: Tensor,
+    threshold_C: Tensor,
+    truncated: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `logprobs.backward.token_logprobs_backward`. A chunk is a range of the vocabulary over all rows: one kernel
+    recomputes its gradients and two products use them, so the weight's gradient is written once and that of the hidden
+    rows adds up in float32."""
+    hidden_CD = hidden_CD.contiguous()
+    rows, vocabulary = hidden_CD.shape[0], weight_VD.shape[0]
+    grad_hidden = torch.zeros_like(hidden_CD, dtype=torch.float32)
+    if rows == 0:
+        return torch.empty_like(hidden_CD), torch.zeros_like(weight_VD)
+    grad_weight = torch.empty_like(weight_VD)
+    step = max(CHUNK_BYTES // (rows * hidden_CD.element_size() * COLUMN_BLOCK), 1) * COLUMN_BLOCK
+    for i in range(0, vocabulary, step):
+        columns = slice(i, i + step)
+        grad_CV = grad_logits(
+            hidden_CD,
+            weight_VD[columns],
+            i,
+            targets_C,
+            temperature_C,
+            lse_C,
+            sampled_lse_C,
+            threshold_C,
+            support_CB,
+            grad_logprob_C,
+            grad_model_C,
+            truncated,
+        )
+        torch.mm(grad_CV.t(), hidden_CD, out=grad_weight[columns])
+        torch.addmm(grad_hidden, grad_CV, weight_VD[columns], out_dtype=torch.float32, out=grad_hidden)
+        del grad_CV  # before the next chunk's
+    return grad_hidden.to(hidden_CD.dtype), grad_weight

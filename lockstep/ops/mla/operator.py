@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operator import operator
+from ..operator import SAME, operator
 from . import reference
 
 
@@ -41,7 +41,29 @@ def latent_attention_packed(
     return _packed(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale, *layout)[0]
 
 
-@torch.library.custom_op("lockstep::latent_attention_packed", mutates_args=(), device_types="cpu")
+def _packed_fake(q_TNR, *_):
+    statistics = q_TNR.shape[:2] if q_TNR.is_cuda else (0,)
+    return q_TNR.new_empty(q_TNR.shape), q_TNR.new_empty(statistics, dtype=torch.float32)
+
+
+def _setup(ctx, inputs, output) -> None:
+    q_TNR, q_rope_TNP, latent_TR, k_rope_TP, ctx.scale, *layout, ctx.max_len = inputs
+    ctx.save_for_backward(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, *output, *layout)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_TNR: Tensor, _):
+    settings = ctx.scale, ctx.max_len
+    return *latent_attention_packed_backward(grad_TNR.contiguous(), *ctx.saved_tensors, *settings), *[None] * 5
+
+
+@operator(
+    "lockstep::latent_attention_packed",
+    cuda="triton:packed",
+    fake=_packed_fake,
+    setup=_setup,
+    backward=_backward,
+)
 def _packed(
     q_TNR: Tensor,
     q_rope_TNP: Tensor,
@@ -59,20 +81,13 @@ def _packed(
     return out_TNR, q_TNR.new_empty(0, dtype=torch.float32)
 
 
-@_packed.register_kernel("cuda")
-def _(*args):
-    from . import triton as mla_triton
-
-    return mla_triton.packed(*args)
-
-
-@_packed.register_fake
-def _(q_TNR, *_):
-    statistics = q_TNR.shape[:2] if q_TNR.is_cuda else (0,)
-    return q_TNR.new_empty(q_TNR.shape), q_TNR.new_empty(statistics, dtype=torch.float32)
-
-
-@torch.library.custom_op("lockstep::latent_attention_packed_backward", mutates_args=(), device_types="cpu")
+@operator(
+    "lockstep::latent_attention_packed_backward",
+    cuda="triton_backward:packed",
+    fake=lambda grad_TNR, q_TNR, q_rope_TNP, latent_TR, k_rope_TP, *_: tuple(
+        x.new_empty(x.shape) for x in (q_TNR, q_rope_TNP, latent_TR, k_rope_TP)
+    ),
+)
 def latent_attention_packed_backward(
     grad_TNR: Tensor,
     q_TNR: Tensor,
@@ -93,33 +108,11 @@ def latent_attention_packed_backward(
     return reference.packed_backward(grad_TNR, q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale, layout)
 
 
-@latent_attention_packed_backward.register_kernel("cuda")
-def _(*args):
-    from . import triton_backward
-
-    return triton_backward.packed(*args)
-
-
-@latent_attention_packed_backward.register_fake
-def _(grad_TNR, q_TNR, q_rope_TNP, latent_TR, k_rope_TP, *_):
-    return tuple(x.new_empty(x.shape) for x in (q_TNR, q_rope_TNP, latent_TR, k_rope_TP))
-
-
-def _setup(ctx, inputs, output) -> None:
-    q_TNR, q_rope_TNP, latent_TR, k_rope_TP, ctx.scale, *layout, ctx.max_len = inputs
-    ctx.save_for_backward(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, *output, *layout)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_TNR: Tensor, _):
-    settings = ctx.scale, ctx.max_len
-    return *latent_attention_packed_backward(grad_TNR.contiguous(), *ctx.saved_tensors, *settings), *[None] * 5
-
-
-_packed.register_autograd(_backward, setup_context=_setup)
-
-
-@operator("lockstep::latent_attention_paged")
+@operator(
+    "lockstep::latent_attention_paged",
+    cuda="triton:paged",
+    fake=lambda q_TNR, *_: q_TNR.new_empty(q_TNR.shape),
+)
 def latent_attention_paged(
     q_TNR: Tensor,
     q_rope_TNP: Tensor,
@@ -140,29 +133,11 @@ def latent_attention_paged(
     return reference.paged(q_TNR, q_rope_TNP, cache, scale, *sequences)
 
 
-@latent_attention_paged.register_kernel("cuda")
-def _(*args):
-    from . import triton as mla_triton
-
-    return mla_triton.paged(*args)
-
-
-@latent_attention_paged.register_fake
-def _(q_TNR, *_):
-    return q_TNR.new_empty(q_TNR.shape)
-
-
-@operator("lockstep::write_latent", mutates_args=("cache",))
+@operator(
+    "lockstep::write_latent",
+    mutates=("cache",),
+    cuda=SAME,
+)
 def write_latent(latent_TR: Tensor, k_rope_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
     """Store rows at `slots_T` (int64; page * page_size + offset) of a cache [pages, page_size, H]."""
-    _index_copy(latent_TR, k_rope_TP, cache, slots_T)
-
-
-@write_latent.register_kernel("cuda")
-def _index_copy(latent_TR, k_rope_TP, cache, slots_T) -> None:
     cache.flatten(0, 1).index_copy_(0, slots_T, torch.cat((latent_TR, k_rope_TP), dim=1))
-
-
-@write_latent.register_fake
-def _(latent_TR, k_rope_TP, cache, slots_T) -> None:
-    return None

@@ -12,7 +12,16 @@ from ..linear.operator import linear, matmul
 from ..operator import operator
 
 
-@operator("lockstep::grouped_linear")
+def _backward(ctx, grad_RN: Tensor):
+    return *grouped_linear_backward(grad_RN.contiguous(), *ctx.saved_tensors), None
+
+
+@operator(
+    "lockstep::grouped_linear",
+    cuda="triton_grouped:grouped_linear",
+    fake=lambda x_RK, weight_GNK, offsets: x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1]),
+    backward=_backward,
+)
 def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
     """`x[r] @ weight[g].T` for each row r of group g, [R, N] in x's dtype; the bits of `linear` a row.
 
@@ -26,19 +35,11 @@ def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
     return out_RN
 
 
-@grouped_linear.register_kernel("cuda")
-def _(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
-    from . import triton_grouped
-
-    return triton_grouped.grouped_matmul(x_RK, weight_GNK.transpose(1, 2), offsets)
-
-
-@grouped_linear.register_fake
-def _(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
-    return x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1])
-
-
-@operator("lockstep::grouped_linear_backward")
+@operator(
+    "lockstep::grouped_linear_backward",
+    cuda="triton_grouped:grouped_linear_backward",
+    fake=lambda grad_RN, x_RK, weight_GNK, offsets: (torch.empty_like(x_RK), torch.empty_like(weight_GNK)),
+)
 def grouped_linear_backward(
     grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -51,31 +52,6 @@ def grouped_linear_backward(
     return grad_x_RK, grad_w_GNK
 
 
-@grouped_linear_backward.register_kernel("cuda")
-def _(grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    from . import triton_grouped
-
-    return triton_grouped.grouped_matmul(grad_RN, weight_GNK, offsets), triton_grouped.grouped_outer(
-        grad_RN, x_RK, offsets
-    )
-
-
-@grouped_linear_backward.register_fake
-def _(grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_RK), torch.empty_like(weight_GNK)
-
-
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:
     bounds = offsets.tolist()
     return list(zip(bounds, bounds[1:], strict=False))
-
-
-def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, grad_RN: Tensor):
-    return *grouped_linear_backward(grad_RN.contiguous(), *ctx.saved_tensors), None
-
-
-grouped_linear.register_autograd(_backward, setup_context=_setup)

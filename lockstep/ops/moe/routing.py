@@ -12,22 +12,7 @@ import torch
 from torch import Tensor
 
 from ..linear.operator import linear_fp32, matmul
-from ..operator import operator
-
-
-@torch.library.custom_op("lockstep::router_logits", mutates_args=(), device_types=("cpu", "cuda"))
-def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Router scores before their activation, float32 [T, E]: the C1 product's accumulator, never rounded."""
-    return linear_fp32(x_TD, weight_ED)
-
-
-@router_logits.register_fake
-def _(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32)
-
-
-def _router_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+from ..operator import SAME, operator
 
 
 def _router_backward(ctx, grad_TE: Tensor):
@@ -36,10 +21,39 @@ def _router_backward(ctx, grad_TE: Tensor):
     return matmul(grad_TE, weight_ED), matmul(grad_TE.t(), x_TD)
 
 
-router_logits.register_autograd(_router_backward, setup_context=_router_setup)
+@operator(
+    "lockstep::router_logits",
+    cuda=SAME,
+    fake=lambda x_TD, weight_ED: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32),
+    backward=_router_backward,
+)
+def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Router scores before their activation, float32 [T, E]: the C1 product's accumulator, never rounded."""
+    return linear_fp32(x_TD, weight_ED)
 
 
-@operator("lockstep::route")
+def _route_fake(logits_TE, bias_E, slots, *_):
+    shape = logits_TE.shape[0], slots
+    return logits_TE.new_empty(shape), logits_TE.new_empty(shape, dtype=torch.int64)
+
+
+def _route_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[0], output[1])
+    ctx.settings = inputs[3], *inputs[6:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _route_grad(ctx, grad_TK: Tensor, _):
+    return route_backward(grad_TK.contiguous(), *ctx.saved_tensors, *ctx.settings), *[None] * 7
+
+
+@operator(
+    "lockstep::route",
+    cuda="triton_routing:route",
+    fake=_route_fake,
+    setup=_route_setup,
+    backward=_route_grad,
+)
 def route(
     logits_TE: Tensor,
     bias_E: Tensor | None,
@@ -81,19 +95,6 @@ def route(
     return weights_TK * scale, experts_TK
 
 
-@route.register_kernel("cuda")
-def _(logits_TE, *args):
-    from . import triton_routing
-
-    return triton_routing.route(logits_TE, *args)
-
-
-@route.register_fake
-def _(logits_TE, bias_E, slots, sigmoid, groups, kept_groups, normalize, scale):
-    shape = logits_TE.shape[0], slots
-    return logits_TE.new_empty(shape), logits_TE.new_empty(shape, dtype=torch.int64)
-
-
 def _scores(logits_TE: Tensor, sigmoid: bool) -> Tensor:
     if sigmoid:
         return 1.0 / (1.0 + torch.exp(-logits_TE))
@@ -120,15 +121,15 @@ def _sum_in_order(weights_TK: Tensor) -> Tensor:
     return total_T1
 
 
-@operator("lockstep::route_backward")
+@operator(
+    "lockstep::route_backward",
+    cuda=SAME,
+    fake=lambda grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale: torch.empty_like(logits_TE),
+)
 def route_backward(
     grad_TK: Tensor, logits_TE: Tensor, experts_TK: Tensor, sigmoid: bool, normalize: bool, scale: float
 ) -> Tensor:
     """Gradient of `route`'s weights for the logits, float32 [T, E]; the choice itself has none."""
-    return _route_backward(grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale)
-
-
-def _route_backward(grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale) -> Tensor:
     scores_TE = _scores(logits_TE, sigmoid)
     grad_TK = grad_TK * scale
     if normalize:
@@ -141,28 +142,20 @@ def _route_backward(grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale) -
     return scores_TE * (grad_TE - (grad_TE * scores_TE).sum(1, keepdim=True))
 
 
-route_backward.register_kernel("cuda")(_route_backward)
+def _dispatch_plan_fake(experts_TK: Tensor, experts: int):
+    rows = experts_TK.shape[0] * experts_TK.shape[1]
+    return (
+        experts_TK.new_empty(rows),
+        torch.empty_like(experts_TK),
+        experts_TK.new_empty(experts + 1, dtype=torch.int32),
+    )
 
 
-@route_backward.register_fake
-def _(grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale):
-    return torch.empty_like(logits_TE)
-
-
-def _route_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[0], output[1])
-    ctx.settings = inputs[3], *inputs[6:]
-    ctx.mark_non_differentiable(output[1])
-
-
-def _route_grad(ctx, grad_TK: Tensor, _):
-    return route_backward(grad_TK.contiguous(), *ctx.saved_tensors, *ctx.settings), *[None] * 7
-
-
-route.register_autograd(_route_grad, setup_context=_route_setup)
-
-
-@operator("lockstep::dispatch_plan")
+@operator(
+    "lockstep::dispatch_plan",
+    cuda="triton_routing:dispatch_plan",
+    fake=_dispatch_plan_fake,
+)
 def dispatch_plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows sorted by expert, stably: an expert's rows stand in the order of their tokens.
 
@@ -178,41 +171,6 @@ def dispatch_plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
     return order_R, row_TK, torch.searchsorted(sorted_R, bounds, out_int32=True)
 
 
-@dispatch_plan.register_kernel("cuda")
-def _(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    from . import triton_routing
-
-    return triton_routing.dispatch_plan(experts_TK, experts)
-
-
-@dispatch_plan.register_fake
-def _(experts_TK: Tensor, experts: int):
-    rows = experts_TK.shape[0] * experts_TK.shape[1]
-    return (
-        experts_TK.new_empty(rows),
-        torch.empty_like(experts_TK),
-        experts_TK.new_empty(experts + 1, dtype=torch.int32),
-    )
-
-
-@operator("lockstep::dispatch")
-def dispatch(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Each row's token, [R, D]. The backward adds a token's rows in slot order."""
-    return _dispatch(x_TD, order_R, row_TK)
-
-
-def _dispatch(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:
-    return x_TD.index_select(0, order_R // row_TK.shape[1])
-
-
-dispatch.register_kernel("cuda")(_dispatch)
-
-
-@dispatch.register_fake
-def _(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:
-    return x_TD.new_empty(order_R.shape[0], x_TD.shape[1])
-
-
 def _dispatch_setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(inputs[2])
 
@@ -222,53 +180,16 @@ def _dispatch_backward(ctx, grad_RD: Tensor):
     return combine(grad_RD, row_TK, torch.ones(row_TK.shape, device=row_TK.device)), None, None
 
 
-dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
-
-
-@operator("lockstep::combine")
-def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Weighted sums of each token's rows, [T, D]: float32, slot by slot, rounded once to y's dtype."""
-    total_TD = y_RD.index_select(0, row_TK[:, 0]).float() * weights_TK[:, :1]
-    for slot in range(1, row_TK.shape[1]):
-        term_TD = y_RD.index_select(0, row_TK[:, slot]).float() * weights_TK[:, slot : slot + 1]
-        total_TD = total_TD + term_TD
-    return total_TD.to(y_RD.dtype)
-
-
-@combine.register_kernel("cuda")
-def _(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    from . import triton_routing
-
-    return triton_routing.combine(y_RD, row_TK, weights_TK)
-
-
-@combine.register_fake
-def _(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    return y_RD.new_empty(row_TK.shape[0], y_RD.shape[1])
-
-
-@operator("lockstep::combine_backward")
-def combine_backward(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `combine` for its rows, [R, D] in their dtype, and for the weights, float32 [R] by row."""
-    grad_RD = grad_TD.index_select(0, order_R // weights_TK.shape[1]).float()
-    weight_R1 = weights_TK.flatten().index_select(0, order_R).unsqueeze(1)
-    return (grad_RD * weight_R1).to(y_RD.dtype), (grad_RD * y_RD.float()).sum(1)
-
-
-@combine_backward.register_kernel("cuda")
-def _(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    from . import triton_routing
-
-    return triton_routing.combine_backward(grad_TD, y_RD, order_R, weights_TK)
-
-
-@combine_backward.register_fake
-def _(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y_RD), y_RD.new_empty(y_RD.shape[0], dtype=torch.float32)
-
-
-def _combine_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+@operator(
+    "lockstep::dispatch",
+    cuda=SAME,
+    fake=lambda x_TD, order_R, row_TK: x_TD.new_empty(order_R.shape[0], x_TD.shape[1]),
+    setup=_dispatch_setup,
+    backward=_dispatch_backward,
+)
+def dispatch(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:
+    """Each row's token, [R, D]. The backward adds a token's rows in slot order."""
+    return x_TD.index_select(0, order_R // row_TK.shape[1])
 
 
 def _combine_grad(ctx, grad_TD: Tensor):
@@ -279,4 +200,31 @@ def _combine_grad(ctx, grad_TD: Tensor):
     return grad_y_RD, None, grad_R.index_select(0, row_TK.flatten()).view(row_TK.shape)
 
 
-combine.register_autograd(_combine_grad, setup_context=_combine_setup)
+@operator(
+    "lockstep::combine",
+    cuda="triton_routing:combine",
+    fake=lambda y_RD, row_TK, weights_TK: y_RD.new_empty(row_TK.shape[0], y_RD.shape[1]),
+    backward=_combine_grad,
+)
+def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Weighted sums of each token's rows, [T, D]: float32, slot by slot, rounded once to y's dtype."""
+    total_TD = y_RD.index_select(0, row_TK[:, 0]).float() * weights_TK[:, :1]
+    for slot in range(1, row_TK.shape[1]):
+        term_TD = y_RD.index_select(0, row_TK[:, slot]).float() * weights_TK[:, slot : slot + 1]
+        total_TD = total_TD + term_TD
+    return total_TD.to(y_RD.dtype)
+
+
+@operator(
+    "lockstep::combine_backward",
+    cuda="triton_routing:combine_backward",
+    fake=lambda grad_TD, y_RD, order_R, weights_TK: (
+        torch.empty_like(y_RD),
+        y_RD.new_empty(y_RD.shape[0], dtype=torch.float32),
+    ),
+)
+def combine_backward(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `combine` for its rows, [R, D] in their dtype, and for the weights, float32 [R] by row."""
+    grad_RD = grad_TD.index_select(0, order_R // weights_TK.shape[1]).float()
+    weight_R1 = weights_TK.flatten().index_select(0, order_R).unsqueeze(1)
+    return (grad_RD * weight_R1).to(y_RD.dtype), (grad_RD * y_RD.float()).sum(1)

@@ -253,3 +253,15 @@ def grouped_outer(a_RN: Tensor, b_RK: Tensor, offsets: Tensor) -> Tensor:
         num_stages=c.num_stages,
     )
     return out_GNK
+
+
+def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
+    """See `moe.grouped_linear.grouped_linear`."""
+    return grouped_matmul(x_RK, weight_GNK.transpose(1, 2), offsets)
+
+
+def grouped_linear_backward(
+    grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `moe.grouped_linear.grouped_linear_backward`."""
+    return grouped_matmul(grad_RN, weight_GNK, offsets), grouped_outer(grad_RN, x_RK, offsets)

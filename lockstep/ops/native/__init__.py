@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..logprobs import reference as logprobs_reference
+from ..records import Rotation
 from . import library
 
 THREAD_WORK = 1 << 25  # multiplications that are worth a thread
@@ -83,31 +84,24 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def qk_norm_rope(
     qkv_TE: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    cos_sin_TH: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
+    by: Rotation,
 ) -> Tensor:
     """See `rope.operator.qk_norm_rope`."""
     qkv_TE = qkv_TE.contiguous()
-    (tokens, width), head_dim, heads = qkv_TE.shape, cos_sin_TH.shape[1], num_heads + num_kv_heads
-    assert cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
-    assert all(w is None or w.shape == (head_dim,) for w in (q_weight_H, k_weight_H))
+    (tokens, width), head_dim, heads = qkv_TE.shape, by.cos_sin_TH.shape[1], by.num_heads + by.num_kv_heads
+    assert by.cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
+    assert all(w is None or w.shape == (head_dim,) for w in (by.q_weight_H, by.k_weight_H))
     out = qkv_TE.new_empty(tokens, heads, head_dim)
     library.current.qk_norm_rope(
         out.data_ptr(),
         qkv_TE.data_ptr(),
-        _pointer(q_weight_H),
-        _pointer(k_weight_H),
-        _pointer(cos_sin_TH),
+        *map(_pointer, by[:3]),
         tokens,
         width,
-        num_heads,
-        num_kv_heads,
+        by.num_heads,
+        by.num_kv_heads,
         head_dim,
-        eps,
+        by.eps,
     )
     return out
 

@@ -6,18 +6,18 @@ bits every time.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ..operator import operator
 
-@torch.library.custom_op("lockstep::rms_norm_backward", mutates_args=(), device_types="cuda")
+
+@operator(
+    "lockstep::rms_norm_backward",
+    gpu_only=True,
+    fake=lambda grad_TD, x_TD, weight_D, eps: (x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)),
+)
 def rms_norm(grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gradients of `norm.operator.rms_norm` for x, [T, D], and for the weight, [D]."""
     from . import triton_backward
 
     return triton_backward.rms_norm(grad_TD, x_TD, weight_D, eps)
-
-
-@rms_norm.register_fake
-def _(grad_TD, x_TD, weight_D, eps):
-    return x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)

@@ -13,26 +13,6 @@ from ..operator import operator
 from . import backward
 
 
-@operator("lockstep::rms_norm")
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim (Zhang and Sennrich 2019)."""
-    if native.usable(x_TD, weight_D):
-        return native.rms_norm(x_TD, weight_D, eps)
-    return reference.rms_norm(x_TD, weight_D, eps).to(x_TD.dtype)
-
-
-@rms_norm.register_kernel("cuda")
-def _(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    from . import triton as norm_triton
-
-    return norm_triton.rms_norm(x_TD, weight_D, eps)
-
-
-@rms_norm.register_fake
-def _(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x_TD)
-
-
 def _rms_setup(ctx, inputs, output) -> None:
     x_TD, weight_D, ctx.eps = inputs
     ctx.save_for_backward(x_TD, weight_D)
@@ -46,7 +26,17 @@ def _rms_backward(ctx, grad_TD: Tensor):
     return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype), None
 
 
-rms_norm.register_autograd(_rms_backward, setup_context=_rms_setup)
+@operator(
+    "lockstep::rms_norm",
+    native=native.rms_norm,
+    cuda="triton:rms_norm",
+    fake=lambda x_TD, weight_D, eps: torch.empty_like(x_TD),
+    setup=_rms_setup,
+    backward=_rms_backward,
+)
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim (Zhang and Sennrich 2019)."""
+    return reference.rms_norm(x_TD, weight_D, eps).to(x_TD.dtype)
 
 
 def _norm_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import native, reference
 from ..attention.operator import write_kv
 from ..operator import operator
+from ..records import Rotation
+from .operator import qk_norm_rope
 
 
-@operator("lockstep::qk_norm_rope_write_kv", mutates_args=("k_cache", "v_cache"))
+def _fake(qkv_TE, by, *_):
+    heads = by.num_heads + (0 if qkv_TE.is_cuda else by.num_kv_heads)  # strides as the implementations leave them
+    return qkv_TE.new_empty(qkv_TE.shape[0], heads, by.cos_sin_TH.shape[1])[:, : by.num_heads]
+
+
+@operator(
+    "lockstep::qk_norm_rope_write_kv",
+    mutates=("k_cache", "v_cache"),
+    cuda="triton:qk_norm_rope_write_kv",
+    fake=_fake,
+)
 def qk_norm_rope_write_kv(
     qkv_TE: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    cos_sin_TH: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
+    by: Rotation,
     k_cache: Tensor,
     v_cache: Tensor,
     slots_T: Tensor,
@@ -30,22 +36,7 @@ def qk_norm_rope_write_kv(
     Args:
         k_cache, v_cache: [P, page_size, K, H], written at `slots_T`, as in `write_kv`; the others as in `qk_norm_rope`.
     """
-    path = native if native.usable(qkv_TE) else reference
-    qk = path.qk_norm_rope(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps)
-    v_TKH = qkv_TE[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (num_kv_heads, qk.shape[2]))
-    write_kv(qk[:, num_heads:], v_TKH, k_cache, v_cache, slots_T)
-    return qk[:, :num_heads]
-
-
-@qk_norm_rope_write_kv.register_kernel("cuda")
-def _(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps, k_cache, v_cache, slots_T):
-    from . import triton as rope_triton
-
-    cache = k_cache, v_cache, slots_T
-    return rope_triton.qk_norm_rope(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps, cache)
-
-
-@qk_norm_rope_write_kv.register_fake
-def _(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps, k_cache, v_cache, slots_T):
-    heads = num_heads if qkv_TE.is_cuda else num_heads + num_kv_heads  # strides as the implementations leave them
-    return qkv_TE.new_empty(qkv_TE.shape[0], heads, cos_sin_TH.shape[1])[:, :num_heads]
+    qk = qk_norm_rope.on_cpu(qkv_TE, by)
+    v_TKH = qkv_TE[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (by.num_kv_heads, qk.shape[2]))
+    write_kv.on_cpu(qk[:, by.num_heads :], v_TKH, k_cache, v_cache, slots_T)
+    return qk[:, : by.num_heads]

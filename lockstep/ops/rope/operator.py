@@ -12,43 +12,8 @@ from torch import Tensor
 from .. import native, reference
 from ..norm.operator import _norm_backward
 from ..operator import operator
+from ..records import Rotation
 from . import backward
-
-
-@operator("lockstep::qk_norm_rope")
-def qk_norm_rope(
-    qkv_TE: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    cos_sin_TH: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-) -> Tensor:
-    """Queries and keys out of the fused projection: RMSNorm a head (when weights are given), then rotary embedding.
-
-    Args:
-        qkv_TE: [T, (N + 2K) * H], heads in the order q, k, v.
-        q_weight_H, k_weight_H: norm weights, both or neither.
-        cos_sin_TH: float32 [T, H]; cosines in the first half, sines in the second (`rope_table`).
-
-    Returns:
-        [T, N + K, H] in qkv's dtype. Rotation pairs element i with i + H/2, as Hugging Face does (Su et al. 2021).
-    """
-    path = native if native.usable(qkv_TE) else reference
-    return path.qk_norm_rope(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps)
-
-
-@qk_norm_rope.register_kernel("cuda")
-def _(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps):
-    from . import triton as rope_triton
-
-    return rope_triton.qk_norm_rope(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps)
-
-
-@qk_norm_rope.register_fake
-def _(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps):
-    return qkv_TE.new_empty(qkv_TE.shape[0], num_heads + num_kv_heads, cos_sin_TH.shape[1])
 
 
 def _qk_setup(ctx, inputs, output) -> None:
@@ -59,8 +24,8 @@ def _qk_setup(ctx, inputs, output) -> None:
 def _qk_backward(ctx, grad: Tensor):
     qkv_TE, q_weight_H, k_weight_H, cos_sin_TH = ctx.saved_tensors
     if qkv_TE.is_cuda:
-        settings = ctx.num_heads, ctx.num_kv_heads, ctx.eps
-        grads = backward.qk_norm_rope(grad, qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, *settings)
+        by = Rotation(q_weight_H, k_weight_H, cos_sin_TH, ctx.num_heads, ctx.num_kv_heads, ctx.eps)
+        grads = backward.qk_norm_rope(grad, qkv_TE, by)
         return *(g if x is not None else None for g, x in zip(grads, ctx.saved_tensors, strict=False)), *[None] * 4
     tokens, head_dim = cos_sin_TH.shape
     heads = ctx.num_heads + ctx.num_kv_heads
@@ -80,22 +45,34 @@ def _qk_backward(ctx, grad: Tensor):
     return grad_qkv, grad_q_weight, grad_k_weight, None, None, None, None
 
 
-qk_norm_rope.register_autograd(_qk_backward, setup_context=_qk_setup)
+@operator(
+    "lockstep::qk_norm_rope",
+    native=native.qk_norm_rope,
+    cuda="triton:qk_norm_rope",
+    fake=lambda qkv_TE, by: qkv_TE.new_empty(qkv_TE.shape[0], by.num_heads + by.num_kv_heads, by.cos_sin_TH.shape[1]),
+    setup=_qk_setup,
+    backward=_qk_backward,
+)
+def qk_norm_rope(
+    qkv_TE: Tensor,
+    by: Rotation,
+) -> Tensor:
+    """Queries and keys out of the fused projection: RMSNorm a head (when weights are given), then rotary embedding.
+
+    Args:
+        qkv_TE: [T, (N + 2K) * H], heads in the order q, k, v.
+
+    Returns:
+        [T, N + K, H] in qkv's dtype. Rotation pairs element i with i + H/2, as Hugging Face does (Su et al. 2021).
+    """
+    return reference.qk_norm_rope(qkv_TE, by)
 
 
-@operator("lockstep::rope_table")
+@operator(
+    "lockstep::rope_table",
+    cuda="triton:rope_table",
+    fake=lambda positions_T, inv_freq: inv_freq.new_empty(positions_T.shape[0], 2 * inv_freq.shape[0]),
+)
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     """Cosines and sines of the rotary angles, float32 [T, H]; positions are int64, `inv_freq` is float32 [H/2]."""
     return (native if native.usable(inv_freq) else reference).rope_table(positions_T, inv_freq)
-
-
-@rope_table.register_kernel("cuda")
-def _(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
-    from . import triton as rope_triton
-
-    return rope_triton.rope_table(positions_T, inv_freq)
-
-
-@rope_table.register_fake
-def _(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
-    return inv_freq.new_empty(positions_T.shape[0], 2 * inv_freq.shape[0])

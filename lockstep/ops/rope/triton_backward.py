@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..records import Rotation
 from ..row_gradients import _fold, unit_inner
 
 QK_ROWS, QK_HEADS, QK_WARPS = 16, 8, 4  # tokens and heads that one program does, and its warps
@@ -119,15 +120,11 @@ def _qk_norm_rope_kernel(
 def qk_norm_rope(
     grad: Tensor,
     qkv_TE: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    cos_sin_TH: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
+    by: Rotation,
     grad_qkv_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rope.backward.qk_norm_rope`; a `grad_qkv_TE` that is given holds the values' gradients and gets the rest."""
+    q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by
     grad, qkv_TE, cos_sin_TH = grad.contiguous(), unit_inner(qkv_TE), unit_inner(cos_sin_TH)
     (tokens, width), head_dim = qkv_TE.shape, cos_sin_TH.shape[1]
     heads, half = num_heads + num_kv_heads, head_dim // 2

@@ -42,7 +42,7 @@ def rms_norm(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 
 def qk_norm_rope(grad: Tensor, qkv: Tensor, q_weight, k_weight, cos_sin, heads, kv_heads, eps) -> tuple[Tensor, ...]:
     def function(qkv: Tensor, *weights: Tensor) -> Tensor:
-        return ops.qk_norm_rope(qkv, *(weights or (None, None)), cos_sin, heads, kv_heads, eps)
+        return ops.qk_norm_rope(qkv, ops.Rotation(*(weights or (None, None)), cos_sin, heads, kv_heads, eps))
 
     found = by_autograd(function, [qkv, q_weight, k_weight], grad)
     return tuple(found) if len(found) == 3 else (found[0], qkv.new_empty(0), qkv.new_empty(0))

@@ -13,6 +13,7 @@ from processes import run_interpreted
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.ops.records import Rotation
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.attention import triton as attention_triton
@@ -132,13 +133,13 @@ class Interpreted:
         layout = (*layout_tensors(segments), max_len(segments))
         qkv, cos_sin = torch.randn(tokens, heads + 2 * kv_heads, head_dim).flatten(1), torch.randn(tokens, head_dim)
         weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else (None, None)
-        rotation = *weights, cos_sin, heads, kv_heads, 1e-6
-        q, k = rope_triton.qk_norm_rope(qkv, *rotation).split((heads, kv_heads), 1)
+        rotation = Rotation(*weights, cos_sin, heads, kv_heads, 1e-6)
+        q, k = rope_triton.qk_norm_rope(qkv, rotation).split((heads, kv_heads), 1)
         v = qkv.unflatten(1, (-1, head_dim))[:, heads + kv_heads :]
         out, lse = attention_triton.packed(q, k, v, *layout)
         grad = torch.randn_like(out)
         dq, dk, dv = kernels.packed(grad, q, k, v, out, lse, *layout)
-        expected, *of_weights = rope_triton_backward.qk_norm_rope(torch.cat((dq, dk), 1), qkv, *rotation)
+        expected, *of_weights = rope_triton_backward.qk_norm_rope(torch.cat((dq, dk), 1), qkv, rotation)
         expected = expected + torch.nn.functional.pad(dv.flatten(1), ((heads + kv_heads) * head_dim, 0))
         found, *joined_weights = fused_triton_backward.rotated_attention(grad, q, k, v, out, lse, layout, qkv, rotation)
         assert all(map(torch.equal, joined_weights, of_weights))

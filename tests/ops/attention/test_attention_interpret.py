@@ -13,6 +13,7 @@ from processes import run_interpreted
 from torch import Tensor
 
 from lockstep.ops.attention import reference as attention_reference
+from lockstep.ops.records import Rotation
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import triton
@@ -170,7 +171,7 @@ class Interpreted:
         caches, expected = ([pages.k_cache.clone(), pages.v_cache.clone()] for _ in range(2))
         for cache in (*caches, *expected):
             cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = torch.nan
-        q = rope_triton.qk_norm_rope(qkv, *heads, (*expected, slots))
+        q = rope_triton.qk_norm_rope(qkv, Rotation(*heads), (*expected, slots))
         alone = attention_triton.paged(q, *expected, table, starts, context, 1, LENGTH)
         projected = triton_decode.Projected(*heads, slots)
         for _ in range(2):  # writing again changes nothing

@@ -11,6 +11,7 @@ import pytest
 import torch
 from processes import run_interpreted
 
+from lockstep.ops.records import Rotation
 from lockstep.ops.tables import linear_table
 from lockstep.ops.tables.linear_table import AsyncChoice, Choice, TmaChoice
 
@@ -59,11 +60,11 @@ class Interpreted:
         heads, kv_heads, head_dim, tokens = 6, 2, 24, 5
         qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim)
         norms = [torch.randn(head_dim) if weights else None for _ in range(2)]
-        arguments = (*norms, torch.randn(tokens, head_dim), heads, kv_heads, 1e-6)
+        by = Rotation(*norms, torch.randn(tokens, head_dim), heads, kv_heads, 1e-6)
         caches = [torch.full((4, 3, kv_heads, head_dim), torch.nan) for _ in range(2)]
         slots = torch.tensor([7, 0, 11, 4, 3])
-        q = rope_triton.qk_norm_rope(qkv, *arguments, (*caches, slots))
-        qk = rope_triton.qk_norm_rope(qkv, *arguments)
+        q = rope_triton.qk_norm_rope(qkv, by, (*caches, slots))
+        qk = rope_triton.qk_norm_rope(qkv, by)
         expected = [torch.full((12, kv_heads, head_dim), torch.nan) for _ in range(2)]
         expected[0][slots] = qk[:, heads:]
         expected[1][slots] = qkv[:, (heads + kv_heads) * head_dim :].view(tokens, kv_heads, head_dim)

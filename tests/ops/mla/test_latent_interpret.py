@@ -98,8 +98,9 @@ class Interpreted:
     def test_heads_without_values_are_rotated_both_ways(self):
         x, table = torch.randn(9, 5 * 6), ops.rope_table(torch.arange(9) * 7, torch.rand(3))
         leaf = x.clone().requires_grad_()
-        expected = ops.qk_norm_rope(leaf, None, None, table, 4, 1, 0.0)
-        torch.testing.assert_close(rope_triton.qk_norm_rope(x, None, None, table, 4, 1, 0.0), expected.detach())
+        by = ops.Rotation(None, None, table, 4, 1, 0.0)
+        expected = ops.qk_norm_rope(leaf, by)
+        torch.testing.assert_close(rope_triton.qk_norm_rope(x, by), expected.detach())
         grad = torch.randn_like(expected)
-        found = rope_triton_backward.qk_norm_rope(grad, x, None, None, table, 4, 1, 0.0)[0]
+        found = rope_triton_backward.qk_norm_rope(grad, x, by)[0]
         torch.testing.assert_close(found, torch.autograd.grad(expected, leaf, grad)[0])
