@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import graph
 from ..types import SamplingParams
-from .forward import decode_step, mixed_step
+from .forward import Paging, decode_step, mixed_step
 from .kv_cache import KVCache, upload
 from .prefill_batch import MixedBatch, MixedSizes, lay_out
 from .programs import StepGraphs
@@ -106,11 +106,10 @@ class Runner:
             rows.group(size)
             self.graphs.decode(model, size, steps, truncated, greedy)
         else:
-            b, max_context = rows.tensors(size), max(len(s.pages) for s in running) * cache.page_size
+            b, longest = rows.tensors(size), max(len(s.pages) for s in running)
+            paging = Paging(cache.page_size, cache.null_page, longest * cache.page_size)
             for _ in range(steps):
-                decode_step(
-                    model, b, cache, cache.k, cache.v, cache.routes, max_context, truncated, greedy, grouped=False
-                )
+                decode_step(model, b, paging, cache.k, cache.v, cache.routes, truncated, greedy, grouped=False)
         return self._block(size, steps, version)
 
     @torch.inference_mode()
@@ -127,8 +126,8 @@ class Runner:
         flat = lay_out(chunks, sizes, rows.null_row, rows.device.type == "cuda").to(rows.device, non_blocking=True)
         prompt = MixedBatch.view(flat, sizes)._asdict()
         flags = rows.truncated > 0, rows.greedy > 0
-        cache_tensors, max_context = (cache.k, cache.v, cache.routes), rows.width * cache.page_size
-        mixed_step(model, rows.tensors(size), prompt, rows.table, cache, *cache_tensors, max_context, *flags)
+        paging = Paging(cache.page_size, cache.null_page, rows.width * cache.page_size)
+        mixed_step(model, rows.tensors(size), prompt, rows.table, paging, cache.k, cache.v, cache.routes, *flags)
         return self._block(size, 1, version, chunks)
 
     def _block(self, rows: int, steps: int, version: int, chunks: Iterable[Chunk] = ()) -> Block:
