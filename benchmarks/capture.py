@@ -160,7 +160,7 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
             evidence.append(trainer.optim_step(LEARNING_RATE))
         first_steps = time.perf_counter() - began
         evidence += [int(fingerprint(t)) for t in (trainer.flat.data, *trainer.state()[0].values())]
-        scored = trainer._runs.forward_backward(batch, trainer.loss.loss_type, False)
+        scored = trainer.programs.forward_backward(batch, trainer.loss.loss_type, False)
         batch.old_logprob_C.copy_(scored["logprob_C"])  # so no difference is found, and with a rate of 0 none arises
         batch.old_model_logprob_C.copy_(scored["model_logprob_C"])
         trainer.optim_step(0.0)

@@ -160,7 +160,7 @@ def train(model: Decoder) -> None:
                 trainer.forward_backward(batch)
             with torch.no_grad():
                 score(model, batch)
-    trainer._runs.optim_step()
+    trainer.programs.optim_step()
     if model.config.mla is None:
         joined(model)
 

@@ -22,7 +22,7 @@ from common import arguments, finish, random_model, save
 from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Compiler, FakeRecorder, LayerCompiler
+from lockstep.graph import Compiler, FakeRecorder
 from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.graph.check.tolerance import BOUNDS, relative_error
 from lockstep.models import Decoder
@@ -50,18 +50,16 @@ class Evidence(NamedTuple):
     gradient: Tensor
 
 
-def make_compiler(config: CompileConfig | None, device: torch.device) -> Compiler | LayerCompiler | None:
+def make_compiler(config: CompileConfig | None, device: torch.device) -> Compiler | None:
     if config is None:
         return None
-    if config.capture == "layer":
-        return LayerCompiler("inductor" if config.backend == "inductor" else "eager")
     recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
     return Compiler(config, device, recorder=FakeRecorder() if recorded_on_cpu else None)
 
 
 def one_step(trainer: Trainer, batch: PackedBatch) -> Evidence:
     """Gradients from zero, and an update of rate 0."""
-    scored = trainer._runs.forward_backward(batch, "grpo", False)
+    scored = trainer.programs.forward_backward(batch, "grpo", False)
     evidence = Evidence(
         int(fingerprint(torch.cat((scored["logprob_C"], scored["model_logprob_C"])))),
         trainer.flat.grad.to("cpu", copy=True),

@@ -11,9 +11,9 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from ..config import GeneratorConfig
+from ..config import CompileConfig, GeneratorConfig
 from ..errors import InputError
-from ..graph import Compiler, LayerCompiler
+from ..graph import Compiler
 from ..timings import Timings
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
 from .check_cases import Work
@@ -37,7 +37,7 @@ class Engine:
         config: engine settings.
         cache_tokens: capacity of the KV cache (`plan_cache_tokens`).
         detokenize: token ids to text; needed for stop strings and for `Completion.text`.
-        compiler: run steps as captured graphs, or call compiled layers; None calls the model.
+        compiler: what runs the steps; by default eagerly.
         ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
             where nothing would be won, 0 on a CPU.
         timings: where launches (`prefill`, `decode`) and the reading of their results (`read`) are measured.
@@ -49,7 +49,7 @@ class Engine:
         config: GeneratorConfig,
         cache_tokens: int,
         detokenize: Callable[[list[int]], str] | None = None,
-        compiler: Compiler | LayerCompiler | None = None,
+        compiler: Compiler | None = None,
         ahead: int | None = None,
         timings: Timings | None = None,
     ) -> None:
@@ -67,9 +67,10 @@ class Engine:
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
         self.scheduler = Scheduler(config, self.cache, rows)
-        self.compiler = compiler
+        self.compiler = compiler or Compiler(CompileConfig("none"), device)
+        self.compiler.prepare(model)
         self.timings = timings or Timings()
-        self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, compiler)
+        self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, self.compiler)
         self.ahead = (AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
         self._flight: deque[Block] = deque()  # launched, and not read yet
         self._grown: list[Sequence] = []  # by what was read
@@ -122,9 +123,9 @@ class Engine:
         """Make the graphs for up to so many sequences at once, each of up to `tokens` tokens with its prompt.
 
         Nothing is captured later while requests stay within this, whatever their lengths and arrivals; call it once for
-        each kind of sampling. Without a compiler it does nothing.
+        each kind of sampling. Where nothing is compiled it does nothing.
         """
-        if isinstance(self.compiler, LayerCompiler):
+        if self.compiler.layers is not None:
             self._compile_layers()
         if self.runner.graphs is None or sequences < 1:
             return

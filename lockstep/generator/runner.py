@@ -84,14 +84,10 @@ class Runner:
         cache: KVCache,
         rows: RunningBatch,
         max_tokens: int,
-        compiler: graph.Compiler | graph.LayerCompiler | None = None,
+        compiler: graph.Compiler,
     ) -> None:
         self.weights, self.cache, self.rows = weights, cache, rows
-        self.graphs = None
-        if isinstance(compiler, graph.Compiler):
-            self.graphs = StepGraphs(rows, cache, max_tokens, compiler)
-        if isinstance(compiler, graph.LayerCompiler):
-            weights.model.call_layer = compiler
+        self.graphs = None if compiler.eager else StepGraphs(rows, cache, max_tokens, compiler)
 
     @torch.inference_mode()
     def decode(self, running: list[Sequence], steps: int) -> Block:

@@ -2,7 +2,6 @@
 
 from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
 from ..cache.fingerprint import origin
-from .capture.layers import LayerCompiler
 from .capture.step import Differentiated, backward, capture, in_module, module_inputs, substituted
 from .check.against_eager import Verdict, Work, check_against_eager
 from .check.comparison import Case
@@ -40,7 +39,6 @@ __all__ = [
     "GraphError",
     "GraphFunction",
     "Inputs",
-    "LayerCompiler",
     "Pass",
     "Static",
     "Store",

@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from ..config import CompileConfig, resolve_compile
+from ..config.compile import GRAPHS
 from ..timings import Timings
 from .capture.joint import capture_joint
+from .capture.layers import LayerCompiler
 from .capture.step import Differentiated, GraphBody, capture
 from .function import GraphFunction
 from .ir.captured import Captured, Dynamic, GraphError, Inputs, Level, Role, Static
@@ -29,7 +32,7 @@ from .torch_private import trace as torch_trace
 
 
 class Compiler:
-    """What both roles compile with: one configuration, one list of passes, one pool of CUDA graphs.
+    """What both roles run their functions with: one configuration, one list of passes, one pool of CUDA graphs.
 
     Args:
         recorder: what makes CUDA graphs; by default the device's own.
@@ -41,10 +44,12 @@ class Compiler:
         regions: those that were compiled before, to be used again.
 
     Attributes:
+        eager: no function is captured; each is called as it is.
+        layers: calls a model's layers, where these are what is compiled.
         loaded: graphs that were not traced, as they were stored.
-        captures: traces made so far. One serves every value of a function's open sizes.
+        captures: traces made so far, each for every value of a function's open sizes; or variants of layers.
         recompiles: graphs that were made after `end_warm_up`, each for a choice of statics and sizes.
-        functions: what was made by `function`.
+        functions: what was made by `function`, to be captured.
         nothing_to_record: a graph's first launch is like any other.
         rehearsing, only_making: see `rehearsal` and `making`.
         timings: host seconds in `load_graphs`, `import_tracer`, `trace`, `passes`, `store_graphs`, `compile`
@@ -67,12 +72,15 @@ class Compiler:
     ) -> None:
         config = resolve_compile(config, device.type == "cuda")
         assert config.cudagraph_mode is not None
+        self.eager = config.capture not in GRAPHS
+        backend: Literal["eager", "inductor"] = "inductor" if config.backend == "inductor" else "eager"
+        self.layers = LayerCompiler(backend, self.layer_made) if config.capture == "layer" else None
         recorded = config.cudagraph_mode != "none"
         self.recorder = (recorder or CudaRecorder(device)) if recorded else None
         self._sharded = sharded = any(size > 1 for size in (mesh or {}).values())
         self.timings = timings or Timings()
         self.regions = regions if regions is not None else Regions(self.timings)
-        self.compiled = config.inductor if config.backend == "inductor" else ()
+        self.compiled = config.inductor if backend == "inductor" and not self.eager else ()
         self.passes = pipeline(
             config.canonicalize,
             config.recompute,
@@ -125,12 +133,25 @@ class Compiler:
 
     def add(self, function: GraphFunction) -> GraphFunction:
         """Keep count of a function's graphs, and close them in the end."""
-        self.functions.append(function)
+        if not self.eager:
+            self.functions.append(function)
         return function
+
+    @property
+    def compiles(self) -> bool:
+        """Whether anything is: functions, or layers."""
+        return not self.eager or self.layers is not None
+
+    def prepare(self, *models: nn.Module) -> None:
+        """Have the models' layers compiled, where layers are what is."""
+        for model in models if self.layers is not None else ():
+            model.call_layer = self.layers  # type: ignore[assignment]
 
     def level(self, name: str) -> Level:
         """How a graph of this function runs that is made now. In mode `full_and_piecewise` shapes beyond the warmed-up
         ones are met in pieces."""
+        if self.eager:
+            return "eager"
         if name in self._lowered:
             return self._lowered[name]
         if self.mode == "full_and_piecewise":
@@ -268,6 +289,11 @@ class Compiler:
 
     def graph_made(self) -> None:
         """Count a new graph."""
+        self.recompiles += self._warm
+
+    def layer_made(self) -> None:
+        """Count a new variant of a layer."""
+        self.captures += 1
         self.recompiles += self._warm
 
     @contextmanager

@@ -115,7 +115,7 @@ class GraphFunction:
 
     def _eager(self, user: Mapping[str, Tensor], times: int, statics: Mapping[str, Static]) -> dict[str, Tensor]:
         assert not self._compiler.rehearsing, f"{self.name} has no graph to rehearse"
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             for _ in range(times):
                 outputs = self.body(replace(self.inputs, user=user), **statics)
         return dict(outputs)

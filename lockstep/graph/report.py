@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .capture.layers import LayerCompiler
 from .check.against_eager import Verdict
 from .compiler import Compiler
 
 
-def replay_metrics(compiler: Compiler | LayerCompiler | None) -> dict[str, int]:
+def replay_metrics(compiler: Compiler) -> dict[str, int]:
     """`recompiles`, `graph_replays` and the replays of each function, since the start."""
-    if compiler is None:
-        return {"recompiles": 0, "graph_replays": 0}
     replays = compiler.replays
     by_function = {f"graph_replays/{name}": count for name, count in sorted(replays.items()) if count}
     return {"recompiles": compiler.recompiles, "graph_replays": replays.total(), **by_function}
 
 
-def refusals(compiler: Compiler | LayerCompiler) -> list[str]:
+def refusals(compiler: Compiler) -> list[str]:
     """Why stored graphs were refused, each reason once."""
     lookups = compiler.store.lookups if compiler.store else []
     return list(dict.fromkeys(reason for lookup in lookups for reason in lookup.reasons))
 
 
-def compile_report(compiler: Compiler | LayerCompiler, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
-    """Totals, each function's level, graphs and launches, what the check of it found, and each trace's passes."""
+def compile_report(compiler: Compiler, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
+    """Totals, each function's level, graphs and launches, what the check of it found, and each trace's passes; empty
+    where nothing is compiled."""
+    if not compiler.compiles:
+        return {}
     launches, replays = compiler.launches, compiler.replays
     functions: dict[str, dict[str, Any]] = {}
     for function in compiler.functions:

@@ -108,10 +108,10 @@ class Recorder:
         """Make the graphs of all steps; record where start-up went."""
         began, compiler, timings = time.perf_counter(), loop.run.compiler, loop.run.timings
         before = dict(timings.seconds)
-        making = display.phase("graphs") if compiler else nullcontext()
+        making = display.phase("graphs") if compiler.compiles else nullcontext()
         with self.world.deadline("making and checking graphs", timeouts=10), making:
             warm_up(self.config, loop.run)
-        if compiler:
+        if compiler.compiles:
             graphs = sum(len(function.graphs) for function in compiler.functions)
             made = f"layers: {compiler.captures} variants compiled"
             if graphs:

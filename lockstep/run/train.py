@@ -76,7 +76,7 @@ def _train(
             if recorded(step + 1):
                 recorder.trace(loop.spans, metrics)
         recorder.save_model(loop)
-    if loop.run.compiler:
+    if loop.run.compiler.compiles:
         recorder.summary["compile"] = loop.run.compile_report()
         loop.run.compiler.close()
     return recorder.summary

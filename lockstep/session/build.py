@@ -25,7 +25,7 @@ from ..distributed import FSDP, ONE, World
 from ..environments import Problem, PromptLimit, Task, make_task
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
-from ..graph import Compiler, LayerCompiler, Store, Verdict, compile_report, missing_compiler, replay_metrics
+from ..graph import Compiler, Store, Verdict, compile_report, missing_compiler, replay_metrics
 from ..machine import bound_threads
 from ..models import Decoder, ModelConfig, load_model, resolve_folder
 from ..models.checks import require_memory
@@ -86,8 +86,8 @@ class Session:
     validation_sampling: SamplingParams
     shapes: list[BatchShape]  # what the trainer's batches are padded to, largest first
     timings: Timings
+    compiler: Compiler
     world: World = ONE
-    compiler: Compiler | LayerCompiler | None = None
     verdicts: list[Verdict] = field(default_factory=list)  # of the check of captured graphs
     preloaded: Path | None = None  # the list of the kernels that were loaded beside the weights
 
@@ -97,7 +97,7 @@ class Session:
 
     def compile_report(self) -> dict[str, Any]:
         """For the summary: every function's graphs, and what the check of them found."""
-        return compile_report(self.compiler, self.verdicts) if self.compiler else {}
+        return compile_report(self.compiler, self.verdicts)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -186,7 +186,7 @@ def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None)
     engine = Engine(weights, config.generator, capacity, policy.decode, compiler, timings=timings)
     longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step)
     shapes = train_shapes(config, longest, prompt_limit(config, policy.model.config).tokens)
-    parts = policy, task, trainer, engine, sampling, validation, shapes, timings, world, compiler
+    parts = policy, task, trainer, engine, sampling, validation, shapes, timings, compiler, world
     return Session(*parts, preloaded=loaded_kernels())
 
 
@@ -223,13 +223,11 @@ def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> l
 
 def make_compiler(
     config: CompileConfig, device: torch.device, timings: Timings | None = None, world: World = ONE
-) -> Compiler | LayerCompiler | None:
-    """What both roles compile with; None when nothing is captured."""
+) -> Compiler:
+    """What both roles run their functions with."""
     config = resolve_compile(config, device.type == "cuda")
     if config.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {config.cudagraph_mode}; CUDA graphs need a GPU, use none")
-    if config.capture == "none":
-        return None
     if world.size > 1 and (config.capture in ("joint", "layer") or set(config.inductor) != {"backward"}):
         raise InputError(
             f"compile.capture is {config.capture} and compile.inductor {list(config.inductor)}: several processes need "
@@ -237,8 +235,6 @@ def make_compiler(
         )
     if config.backend == "inductor" and (missing := missing_compiler(device)):
         raise InputError(f"compile.backend is inductor, which needs {missing} on this machine; use eager")
-    if config.capture == "layer":
-        return LayerCompiler("inductor" if config.backend == "inductor" else "eager", timings)
     peers, mesh = (world, {FSDP: world.size}) if world.size > 1 else (None, {})
     return Compiler(config, device, timings=timings, store=Store(), mesh=mesh, peers=peers)
 

@@ -23,7 +23,7 @@ from ..config import (
 )
 from ..errors import InputError, NonFiniteError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
-from ..graph import Compiler, compile_report
+from ..graph import compile_report
 from ..ops.machine_check import check as machine_check
 from ..ops.native import library
 from ..types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
@@ -101,13 +101,13 @@ class LLM:
         self._engine = None
         self._room = (0, 0)
         self._warm.clear()
-        if isinstance(self.compiler, Compiler):
+        if not self.compiler.eager:
             self.compiler.close()
             self.compiler = make_compiler(self._compile, self.policy.model.embed.device)
 
     def compile_report(self) -> dict[str, Any]:
         """What the graphs of now are: traces, stored ones that were loaded, launches; empty when there are none."""
-        return compile_report(self.compiler) if self.compiler else {}
+        return compile_report(self.compiler)
 
     @property
     def context(self) -> int:
@@ -182,7 +182,7 @@ class LLM:
         """Make the engine's graphs for this kind of sampling; a mix of kinds, and so many tokens at once as no request
         has yet brought, are captured when they come."""
         kind = sampling.truncated, sampling.temperature == 0
-        if self.compiler is None or kind in self._warm:
+        if not self.compiler.compiles or kind in self._warm:
             return
         sequences, tokens = self._room
         model = self.policy.model

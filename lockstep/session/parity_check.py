@@ -21,7 +21,7 @@ from ..config import (
 )
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
-from ..graph import Compiler, LayerCompiler, Work
+from ..graph import Compiler, Work
 from ..models import Decoder
 from ..ops.machine_check import check as machine_check
 from ..trainer import BatchShape, Trainer, pack
@@ -136,8 +136,7 @@ def check_model(
         machine_check.restore(place, decoder.embed.dtype)  # what a run's check of this machine replaced
         return _check(decoder, tokens, seed, whole_tiles(GeneratorConfig(), attention), compile, compiler)
     finally:
-        if compiler is not None:
-            compiler.close()
+        compiler.close()
 
 
 def _check(
@@ -146,7 +145,7 @@ def _check(
     seed: int,
     config: GeneratorConfig,
     compile: CompileConfig,
-    compiler: Compiler | LayerCompiler | None,
+    compiler: Compiler,
 ) -> ParityReport:
     where, context = decoder.embed.device, decoder.config.max_position_embeddings
     length = min(_COMPLETION, context // 2)
@@ -157,17 +156,15 @@ def _check(
     engine = Engine(SharedWeights(decoder), config, cache_tokens, compiler=compiler)
     max_tokens = max(8192, 2 * longest)
     shape, kinds = _expected(prompts, sampling, max_tokens)
-    if compiler is not None:
+    if compiler.compiles:
         _warm_up(compiler, trainer, engine, compile, (sequences, longest), shape, kinds, list(dict.fromkeys(sampling)))
     identities = [SampleIdentity(seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
     completions = engine.generate(prompts, sampling, identities)
     del engine
     groups = _groups(prompts, completions, sampling)
     for batch in pack(groups, max_tokens=max_tokens, check_parity=True, shapes=[shape]):
-        if compiler is None:
-            trainer.check(batch.to(where))
-        else:
-            trainer.forward_backward(batch.to(where))
+        score = trainer.forward_backward if compiler.compiles else trainer.check
+        score(batch.to(where))
     scored = trainer.checked[0][:5].tolist()
     result = trainer.finish_check(sum(len(c.token_ids) for samples in completions for c in samples))
     return ParityReport(
@@ -204,7 +201,7 @@ def _expected(
 
 
 def _warm_up(
-    compiler: Compiler | LayerCompiler,
+    compiler: Compiler,
     trainer: Trainer,
     engine: Engine,
     compile: CompileConfig,
@@ -231,11 +228,10 @@ def _warm_up(
     make_ready(compiler, make_graphs, trust_cases, compile.verify, kernels=kernels)
 
 
-def _compared(compiler: Compiler | LayerCompiler | None) -> str:
-    if compiler is None:
-        return "the model, called by both roles"
-    if isinstance(compiler, LayerCompiler):
-        return "the model's compiled layers, called by both roles"
+def _compared(compiler: Compiler) -> str:
+    if compiler.eager:
+        what = "the model's compiled layers" if compiler.layers else "the model"
+        return f"{what}, called by both roles"
     levels = {function.name: function.level for function in compiler.functions}
     decode, mixed, train = (f"{name} ({levels[name]})" for name in ("decode", "mixed", "forward_backward"))
     return f"the graphs {decode} and {mixed} with {train}"

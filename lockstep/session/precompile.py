@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..errors import InputError, LockstepError
-from ..graph import Compiler, Store
+from ..graph import Store
 from .build import build, resolve
 from .warm_up import warm_up
 
@@ -40,7 +40,7 @@ def precompile(config: RunConfig) -> dict[str, Any]:
         raise InputError("--compile.dump shows how graphs are made, and none is kept then; remove it, or use train")
     run = build(config)
     compiler = run.compiler
-    assert isinstance(compiler, Compiler) and compiler.store is not None
+    assert compiler.store is not None
     try:
         warm_up(config, run)
         graphs = _graphs(compiler.store)

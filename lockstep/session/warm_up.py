@@ -14,7 +14,7 @@ from ..cache import user_folder
 from ..config import RunConfig
 from ..distributed import ONE, World
 from ..errors import LockstepError
-from ..graph import Compiler, LayerCompiler, PassedChecks, Verdict, Work, check_against_eager
+from ..graph import Compiler, PassedChecks, Verdict, Work, check_against_eager
 from ..models.config import ModelConfig, MoEConfig
 from ..ops.machine_check import check as machine_check
 from ..ops.native import library
@@ -34,7 +34,7 @@ def warm_up(config: RunConfig, run: Session) -> None:
     embed = run.policy.model.embed
     if embed.device.type == "cpu" and embed.dtype is torch.float32:
         library.warn_if_missing()
-    if run.compiler is None:
+    if not run.compiler.compiles:
         _check_machine(config, run)
         return
     machine_check.restore(embed.device, embed.dtype)
@@ -57,7 +57,7 @@ def warm_up(config: RunConfig, run: Session) -> None:
 
 def prepare_validation(config: RunConfig, run: Session) -> None:
     """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
-    if isinstance(run.compiler, Compiler):
+    if not run.compiler.eager:
         if run.policy.model.embed.is_cuda:
             with run.compiler.rehearsal():
                 _make_validation_graphs(config, run)
@@ -66,7 +66,7 @@ def prepare_validation(config: RunConfig, run: Session) -> None:
 
 
 def make_ready(
-    compiler: Compiler | LayerCompiler,
+    compiler: Compiler,
     make_graphs: Callable[[], None],
     trust_cases: Callable[[], Work],
     verify: Literal["strict", "warn", "off"],
@@ -87,7 +87,7 @@ def make_ready(
         check_machine: whether a check of this machine, of what was launched, replaced a kernel that graphs may hold.
         rehearse_check: launches the kernels of that check.
     """
-    if isinstance(compiler, LayerCompiler):
+    if compiler.eager:
         make_graphs()
         check_machine()
         compiler.end_warm_up()

@@ -19,7 +19,7 @@ from ..config import LossType
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
 from .fsdp.layout import ALIGNMENT
 from .packing import pack
-from .programs import EagerRuns, GraphRuns
+from .programs import TrainerPrograms
 from .shapes import BatchShape
 from .step import named
 
@@ -27,7 +27,7 @@ Work = list[tuple[graph.GraphFunction, list[graph.Case]]]
 
 
 def trust_cases(
-    runs: GraphRuns,
+    programs: TrainerPrograms,
     loss_type: LossType,
     shapes: Sequence[BatchShape],
     sampling: SamplingParams,
@@ -37,42 +37,47 @@ def trust_cases(
     with_checks: bool = True,
 ) -> Work:
     """Cases for each of the trainer's functions; the arguments are those of `Trainer.warm_up`."""
-    eager, functions = runs.eager, runs.functions
-    vocabulary = eager.model.config.vocab_size
-    routed = check_parity and eager.model.config.moe_layers > 0
+    functions, values = programs.functions, programs.state.values
+    vocabulary = programs.model.config.vocab_size
+    routed = check_parity and programs.model.config.moe_layers > 0
     drafts = _batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed)
-    batches = [(name, batch.to(eager.flat.data.device)) for name, batch in drafts]
+    batches = [(name, batch.to(programs.flat.data.device)) for name, batch in drafts]
     for _, batch in batches:
         batch.check_parity = check_parity
-    statistics, both = partial(eager.values.fill_, 1), partial(_fill_sums, eager)
+    statistics, both = partial(values.fill_, 1), partial(_fill_sums, programs)
     work: Work = [
         (
             functions["forward_backward"],
-            [c for b in batches for c in _train_cases(runs, *b, both, loss_type, num_iterations)],
+            [c for b in batches for c in _train_cases(programs, *b, both, loss_type, num_iterations)],
         ),
-        (functions["optim_step"], _optim_cases(eager)),
+        (functions["optim_step"], _optim_cases(programs)),
     ]
     if "gather_weights" in functions:
-        work.append((functions["gather_weights"], [graph.Case("all", load=partial(_clear, eager.gathering))]))
+        work.append((functions["gather_weights"], [graph.Case("all", load=partial(_clear, programs.gathering))]))
     if with_checks:
-        work.append((functions["check"], [runs.case(*b, statistics) for b in batches]))
+        work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
     if "reference_logprobs" in functions:
-        work.append((functions["reference_logprobs"], [runs.case(*b, lambda: None) for b in batches]))
+        work.append((functions["reference_logprobs"], [programs.case(*b, lambda: None) for b in batches]))
     return work
 
 
 def _train_cases(
-    runs: GraphRuns, name: str, batch: PackedBatch, load: Callable[[], object], loss_type: LossType, num_iterations: int
+    programs: TrainerPrograms,
+    name: str,
+    batch: PackedBatch,
+    load: Callable[[], object],
+    loss_type: LossType,
+    num_iterations: int,
 ) -> Iterator[graph.Case]:
     with_support = num_iterations > 1 and batch.truncated
-    yield runs.case(name, batch, load, loss_type=loss_type, with_support=with_support)
+    yield programs.case(name, batch, load, loss_type=loss_type, with_support=with_support)
     if num_iterations > 1:
         later = replace(batch, check_parity=False)
         if with_support:
-            words = -(-runs.eager.model.config.vocab_size // 8)
+            words = -(-programs.model.config.vocab_size // 8)
             rows = len(batch.targets_C)
             later.support_C = torch.full((rows, words), 255, dtype=torch.uint8, device=batch.targets_C.device)
-        yield runs.case(f"{name}, later update", later, load, loss_type=loss_type, with_support=False)
+        yield programs.case(f"{name}, later update", later, load, loss_type=loss_type, with_support=False)
 
 
 def _nearly_untruncated(sampling: SamplingParams, vocabulary: int) -> SamplingParams:
@@ -139,22 +144,22 @@ def _group(
     return TrainGroup(tokens(prompt), sequences, sampling)
 
 
-def _fill_sums(eager: EagerRuns) -> None:
+def _fill_sums(programs: TrainerPrograms) -> None:
     """Gradients and statistics that are not zero: they must be added to."""
-    eager.values.fill_(1)
-    for grad in eager.flat.grads:
+    programs.state.values.fill_(1)
+    for grad in programs.flat.grads:
         grad.fill_(0.5)
 
 
-def _optim_cases(eager: EagerRuns) -> list[graph.Case]:
+def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
     """Updates that are clipped, not clipped, and refused for each reason."""
 
     def load(kind: int) -> None:
-        t = eager.optimizer.tensors()
-        eager.values.fill_(1)
-        eager.sampled.fill_(2 if kind == 4 else 1)
-        named(eager.values)["different"].fill_(float(kind == 3))
-        eager.lr.fill_(1e-3)
+        t, state = programs.optimizer.tensors(), programs.state
+        state.values.fill_(1)
+        state.sampled.fill_(2 if kind == 4 else 1)
+        named(state.values)["different"].fill_(float(kind == 3))
+        state.lr.fill_(1e-3)
         _waves(t.grad, 1e-9 if kind == 1 else 1.0)
         _waves(t.exp_avg, 1e-3)
         _waves(t.exp_avg_sq, 1e-6)

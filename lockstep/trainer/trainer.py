@@ -15,17 +15,17 @@ from torch import Tensor
 
 from .. import ops
 from ..algorithms.losses import LossSettings
-from ..config import LossConfig, LossType, OptimizerConfig
+from ..config import CompileConfig, LossConfig, LossType, OptimizerConfig
 from ..distributed import ONE, World
 from ..errors import InputError
-from ..graph import Compiler, LayerCompiler
+from ..graph import Compiler
 from ..models import Decoder
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
 from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
 from .optimizer import AdamW, FlatParameters
 from .packing import blank_batch
-from .programs import EagerRuns, GraphRuns
+from .programs import TrainerPrograms, UpdateState
 from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
 from .shapes import BatchShape
@@ -39,7 +39,7 @@ class Trainer:
         reference: frozen model for the KL term; required when `loss.beta` is above 0.
         enforce_parity: do not update when a log-probability differs from the generator's in any bit, or a choice of
             experts does, or when not every sampled token was compared.
-        compiler: run as captured graphs, or call compiled layers; None calls the model.
+        compiler: what runs the trainer's functions; by default eagerly.
         world: the processes that weights, gradients and moments are sharded over. Each calls the same methods in the
             same order, on batches of its own, as many as the others.
 
@@ -59,7 +59,7 @@ class Trainer:
         *,
         reference: Decoder | None = None,
         enforce_parity: bool = True,
-        compiler: Compiler | LayerCompiler | None = None,
+        compiler: Compiler | None = None,
         world: World = ONE,
     ) -> None:
         if loss.beta > 0 and reference is None:
@@ -90,13 +90,11 @@ class Trainer:
         self._values = torch.zeros(size, dtype=torch.float64, device=device)
         self._results = Results(len(found_names(self._values)), device)
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
-        state = self._values, self._results.rows, self._lr, self._sampled, enforce_parity, balanced
-        self._eager = EagerRuns(model, reference, self.flat, self.optimizer, LossSettings.of(loss), *state)
-        self._runs = GraphRuns(self._eager, compiler) if isinstance(compiler, Compiler) else self._eager
-        self._compiled = compiler is not None
-        if isinstance(compiler, LayerCompiler):
-            for own in filter(None, (model, reference)):
-                own.call_layer = compiler
+        state = UpdateState(self._values, self._results.rows, self._lr, self._sampled, enforce_parity, balanced)
+        self._compiler = compiler or Compiler(CompileConfig("none"), device)
+        self._compiler.prepare(*filter(None, (model, reference)))
+        own = LossSettings.of(loss)
+        self.programs = TrainerPrograms(self._compiler, model, reference, self.optimizer, own, state)
         self._scored: Checked = []  # checked batches and their log-probs
 
     def forward_backward(
@@ -110,7 +108,7 @@ class Trainer:
                 run with `batch.check_parity` off, as the weights are no longer the generator's.
         """
         with_support = keep_support and batch.truncated and batch.support_C is None
-        scored = self._runs.forward_backward(batch, loss_type or self.loss.loss_type, with_support)
+        scored = self.programs.forward_backward(batch, loss_type or self.loss.loss_type, with_support)
         if with_support:
             rows_CD, threshold_C = scored.pop("rows_CD"), scored.pop("threshold_C")
             batch.support_C = ops.support_mask(rows_CD, self.model.lm_head, batch.temperature_C, threshold_C)
@@ -127,7 +125,7 @@ class Trainer:
     ) -> None:
         """Make the graphs for batches of these shapes, largest first, and for the update, or compile the layers.
 
-        Without a compiler it does nothing.
+        Where nothing is compiled it does nothing.
 
         Called between two updates. Each graph runs once, on a batch of one token that weighs nothing; weights, masters,
         moments, statistics and the version stay as they are, and gradients are cleared as they were.
@@ -136,9 +134,9 @@ class Trainer:
             check_parity, num_iterations: as the run's steps will have them.
             with_checks: batches may be only checked, too.
         """
-        if not self._compiled:
+        if not self._compiler.compiles:
             return
-        for function in self._runs.functions.values() if isinstance(self._runs, GraphRuns) else ():
+        for function in self.programs.functions.values():
             function.one_shape = len(shapes) == 1
         assert not self.flat.grad.any() and not self._values.any(), "warm_up in the middle of a step"
         for shape in shapes:
@@ -155,7 +153,7 @@ class Trainer:
         self._results.make_room()
         self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
         try:
-            self._runs.optim_step()  # clears the gradients
+            self.programs.optim_step()  # clears the gradients
         finally:
             self._results.reset()
             self._reset_step()
@@ -163,13 +161,13 @@ class Trainer:
     def trust_cases(self, shapes: Sequence[BatchShape], sampling: SamplingParams, **options: Any) -> Work:
         """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""
         self._rate = self._expected = None  # cases write rates and numbers of their own
-        if not isinstance(self._runs, GraphRuns):
+        if self._compiler.eager:
             return []
-        return trust_cases(self._runs, self.loss.loss_type, shapes, sampling, **options)
+        return trust_cases(self.programs, self.loss.loss_type, shapes, sampling, **options)
 
     def check(self, batch: PackedBatch) -> None:
         """Compare the batch's log-probs with the generator's and train on nothing."""
-        self._remember(batch, self._runs.check(batch))
+        self._remember(batch, self.programs.check(batch))
 
     def _remember(self, batch: PackedBatch, scored: dict[str, Tensor]) -> None:
         """Keep what names a mismatch."""
@@ -178,7 +176,7 @@ class Trainer:
 
     def reference_logprobs(self, batch: PackedBatch) -> None:
         """Fill `batch.ref_logprob_C` with the reference's log-probs (temperature 1, untruncated)."""
-        batch.ref_logprob_C.copy_(self._runs.reference_logprobs(batch))
+        batch.ref_logprob_C.copy_(self.programs.reference_logprobs(batch))
 
     def optim_step(self, lr: float, sampled: int | None = None) -> StepResult:
         """Update the weights with the accumulated gradients and clear them; the host waits for the result.
@@ -199,7 +197,7 @@ class Trainer:
         sampled = self._to_compare() if sampled is None else sampled
         self._write_rate(lr)
         self._write_sampled(sampled)
-        self._runs.optim_step()
+        self.programs.optim_step()
         return self._launched(lr, sampled)
 
     def _write_rate(self, lr: float) -> None:
@@ -220,7 +218,7 @@ class Trainer:
 
     def gather_weights(self) -> None:
         """Give the model the weights of the last update, for whoever generates with it. In one process it has them."""
-        self._runs.gather_weights()
+        self.programs.gather_weights()
 
     def finish_check(self, sampled: int | None = None) -> StepResult:
         """The result of a step in which batches were only checked; no update, and gradients are cleared. `sampled` as
@@ -228,7 +226,7 @@ class Trainer:
         self.flat.grad.zero_()
         self._results.make_room()
         zero = torch.zeros((), device=self.flat.grad.device)
-        take(self._values, self._results.rows, zero, zero.bool(), self._eager.experts)
+        take(self._values, self._results.rows, zero, zero.bool(), self.programs.experts)
         return self._launched(0.0, self._to_compare() if sampled is None else sampled).get()
 
     @property

@@ -7,7 +7,7 @@ import torch
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, LayerCompiler, check_against_eager, compile_report
+from lockstep.graph import Compiler, check_against_eager, compile_report
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, Trainer, pack
@@ -47,7 +47,7 @@ def test_every_function_is_trusted(capture: str, backend: str, mode: str) -> Non
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_layers_keep_parity_and_few_variants_are_compiled(backend: str) -> None:
-    def gradients(compiler: LayerCompiler | None) -> torch.Tensor:
+    def gradients(compiler: Compiler | None) -> torch.Tensor:
         own = model()
         trainer = Trainer(own, OptimizerConfig(), LossConfig(), compiler=compiler)
         engine = Engine(SharedWeights(own), GeneratorConfig(), 16_384, compiler=compiler)
@@ -64,7 +64,7 @@ def test_layers_keep_parity_and_few_variants_are_compiled(backend: str) -> None:
         assert result.applied and result.tokens_different == 0 and result.tokens_checked > 100
         return found
 
-    compiler = LayerCompiler(backend)  # type: ignore[arg-type]
+    compiler = Compiler(CompileConfig("layer", backend=backend), CUDA)  # type: ignore[arg-type]
     found, expected = gradients(compiler), gradients(None)
     print(f"\n{backend}: {compiler.captures} variants")
     assert compiler.captures <= 6

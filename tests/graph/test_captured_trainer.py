@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,16 @@ import torch
 from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Compiler, FakeRecorder, GraphError, GraphLauncher
+from lockstep.graph import (
+    Compiler,
+    FakeRecorder,
+    GraphError,
+    GraphLauncher,
+    Inputs,
+    compile_report,
+    module_inputs,
+    substituted,
+)
 from lockstep.models import Decoder
 from lockstep.trainer import BatchShape, Trainer, loss_weights, pack
 from lockstep.trainer import programs as trainer_runs
@@ -207,3 +217,24 @@ def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     with pytest.raises(GraphError, match=r"(?s)forward_backward\(.*attention_packed_backward.* yet: it reads lengths"):
         trainer.forward_backward(batch)
+
+
+def test_where_nothing_is_captured_a_function_is_called_on_the_modules_own_tensors(decoder) -> None:
+    compiler, model = Compiler(CompileConfig("none"), torch.device("cpu")), decoder()
+    embed, hooked = model.embed, []
+
+    def body(inputs: Inputs, scale: float) -> dict[str, Tensor]:
+        with substituted(model, inputs):
+            assert model.embed is embed and inputs.param["embed"] is embed
+            hooked.extend(m for m in model.modules() if m._forward_hooks)
+        return {"scaled": inputs.user["x"] * scale}
+
+    function = compiler.function("scaled", body, module_inputs(model))
+    with torch.inference_mode():
+        assert torch.equal(function({"x": torch.ones(3)}, scale=2.0)["scaled"], torch.full((3,), 2.0))
+    assert function.level == "eager" and not hooked and not function.graphs
+    assert not compiler.compiles and not compiler.functions and compile_report(compiler) == {}
+    other = replace(module_inputs(model), param={name: p * 2 for name, p in model.named_parameters()}, module=None)
+    with substituted(model, other):
+        assert torch.equal(model.embed, 2 * embed)
+    assert model.embed is embed

@@ -13,7 +13,7 @@ from two_roles import TwoRoles, compiler_of, needs_inductor, quick_inductor, res
 
 from lockstep.config import CUDAGRAPH_MODES, CompileConfig, RunConfig, resolve_compile, validate
 from lockstep.errors import InputError
-from lockstep.graph import LayerCompiler
+from lockstep.graph.capture.layers import LayerCompiler
 from lockstep.graph.check.tolerance import relative_error
 from lockstep.graph.passes.compiled_subgraph import Regions
 from lockstep.timings import Timings

@@ -73,7 +73,7 @@ def test_a_batch_that_was_changed_is_launched_as_it_is(decoder, rollout, compile
     found, trainer = gradients(decoder(), decoder(seed=1), groups, compiler_of(recorded=True), CHANGES[name])
     assert all(map(torch.equal, found, expected))
     assert torch.equal(found[1], found[2]) == (name in ("nothing", "a copy", "moved again"))
-    (graph,) = trainer._runs.functions["forward_backward"].graphs.values()  # type: ignore[union-attr]
+    (graph,) = trainer.programs.functions["forward_backward"].graphs.values()
     assert graph.launches == 4  # one graph, however its batch lies
 
 
@@ -111,7 +111,7 @@ def test_a_wrong_tensor_in_a_moved_batch_is_refused(decoder, rollout, compiler_o
     batch = batch.to(CPU)
     for _ in range(2):
         trainer.forward_backward(batch)
-    (graph,) = trainer._runs.functions["forward_backward"].graphs.values()  # type: ignore[union-attr]
+    (graph,) = trainer.programs.functions["forward_backward"].graphs.values()
     for name, dtype in change.items():
         setattr(batch, name, getattr(batch, name).to(dtype) if dtype else torch.zeros(1, 1, dtype=torch.uint8))
     with pytest.raises(GraphError, match=message):

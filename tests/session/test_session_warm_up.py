@@ -14,7 +14,7 @@ import pytest
 from lockstep.cache import user_folder
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.errors import LockstepError
-from lockstep.graph import Compiler, GraphError
+from lockstep.graph import GraphError
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.tables import linear_table
 from lockstep.rl.loop import Loop
@@ -74,7 +74,6 @@ def test_where_nothing_is_recorded_graphs_are_made_and_not_launched(monkeypatch,
     config = config_of(captured=True)
     run = build(config)
     session_warm_up.warm_up(config, run)
-    assert isinstance(run.compiler, Compiler)
     made = [graph for function in run.compiler.functions for graph in function.graphs.values()]
     assert len(made) >= 5 and not any(graph.launches for graph in made) and not run.compiler.only_making
     Loop(config, run).step(0)
@@ -83,14 +82,12 @@ def test_where_nothing_is_recorded_graphs_are_made_and_not_launched(monkeypatch,
 
 def warm_up(run: Session, config: RunConfig) -> dict[str, int]:
     """The fewest launches of each function's graphs, as on a device where the first launch of one records it."""
-    assert isinstance(run.compiler, Compiler)
     run.compiler.nothing_to_record = False
     session_warm_up.warm_up(config, run)
     return {f.name: min(g.launches for g in f.graphs.values()) for f in run.compiler.functions if f.graphs}
 
 
 def precompile(config: RunConfig, run: Session) -> None:
-    assert isinstance(run.compiler, Compiler)
     path, make_graphs = session_warm_up._kernel_list(config, run), partial(session_warm_up._make_graphs, config, run)
     session_warm_up._precompile(
         run.compiler, path, make_graphs, partial(session_warm_up._rehearse_check, run), run.world
@@ -100,7 +97,6 @@ def precompile(config: RunConfig, run: Session) -> None:
 def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch, caplog) -> None:
     config = config_of(captured=True)
     run = build(config)
-    assert run.compiler is not None
 
     def fails() -> None:
         raise GraphError("no tensors without memory here")
@@ -116,7 +112,6 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     config = config_of(captured=True)
     run = build(config)
-    assert run.compiler is not None
     rehearsed: list[int] = []
 
     @contextmanager
@@ -186,7 +181,7 @@ def test_what_was_loaded_beside_the_weights_is_not_loaded_again(monkeypatch, tmp
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     config = config_of(captured=True)
     run = build(config)
-    assert run.compiler is not None and run.preloaded is None
+    assert run.preloaded is None
     asked: list[object] = []
     monkeypatch.setattr(run.compiler, "preload", lambda kernels: asked.append(kernels) or 1)
     path = kernel_lists.kernel_list("its list")

@@ -72,7 +72,7 @@ def test_a_result_whose_row_is_lost_is_no_other_ones(trained) -> None:
     backward()
     pending = trainer.launch_optim_step(LR)
     for _ in range(ROWS):
-        trainer._runs.optim_step()  # updates that nobody made room for
+        trainer.programs.optim_step()  # updates that nobody made room for
     with pytest.raises(RuntimeError, match=r"result of update 1 is gone: the device has those of \[9.0, 8.0, .*2.0\]"):
         pending.get()
 
@@ -142,7 +142,7 @@ def test_a_rate_that_a_check_wrote_over_is_written_again(make_model, make_groups
             saved = {k: v.clone() for k, v in trainer.state()[0].items()}, trainer.state()[1]
             if checked and i == 0:
                 cases = dict(trainer.trust_cases(SHAPES, SamplingParams(), check_parity=True))
-                for case in cases[trainer._runs.functions["optim_step"]]:  # type: ignore[union-attr]
+                for case in cases[trainer.programs.functions["optim_step"]]:
                     case.load()  # without what puts state back
                 trainer.load_state(*saved)
                 trainer._reset_step()

@@ -6,12 +6,11 @@ decoding, prompts), whatever its index and whatever the sizes, but that a size o
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ...timings import Timings
 from ..ir.captured import GraphError
 from ..torch_private import layers as torch_layers
 
@@ -19,28 +18,16 @@ MAX_VARIANTS = 24
 
 
 class LayerCompiler:
-    """Calls layers through `torch.compile(fullgraph=True)`; the counterpart of `Compiler` for `compile.capture layer`.
+    """Calls layers through `torch.compile(fullgraph=True)`.
 
     Args:
         backend: eager runs the operators as captured (AOTAutograd's, where there are gradients), and so has eager's
             bits; inductor compiles the layer, forward and backward, but for our own operators.
-
-    Attributes:
-        captures: variants compiled so far. recompiles: those after `end_warm_up`.
-        functions, nodes, recorder, store, loaded, launches, replays: as of a `Compiler` that has captured nothing.
+        compiled: called before each variant is compiled.
     """
 
-    def __init__(self, backend: Literal["eager", "inductor"], timings: Timings | None = None) -> None:
-        self.backend = backend
-        self.timings = timings or Timings()
-        self.captures = self.recompiles = self.loaded = 0
-        self.functions: list[Any] = []
-        self.nodes: dict[str, tuple[str, ...]] = {}
-        self.recorder = self.store = None
-        self.launches: Counter[str] = Counter()
-        self.replays: Counter[str] = Counter()
-        self._warm = False
-        self._call = torch_layers.compiled_call(backend == "inductor", MAX_VARIANTS, self._count)
+    def __init__(self, backend: Literal["eager", "inductor"], compiled: Callable[[], None] = lambda: None) -> None:
+        self._call = torch_layers.compiled_call(backend == "inductor", MAX_VARIANTS, compiled)
 
     def __call__(self, layer: nn.Module, *args: Any) -> Tensor:
         """`layer(*args)`.
@@ -63,14 +50,3 @@ class LayerCompiler:
 
     def __deepcopy__(self, _: Any) -> LayerCompiler:
         return self  # a copied model's layers are the same function
-
-    def _count(self) -> None:
-        self.captures += 1
-        self.recompiles += self._warm
-
-    def end_warm_up(self) -> None:
-        """From here on a new variant counts as a recompile."""
-        self._warm = True
-
-    def close(self) -> None:
-        """There is nothing to give back."""

@@ -116,7 +116,11 @@ def check_closure(name: str, body: Callable[..., Any]) -> None:
 
 @contextmanager
 def substituted(module: nn.Module, inputs: Inputs) -> Iterator[None]:
-    """Within a traced function: `module` with the traced tensors of its `module_inputs`, its calls marked by path."""
+    """Within a function that may be traced: `module` with the traced tensors of its `module_inputs`, its calls marked
+    by path; run on the module's own, as it is."""
+    if inputs.module is module:
+        yield
+        return
     own = module_inputs(module)
     traced = {name: inputs.param[name] for name in own.param} | {name: inputs.buffer[name] for name in own.buffer}
     with torch_trace.swapped(module, traced), _tagged(module):
@@ -126,7 +130,7 @@ def substituted(module: nn.Module, inputs: Inputs) -> Iterator[None]:
 def module_inputs(module: nn.Module) -> Inputs:
     """A module's parameters (role `param`) and its other tensors (role `buffer`), for `substituted`."""
     parameters, others = torch_trace.module_tensors(module)
-    return Inputs(param=parameters, buffer=others)
+    return Inputs(param=parameters, buffer=others, module=module)
 
 
 @contextmanager

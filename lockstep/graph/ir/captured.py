@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ...errors import LockstepError
 from ..torch_private import trace as torch_trace
@@ -38,6 +38,7 @@ class Inputs:
     Attributes:
         param: weights. grad: what gradients add into. buffer: other state, such as statistics or positions.
         optimizer: masters and moments. kv: the cache. user: what differs from launch to launch.
+        module: whose own tensors are among these; for it, `substituted` has nothing to do.
     """
 
     param: Mapping[str, Tensor] = field(default_factory=dict)
@@ -46,17 +47,19 @@ class Inputs:
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     kv: Mapping[str, Tensor] = field(default_factory=dict)
     user: Mapping[str, Tensor] = field(default_factory=dict)
+    module: nn.Module | None = None
 
     def flat(self) -> Iterator[tuple[Role, str, Tensor]]:
         """(role, name, tensor) in a fixed order."""
-        for item in fields(self):
-            for name, tensor in getattr(self, item.name).items():
-                yield item.name, name, tensor  # type: ignore[misc]
+        for role in get_args(Role):
+            for name, tensor in getattr(self, role).items():
+                yield role, name, tensor
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Inputs:
         """The same names with other tensors, given in the order of `flat`."""
         source = iter(tensors)
-        return Inputs(**{f.name: {name: next(source) for name in getattr(self, f.name)} for f in fields(self)})
+        other = {role: {name: next(source) for name in getattr(self, role)} for role in get_args(Role)}
+        return replace(self, **other, module=None)
 
     def described(self, dynamic: Dynamic) -> tuple[InputSpec, ...]:
         """What the inputs are, in the order of `flat`, with open sizes by name; see `InputSpec.of`."""

@@ -38,11 +38,11 @@ class Sharding:
         self, model: nn.Module, inputs: graph.Inputs, differentiated: bool = True
     ) -> Iterator[list[Tensor]]:
         """`model` with the whole weights of `inputs.param`, which are what to differentiate by, in order."""
-        weights = dict(inputs.param)
         if self.ranks > 1:
-            weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in weights.items()}
-        with graph.substituted(model, replace(inputs, param=weights)):
-            yield [weights[name] for name in self.shapes]
+            whole = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in inputs.param.items()}
+            inputs = replace(inputs, param=whole, module=None)
+        with graph.substituted(model, inputs):
+            yield [inputs.param[name] for name in self.shapes]
 
     @torch.no_grad()
     def gathered(self, name: str, part: Tensor) -> Tensor:

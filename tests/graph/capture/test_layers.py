@@ -25,8 +25,9 @@ from lockstep.config import (
     validate,
 )
 from lockstep.errors import InputError
-from lockstep.graph import GraphError, LayerCompiler, compile_report
+from lockstep.graph import Compiler, GraphError, compile_report
 from lockstep.graph.capture import layers
+from lockstep.graph.capture.layers import LayerCompiler
 from lockstep.models.blocks.attention import PagedAttention
 from lockstep.models.config import MoEConfig
 from lockstep.rl.loop import Loop
@@ -63,14 +64,14 @@ def test_a_run_is_the_eager_run_and_compiles_nothing_late() -> None:
     seen, weights, run = train("layer")
     assert seen == eager and all(map(torch.equal, weights, eager_weights))
     assert [m["recompiles"] for m in seen[::2]] == [0, 0, 0] and seen[-2]["parity/tokens_different"] == 0
-    assert isinstance(run.compiler, LayerCompiler) and 0 < run.compiler.captures <= 5
+    assert run.compiler.layers is not None and 0 < run.compiler.captures <= 5
     assert compile_report(run.compiler)["traces"] == run.compiler.captures
 
 
 def test_kinds_of_layers_are_variants_and_indices_are_not(rollout) -> None:
     """Three layers, the middle one dense: two kinds, each for training."""
 
-    def gradients(compiler: LayerCompiler | None) -> Tensor:
+    def gradients(compiler: Compiler | None) -> Tensor:
         model = make_model(torch.float32, config=moe)
         trainer = Trainer(model, OptimizerConfig(), LossConfig(router_aux_loss_coef=0.01), compiler=compiler)
         for packed in pack(groups, max_tokens=44, check_parity=False):
@@ -86,7 +87,7 @@ def test_kinds_of_layers_are_variants_and_indices_are_not(rollout) -> None:
         eos_token_ids=(),
     )
     groups = rollout(make_model(torch.float32, config=moe), 0)
-    compiler = LayerCompiler("eager")
+    compiler = Compiler(CompileConfig("layer"), torch.device("cpu"))
     assert torch.equal(gradients(compiler), gradients(None)) and compiler.captures == 2
 
 
@@ -101,15 +102,17 @@ class Scale(nn.Module):
 
 def test_variants_are_counted_bounded_and_shared_with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "MAX_VARIANTS", 2)
-    compiler = LayerCompiler("eager")
+    compiler = Compiler(CompileConfig("layer"), torch.device("cpu"))
+    call = compiler.layers
+    assert call is not None
     for rows in (4, 2, 9):
-        assert torch.equal(compiler(Scale(0), torch.ones(rows)), torch.full((rows,), 2.0))
-    assert (compiler.captures, compiler.recompiles) == (1, 0) and copy.deepcopy(compiler) is compiler
+        assert torch.equal(call(Scale(0), torch.ones(rows)), torch.full((rows,), 2.0))
+    assert (compiler.captures, compiler.recompiles) == (1, 0) and copy.deepcopy(call) is call
     compiler.end_warm_up()
-    compiler(Scale(1), torch.ones(3))
+    call(Scale(1), torch.ones(3))
     assert (compiler.captures, compiler.recompiles) == (2, 1)
     with pytest.raises(GraphError, match="compile.capture layer: more than 2 variants of a layer are needed"):
-        compiler(Scale(0), torch.ones(3, dtype=torch.float64))
+        call(Scale(0), torch.ones(3, dtype=torch.float64))
 
 
 def test_what_cannot_be_captured_whole_is_an_error_that_names_it() -> None:

@@ -17,7 +17,6 @@ from lockstep.graph.passes.collectives import by_layer, first_use, gradient_exch
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack
-from lockstep.trainer.programs import GraphRuns
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 
 LAYERS = [f"layers.{i}" for i in range(4)]
@@ -34,10 +33,9 @@ def traced(rank: int = 0, tie: bool = True) -> Captured:
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler, world=World(rank, 2, 10.0))
     sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
     (batch,) = pack([TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
-    runs = trainer._runs
-    assert isinstance(runs, GraphRuns)
-    case = runs.case("", batch, lambda: None, loss_type="grpo", with_support=False)
-    return runs.functions["forward_backward"].graph(case.user, case.statics).captured
+    programs = trainer.programs
+    case = programs.case("", batch, lambda: None, loss_type="grpo", with_support=False)
+    return programs.functions["forward_backward"].graph(case.user, case.statics).captured
 
 
 def arranged(rank: int = 0, tie: bool = True, recomputed: tuple[str, ...] = (), **without: bool) -> Captured:

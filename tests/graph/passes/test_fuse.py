@@ -104,7 +104,7 @@ def traced(config: ModelConfig, joint: bool = False) -> tuple[Captured, Inputs]:
     compiler = Compiler(CompileConfig("joint" if joint else "step", cudagraph_mode="none"), torch.device("cpu"))
     model = make_model(torch.bfloat16, config=config, scale=2.0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
-    function = trainer._runs.functions["forward_backward"]
+    function = trainer.programs.functions["forward_backward"]
     tokens = batch()
     statics = {**statics_of(tokens), "loss_type": "grpo", "with_support": False}
     with mock.patch.object(FakeTensor, "is_cuda", True), mock.patch.object(FunctionalTensor, "is_cuda", True):

@@ -25,7 +25,7 @@ from lockstep.models.blocks.rope import RopeScaling, YarnScaling
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import Trainer, pack
-from lockstep.trainer.programs import EagerRuns
+from lockstep.trainer.programs import TrainerPrograms
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 
 DENSE = ModelConfig(64, 16, 16, 1, 2, 2, 8, rope_theta=1e4, max_position_embeddings=256)
@@ -79,10 +79,10 @@ def traced(
     sequence = TrainSequence([3, 4], 1.0, 0.1, [0.0] * 2, [0.0] * 2, route_digests=[1, 2] if model.moe else None)
     (batch,) = pack([TrainGroup([1, 2], [sequence], SamplingParams())], max_tokens=64, check_parity=True)
     batch.ref_logprob_C = torch.zeros_like(batch.old_logprob_C)
-    case = trainer._runs.case("", batch, lambda: None)  # type: ignore[union-attr]
+    case = trainer.programs.case("", batch, lambda: None)
     statics = {"forward_backward": {"loss_type": loss.loss_type, "with_support": False} | dict(case.statics)}
     statics |= {"check": dict(case.statics), "reference_logprobs": dict(case.statics), "optim_step": {}}
-    functions = trainer._runs.functions  # type: ignore[union-attr]
+    functions = trainer.programs.functions
     return {
         name: key_and_digest(functions[name], {} if name == "optim_step" else case.user, **statics[name])
         for name in wanted
@@ -219,14 +219,14 @@ def test_windows_and_masks() -> None:
 
 
 def test_a_number_that_is_not_declared_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    declared = EagerRuns.constants
+    declared = TrainerPrograms.constants
 
-    def without_epsilon(runs: EagerRuns) -> dict[str, Any]:
-        found = declared(runs)
+    def without_epsilon(programs: TrainerPrograms) -> dict[str, Any]:
+        found = declared(programs)
         loss = {k: v for k, v in asdict(found["forward_backward"]["loss"]).items() if k != "epsilon"}
         return {**found, "forward_backward": {**found["forward_backward"], "loss": loss}}
 
-    monkeypatch.setattr(EagerRuns, "constants", without_epsilon)
+    monkeypatch.setattr(TrainerPrograms, "constants", without_epsilon)
     base, now = (traced(loss=LossConfig(epsilon=e), wanted=WANTED[:1]) for e in (0.2, 0.3))
     with pytest.raises(AssertionError, match="forward_backward: loss.epsilon is in the graph, and not among the const"):
         compare(base, now, "loss.epsilon")

@@ -177,8 +177,8 @@ def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, roll
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=warm)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     with caplog.at_level(logging.WARNING, "lockstep.graph"):
-        function = trainer._runs.functions["forward_backward"]  # type: ignore[union-attr]
-        case = trainer._runs.case(  # type: ignore[union-attr]
+        function = trainer.programs.functions["forward_backward"]
+        case = trainer.programs.case(
             "one", batch, lambda: trainer.flat.grad.zero_(), loss_type="grpo", with_support=False
         )
         assert isinstance(case, TrustCase)
