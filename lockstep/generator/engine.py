@@ -127,7 +127,7 @@ class Engine:
         """
         if self.compiler.layers is not None:
             self._compile_layers()
-        if self.runner.graphs is None or sequences < 1:
+        if self.compiler.eager or sequences < 1:
             return
         assert not self.scheduler.busy, "warm_up() before the first request, or between requests"
         self.drain()
@@ -144,7 +144,7 @@ class Engine:
 
     def trust_cases(self) -> Work:
         """Launches on which the graphs of the warm-ups are to be checked against eager; before the first request."""
-        return self.runner.graphs.trust_cases() if self.runner.graphs else []
+        return self.runner.programs.trust_cases()
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         """Queue a request; returns its id. `InputError` when it could never run."""

@@ -1,4 +1,4 @@
-"""Decode and mixed steps as captured graphs, few of them, each for a number of rows and of prompt tokens.
+"""Decode and mixed steps, called as they are or as graphs: few, each for a number of rows and of prompt tokens.
 
 All work on the same rows (`Rows.tensors`), so going from one graph to another moves nothing. A mixed graph has a batch
 of its own (`MixedBatch`) that prompts are copied into; its sampling covers every kind, so there is one for all.
@@ -7,6 +7,8 @@ of its own (`MixedBatch`) that prompts are copied into; its sampling covers ever
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,8 +69,76 @@ def bucket(sizes: list[int], needed: int) -> int:
     return min(size for size in sizes if size >= needed)
 
 
-class StepGraphs:
-    """Launches steps as graphs, making each when it is first needed, or before that in `warm_up`.
+class ExactSizes:
+    """Sizes of steps that are called as they are: what there is, and nothing else."""
+
+    def __init__(self, rows: RunningBatch, cache: KVCache) -> None:
+        self._rows, self._cache = rows, cache
+
+    def rows_for(self, sequences: int) -> int:
+        """Rows of a decode step of so many sequences."""
+        return sequences
+
+    def mixed(self, chunks: list[Chunk]) -> MixedSizes:
+        """Of a mixed step of these chunks."""
+        return MixedSizes.exactly(self._rows.used, chunks)
+
+    def mixed_sampling(self) -> dict[str, bool]:
+        """What a mixed step's sampling covers, where it is not every kind."""
+        return {"truncated": self._rows.truncated > 0, "greedy": self._rows.greedy > 0}
+
+    def decode_context(self, rows: int) -> int:
+        """Bound on the positions of decode steps."""
+        return max(len(s.pages) for s in self._rows.sequences[:rows] if s is not None) * self._cache.page_size
+
+    def grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:
+        """Whether decode steps read shared prefixes once a group."""
+        return False
+
+
+class BucketSizes:
+    """Sizes of steps that are graphs: few, so that graphs are; see `ExactSizes`.
+
+    Args:
+        max_tokens: prompt tokens that a step may have. least: rows of the smallest decode graph.
+
+    Attributes:
+        rows, tokens: of the graphs, largest first.
+        groups: for rows and sampling, whether the graph that a warm-up made reads prefixes by group.
+    """
+
+    def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int, least: int) -> None:
+        self._rows, self._cache, self._least = rows, cache, least
+        self.rows, self.tokens = row_buckets(rows.count, least), token_buckets(max_tokens)
+        self.groups: dict[tuple[int, bool, bool], bool] = {}
+
+    def hold(self, sequences: int) -> None:
+        """Have the largest graph hold so many sequences, and no more."""
+        self.rows = row_buckets(sequences, self._least)
+
+    def rows_for(self, sequences: int) -> int:
+        if sequences > self.rows[0]:
+            self.hold(sequences)
+        return bucket(self.rows, sequences)
+
+    def mixed(self, chunks: list[Chunk]) -> MixedSizes:
+        rows = self.rows_for(max(self._rows.used, self.rows[0]))
+        return MixedSizes.holding(rows, bucket(self.tokens, sum(chunk.count for chunk in chunks)))
+
+    def mixed_sampling(self) -> dict[str, bool]:
+        return {}
+
+    def decode_context(self, rows: int) -> int:
+        return self._rows.width * self._cache.page_size
+
+    def grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:
+        self._rows.group(rows)
+        return self.groups.get((rows, truncated, greedy), self._rows.saved >= MIN_SAVED)
+
+
+class StepPrograms:
+    """Runs steps, each of the sizes that suit how the compiler runs them; graphs are made when they are first needed,
+    or before that in `warm_up`.
 
     Args:
         max_tokens: prompt tokens that a step may have.
@@ -77,43 +147,50 @@ class StepGraphs:
     def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int, compiler: graph.Compiler) -> None:
         self._rows, self._cache, self._compiler = rows, cache, compiler
         # A graph of one row is another function than one of any number: it would have other compiled regions.
-        self._least = min(2, rows.count) if compiler.compiles_forward else 1
-        self._row_sizes, self._token_sizes = row_buckets(rows.count, self._least), token_buckets(max_tokens)
+        least = min(2, rows.count) if compiler.compiles_forward else 1
+        self._buckets = BucketSizes(rows, cache, max_tokens, least)
+        self.sizes = ExactSizes(rows, cache) if compiler.eager else self._buckets
         self._warm_tokens = 0  # prompt tokens of the largest mixed graph that a warm-up made
-        self._grouped: dict[tuple[int, bool, bool], bool] = {}  # by rows and sampling: what a warm-up made
+        self._own: dict[int, graph.Inputs] = {}  # by model
         self._decode: dict[tuple[int, int], _Decode] = {}  # by model and rows
-        self._mixed: dict[tuple[int, int, int], _Mixed] = {}  # by model, rows and prompt tokens
+        self._mixed: dict[tuple[int, MixedSizes], _Mixed] = {}  # by model and sizes; of graphs alone
 
-    def rows_for(self, sequences: int) -> int:
-        """Rows of the decode graph for so many sequences."""
-        if sequences > self._row_sizes[0]:
-            self._row_sizes = row_buckets(sequences, self._least)
-        return bucket(self._row_sizes, sequences)
-
-    def decode(self, model: Decoder, rows: int, steps: int, truncated: bool, greedy: bool) -> None:
-        """Run decode steps of the first `rows` rows, a number that `rows_for` gave."""
-        key = id(model), rows
-        if key not in self._decode:
-            like = next((g.function for (of, _), g in self._decode.items() if of == id(model)), None)
-            tensors = self._rows.tensors(rows)
-            self._decode[key] = _Decode(model, self._cache, self._rows, tensors, like, self._compiler)
-        grouped = self._grouped.get((rows, truncated, greedy), self._rows.saved >= MIN_SAVED)
-        self._decode[key].function(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
+    def decode(self, model: Decoder, rows: int, steps: int) -> None:
+        """Run decode steps of the first `rows` rows, a number that `sizes.rows_for` gave."""
+        truncated, greedy = self._rows.truncated > 0, self._rows.greedy > 0
+        grouped, step = self.sizes.grouped(rows, truncated, greedy), self._decode_step(model, rows)
+        step.function(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
 
     def mixed(self, model: Decoder, chunks: list[Chunk]) -> int:
         """Run a mixed step of these chunks; returns of how many rows."""
-        rows = self.rows_for(max(self._rows.used, self._row_sizes[0]))
-        tokens = bucket(self._token_sizes, sum(chunk.count for chunk in chunks))
-        self._mixed_graph(model, rows, tokens).launch(chunks)
-        return rows
+        sizes = self.sizes.mixed(chunks)
+        self._mixed_step(model, sizes).launch(chunks, **self.sizes.mixed_sampling())
+        return sizes.rows
 
-    def _mixed_graph(self, model: Decoder, rows: int, tokens: int) -> _Mixed:
-        key = id(model), rows, tokens
-        if key not in self._mixed:
-            like = next((g.function for (of, *_), g in self._mixed.items() if of == id(model)), None)
-            sizes = MixedSizes.holding(rows, tokens)
-            self._mixed[key] = _Mixed(model, self._cache, self._rows, sizes, like, self._compiler)
-        return self._mixed[key]
+    def _decode_step(self, model: Decoder, rows: int) -> _Decode:
+        key = id(model), rows
+        if key not in self._decode:
+            like = next((g.function for (of, _), g in self._decode.items() if of == id(model)), None)
+            own, tensors = self._inputs(model), self._rows.tensors(rows)
+            self._decode[key] = _Decode(
+                model, own, self._cache, self._rows, tensors, like, self._compiler, sizes=self.sizes
+            )
+        return self._decode[key]
+
+    def _mixed_step(self, model: Decoder, sizes: MixedSizes) -> _Mixed:
+        key = id(model), sizes
+        if key in self._mixed:
+            return self._mixed[key]
+        like = next((g.function for (of, _), g in self._mixed.items() if of == id(model)), None)
+        made = _Mixed(model, self._inputs(model), self._cache, self._rows, sizes, like, self._compiler)
+        if not self._compiler.eager:
+            self._mixed[key] = made
+        return made
+
+    def _inputs(self, model: Decoder) -> graph.Inputs:
+        if id(model) not in self._own:
+            self._own[id(model)] = graph.module_inputs(model)
+        return self._own[id(model)]
 
     def warm_up(self, model: Decoder, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
         """Make the graphs for up to so many sequences, with no row in use, the largest first.
@@ -124,27 +201,31 @@ class StepGraphs:
         Returns:
             Prompt tokens that a step may have from now on; more are run in several steps.
         """
-        if not self._warm_tokens or sequences > self._row_sizes[0]:
-            self._row_sizes = row_buckets(sequences, self._least)
+        sizes = self._buckets
+        if not self._warm_tokens or sequences > sizes.rows[0]:
+            sizes.hold(sequences)
         prompts = -(-sequences // sampling.n)
-        largest = bucket(self._token_sizes, min(prompts * prompt_tokens, self._token_sizes[0]))
+        largest = bucket(sizes.tokens, min(prompts * prompt_tokens, sizes.tokens[0]))
         self._warm_tokens = max(self._warm_tokens, largest)
-        for tokens in self._token_sizes:
+        for tokens in sizes.tokens:
             if tokens <= self._warm_tokens:
                 self._rows.begin()
-                self._mixed_graph(model, self._row_sizes[0], tokens).launch([])
+                self._mixed_step(model, MixedSizes.holding(sizes.rows[0], tokens)).launch([])
         truncated, greedy, group = sampling.truncated, sampling.temperature == 0, min(sampling.n, GROUP)
-        for rows in self._row_sizes:
-            if rows <= self.rows_for(sequences):
+        for rows in sizes.rows:
+            if rows <= sizes.rows_for(sequences):
                 saved = (rows - -(-rows // group)) * prompt_tokens
-                self._grouped.setdefault((rows, truncated, greedy), saved >= MIN_SAVED)
+                grouped = sizes.groups.setdefault((rows, truncated, greedy), saved >= MIN_SAVED)
                 self._rows.begin()
-                self.decode(model, rows, 1, truncated, greedy)
+                step = self._decode_step(model, rows)
+                step.function(truncated=truncated, greedy=greedy, grouped=grouped)
         return self._warm_tokens
 
     def trust_cases(self) -> Work:
         """Launches on which the graphs that there are, are to be checked against eager."""
         rows, cache = self._rows, self._cache
+        if self._compiler.eager:
+            return []
         work = [
             (made.function, decode_cases(made.function, rows, size, cache, made.vocabulary))
             for (_, size), made in self._decode.items()
@@ -156,8 +237,8 @@ class StepGraphs:
         steps: list[_Step] = [*self._decode.values(), *self._mixed.values()]
         for step in steps:
             step.function.close()
-        self._decode.clear()
-        self._mixed.clear()
+        for made in (self._own, self._decode, self._mixed):
+            made.clear()
 
 
 class _Step(ABC):
@@ -169,6 +250,7 @@ class _Step(ABC):
     def __init__(
         self,
         model: Decoder,
+        own: graph.Inputs,
         cache: KVCache,
         rows: RunningBatch,
         tensors: dict[str, Tensor],
@@ -176,8 +258,7 @@ class _Step(ABC):
         compiler: graph.Compiler,
     ) -> None:
         self._model, self._cache, self._rows = model, cache, rows
-        own = graph.module_inputs(model)
-        inputs = graph.Inputs(own.param, buffer={**own.buffer, **tensors}, kv=cache.tensors())
+        inputs = replace(own, buffer={**own.buffer, **tensors}, kv=cache.tensors())
         if like is None:
             like = compiler.function(self.name, self._body, inputs, {"kv", "buffer"}, self.dynamic, self._constants())
             self.function = like
@@ -208,10 +289,16 @@ class _Decode(_Step):
 
     name, dynamic = "decode", _DECODE
 
+    def __init__(self, *about: Any, sizes: ExactSizes | BucketSizes) -> None:
+        self._sizes = sizes
+        super().__init__(*about)
+
     def _body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
         k, v, routes = inputs.kv["k"], inputs.kv["v"], inputs.kv.get("routes")
+        context = self._sizes.decode_context(inputs.buffer["token"].shape[0])
         with graph.substituted(self._model, inputs):
-            decode_step(self._model, inputs.buffer, self._paging, k, v, routes, **statics)
+            paging = replace(self._paging, max_context=context)
+            decode_step(self._model, inputs.buffer, paging, k, v, routes, **statics)
         return {}
 
 
@@ -223,6 +310,7 @@ class _Mixed(_Step):
     def __init__(
         self,
         model: Decoder,
+        own: graph.Inputs,
         cache: KVCache,
         rows: RunningBatch,
         sizes: MixedSizes,
@@ -231,23 +319,24 @@ class _Mixed(_Step):
     ) -> None:
         self._sizes = sizes
         with torch.inference_mode(False):
-            self._flat = lay_out([], sizes, rows.null_row, pinned=False).to(rows.device)
+            self._flat = torch.zeros(MixedBatch.length(sizes), dtype=torch.int64, device=rows.device)
             batch = MixedBatch.view(self._flat, sizes)._asdict()
         tensors = rows.tensors(sizes.rows) | {f"prompt.{name}": tensor for name, tensor in batch.items()}
-        super().__init__(model, cache, rows, tensors | {"tables": rows.table}, like, compiler)
+        super().__init__(model, own, cache, rows, tensors | {"tables": rows.table}, like, compiler)
 
     def trust_cases(self) -> list[graph.Case]:
-        """See `StepGraphs.trust_cases`."""
+        """See `StepPrograms.trust_cases`."""
         return mixed_cases(self._flat, self._rows, self._sizes, self._cache, self.vocabulary)
 
-    def launch(self, chunks: list[Chunk]) -> None:
+    def launch(self, chunks: list[Chunk], **statics: Any) -> None:
         pinned = self._rows.device.type == "cuda"
         self._flat.copy_(lay_out(chunks, self._sizes, self._rows.null_row, pinned), non_blocking=True)
-        self.function()
+        self.function(**statics)
 
     def _body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
+        flags = (statics.get(kind, True) for kind in ("truncated", "greedy"))
         b, kv = inputs.buffer, (inputs.kv["k"], inputs.kv["v"], inputs.kv.get("routes"))
         prompt = {name: b[f"prompt.{name}"] for name in MixedBatch._fields}
         with graph.substituted(self._model, inputs):
-            mixed_step(self._model, b, prompt, b["tables"], self._paging, *kv, True, True)
+            mixed_step(self._model, b, prompt, b["tables"], self._paging, *kv, *flags)
         return {}

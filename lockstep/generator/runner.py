@@ -1,4 +1,4 @@
-"""Launches steps, eager or captured, and brings their results to the host without waiting for them."""
+"""Launches steps, and brings their results to the host without waiting for them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from torch import Tensor
 
 from .. import graph
 from ..types import SamplingParams
-from .forward import Paging, decode_step, mixed_step
 from .kv_cache import KVCache, upload
-from .prefill_batch import MixedBatch, MixedSizes, lay_out
-from .programs import StepGraphs
+from .programs import StepPrograms
 from .request import Sequence
 from .running_batch import RunningBatch
 from .scheduler import Chunk
@@ -87,44 +85,26 @@ class Runner:
         compiler: graph.Compiler,
     ) -> None:
         self.weights, self.cache, self.rows = weights, cache, rows
-        self.graphs = None if compiler.eager else StepGraphs(rows, cache, max_tokens, compiler)
+        self.programs = StepPrograms(rows, cache, max_tokens, compiler)
 
     @torch.inference_mode()
     def decode(self, running: list[Sequence], steps: int) -> Block:
         """Run decode steps of the running sequences."""
-        rows, cache, model = self.rows, self.cache, self.weights.model
-        size = self.graphs.rows_for(len(running)) if self.graphs else len(running)
+        rows, model, version = self.rows, self.weights.model, self.weights.version
+        size = self.programs.sizes.rows_for(len(running))
         rows.compact(size)
         rows.flush()
         rows.begin()
-        version, truncated, greedy = self.weights.version, rows.truncated > 0, rows.greedy > 0
-        if self.graphs:
-            rows.group(size)
-            self.graphs.decode(model, size, steps, truncated, greedy)
-        else:
-            b, longest = rows.tensors(size), max(len(s.pages) for s in running)
-            paging = Paging(cache.page_size, cache.null_page, longest * cache.page_size)
-            for _ in range(steps):
-                decode_step(model, b, paging, cache.k, cache.v, cache.routes, truncated, greedy, grouped=False)
+        self.programs.decode(model, size, steps)
         return self._block(size, steps, version)
 
     @torch.inference_mode()
     def mixed(self, chunks: list[Chunk]) -> Block:
         """Run prompt tokens, and one token of every sequence that runs already."""
-        rows, cache, model = self.rows, self.cache, self.weights.model
-        rows.flush()
-        rows.begin()
+        self.rows.flush()
+        self.rows.begin()
         version = self.weights.version
-        if self.graphs:
-            return self._block(self.graphs.mixed(model, chunks), 1, version, chunks)
-        size = rows.used
-        sizes = MixedSizes.exactly(size, chunks)
-        flat = lay_out(chunks, sizes, rows.null_row, rows.device.type == "cuda").to(rows.device, non_blocking=True)
-        prompt = MixedBatch.view(flat, sizes)._asdict()
-        flags = rows.truncated > 0, rows.greedy > 0
-        paging = Paging(cache.page_size, cache.null_page, rows.width * cache.page_size)
-        mixed_step(model, rows.tensors(size), prompt, rows.table, paging, cache.k, cache.v, cache.routes, *flags)
-        return self._block(size, 1, version, chunks)
+        return self._block(self.programs.mixed(self.weights.model, chunks), 1, version, chunks)
 
     def _block(self, rows: int, steps: int, version: int, chunks: Iterable[Chunk] = ()) -> Block:
         sequences, words = self.rows.sequences[:rows], _on_host(self.rows.results[:rows])
@@ -140,13 +120,11 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
-        """See `StepGraphs.warm_up`."""
-        assert self.graphs is not None
+        """See `StepPrograms.warm_up`."""
         self.rows.flush()
-        return self.graphs.warm_up(self.weights.model, sequences, prompt_tokens, sampling)
+        return self.programs.warm_up(self.weights.model, sequences, prompt_tokens, sampling)
 
     def widen(self, tokens: int) -> None:
         """Make room for sequences of so many tokens. All results must have been read."""
-        if self.graphs:
-            self.graphs.close()
+        self.programs.close()
         self.rows.widen(self.cache.pages_for(tokens))

@@ -115,9 +115,10 @@ class GraphFunction:
 
     def _eager(self, user: Mapping[str, Tensor], times: int, statics: Mapping[str, Static]) -> dict[str, Tensor]:
         assert not self._compiler.rehearsing, f"{self.name} has no graph to rehearse"
+        inputs = replace(self.inputs, user=user)
         with torch.no_grad():
             for _ in range(times):
-                outputs = self.body(replace(self.inputs, user=user), **statics)
+                outputs = self.body(inputs, **statics)
         return dict(outputs)
 
     def bound_to(self, inputs: Inputs) -> GraphFunction:
