@@ -30,7 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lockstep.config import LossConfig, OptimizerConfig
-from lockstep.generator.forward import decode_step, mixed_step
+from lockstep.generator.forward import Paging, decode_step, mixed_step
 from lockstep.generator.kv_cache import KVCache
 from lockstep.generator.prefill_batch import MixedBatch, MixedSizes
 from lockstep.generator.running_batch import RunningBatch
@@ -189,13 +189,12 @@ def generate(model: Decoder) -> None:
             pages = length // PAGE_SIZE
             rows = RunningBatch(count, pages, RESULTS, cache.null_page, model.embed.device, bool(config.moe_layers))
             b, caches = rows.tensors(count), (cache.k, cache.v)
+            paging = Paging(PAGE_SIZE, cache.null_page, length)
             for truncated, greedy, grouped in ((False, False, False), (True, False, count > 1), (False, True, False)):
-                decode_step(
-                    model, b, cache, *caches, cache.routes, length, truncated, greedy, grouped and not config.mla
-                )
+                decode_step(model, b, paging, *caches, cache.routes, truncated, greedy, grouped and not config.mla)
         sizes = MixedSizes.holding(count, 1024)
         prompt = MixedBatch.view(torch.zeros(MixedBatch.length(sizes), dtype=torch.int64), sizes)._asdict()
-        mixed_step(model, b, prompt, rows.table, cache, *caches, cache.routes, length, True, True)
+        mixed_step(model, b, prompt, rows.table, paging, *caches, cache.routes, True, True)
     chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
     linear_triton.linear_bf16(chain, chain)
     linear_triton.linear_fp32(chain, chain)

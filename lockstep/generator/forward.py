@@ -11,27 +11,39 @@ Shape suffixes: R rows, P prompt tokens, S segments.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..models import Decoder, PagedAttention, Routing
-from .kv_cache import KVCache
 
 SEGMENT = 64  # tokens
 
 State = Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Paging:
+    """What a step may read of the cache and the rows besides their tensors; stored graphs are found by it.
+
+    Attributes:
+        max_context: bound on positions.
+    """
+
+    page_size: int
+    null_page: int
+    max_context: int
+
+
 def decode_step(
     model: Decoder,
     b: State,
-    cache: KVCache,
+    paging: Paging,
     k: Tensor,
     v: Tensor,
     routes: Tensor | None,
-    max_context: int,
     truncated: bool,
     greedy: bool,
     grouped: bool,
@@ -40,14 +52,13 @@ def decode_step(
 
     Args:
         k, v, routes: the cache's tensors, or what stands for them in a trace.
-        max_context: bound on positions.
         truncated, greedy: whether any row has a filter on, or temperature 0.
         grouped: read the prefixes of "groups" once a group. It changes the time, not the bits.
     """
     position, table = b["position"], b["table"]
-    slots, context = ops.decode_slots(position, b["remaining"], table, cache.page_size, cache.null_page)
+    slots, context = ops.decode_slots(position, b["remaining"], table, paging.page_size, paging.null_page)
     groups, shared_len = (b["groups"], b["shared_len"]) if grouped else (None, None)
-    lengths = b["cu_seqlens"], context, 1, max_context
+    lengths = b["cu_seqlens"], context, 1, paging.max_context
     attend = PagedAttention(k, v, slots, table, *lengths, groups, shared_len, model.masks)
     hidden, route = _forward(model, b["token"], position, attend, slots, routes)
     _draw(model, b, hidden, route, truncated, greedy)
@@ -58,11 +69,10 @@ def mixed_step(
     b: State,
     prompt: State,
     table: Tensor,
-    cache: KVCache,
+    paging: Paging,
     k: Tensor,
     v: Tensor,
     routes: Tensor | None,
-    max_context: int,
     truncated: bool,
     greedy: bool,
 ) -> None:
@@ -72,7 +82,7 @@ def mixed_step(
         prompt: the fields of `MixedBatch`.
         table: the block table of all rows, the null row last.
     """
-    row, page_size, null_row = b["ordinal"], cache.page_size, table.shape[0] - 1
+    row, page_size, null_row = b["ordinal"], paging.page_size, table.shape[0] - 1
     resting = (b["remaining"] == 0) | (prompt["source"] != row)
     own_position = b["position"].masked_fill(resting, 0)
     own_row = row.masked_fill(resting, null_row)
@@ -87,7 +97,7 @@ def mixed_step(
         torch.cat((row, prompt["segment_start"])).int(),
         torch.cat((own_position + 1, prompt["segment_context"])).int(),
         SEGMENT,
-        max_context,
+        paging.max_context,
         masks=model.masks,
     )
     tokens = torch.cat((b["token"], prompt["token"]))

@@ -17,7 +17,7 @@ from .. import graph
 from ..models import Decoder
 from ..types import SamplingParams
 from .check_cases import Work, decode_cases, mixed_cases
-from .forward import decode_step, mixed_step
+from .forward import Paging, decode_step, mixed_step
 from .kv_cache import KVCache
 from .prefill_batch import MixedBatch, MixedSizes, lay_out
 from .running_batch import GROUP, RunningBatch
@@ -267,14 +267,7 @@ class _Step(ABC):
 
     def _constants(self) -> graph.Constants:
         """What the body takes from elsewhere than its inputs, and a graph holds."""
-        cache = self._cache
-        return {
-            "model": self._model.config,
-            "masks": self._model.masks,
-            "page_size": cache.page_size,
-            "null_page": cache.null_page,
-            "max_context": self._max_context,
-        }
+        return {"model": self._model.config, "masks": self._model.masks, "paging": self._paging}
 
     @property
     def vocabulary(self) -> int:
@@ -282,8 +275,9 @@ class _Step(ABC):
         return self._model.config.vocab_size
 
     @property
-    def _max_context(self) -> int:
-        return self._rows.width * self._cache.page_size
+    def _paging(self) -> Paging:
+        cache = self._cache
+        return Paging(cache.page_size, cache.null_page, self._rows.width * cache.page_size)
 
     @abstractmethod
     def _body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
@@ -303,7 +297,8 @@ class _Decode(_Step):
         k, v, routes = inputs.kv["k"], inputs.kv["v"], inputs.kv.get("routes")
         context = self._sizes.decode_context(inputs.buffer["token"].shape[0])
         with graph.substituted(self._model, inputs):
-            decode_step(self._model, inputs.buffer, self._cache, k, v, routes, context, **statics)
+            paging = replace(self._paging, max_context=context)
+            decode_step(self._model, inputs.buffer, paging, k, v, routes, **statics)
         return {}
 
 
@@ -343,5 +338,5 @@ class _Mixed(_Step):
         b, kv = inputs.buffer, (inputs.kv["k"], inputs.kv["v"], inputs.kv.get("routes"))
         prompt = {name: b[f"prompt.{name}"] for name in MixedBatch._fields}
         with graph.substituted(self._model, inputs):
-            mixed_step(self._model, b, prompt, b["tables"], self._cache, *kv, self._max_context, *flags)
+            mixed_step(self._model, b, prompt, b["tables"], self._paging, *kv, *flags)
         return {}

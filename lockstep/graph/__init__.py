@@ -19,6 +19,7 @@ from .report import compile_report, refusals, replay_metrics
 from .store.artifact import dumps, loads, register_region
 from .store.baked_constants import Constants
 from .store.folder import Store
+from .store.key import in_package
 from .torch_private import trace as _trace
 from .torch_private.inductor import missing_compiler
 
@@ -52,6 +53,7 @@ __all__ = [
     "dump",
     "dumps",
     "in_module",
+    "in_package",
     "loads",
     "missing_compiler",
     "module_inputs",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from .. import ops
+from ..cache import fingerprint
 from ..config import Attention, GeneratorConfig
 from ..environments.rewards.loading import load_function
 from ..errors import InputError
+from ..graph.torch_private.trace import flat_graph
 from ..models import Decoder, Masks
 
 _MOST_QUERIES, _LEAST_HEAD = 64, 16  # of the kernel for a GPU, refused everywhere alike
@@ -61,7 +61,8 @@ def whole_tiles(config: GeneratorConfig, attention: Attention) -> GeneratorConfi
 def load_mask(spec: str) -> str:
     """Register the function that `spec` names, module:function or path.py:function; the name for operators.
 
-    The name changes with the function's file, so nothing that was compiled or checked for another is taken for it.
+    The function is traced at every start, and its name changes with what it computes, whichever file that stands in: so
+    nothing that was compiled, checked or stored for another is taken for it.
 
     Raises:
         InputError: there is no such function, or it is not an elementwise function of two positions.
@@ -69,19 +70,22 @@ def load_mask(spec: str) -> str:
     function = load_function(spec, f"attention_mask {spec!r}")
     if not inspect.isfunction(function):
         raise InputError(f"attention_mask {spec!r} is a {type(function).__name__}; it must be a function made by def")
-    _check_mask(spec, function)
-    name = f"{spec}@{_digest(function)}"
+    name = f"{spec}@{_check_mask(spec, function)[:12]}"
     ops.register_mask(name, function)
     return name
 
 
-def _digest(function: ops.MaskFunction) -> str:
-    file = inspect.getsourcefile(inspect.unwrap(function))
-    return hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()[:12]
+def _traced(function: ops.MaskFunction, query: torch.Tensor, key: torch.Tensor) -> str:
+    """A hash of what the function computes: its operators with all their numbers, and the tensors that it brings."""
+    module = flat_graph(lambda *positions: [function(*positions)], (query, key))
+    brought = [getattr(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr"]
+    return fingerprint.digest(module.code, [(tensor.dtype, tensor.tolist()) for tensor in brought])
 
 
-def _check_mask(spec: str, function: ops.MaskFunction) -> None:
-    """Called on positions that broadcast, as on a CPU, and one pair at a time under vmap, as FlexAttention does. On
+def _check_mask(spec: str, function: ops.MaskFunction) -> str:
+    """What `_traced` returns, of a function that may be a mask.
+
+    It is called on positions that broadcast, as on a CPU, and one pair at a time under vmap, as FlexAttention does. On
     tensors of another device than the CPU a table that the function reads is as wrong as on a GPU."""
     query, key = torch.arange(_PROBED, dtype=torch.int32).unsqueeze(1), torch.arange(_PROBED, dtype=torch.int32)
     try:
@@ -90,6 +94,7 @@ def _check_mask(spec: str, function: ops.MaskFunction) -> None:
             found = str(whole.dtype) if isinstance(whole, torch.Tensor) else type(whole).__name__
             raise InputError(f"attention_mask {spec!r} returned {found}; it must return a bool tensor")
         function(query.to("meta"), key.to("meta"))
+        traced = _traced(function, query, key)
         pairs = torch.vmap(torch.vmap(function, (None, 0)), (0, None))(query.squeeze(1), key)
     except InputError:
         raise
@@ -105,3 +110,4 @@ def _check_mask(spec: str, function: ops.MaskFunction) -> None:
         raise InputError(
             f"attention_mask {spec!r} is not elementwise: one pair of positions gives another answer than many do"
         )
+    return traced

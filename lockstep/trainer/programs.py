@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import graph
-from ..algorithms.losses import LossSettings
+from ..algorithms.losses import LOSSES, LossSettings
 from ..config import LossType
 from ..models import Decoder
 from ..types import PackedBatch
@@ -75,6 +75,7 @@ class TrainerPrograms:
             buffer={name: p.data for name, p in zip(flat.names, flat.parameters, strict=True)},
         )
         baked = self.constants()
+        covered = all(map(graph.in_package, LOSSES.values()))  # a loss from elsewhere is traced at every start
         # Of several ranks each differentiates by weights that it gathers, which are no inputs.
         one = self.sharding.ranks == 1
         made = [
@@ -84,7 +85,7 @@ class TrainerPrograms:
                 training,
                 {"grad", "buffer"},
                 OPEN_SIZES,
-                baked["forward_backward"],
+                baked["forward_backward"] if covered else None,
                 step.COMPARED,
             ),
             compiler.function(

@@ -34,7 +34,7 @@ def key_of(
     """
     bodies = _bodies(body)
     partial = any(isinstance(b, functools.partial) for b in bodies)
-    if partial or not all(map(_hashed, (*bodies, *(p.apply for p in passes)))):
+    if partial or not all(map(in_package, (*bodies, *(p.apply for p in passes)))):
         return None
     home = specs[0].device if specs else None
     graph = {
@@ -65,7 +65,7 @@ def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
     return function.func if isinstance(function, functools.partial) else function
 
 
-def _hashed(function: Callable[..., Any]) -> bool:
+def in_package(function: Callable[..., Any]) -> bool:
     """Whether `origin` covers a function: it stands in this package, by name."""
     function = _unbound(function)
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "<locals>")

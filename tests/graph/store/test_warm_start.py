@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from lockstep.graph import Compiler, FakeRecorder, Inputs, Store, check_against_
 from lockstep.graph.store import framed_file
 from lockstep.graph.store.artifact import dumps, loads
 from lockstep.models import Decoder
+from lockstep.session.attention import set_attention
 from lockstep.trainer import Trainer, pack
 from lockstep.types import SampleIdentity, SamplingParams
 
@@ -205,6 +209,56 @@ def gradient(model: Decoder, rollout: Callable[..., Any], loss: LossConfig, comp
     trainer = Trainer(model, OptimizerConfig(), loss, compiler=compiler)
     trainer.forward_backward(batch)
     return trainer.flat.grad.clone()
+
+
+def imported(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module as a new process has it."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two edits in one second are one to Python
+    (folder / "own_helper.py").write_text(source)
+    sys.modules.pop("own_helper", None)
+    return importlib.import_module("own_helper")
+
+
+def test_a_loss_of_one_s_own_is_traced_at_every_start(
+    decoder, rollout, compiler: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def own_loss(values: losses.TokenValues, settings: losses.LossSettings) -> tuple[torch.Tensor, torch.Tensor]:
+        loss_C, clipped_C = losses.grpo(values, settings)
+        return importlib.import_module("own_helper").GAIN * loss_C, clipped_C
+
+    monkeypatch.setitem(losses.LOSSES, "grpo", own_loss)
+    found = []
+    for gain in (1.0, 5.0):
+        imported(tmp_path, f"GAIN = {gain}\n", monkeypatch)
+        found.append(gradient(decoder(), rollout, LossConfig(), own := compiler()))
+        assert torch.equal(found[-1], gradient(decoder(), rollout, LossConfig(), None))
+        assert (own.captures, own.loaded) == (1, 0)
+    assert not torch.equal(*found)
+
+
+def test_an_edited_helper_of_a_mask_is_seen(
+    decoder, rollout, compiler: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "mask.py"
+    file.write_text("import own_helper\n\n\ndef near(query, key):\n    return own_helper.near(query, key)\n")
+    helper = "def near(query, key):\n    return query - key < {}\n"
+    found, made = [], []
+    for source in (helper.format(3), helper.format(9), "# a word\n" + helper.format(3)):
+        imported(tmp_path, source, monkeypatch)
+        for name, module in list(sys.modules.items()):
+            if getattr(module, "__file__", None) == str(file):
+                del sys.modules[name]
+        graphs, model, eager = compiler(), decoder(), decoder()
+        for own in (model, eager):
+            set_attention(own, "flex", f"{file}:near")
+        found.append(gradient(model, rollout, LossConfig(), graphs))
+        made.append((graphs.captures, graphs.loaded))
+        assert torch.equal(found[-1], gradient(eager, rollout, LossConfig(), None))
+    assert made == [(1, 0), (1, 0), (0, 1)]
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
 
 
 def test_a_loss_cannot_read_what_is_not_in_the_key(decoder, rollout, compiler: Made, monkeypatch) -> None:
