@@ -34,7 +34,7 @@ def sum_digits(model: str | None) -> RunConfig:
         task=TaskConfig(easy=True, validation_prompts=200),
         sampling=SamplingConfig(max_completion_length=24),
         trainer=TrainerConfig(
-            prompts_per_step=24, warmup_steps=400, warmup_learning_rate=2e-3 * narrower, warmup_loss=0.05
+            prompts_per_step=24, warmup_steps=400, warmup_learning_rate=2e-3 * narrower, warmup_loss=0.03
         ),
         # A right answer is 20 tokens with its end. Without a price on more, nothing keeps the model from rambling on.
         loss=LossConfig(loss_type="dapo", overlong_buffer=4, scale_rewards="group"),
