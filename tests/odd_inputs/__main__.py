@@ -93,7 +93,7 @@ def prepared(shared: Path) -> None:
     train = (
         "train --model tiny --steps 1 --trainer.warmup-steps 0 --trainer.prompts-per-step 1 --task.validation-prompts 0"
     )
-    small = "--sampling.num-generations 2 --sampling.max-completion-length 2 --checkpoint.interval 1 --run-dir run"
+    small = "--sampling.num-generations 2 --sampling.max-completion-length 4 --checkpoint.interval 1 --run-dir run"
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert main(["init", "tiny", "--out", "tiny"]) == 0
         assert main(f"{train} {small}".split()) == 0
