@@ -20,7 +20,7 @@ from small import (
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
-from lockstep.graph import Compiler
+from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.blocks.rope import RopeScaling, YarnScaling
 from lockstep.models.config import MLAConfig, MoEConfig
@@ -127,7 +127,7 @@ def rounds(
 ) -> tuple[list, list[int]]:
     """Three on-policy updates: what was generated, and how many tokens differed."""
     model = model or make_model(dtype, config=config)
-    compiler = Compiler(CompileConfig("step"), torch.device("cpu")) if capture == "step" else None
+    compiler = Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
     trainer = Trainer(model, optimizer or OptimizerConfig(), LossConfig(), compiler=compiler)
     weights = SharedWeights(model, lambda: trainer.weights_version)
     engine = Engine(weights, GeneratorConfig(), 16384, compiler=compiler)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ..errors import InputError
 from .sections.checkpoint import CheckpointConfig
-from .sections.compile import CompileConfig, resolve_compile
+from .sections.compile import RECORDINGS, CompileConfig, recordings, resolve_compile
 from .sections.generator import GeneratorConfig
 from .sections.loss import LossConfig
 from .sections.metrics import MetricsConfig
@@ -140,7 +140,7 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
             f"trainer.prompts_per_step is {prompts}, which {shards} shards (parallel.batch_shards, by default one a "
             f"process) cannot share evenly; use {_multiples(prompts, shards)}"
         )
-    if ranks > 1 and c.compile.cudagraph_mode in ("piecewise", "full_and_piecewise"):
+    if ranks > 1 and not all(RECORDINGS[name].ranks for name in recordings(c.compile.cudagraph_mode or "none")):
         raise InputError(
             f"compile.cudagraph_mode is {c.compile.cudagraph_mode} with {ranks} processes: a collective may begin in "
             "one piece and end in another, which cannot be recorded; use full or none"

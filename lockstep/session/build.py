@@ -25,7 +25,7 @@ from ..distributed import FSDP, ONE, World
 from ..environments import Problem, PromptLimit, Task, make_task
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
-from ..graph import Compiler, Store, Verdict, compile_report, missing_compiler, replay_metrics
+from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics
 from ..machine import bound_threads
 from ..models import Decoder, ModelConfig, load_model, resolve_folder
 from ..models.checks import require_memory
@@ -86,7 +86,7 @@ class Session:
     validation_sampling: SamplingParams
     shapes: list[BatchShape]  # what the trainer's batches are padded to, largest first
     timings: Timings
-    compiler: Compiler
+    compiler: Runtime
     world: World = ONE
     verdicts: list[Verdict] = field(default_factory=list)  # of the check of captured graphs
     preloaded: Path | None = None  # the list of the kernels that were loaded beside the weights
@@ -183,7 +183,7 @@ def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None)
     validation = replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     weights = SharedWeights(policy.model, lambda: trainer.weights_version)
     capacity = min(world.share(lambda: _cache_tokens(config, policy, task, world.size)))
-    engine = Engine(weights, config.generator, capacity, policy.decode, compiler, timings=timings)
+    engine = Engine(weights, config.generator, capacity, policy.decode, compiler)
     longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step)
     shapes = train_shapes(config, longest, prompt_limit(config, policy.model.config).tokens)
     parts = policy, task, trainer, engine, sampling, validation, shapes, timings, compiler, world
@@ -223,20 +223,18 @@ def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> l
 
 def make_compiler(
     config: CompileConfig, device: torch.device, timings: Timings | None = None, world: World = ONE
-) -> Compiler:
+) -> Runtime:
     """What both roles run their functions with."""
     config = resolve_compile(config, device.type == "cuda")
     if config.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {config.cudagraph_mode}; CUDA graphs need a GPU, use none")
-    if world.size > 1 and (config.capture in ("joint", "layer") or set(config.inductor) != {"backward"}):
+    if world.size > 1 and (set(config.inductor) != {"backward"} or not all(c.ranks for c in config.chosen)):
         raise InputError(
             f"compile.capture is {config.capture} and compile.inductor {list(config.inductor)}: several processes need "
             "step, and regions of the backward pass alone"
         )
-    if config.backend == "inductor" and (missing := missing_compiler(device)):
-        raise InputError(f"compile.backend is inductor, which needs {missing} on this machine; use eager")
     peers, mesh = (world, {FSDP: world.size}) if world.size > 1 else (None, {})
-    return Compiler(config, device, timings=timings, store=Store(), mesh=mesh, peers=peers)
+    return Runtime(config, device, timings=timings or Timings(), store=Store(), mesh=mesh, peers=peers)
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:

@@ -21,7 +21,7 @@ from ..config import (
 )
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
-from ..graph import Compiler, Work
+from ..graph import Runtime, Work
 from ..models import Decoder
 from ..ops.machine_check import check as machine_check
 from ..trainer import BatchShape, Trainer, pack
@@ -146,7 +146,7 @@ def _check(
     seed: int,
     config: GeneratorConfig,
     compile: CompileConfig,
-    compiler: Compiler,
+    compiler: Runtime,
 ) -> ParityReport:
     where, context = decoder.embed.device, decoder.config.max_position_embeddings
     length = min(_COMPLETION, context // 2)
@@ -202,7 +202,7 @@ def _expected(
 
 
 def _warm_up(
-    compiler: Compiler,
+    compiler: Runtime,
     trainer: Trainer,
     engine: Engine,
     compile: CompileConfig,
@@ -229,11 +229,11 @@ def _warm_up(
     make_ready(compiler, make_graphs, trust_cases, compile.verify, kernels=kernels)
 
 
-def _compared(compiler: Compiler) -> str:
+def _compared(compiler: Runtime) -> str:
     if compiler.eager:
         what = "the model's compiled layers" if compiler.layers else "the model"
         return f"{what}, called by both roles"
-    levels = {function.name: function.level for function in compiler.functions}
+    levels = {function.name: function.level for function in compiler.programs}
     decode, mixed, train = (f"{name} ({levels[name]})" for name in ("decode", "mixed", "forward_backward"))
     return f"the graphs {decode} and {mixed} with {train}"
 

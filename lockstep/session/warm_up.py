@@ -14,7 +14,7 @@ from ..cache import user_folder
 from ..config import RunConfig
 from ..distributed import ONE, World
 from ..errors import LockstepError
-from ..graph import Compiler, PassedChecks, Verdict, Work, check_against_eager
+from ..graph import PassedChecks, Runtime, Verdict, Work, check_against_eager
 from ..models.config import ModelConfig, MoEConfig
 from ..ops.machine_check import check as machine_check
 from ..ops.native import library
@@ -59,14 +59,14 @@ def prepare_validation(config: RunConfig, run: Session) -> None:
     """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
     if not run.compiler.eager:
         if run.policy.model.embed.is_cuda:
-            with run.compiler.rehearsal():
+            with run.compiler.warm_up.rehearsal():
                 _make_validation_graphs(config, run)
-        with run.compiler.making():
+        with run.compiler.warm_up.making():
             _make_validation_graphs(config, run)
 
 
 def make_ready(
-    compiler: Compiler,
+    compiler: Runtime,
     make_graphs: Callable[[], None],
     trust_cases: Callable[[], Work],
     verify: Literal["strict", "warn", "off"],
@@ -94,13 +94,13 @@ def make_ready(
         return []
     if kernels is not None and kernels != preloaded:
         _precompile(compiler, kernels, make_graphs, rehearse_check, world)
-    with compiler.making():
+    with compiler.warm_up.making():
         make_graphs()
-    shared = compiler.share_regions()
+    shared = compiler.share()
     if check_machine() or shared:
-        for function in compiler.functions:
+        for function in compiler.programs:
             function.close()
-        with compiler.making():
+        with compiler.warm_up.making():
             make_graphs()
     verdicts = [] if verify == "off" else check_against_eager(compiler, trust_cases(), verify, PassedChecks())
     compiler.end_warm_up()
@@ -136,15 +136,15 @@ def _trust_cases(config: RunConfig, run: Session) -> Work:
 
 
 def _precompile(
-    compiler: Compiler, path: Path, make_graphs: Callable[[], None], rehearse_check: Callable[[], None], world: World
+    compiler: Runtime, path: Path, make_graphs: Callable[[], None], rehearse_check: Callable[[], None], world: World
 ) -> None:
     """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
     each is compiled when it is first launched."""
     try:
         listed = world.from_first(lambda: user_folder.read(path) or ())
-        if all(world.gather(compiler.preload(listed))):
+        if all(world.gather(compiler.warm_up.preload(listed))):
             return
-        with compiler.rehearsal() as kernels:
+        with compiler.warm_up.rehearsal() as kernels:
             make_graphs()
             rehearse_check()
         if world.first:

@@ -6,6 +6,7 @@ State is passed in and written in place: gradients add up, and so do a step's st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -98,55 +99,54 @@ def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = Non
     )
 
 
-def forward(
-    model: Decoder,
-    values: Tensor,
-    batch: PackedBatch,
-    settings: LossSettings,
-    loss_type: LossType,
-    with_kl: bool,
-    with_support: bool,
-) -> tuple[Tensor, Scored]:
-    """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`.
+@dataclass(frozen=True)
+class Objective:
+    """What a forward pass with a loss computes besides the batch.
 
-    Args:
+    Attributes:
         with_kl: add the KL term, from `batch.ref_logprob_C`.
         with_support: return what the sampled support is made from.
     """
+
+    settings: LossSettings
+    loss_type: LossType
+    with_kl: bool
+    with_support: bool
+
+
+def forward(model: Decoder, values: Tensor, batch: PackedBatch, objective: Objective) -> tuple[Tensor, Scored]:
+    """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`."""
     statistics = named(values)
     rows_CD, scores, routed = _score(model, batch)
-    loss = _loss(statistics, batch, scores, routed, settings, loss_type, with_kl)
+    loss = _loss(statistics, batch, scores, routed, objective)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
-    if not with_support:
+    if not objective.with_support:
         return loss, scored
     return loss, scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
 
 
 def forward_backward(
     model: Decoder,
-    parameters: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    leaves: Sequence[tuple[Tensor, Tensor]],
     values: Tensor,
     batch: PackedBatch,
-    settings: LossSettings,
-    loss_type: LossType,
-    with_kl: bool,
-    with_support: bool,
+    objective: Objective,
     sharding: Sharding,
 ) -> Scored:
-    """Add the gradients of `forward`'s loss to `grads` and the batch's statistics to `values`; on several ranks those
-    of all ranks' batches, gradients to the rank's shards of them.
+    """Add the gradients of `forward`'s loss to the totals and the batch's statistics to `values`; on several ranks
+    those of all ranks' batches, gradients to the rank's shards of them.
 
     Args:
-        parameters: the model's own, to differentiate by; `grads` is float32, one each.
+        leaves: the model's own parameters, to differentiate by, each with the total of its gradients, float32.
     """
+    parameters, totals = zip(*leaves, strict=True)
     with sharding.statistics(values, _MAXIMA) as own:
         with torch.enable_grad():
-            loss, scored = forward(model, own, batch, settings, loss_type, with_kl, with_support)
+            loss, scored = forward(model, own, batch, objective)
             with graph.backward():
                 found = torch.autograd.grad(loss, parameters)
-        sharding.accumulate(grads, found)
+        sharding.accumulate(totals, found)
     return scored
 
 
@@ -173,14 +173,13 @@ def _loss(
     batch: PackedBatch,
     scores: ops.TokenLogprobs,
     routed: routing.Routed | None,
-    settings: LossSettings,
-    loss_type: LossType,
-    with_kl: bool,
+    objective: Objective,
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
+    settings = objective.settings
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
-    loss_C, clipped_C = LOSSES[loss_type](values, settings)
-    if with_kl:
+    loss_C, clipped_C = LOSSES[objective.loss_type](values, settings)
+    if objective.with_kl:
         ref_C, corrected = batch.ref_logprob_C, settings.use_bias_correction_kl
         kl_C = corrected_kl(values, ref_C) if corrected else kl_k3(values.model_logprob_C, ref_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
