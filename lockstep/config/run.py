@@ -129,6 +129,8 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
 
     `c.compile` is resolved before.
     """
+    if ranks > 1:
+        _check_several(c.compile, ranks)
     shards = c.parallel.batch_shards or ranks
     if shards % ranks:
         raise InputError(
@@ -140,12 +142,21 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
             f"trainer.prompts_per_step is {prompts}, which {shards} shards (parallel.batch_shards, by default one a "
             f"process) cannot share evenly; use {_multiples(prompts, shards)}"
         )
-    if ranks > 1 and not all(RECORDINGS[name].ranks for name in recordings(c.compile.cudagraph_mode or "none")):
-        raise InputError(
-            f"compile.cudagraph_mode is {c.compile.cudagraph_mode} with {ranks} processes: a collective may begin in "
-            "one piece and end in another, which cannot be recorded; use full or none"
-        )
     return replace(c, parallel=replace(c.parallel, batch_shards=shards))
+
+
+def _check_several(c: CompileConfig, ranks: int) -> None:
+    """Raise `InputError` for graphs that several processes cannot share."""
+    refuse(
+        not all(plugin.ranks for plugin in c.chosen) or set(c.inductor) != {"backward"},
+        f"compile.capture is {c.capture} and compile.inductor {list(c.inductor)}: several processes need step, and "
+        "regions of the backward pass alone",
+    )
+    refuse(
+        not all(RECORDINGS[name].ranks for name in recordings(c.cudagraph_mode or "none")),
+        f"compile.cudagraph_mode is {c.cudagraph_mode} with {ranks} processes: a collective may begin in one piece "
+        "and end in another, which cannot be recorded; use full or none",
+    )
 
 
 def _multiples(near: int, of: int) -> str:

@@ -2,6 +2,7 @@
 
 from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
 from ..cache.fingerprint import origin
+from .builder import require_plugins
 from .capture.step import Differentiated, GraphBody, backward, capture, in_module, module_inputs, substituted
 from .check.against_eager import Verdict, Work, check_against_eager
 from .check.comparison import Case
@@ -65,6 +66,7 @@ __all__ = [
     "refusals",
     "register_region",
     "replay_metrics",
+    "require_plugins",
     "run_passes",
     "substituted",
     "check_against_eager",

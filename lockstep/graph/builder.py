@@ -12,6 +12,7 @@ import torch
 
 from ..cache.fingerprint import origin
 from ..config import RECORDINGS, CompileConfig
+from ..errors import InputError
 from ..timings import Timings
 from .capture.request import Request
 from .ir.captured import Captured, Level
@@ -32,6 +33,14 @@ def load_hook(hook: Any) -> Any:
         return hook
     module, _, name = hook.partition(":")
     return getattr(import_module(module), name) if module else None
+
+
+def require_plugins(config: CompileConfig, device: torch.device) -> None:
+    """Raise `InputError` when this machine lacks what the chosen backend needs, or a pass cannot be found."""
+    backend: type[Backend] = load_hook(config.chosen[1].hook) or Backend
+    if missing := backend.lacks(device):
+        raise InputError(f"compile.backend is {config.backend}, which needs {missing} on this machine; use eager")
+    pipeline(config)
 
 
 @dataclass

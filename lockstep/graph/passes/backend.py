@@ -29,6 +29,11 @@ class Backend:
     def __init__(self, config: CompileConfig, device: torch.device, timings: Timings) -> None:
         self.passes: list[Pass] = []
 
+    @staticmethod
+    def lacks(device: torch.device) -> str | None:
+        """What it needs to run on a device and this machine does not have; None if it has all."""
+        return None
+
     def settings(self) -> dict[str, Any]:
         """What of this process graphs depend on besides, by name."""
         return {}

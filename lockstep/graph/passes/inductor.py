@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from ...config import CompileConfig
-from ...errors import InputError
 from ...timings import Timings
 from ..ir.captured import Captured, GraphError, is_backward, module_of, mutates, op_name, origins, written
 from ..ir.values import tensors_in
@@ -44,19 +43,18 @@ class Inductor(Backend):
     Attributes:
         choices: `backward` (the backward pass), module paths such as `layers.*` (their forward pass, as far as
             `regions.shared` has it), or `all`; wildcards as in a shell.
-
-    Raises:
-        InputError: this machine has nothing to compile with.
     """
 
     compile_module = staticmethod(torch_inductor.compile_module)
 
     def __init__(self, config: CompileConfig, device: torch.device, timings: Timings) -> None:
-        if missing := torch_inductor.missing_compiler(device):
-            raise InputError(f"compile.backend is inductor, which needs {missing} on this machine; use eager")
         self.choices, self.regions = config.inductor, Regions(timings)
         self.shared = any(choice != BACKWARD_PASS for choice in self.choices)
         self.passes = [Pass("inductor", False, self.rewrite, {"choices": tuple(self.choices)})]
+
+    @staticmethod
+    def lacks(device: torch.device) -> str | None:
+        return torch_inductor.missing_compiler(device)
 
     def rewrite(self, captured: Captured) -> tuple[Captured, str]:
         """Compile regions of the graph.
