@@ -24,7 +24,7 @@ def compiler_of() -> Callable[..., Runtime]:
 
     def make(recorded: bool = False, recompute: tuple[str, ...] = (), canonicalize: bool = True) -> Runtime:
         config = CompileConfig("step", "full" if recorded else "none", canonicalize, recompute)
-        return Runtime(config, CPU, recorder=FakeRecorder(), not_graph_safe={})
+        return Runtime(config, CPU, recorder=FakeRecorder())
 
     return make
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import (
+    NOT_GRAPH_SAFE,
     EAGER,
     FakeRecorder,
     GraphError,
@@ -157,7 +158,7 @@ SHAPES = {"several": [], "one": [BatchShape(256, 64, 16, 64)]}
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("mode", ["none", "full", "piecewise"])
 def test_mismatches_of_any_micro_batch_are_named(decoder, rollout, shapes: str, mode: str) -> None:
-    compiler = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe={})
+    compiler = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder())
     expected = mismatches_of_two(decoder, rollout, EAGER, SHAPES[shapes])
     assert [(m.position, m.kind) for m in expected[:2]] == [(1, "sampled"), (1, "model")]
     assert same(mismatches_of_two(decoder, rollout, compiler, SHAPES[shapes]), expected)
@@ -193,7 +194,7 @@ def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keeping_outputs_across_launches_would_be_noticed(decoder, rollout, monkeypatch, mutant, shapes) -> None:
     expected = mismatches_of_two(decoder, rollout, EAGER, SHAPES[shapes])
     mutant(monkeypatch)
-    compiler = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe={})
+    compiler = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
     found = mismatches_of_two(decoder, rollout, compiler, SHAPES[shapes])
     assert len(found) != len(expected) or not same(found, expected)
 
@@ -208,10 +209,10 @@ def test_weights_that_moved_are_noticed(decoder, rollout, compiler_of) -> None:
         trainer.forward_backward(batch)
 
 
-def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout) -> None:
-    unsafe = {"lockstep.attention_packed_backward": "it reads lengths on the host"}
+def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout, monkeypatch) -> None:
+    monkeypatch.setitem(NOT_GRAPH_SAFE, "lockstep.attention_packed_backward", "it reads lengths on the host")
     compiler = Runtime(
-        CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe=unsafe
+        CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder()
     )
     model = decoder()
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)

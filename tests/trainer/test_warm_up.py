@@ -77,7 +77,7 @@ def test_a_sequence_beyond_every_shape_is_packed_alone():
 
 def make_trainer(make_model, dtype=torch.float32, recorded=True, enforce_parity=True) -> tuple[Trainer, Runtime]:
     config = CompileConfig("step", "full" if recorded else "none")
-    compiler = Runtime(config, CPU, recorder=FakeRecorder(), not_graph_safe={})
+    compiler = Runtime(config, CPU, recorder=FakeRecorder())
     optimizer = OptimizerConfig(weight_decay=0.1)
     return Trainer(
         make_model(dtype), optimizer, LossConfig(), enforce_parity=enforce_parity, compiler=compiler
@@ -126,7 +126,7 @@ def test_nothing_is_made_after_warm_up_whatever_the_lengths(make_model):
 
 
 def test_later_updates_and_a_reference_are_warmed_up_too(make_model):
-    compiler = Runtime(CompileConfig("step", "full"), CPU, recorder=FakeRecorder(), not_graph_safe={})
+    compiler = Runtime(CompileConfig("step", "full"), CPU, recorder=FakeRecorder())
     loss, reference = LossConfig(beta=0.1), make_model(seed=1)
     trainer = Trainer(
         make_model(), OptimizerConfig(), loss, reference=reference, enforce_parity=False, compiler=compiler

@@ -25,6 +25,11 @@ class Plugin(NamedTuple):
     ranks: bool = True
     by_sizes: bool = False
 
+    @property
+    def shipped(self) -> bool:
+        """Whether it is of this package, whose sources stored graphs are kept with."""
+        return isinstance(self.hook, str) and self.hook.partition(".")[0] in ("", "lockstep")
+
 
 CAPTURES = {
     "none": Plugin(graphs=False),

@@ -38,7 +38,7 @@ def compiler(tmp_path: Path) -> Made:
     def make(mode: str = "none", **options: Any) -> Runtime:
         config = CompileConfig("step", mode, **options)  # type: ignore[arg-type]
         recorder = FakeRecorder() if mode != "none" else None
-        return Runtime(config, CPU, recorder=recorder, not_graph_safe={}, store=Store(tmp_path))
+        return Runtime(config, CPU, recorder=recorder, store=Store(tmp_path))
 
     return make
 
