@@ -322,7 +322,9 @@ def _length(encode: Callable[[Any], list[int]], problem: Problem) -> int:
 def save_policy(policy: Policy, folder: Path) -> None:
     """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template."""
     from ..models import save_model
+    from ..models.folder import all_or_nothing
     from ..models.tokenizer import save_tokenizer
 
-    save_model(policy.model, folder)
-    save_tokenizer(policy.tokenizer, folder)
+    with all_or_nothing(folder):
+        save_model(policy.model, folder)
+        save_tokenizer(policy.tokenizer, folder)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import CONFIG, make_model
-from test_families import FAMILIES
+from small import CONFIG, FAMILIES, make_model
 from torch import Tensor, nn
 from two_roles import needs_inductor, quick_inductor
 
