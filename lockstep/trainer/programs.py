@@ -119,23 +119,25 @@ class TrainerPrograms:
     def constants(self) -> dict[str, graph.Constants]:
         """For each function what its graphs depend on: the very objects that its body reads."""
         model = {"model": self.model.config, "masks": self.model.masks}
+        layout = self.flat.layout
+        sharding = {"ranks": layout.ranks, "shapes": dict(zip(self.flat.names, layout.shapes, strict=True))}
         return {
             "forward_backward": {
                 **model,
                 "loss": self.loss,
                 "reference": self.reference is not None,
-                "layout": self.flat.layout,
+                "sharding": sharding,
             },
-            "check": {**model, "layout": self.flat.layout},
+            "check": {**model, "sharding": sharding},
             "optim_step": {
                 "optimizer": self.optimizer.settings,
                 "matrix_elements": self.flat.num_matrix_elements,
                 "enforce_parity": self.state.enforce_parity,
                 "router_biases": tuple(self.state.router_biases),
                 "experts": self.experts,
-                "ranks": self.flat.layout.ranks,
+                "ranks": layout.ranks,
             },
-            "gather_weights": {"layout": self.flat.layout},
+            "gather_weights": {"sharding": sharding},
             "reference_logprobs": model,  # the reference is a copy
         }
 
