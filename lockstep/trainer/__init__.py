@@ -2,7 +2,7 @@
 
 from ..algorithms.losses import LOSSES
 from .optimizer import AdamW, learning_rate
-from .packing import loss_weights, pack, pack_shards, packed_slots
+from .packing import Packing, loss_weights, pack, pack_shards, packed_slots
 from .parameters import FlatParameters
 from .result import PendingResult, StepResult
 from .routing import RoutingResult
@@ -15,6 +15,7 @@ __all__ = [
     "BatchShape",
     "FlatParameters",
     "Mismatch",
+    "Packing",
     "PendingResult",
     "RoutingResult",
     "StepResult",

@@ -141,16 +141,12 @@ class TrainerPrograms:
             "reference_logprobs": model,  # the reference is a copy
         }
 
-    def with_kl(self, loss_type: LossType) -> bool:
-        """Whether the loss has the KL term."""
-        return self.reference is not None and loss_type != "sft"
-
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
         """A launch on `batch`, to be checked."""
         return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
     def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> dict[str, Tensor]:
-        """See `step.forward_backward`; what it returns, by name."""
+        """See `step.forward`, whose gradients are added up; what it returns, by name."""
         statics = {**statics_of(batch), "loss_type": loss_type, "with_support": with_support}
         return self.functions["forward_backward"](batch.tensors(), **statics)
 
@@ -179,9 +175,9 @@ class TrainerPrograms:
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
-        settings = self.loss, loss_type, self.with_kl(loss_type), with_support
+        objective = step.Objective(loss_type, self.loss, self.reference is not None and loss_type != "sft")
         with graph.substituted(self.model, inputs):
-            loss, scored = step.forward(self.model, values, batch, *settings)
+            loss, scored = step.forward(self.model, values, batch, objective, with_support)
         return loss, scored.tensors()
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:

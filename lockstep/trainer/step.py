@@ -96,24 +96,25 @@ def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = Non
     )
 
 
+class Objective(NamedTuple):
+    """What is minimized: a loss with its settings, and whether the KL term from `batch.ref_logprob_C` is added."""
+
+    loss_type: LossType
+    settings: LossSettings
+    with_kl: bool
+
+
 def forward(
-    model: Decoder,
-    values: Tensor,
-    batch: PackedBatch,
-    settings: LossSettings,
-    loss_type: LossType,
-    with_kl: bool,
-    with_support: bool,
+    model: Decoder, values: Tensor, batch: PackedBatch, objective: Objective, with_support: bool
 ) -> tuple[Tensor, Scored]:
     """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`.
 
     Args:
-        with_kl: add the KL term, from `batch.ref_logprob_C`.
         with_support: return what the sampled support is made from.
     """
     statistics = named(values)
     rows_CD, scores, routed = _score(model, batch)
-    loss = _loss(statistics, batch, scores, routed, settings, loss_type, with_kl)
+    loss = _loss(statistics, batch, scores, routed, objective)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
     if not with_support:
@@ -138,14 +139,13 @@ def _loss(
     batch: PackedBatch,
     scores: ops.TokenLogprobs,
     routed: routing.Routed | None,
-    settings: LossSettings,
-    loss_type: LossType,
-    with_kl: bool,
+    objective: Objective,
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
-    loss_C, clipped_C = LOSSES[loss_type](values, settings)
-    if with_kl:
+    settings = objective.settings
+    loss_C, clipped_C = LOSSES[objective.loss_type](values, settings)
+    if objective.with_kl:
         ref_C, corrected = batch.ref_logprob_C, settings.use_bias_correction_kl
         kl_C = corrected_kl(values, ref_C) if corrected else kl_k3(values.model_logprob_C, ref_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
