@@ -55,7 +55,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "distributed": ("torch_private", "collectives", "ranks", "join", "."),
     "ops": (
         "native.library pdl precompile records row_alignment row_gradients tables",
-        "linear.cublas logprobs.philox logprobs.triton_noise operator reference",
+        "logprobs.philox logprobs.triton_noise operator reference",
         "logprobs.reference",
         "native",
         "activation adamw decode_update embedding norm",

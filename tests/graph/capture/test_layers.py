@@ -46,10 +46,10 @@ def config(capture: str) -> RunConfig:
     )
 
 
-def train(capture: str) -> tuple[list[Any], list[Tensor], build_room.Session]:
+def train(capture: str) -> tuple[list[Any], list[Tensor], build_room.TrainingSession]:
     c = config(capture)
     run = build_room.build(c)
-    warm_up.warm_up(c, run)
+    warm_up.warm_up(run)
     loop, seen = Loop(c, run), []
     for step in range(3):
         metrics, groups = loop.step(step)
