@@ -8,8 +8,8 @@ from typing import Any
 
 
 def replace_the_language_once_a_launch() -> None:
-    """The interpreter puts its own functions in the place of Triton's at a launch, and again at every call of a function
-    within it, which takes half of its time; here at the first call only of one that sees the same modules."""
+    """The interpreter puts its own functions in the place of Triton's at a launch, and again wherever a function calls
+    another, which takes a third of its time; here not again for one that sees the same modules."""
     from triton import language
     from triton.runtime import interpreter
 
