@@ -112,7 +112,7 @@ class Recorder:
         before = dict(timings.seconds)
         making = display.phase("graphs") if compiler.compiles else nullcontext()
         with self.world.deadline("making and checking graphs", timeouts=10), making:
-            warm_up(self.config, loop.run)
+            warm_up(loop.run)
         if compiler.compiles:
             graphs = sum(len(function.graphs) for function in compiler.functions)
             made = f"layers: {compiler.captures} variants compiled"
