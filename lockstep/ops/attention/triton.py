@@ -174,7 +174,8 @@ def _attention_kernel(
             q_MH, q_MP, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L
         )
 
-    h, (shift_M, sum_M, acc_MH) = tl.arange(0, BLOCK_H), state
+    shift_M, sum_M, acc_MH = state
+    h = tl.arange(0, BLOCK_H)
     row_mask_MH = inside_M[:, None] & (h < HEAD_DIM)[None, :]
     out_offset_M = (first + token_M).to(tl.int64) * out_stride + head_M * HEAD_DIM
     out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
