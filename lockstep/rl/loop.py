@@ -44,8 +44,8 @@ class Loop:
         self.run = run
         self.world = run.world
         shards = config.parallel.batch_shards or run.world.size
-        self.own_shards = range(run.world.rank, shards, run.world.size)
         self.shards = range(shards)
+        self.own_shards = run.world.mesh.fsdp.own(self.shards)
         self.device = run.policy.model.embed.device
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
         self.idle_steps = 0

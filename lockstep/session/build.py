@@ -20,7 +20,7 @@ from ..config import (
     resolve_parallel,
     template_variables,
 )
-from ..distributed import FSDP, ONE, World
+from ..distributed import ONE, World
 from ..environments import Problem, PromptLimit, Task, make_task
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
@@ -172,9 +172,9 @@ class TrainingSession(Session):
     @property
     def own_sequences(self) -> int:
         """The most sequences that this rank completes at once."""
-        config, ranks = self.config, self.world.size
-        trained = config.trainer.prompts_per_step * config.sampling.num_generations // ranks
-        return max(trained, -(-config.task.validation_prompts // ranks))
+        config, data = self.config, self.world.mesh.fsdp
+        trained = data.most(config.trainer.prompts_per_step) * config.sampling.num_generations
+        return max(trained, data.most(config.task.validation_prompts))
 
     def _planned_tokens(self, longest: int) -> int:
         prompt = self.config.task.max_prompt_length or longest * PROMPT_MARGIN
@@ -254,8 +254,8 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
 
 def make_compiler(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Compiler:
     """What both roles run their functions with; `config` is resolved."""
-    peers, mesh = (world, {FSDP: world.size}) if world.size > 1 else (None, {})
-    return Compiler(config, device, timings=timings, store=Store(), mesh=mesh, peers=peers)
+    peers = world if world.size > 1 else None
+    return Compiler(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=peers)
 
 
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
