@@ -35,16 +35,25 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_model_decodes_by_it_with_the_bits_of_eager(toy: str, mode: str, tmp_path: Path) -> None:
     config = CompileConfig(toy, mode)  # type: ignore[arg-type]
     runtime = Runtime(config, CPU, recorder=FakeRecorder(), store=Store(tmp_path))
-    engines = [Engine(SharedWeights(make_model(torch.float32)), GeneratorConfig(), 4096, runtime=r) for r in (runtime, EAGER)]
+    engines = [
+        Engine(SharedWeights(make_model(torch.float32)), GeneratorConfig(), 4096, runtime=r) for r in (runtime, EAGER)
+    ]
     captured, eager = ([(c.token_ids, c.logprobs) for g in generate(e, *requests(4)) for c in g] for e in engines)
     assert captured == eager
     assert all(log[0].startswith("capture: toy; ") for log in runtime.builder.nodes.values())
-    assert runtime.captures >= 2 and runtime.launches["decode"] > 4 and bool(runtime.replays) and not list(tmp_path.iterdir())
+    assert (
+        runtime.captures >= 2
+        and runtime.launches["decode"] > 4
+        and bool(runtime.replays)
+        and not list(tmp_path.iterdir())
+    )
     assert {v.faults for v in check_against_eager(runtime, engines[0].trust_cases(), "strict")} == {()}
 
 
 def test_what_is_in_no_table_is_refused_with_what_is(toy: str) -> None:
-    with pytest.raises(InputError, match=r"compile\.capture is 'toys'; it must be one of none, step, joint, layer, toy$"):
+    with pytest.raises(
+        InputError, match=r"compile\.capture is 'toys'; it must be one of none, step, joint, layer, toy$"
+    ):
         resolve_compile(CompileConfig("toys"), on_gpu=False)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"compile\.backend is 'xla'; it must be one of none, eager, inductor$"):
         resolve_compile(CompileConfig(toy, backend="xla"), on_gpu=False)  # type: ignore[arg-type]

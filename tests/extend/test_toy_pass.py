@@ -70,7 +70,9 @@ def test_a_pass_of_ones_own_rewrites_every_graph_and_keeps_the_bits(tmp_path: Pa
     logs = runtime.builder.nodes.values()
     assert [[line.partition(":")[0] for line in log] for log in logs] == [["canonicalize", "swap_operands"]] * 2
     assert any(int(log[-1].split()[-2]) > 0 for log in logs)
-    verdicts = check_against_eager(runtime, trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False), "strict")
+    verdicts = check_against_eager(
+        runtime, trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False), "strict"
+    )
     assert {v.faults for v in verdicts} == {()}
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import (
-    NOT_GRAPH_SAFE,
     EAGER,
+    NOT_GRAPH_SAFE,
     FakeRecorder,
     GraphError,
     GraphLauncher,
@@ -211,9 +211,7 @@ def test_weights_that_moved_are_noticed(decoder, rollout, compiler_of) -> None:
 
 def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout, monkeypatch) -> None:
     monkeypatch.setitem(NOT_GRAPH_SAFE, "lockstep.attention_packed_backward", "it reads lengths on the host")
-    compiler = Runtime(
-        CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder()
-    )
+    compiler = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
     model = decoder()
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
