@@ -50,7 +50,7 @@ class Evidence(NamedTuple):
     gradient: Tensor
 
 
-def make_compiler(config: CompileConfig | None, device: torch.device) -> Runtime:
+def make_runtime(config: CompileConfig | None, device: torch.device) -> Runtime:
     if config is None:
         return EAGER
     recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
@@ -71,11 +71,9 @@ def one_step(trainer: Trainer, batch: PackedBatch) -> Evidence:
 def measure(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tuple[Evidence, dict[str, Any]]:
     """What the first step left behind, and the figures of the way."""
     device = source.embed.device
-    compiler = make_compiler(WAYS[way], device)
+    runtime = make_runtime(WAYS[way], device)
     with Memory(device) as memory:
-        trainer = Trainer(
-            copy.deepcopy(source), OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler
-        )
+        trainer = Trainer(copy.deepcopy(source), OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=runtime)
         began = time.perf_counter()
         first = one_step(trainer, batch)
         figures: dict[str, Any] = {"first_step_s": time.perf_counter() - began}
@@ -84,10 +82,10 @@ def measure(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tupl
         figures["forward_backward"] = timed(lambda: trainer.forward_backward(batch), repeats, device)
         figures["optim_step"] = timed(lambda: trainer.launch_optim_step(0.0), repeats, device)
     figures |= memory.figures
-    if compiler.compiles:
-        figures["passes"] = {title: list(log) for title, log in compiler.builder.nodes.items()}
-        figures["seconds"], figures["compiled"] = dict(compiler.timings.seconds), compiler.captures
-        compiler.close()
+    if runtime.compiles:
+        figures["passes"] = {title: list(log) for title, log in runtime.builder.nodes.items()}
+        figures["seconds"], figures["compiled"] = dict(runtime.timings.seconds), runtime.captures
+        runtime.close()
     return first, figures
 
 
