@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"machine"},
     "algorithms": set(),
     "ops": {"cache"},
-    "models": {"cache", "ops"},
+    "models": {"cache", "distributed", "ops"},
     "graph": {"cache", "ops"},
     "generator": {"graph", "models", "ops"},
     "trainer": {"algorithms", "distributed", "graph", "models", "ops"},
@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
 FLOORS: dict[str, tuple[str, ...]] = {
     "config": ("random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
     "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
-    "distributed": ("torch_private", "collectives", "ranks", "join", "."),
+    "distributed": ("mesh torch_private", "collectives placement ranks", "join", "."),
     "ops": (
         "native.library pdl precompile records row_alignment row_gradients tables",
         "logprobs.philox logprobs.triton_noise operator reference",
@@ -97,9 +97,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "trainer": (
-        "fsdp.layout graph_inputs routing shapes",
+        "graph_inputs parameters routing shapes",
         "optimizer packing",
-        "fsdp.sharding",
         "step",
         "mismatches programs",
         "check_cases result",
@@ -293,7 +292,7 @@ def test_every_circle_of_the_table_is_one() -> None:
         ("ops.native.library", "from . import rms_norm", "ops.native"),
         ("ops.attention.operator", "from .decode import attention_decode", "ops.attention.decode"),
         ("trainer.step", "from .programs import Inputs", "trainer.programs"),
-        ("trainer.optimizer", "from .fsdp.sharding import unsharded", "trainer.fsdp.sharding"),
+        ("trainer.parameters", "from .optimizer import adamw_step", "trainer.optimizer"),
         ("run.metrics", "from .report import write_report", "run.report"),
     ],
 )

@@ -20,7 +20,7 @@ from ..config import (
     resolve_parallel,
     template_variables,
 )
-from ..distributed import FSDP, ONE, World
+from ..distributed import ONE, World
 from ..environments import Problem, PromptLimit, Task, make_task
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
@@ -39,6 +39,7 @@ from ..models.tokenizer import (
 )
 from ..timings import Timings, Watcher
 from ..trainer import BatchShape, Trainer, batch_shapes
+from ..trainer.shapes import holding
 from ..types import SamplingParams
 from .attention import set_attention, whole_tiles
 from .kernel_lists import kernel_list, preload_async
@@ -172,9 +173,9 @@ class TrainingSession(Session):
     @property
     def own_sequences(self) -> int:
         """The most sequences that this rank completes at once."""
-        config, ranks = self.config, self.world.size
-        trained = config.trainer.prompts_per_step * config.sampling.num_generations // ranks
-        return max(trained, -(-config.task.validation_prompts // ranks))
+        config, data = self.config, self.world.mesh.fsdp
+        trained = data.most(config.trainer.prompts_per_step) * config.sampling.num_generations
+        return max(trained, data.most(config.task.validation_prompts))
 
     def _planned_tokens(self, longest: int) -> int:
         prompt = self.config.task.max_prompt_length or longest * PROMPT_MARGIN
@@ -254,27 +255,22 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
 
 def make_compiler(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Compiler:
     """What both roles run their functions with; `config` is resolved."""
-    peers, mesh = (world, {FSDP: world.size}) if world.size > 1 else (None, {})
-    return Compiler(config, device, timings=timings, store=Store(), mesh=mesh, peers=peers)
+    peers = world if world.size > 1 else None
+    return Compiler(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=peers)
 
 
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
     """What the trainer's batches are padded to, from the longest of the prompts that were looked at and the limit."""
     t, s = config.trainer, config.sampling
-    groups = t.prompts_per_step // max(1, config.parallel.batch_shards)
-    sequences = groups * s.num_generations
+    groups, samples = t.prompts_per_step // max(1, config.parallel.batch_shards), s.num_generations
+    expected = groups * samples * s.max_completion_length  # completion tokens of a shard, if none stops
+    one_batch = groups * longest_prompt + expected <= t.max_tokens_per_micro_batch
     fixed_length = s.ignore_eos and not s.stop and not t.skip_zero_variance and t.mode == "packed"
-    one_batch = groups * longest_prompt + sequences * s.max_completion_length <= t.max_tokens_per_micro_batch
-    return batch_shapes(
-        groups,
-        s.num_generations,
-        longest_prompt,
-        s.max_completion_length,
-        max_len=min(longest_prompt * PROMPT_MARGIN, prompt_limit) + s.max_completion_length,
-        max_tokens=t.max_tokens_per_micro_batch,
-        mode=t.mode,
-        least_completion_tokens=sequences * s.max_completion_length if fixed_length and one_batch else 0,
-    )
+    longest = min(longest_prompt * PROMPT_MARGIN, prompt_limit) + s.max_completion_length
+    sizes = (1, 1) if t.mode == "per_sample" else (groups, samples)
+    bounds = {"max_len": longest, "max_tokens": t.max_tokens_per_micro_batch}
+    shapes = batch_shapes(*sizes, longest_prompt, s.max_completion_length, **bounds)
+    return holding(shapes, expected) if fixed_length and one_batch else shapes
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:

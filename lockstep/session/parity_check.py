@@ -134,7 +134,8 @@ def _check(session: Session, tokens: int) -> ParityReport:
     shape, kinds = _expected(prompts, sampling, max_tokens)
     trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), compiler=compiler)
     completions = _generated(session, prompts, sampling, trainer, shape, kinds)
-    groups = _groups(prompts, completions, sampling)
+    sampled = enumerate(zip(prompts, completions, sampling, strict=True))
+    groups = [TrainGroup.sampled(f"prompt {g}", *group) for g, group in sampled]
     for batch in pack(groups, max_tokens=max_tokens, check_parity=True, shapes=[shape]):
         score = trainer.forward_backward if compiler.compiles else trainer.check
         score(batch.to(where))
@@ -212,26 +213,6 @@ def _compared(compiler: Compiler) -> str:
     levels = {function.name: function.level for function in compiler.functions}
     decode, mixed, train = (f"{name} ({levels[name]})" for name in ("decode", "mixed", "forward_backward"))
     return f"the graphs {decode} and {mixed} with {train}"
-
-
-def _groups(
-    prompts: list[list[int]], completions: list[list[Completion]], sampling: list[SamplingParams]
-) -> list[TrainGroup]:
-    return [
-        TrainGroup(
-            prompt,
-            [
-                TrainSequence(
-                    *(c.token_ids, 0.0, 0.0, c.logprobs, c.model_logprobs),
-                    *(f"prompt {g} sample {i}", c.route_digests),
-                )
-                for i, c in enumerate(samples)
-            ],
-            params,
-            samples[0].prompt_route_digests,
-        )
-        for g, (prompt, samples, params) in enumerate(zip(prompts, completions, sampling, strict=True))
-    ]
 
 
 def _requests(

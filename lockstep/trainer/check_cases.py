@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import graph
 from ..config import LossType
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
-from .fsdp.layout import ALIGNMENT
 from .packing import pack
+from .parameters import ALIGNMENT
 from .programs import TrainerPrograms
 from .shapes import BatchShape
 from .step import named
@@ -53,7 +53,8 @@ def trust_cases(
         (functions["optim_step"], _optim_cases(programs)),
     ]
     if "gather_weights" in functions:
-        work.append((functions["gather_weights"], [graph.Case("all", load=partial(_clear, programs.gathering))]))
+        gather = functions["gather_weights"]
+        work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs))]))
     if with_checks:
         work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
     if "reference_logprobs" in functions:

@@ -29,7 +29,7 @@ from lockstep.graph import Compiler, FakeRecorder, GraphError, check_against_eag
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
-from lockstep.trainer import BatchShape, Trainer, pack_shards
+from lockstep.trainer import BatchShape, Packing, Trainer, pack_shards
 from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
@@ -68,7 +68,7 @@ def rollout(model: Decoder, step: int, groups: int = 5) -> list[TrainGroup]:
 
 def batches(groups: list[TrainGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
     """Of two shards, of several micro-batches each; the second shard has fewer."""
-    packed = pack_shards([groups[::2], groups[1::2]], own, max_tokens=max_tokens, check_parity=True)
+    packed = pack_shards([groups[::2], groups[1::2]], own, Packing(max_tokens), check_parity=True)
     return [batch.to(DEVICE) for batch in packed]
 
 

@@ -11,7 +11,7 @@ from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import Compiler, FakeRecorder
 from lockstep.trainer import BatchShape, Trainer, batch_shapes, pack, packed_slots
 from lockstep.trainer.packing import blank_batch
-from lockstep.trainer.shapes import fit
+from lockstep.trainer.shapes import fit, holding
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=2)
@@ -25,8 +25,8 @@ def test_the_largest_shape_holds_a_whole_step_and_the_others_shrink():
     for larger, smaller in zip(shapes, shapes[1:], strict=False):
         assert 0.78 < smaller.tokens / larger.tokens < 0.81
     assert [s.tokens for s in batch_shapes(5, 8, 145, 100, max_len=245, max_tokens=2000)][:2] == [2000, 1600]
-    assert batch_shapes(5, 8, 145, 100, max_len=245, max_tokens=16384, least_completion_tokens=4000) == shapes[:1]
-    assert batch_shapes(5, 8, 145, 100, max_len=245, max_tokens=999, mode="per_sample")[0] == (256, 112, 2, 245)
+    assert holding(shapes, 4000) == shapes[:1] and holding(shapes, 0) == shapes
+    assert batch_shapes(1, 1, 145, 100, max_len=245, max_tokens=999)[0] == (256, 112, 2, 245)
 
 
 def test_a_batch_takes_the_smallest_shape_that_holds_it_and_a_larger_one_buckets():
