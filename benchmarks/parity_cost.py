@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capture import make_runtime, train_batch
+from cases.capture import make_runtime, train_batch
 from common import arguments, finish, graph_us, random_model, save, seconds, summary
 from generate import CASES, Ours, random_prompts
 from seed_workload import ours as rl_steps
