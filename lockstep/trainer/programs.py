@@ -175,10 +175,13 @@ class TrainerPrograms:
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
-        objective = step.Objective(loss_type, self.loss, self.reference is not None and loss_type != "sft")
         with graph.substituted(self.model, inputs):
-            loss, scored = step.forward(self.model, values, batch, objective, with_support)
+            loss, scored = step.forward(self.model, values, batch, self._objective(loss_type, with_support))
         return loss, scored.tensors()
+
+    def _objective(self, loss_type: LossType, with_support: bool) -> step.Objective:
+        with_kl = self.reference is not None and loss_type != "sft"
+        return step.Objective(self.loss, loss_type, with_kl, with_support)
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         batch = batch_of(inputs, **statics)

@@ -5,6 +5,7 @@ State is passed in and written in place: gradients add up, and so do a step's st
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -96,28 +97,29 @@ def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = Non
     )
 
 
-class Objective(NamedTuple):
-    """What is minimized: a loss with its settings, and whether the KL term from `batch.ref_logprob_C` is added."""
+@dataclass(frozen=True)
+class Objective:
+    """What a forward pass with a loss computes besides the batch.
 
-    loss_type: LossType
-    settings: LossSettings
-    with_kl: bool
-
-
-def forward(
-    model: Decoder, values: Tensor, batch: PackedBatch, objective: Objective, with_support: bool
-) -> tuple[Tensor, Scored]:
-    """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`.
-
-    Args:
+    Attributes:
+        with_kl: add the KL term, from `batch.ref_logprob_C`.
         with_support: return what the sampled support is made from.
     """
+
+    settings: LossSettings
+    loss_type: LossType
+    with_kl: bool
+    with_support: bool
+
+
+def forward(model: Decoder, values: Tensor, batch: PackedBatch, objective: Objective) -> tuple[Tensor, Scored]:
+    """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`."""
     statistics = named(values)
     rows_CD, scores, routed = _score(model, batch)
     loss = _loss(statistics, batch, scores, routed, objective)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
-    if not with_support:
+    if not objective.with_support:
         return loss, scored
     return loss, scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
 
@@ -142,8 +144,8 @@ def _loss(
     objective: Objective,
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
-    values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
     settings = objective.settings
+    values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
     loss_C, clipped_C = LOSSES[objective.loss_type](values, settings)
     if objective.with_kl:
         ref_C, corrected = batch.ref_logprob_C, settings.use_bias_correction_kl
