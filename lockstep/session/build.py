@@ -24,7 +24,7 @@ from ..distributed import ONE, World
 from ..environments import Problem, PromptLimit, Task, make_task
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
-from ..graph import Compiler, Store, Verdict, compile_report, missing_compiler, replay_metrics
+from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
 from ..machine import bound_threads
 from ..models import Decoder, ModelConfig, load_model, resolve_folder
 from ..models.checks import require_memory
@@ -113,7 +113,6 @@ class Session:
             cache_tokens,
             self.policy.decode,
             self.compiler,
-            timings=self.timings,
         )
 
     def kernel_list(self, *about: object) -> Path | None:
@@ -247,16 +246,15 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     compile = resolve_compile(config.compile, device.type == "cuda")
     if compile.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {compile.cudagraph_mode}; CUDA graphs need a GPU, use none")
-    if compile.backend == "inductor" and (missing := missing_compiler(device)):
-        raise InputError(f"compile.backend is inductor, which needs {missing} on this machine; use eager")
+    require_plugins(compile, device)
     generator = whole_tiles(config.generator, config.attention)
     return resolve_parallel(replace(config, compile=compile, generator=generator), ranks)
 
 
-def make_compiler(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Compiler:
+def make_compiler(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Runtime:
     """What both roles run their functions with; `config` is resolved."""
     peers = world if world.size > 1 else None
-    return Compiler(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=peers)
+    return Runtime(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=peers)
 
 
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:

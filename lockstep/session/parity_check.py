@@ -12,7 +12,7 @@ import torch
 from ..config import MAX_SEED, Attention, CompileConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from ..errors import InputError
 from ..generator import Engine, SharedWeights
-from ..graph import Compiler, Work
+from ..graph import Runtime, Work
 from ..trainer import BatchShape, Trainer, pack
 from ..types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 from .build import Session, resolve
@@ -203,11 +203,11 @@ def _expected(
     return BatchShape(*map(max, zip(*shapes, strict=True))), kinds
 
 
-def _compared(compiler: Compiler) -> str:
+def _compared(compiler: Runtime) -> str:
     if compiler.eager:
         what = "the model's compiled layers" if compiler.layers else "the model"
         return f"{what}, called by both roles"
-    levels = {function.name: function.level for function in compiler.functions}
+    levels = {function.name: function.level for function in compiler.programs}
     decode, mixed, train = (f"{name} ({levels[name]})" for name in ("decode", "mixed", "forward_backward"))
     return f"the graphs {decode} and {mixed} with {train}"
 

@@ -5,7 +5,6 @@ State is passed in and written in place: gradients add up, and so do a step's st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -97,29 +96,28 @@ def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = Non
     )
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What a forward pass with a loss computes besides the batch.
+class Objective(NamedTuple):
+    """What is minimized: a loss with its settings, and whether the KL term from `batch.ref_logprob_C` is added."""
 
-    Attributes:
-        with_kl: add the KL term, from `batch.ref_logprob_C`.
+    loss_type: LossType
+    settings: LossSettings
+    with_kl: bool
+
+
+def forward(
+    model: Decoder, values: Tensor, batch: PackedBatch, objective: Objective, with_support: bool
+) -> tuple[Tensor, Scored]:
+    """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`.
+
+    Args:
         with_support: return what the sampled support is made from.
     """
-
-    settings: LossSettings
-    loss_type: LossType
-    with_kl: bool
-    with_support: bool
-
-
-def forward(model: Decoder, values: Tensor, batch: PackedBatch, objective: Objective) -> tuple[Tensor, Scored]:
-    """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`."""
     statistics = named(values)
     rows_CD, scores, routed = _score(model, batch)
     loss = _loss(statistics, batch, scores, routed, objective)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
-    if not objective.with_support:
+    if not with_support:
         return loss, scored
     return loss, scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
 
