@@ -143,7 +143,6 @@ def _loss(
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
-    settings = objective.settings
     loss_C, clipped_C = LOSSES[objective.loss_type](values, settings)
     if objective.with_kl:
         ref_C, corrected = batch.ref_logprob_C, settings.use_bias_correction_kl

@@ -10,6 +10,7 @@ from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.machine_check.check import HeadShape, Product
 from lockstep.ops.tables import linear_table
+from lockstep.ops.tables.linear_table import Kind
 
 DEVICE = "cuda"
 VOCABULARY = 151_936
@@ -112,9 +113,17 @@ def no_overrides():
 
 
 def test_the_machine_keeps_the_contract(tmp_path):
-    products = machine_check.decoder_products(
-        [1, 8, 40, 512], [4685], [40, 4000], 1024, HeadShape(16, 8, 128), 3072, VOCABULARY
-    )
+    kinds: dict[tuple[int, int], Kind] = {
+        (4096, 1024): "norm_linear",
+        (1024, 2048): "linear_add",
+        (6144, 1024): "norm_gate_up",
+        (1024, 3072): "linear_add",
+    }
+    products = [
+        *(Product(kind, m, *shape) for m in (1, 8, 40, 512) for shape, kind in kinds.items()),
+        *(Product("linear", 4685, *shape) for shape in kinds),
+        *(Product("linear_fp32", m, VOCABULARY, 1024) for m in (40, 928, 1024)),
+    ]
     verdict = machine_check.check(
         products, [HeadShape(16, 8, 128)], torch.device(DEVICE), torch.bfloat16, tmp_path / "cache"
     )
