@@ -30,15 +30,39 @@ from .moe.routing import combine, dispatch, dispatch_plan, route, router_logits
 from .moe.statistics import expert_loads, route_digest, router_probabilities
 from .native.library import cpu_backend, cpu_build
 from .norm.operator import rms_norm
-from .records import Rotation
+from .records import (
+    ALONE,
+    Contexts,
+    Filters,
+    FlexMask,
+    FlexSizes,
+    KVPages,
+    Latent,
+    Packed,
+    Paged,
+    PrefixGroups,
+    Rotation,
+    SampleKeys,
+)
 from .rope.fused import qk_norm_rope_write_kv
 from .rope.operator import qk_norm_rope, rope_table
 
 __all__ = [
+    "ALONE",
     "SQUARES_BLOCK",
     "KEY_TILE",
+    "Contexts",
+    "Filters",
+    "FlexMask",
+    "FlexSizes",
+    "KVPages",
+    "Latent",
     "MaskFunction",
+    "Packed",
+    "Paged",
+    "PrefixGroups",
     "Rotation",
+    "SampleKeys",
     "TokenLogprobs",
     "adamw",
     "advance_rows",

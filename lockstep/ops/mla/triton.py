@@ -20,7 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.reference import KEY_SPLIT, KEY_TILE
-from ..attention.triton_tiles import MIN_BLOCK, empty_state, key_rows, load_rows, merge_states, row_sum, rows_last
+from ..attention.triton_tiles import (
+    MIN_BLOCK,
+    Sequences,
+    empty_state,
+    key_rows,
+    load_rows,
+    merge_states,
+    row_sum,
+    rows_last,
+    sequences_packed,
+    sequences_paged,
+)
+from ..records import Latent, Packed, Paged
 
 
 class LatentTile(NamedTuple):
@@ -191,44 +203,30 @@ def block(width: int) -> int:
     return max(triton.next_power_of_2(width), MIN_BLOCK)
 
 
-def _launch(
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    latent_rows: Tensor,
-    k_rope_rows: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    length_S: Tensor,
-    table: Tensor,
-    page_size: int,
-    max_queries: int,
-    max_context: int,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; `max_queries` bounds a sequence's query tokens, `max_context` its keys."""
-    tokens, heads, rank = q_TNR.shape
-    q_TNR, q_rope_TNP, latent_rows, k_rope_rows = map(rows_last, (q_TNR, q_rope_TNP, latent_rows, k_rope_rows))
+def _launch(x: Latent, at: Sequences) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; rows of latents and of rotated keys lie anywhere."""
+    tokens, heads, rank = x.q_TNR.shape
+    q_TNR, q_rope_TNP, latent_rows, k_rope_rows = map(rows_last, x[:4])
     out_TNR = torch.empty((tokens, heads, rank), dtype=q_TNR.dtype, device=q_TNR.device)
     lse_TN = torch.empty((tokens, heads), dtype=torch.float32, device=q_TNR.device)
-    block_m = min(block(max_queries * heads), TILE.query_rows)
-    _latent_attention_kernel[max(triton.cdiv(max_queries * heads, block_m), 1), length_S.shape[0] + 1](
+    block_m = min(block(at.max_queries * heads), TILE.query_rows)
+    _latent_attention_kernel[max(triton.cdiv(at.max_queries * heads, block_m), 1), at.length_S.shape[0] + 1](
         q_TNR,
         q_rope_TNP,
         latent_rows,
         k_rope_rows,
         out_TNR,
         lse_TN,
-        cu_seqlens,
-        length_S,
-        table,
+        *at[:3],
         tokens,
-        table.stride(0),
+        at.table.stride(0),
         *q_TNR.stride()[:2],
         *q_rope_TNP.stride()[:2],
         latent_rows.stride(0),
         k_rope_rows.stride(0),
-        scale * math.log2(math.e),
-        PAGE_SIZE=page_size,
-        SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
+        x.scale * math.log2(math.e),
+        PAGE_SIZE=at.page_size,
+        SPLIT=KEY_SPLIT if at.max_context > KEY_SPLIT else 0,
         HEADS=heads,
         RANK=rank,
         ROPE_DIM=q_rope_TNP.shape[2],
@@ -243,35 +241,13 @@ def _launch(
     return out_TNR, lse_TN
 
 
-def packed(
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    latent_TR: Tensor,
-    k_rope_TP: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-) -> tuple[Tensor, Tensor]:
+def packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
     """See `mla.operator.latent_attention_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [T,
     N]."""
-    layout = cu_seqlens, prefix_len_S, prefix_start_S, 0, max_len, max_len
-    return _launch(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale, *layout)
+    return _launch(x, sequences_packed(by))
 
 
-def paged(
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    cache: Tensor,
-    scale: float,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    max_query_len: int,
-    max_context_len: int,
-) -> Tensor:
+def paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
     """See `mla.operator.latent_attention_paged`."""
-    latent_rows, k_rope_rows = cache.flatten(0, 1).split((q_TNR.shape[2], q_rope_TNP.shape[2]), dim=1)
-    layout = cu_seqlens, context_len_S, block_table, cache.shape[1], max_query_len, max_context_len
-    return _launch(q_TNR, q_rope_TNP, latent_rows, k_rope_rows, scale, *layout)[0]
+    rows = cache.flatten(0, 1).split((q_TNR.shape[2], q_rope_TNP.shape[2]), dim=1)
+    return _launch(Latent(q_TNR, q_rope_TNP, *rows, scale), sequences_paged(by, cache.shape[1]))[0]

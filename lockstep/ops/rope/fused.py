@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..attention.operator import write_kv
 from ..operator import operator
-from ..records import Rotation
+from ..records import KVPages, Rotation
 from .operator import qk_norm_rope
 
 
@@ -24,19 +24,10 @@ def _fake(qkv_TE, by, *_):
     cuda="triton:qk_norm_rope_write_kv",
     fake=_fake,
 )
-def qk_norm_rope_write_kv(
-    qkv_TE: Tensor,
-    by: Rotation,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots_T: Tensor,
-) -> Tensor:
-    """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values; the queries, [T, N, H]. No autograd.
-
-    Args:
-        k_cache, v_cache: [P, page_size, K, H], written at `slots_T`, as in `write_kv`; the others as in `qk_norm_rope`.
-    """
-    qk = qk_norm_rope.on_cpu(qkv_TE, by)
+def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:
+    """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values; the queries, [T, N, H]. No
+    autograd."""
+    qk = qk_norm_rope.on_cpu[qkv_TE.dtype](qkv_TE, by)
     v_TKH = qkv_TE[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (by.num_kv_heads, qk.shape[2]))
-    write_kv.on_cpu(qk[:, by.num_heads :], v_TKH, k_cache, v_cache, slots_T)
+    write_kv.on_cpu[qk.dtype](qk[:, by.num_heads :], v_TKH, cache, slots_T)
     return qk[:, : by.num_heads]

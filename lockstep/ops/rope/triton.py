@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from .. import pdl
-from ..records import Rotation
+from ..records import KVPages, Rotation
 from ..row_alignment import _warps, aligned_rows
 
 RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
@@ -217,6 +217,6 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     return out_TH
 
 
-def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> Tensor:
+def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:
     """See `rope.fused.qk_norm_rope_write_kv`."""
-    return qk_norm_rope(qkv_TE, by, (k_cache, v_cache, slots_T))
+    return qk_norm_rope(qkv_TE, by, (*cache, slots_T))
