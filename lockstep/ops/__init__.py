@@ -32,7 +32,12 @@ from .native.library import cpu_backend, cpu_build
 from .norm.operator import rms_norm
 from .records import (
     ALONE,
+    AdamWSettings,
+    AdamWState,
+    AdamWStep,
     Contexts,
+    DecodeRows,
+    Drawn,
     Filters,
     FlexMask,
     FlexSizes,
@@ -42,6 +47,7 @@ from .records import (
     Paged,
     PrefixGroups,
     Rotation,
+    RouteSettings,
     SampleKeys,
 )
 from .rope.fused import qk_norm_rope_write_kv
@@ -49,9 +55,14 @@ from .rope.operator import qk_norm_rope, rope_table
 
 __all__ = [
     "ALONE",
+    "AdamWSettings",
+    "AdamWState",
+    "AdamWStep",
     "SQUARES_BLOCK",
     "KEY_TILE",
     "Contexts",
+    "DecodeRows",
+    "Drawn",
     "Filters",
     "FlexMask",
     "FlexSizes",
@@ -62,6 +73,7 @@ __all__ = [
     "Paged",
     "PrefixGroups",
     "Rotation",
+    "RouteSettings",
     "SampleKeys",
     "TokenLogprobs",
     "adamw",

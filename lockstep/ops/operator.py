@@ -189,6 +189,12 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     save(ctx, *inputs)
 
 
+def save_inputs_and_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """A setup: all inputs and then all results; gradients that nobody gave are None."""
+    save(ctx, *inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
 def _filled(backward: Callable[..., Any], count: int) -> Callable[..., tuple[Any, ...]]:
     """A backward that has None for the arguments to which it gives no gradient."""
 

@@ -1,7 +1,8 @@
 """What travels together. An operator's arguments are records in Python and their fields, in a row, in its schema.
 
 Shape suffixes: T tokens, S segments or sequences, N query heads, H head dim, R latent rank, P rotated dim, C rows or
-groups of sequences, W sequences of a group, V vocabulary, B bytes of a mask.
+groups of sequences, W sequences of a group, V vocabulary, B bytes of a mask; of decode steps R rows, K stop
+ids, M words a result, N steps.
 """
 
 from __future__ import annotations
@@ -179,6 +180,87 @@ class ScoredRows(NamedTuple):
     sampled_lse_C: Tensor
     threshold_C: Tensor
     truncated: bool
+
+
+class Drawn(NamedTuple):
+    """What a step drew: int64 tokens, and their float32 log-probabilities under the sampled distribution and under the
+    model's own."""
+
+    drawn_R: Tensor
+    logprob_R: Tensor
+    model_logprob_R: Tensor
+
+
+class DecodeRows(NamedTuple):
+    """The rows' state between steps.
+
+    Attributes:
+        stop_RK: int64; -1: none.
+        token_R, position_R, remaining_R: int64, int64 and int32.
+        results_RMN, next_result: int32 words, and the step, int64 [1], whose are written next.
+    """
+
+    stop_RK: Tensor
+    token_R: Tensor
+    position_R: Tensor
+    remaining_R: Tensor
+    results_RMN: Tensor
+    next_result: Tensor
+
+
+class AdamWState(NamedTuple):
+    """What an update writes, flat.
+
+    Attributes:
+        weights: the masters rounded to the compute dtype; None when they are the masters.
+        grad, master, exp_avg, exp_avg_sq: float32 [size].
+        steps: float32 [2], updates applied to matrices and to vectors.
+    """
+
+    weights: Tensor | None
+    grad: Tensor
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: Tensor
+
+
+class AdamWStep(NamedTuple):
+    """An update's rate and what its gradients are divided by, float32, and whether it is applied, bool; all 0-dim."""
+
+    lr: Tensor
+    grad_scale: Tensor
+    applied: Tensor
+
+
+class AdamWSettings(NamedTuple):
+    """The elements before `num_matrix_elements` are matrices', to which alone weight decay applies."""
+
+    num_matrix_elements: int
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+
+
+class RouteSettings(NamedTuple):
+    """How a token's experts are chosen and weighted.
+
+    Attributes:
+        slots: experts a token.
+        sigmoid: scores are the sigmoid of the logits, not their softmax.
+        groups, kept_groups: with several groups, only experts of the `kept_groups` groups whose two best sum highest
+            are eligible.
+        normalize: divide a token's weights by their sum.
+        scale: factor on the weights.
+    """
+
+    slots: int
+    sigmoid: bool
+    groups: int
+    kept_groups: int
+    normalize: bool
+    scale: float
 
 
 Record = TypeVar("Record", Filters, ScoredRows)

@@ -90,8 +90,9 @@ def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     steps = torch.tensor([2.0, 2.0], device=device)
     rate, scale = (torch.tensor(number, device=device) for number in (0.001, 1.75))
     applied = torch.ones((), dtype=torch.bool, device=device)
-    settings = (2 * ops.SQUARES_BLOCK, 0.9, 0.999, 1e-8, 0.01)
-    ops.adamw(weights, grad, master, first, second, steps, rate, scale, applied, *settings)
+    settings = ops.AdamWSettings(2 * ops.SQUARES_BLOCK, 0.9, 0.999, 1e-8, 0.01)
+    state, step = ops.AdamWState(weights, grad, master, first, second, steps), ops.AdamWStep(rate, scale, applied)
+    ops.adamw(state, step, settings)
     return squares, weights, master, first, second
 
 

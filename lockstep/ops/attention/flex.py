@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..embedding.operator import accumulate_rows
 from ..operator import operator
 from ..records import FlexMask, FlexSizes, KVPages, Packed, Paged
 from . import reference, reference_backward
@@ -81,7 +80,7 @@ def flex_packed_backward(
     Args:
         grad_TNH: gradient of the output, contiguous; the others are what the forward was given.
     """
-    return reference_backward.packed(grad_TNH, q_TNH, k_TKH, v_TKH, by, accumulate_rows, visibility(*mask[:2]))
+    return reference_backward.packed(grad_TNH, q_TNH, k_TKH, v_TKH, by, visibility(*mask[:2]))
 
 
 @operator(

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..embedding.operator import accumulate_rows
-from ..operator import SAME, operator, save, saved
+from ..operator import SAME, operator, save_inputs_and_results, saved
 from ..records import ALONE, AttentionGradient, KVPages, Packed, Paged, PrefixGroups
 from . import reference, reference_backward
 
@@ -37,11 +36,6 @@ def _packed_fake(q_TNH, k_TKH, *_):
     return torch.empty_like(q_TNH), q_TNH.new_empty(shape, dtype=torch.float32)
 
 
-def _setup(ctx, inputs, output) -> None:
-    save(ctx, *inputs, *output)
-    ctx.set_materialize_grads(False)
-
-
 def _backward(ctx, grad_TNH: Tensor, _):
     q_TNH, k_TKH, v_TKH, *by, out_TNH, lse_KTG = saved(ctx)
     x = AttentionGradient(grad_TNH.contiguous(), q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG)
@@ -53,7 +47,7 @@ def _backward(ctx, grad_TNH: Tensor, _):
     native=lambda q_TNH, *others: (native.packed(q_TNH, *others), q_TNH.new_empty(0)),
     cuda="triton:packed",
     fake=_packed_fake,
-    setup=_setup,
+    setup=save_inputs_and_results,
     backward=_backward,
 )
 def _packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> tuple[Tensor, Tensor]:
@@ -69,7 +63,7 @@ def _packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> tuple[Te
 )
 def attention_packed_backward(x: AttentionGradient, by: Packed) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time."""
-    return reference_backward.packed(*x[:4], by, accumulate_rows)
+    return reference_backward.packed(*x[:4], by)
 
 
 @operator(

@@ -7,12 +7,12 @@ dim.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..embedding.operator import accumulate_rows
 from ..records import Packed
 from .masks import MaskFunction
 
@@ -26,7 +26,6 @@ def packed(
     k_TKH: Tensor,
     v_TKH: Tensor,
     by: Packed,
-    accumulate_rows: Callable[[Tensor, Tensor, Tensor], Tensor],
     visible: MaskFunction | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention.operator.attention_packed` (with `visible`, of `flex.flex_packed`) for q, k, v,

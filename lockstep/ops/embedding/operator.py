@@ -8,19 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operator import SAME, operator
+from ..operator import SAME, operator, save, saved
 
 
 def _gather_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.table_rows = inputs[0].shape[0]
+    save(ctx, inputs[1], inputs[0].shape[0])
 
 
 def _gather_backward(ctx, grad_TD: Tensor):
-    (rows_T,) = ctx.saved_tensors
+    rows_T, table_rows = saved(ctx)
     if grad_TD.is_cuda:
-        return gather_rows_backward(grad_TD, rows_T, ctx.table_rows)
-    total_RD = torch.zeros(ctx.table_rows, grad_TD.shape[1], dtype=torch.float32, device=grad_TD.device)
+        return gather_rows_backward(grad_TD, rows_T, table_rows)
+    total_RD = torch.zeros(table_rows, grad_TD.shape[1], dtype=torch.float32, device=grad_TD.device)
     return accumulate_rows(total_RD, rows_T, grad_TD.float()).to(grad_TD.dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..operator import SAME, operator, save, saved
+from ..operator import SAME, operator, save_inputs_and_results, saved
 from ..records import Latent, Packed, Paged
 from . import reference
 
@@ -31,11 +31,6 @@ def _packed_fake(x, by):
     return x.q_TNR.new_empty(x.q_TNR.shape), x.q_TNR.new_empty(statistics, dtype=torch.float32)
 
 
-def _setup(ctx, inputs, output) -> None:
-    save(ctx, *inputs, *output)
-    ctx.set_materialize_grads(False)
-
-
 def _backward(ctx, grad_TNR: Tensor, _):
     *inputs, out_TNR, lse_TN = saved(ctx)
     return latent_attention_packed_backward(grad_TNR.contiguous(), *inputs, out_TNR, lse_TN)
@@ -46,7 +41,7 @@ def _backward(ctx, grad_TNR: Tensor, _):
     native=partial(reference.packed, attention=native.packed),
     cuda="triton:packed",
     fake=_packed_fake,
-    setup=_setup,
+    setup=save_inputs_and_results,
     backward=_backward,
 )
 def _packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:

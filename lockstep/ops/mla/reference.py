@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import reference, reference_backward
-from ..embedding.operator import accumulate_rows
 from ..records import KVPages, Latent, Packed, Paged
 
 
@@ -30,7 +29,7 @@ def packed_backward(grad_TNR: Tensor, x: Latent, by: Packed) -> tuple[Tensor, Te
     parts = (x.q_TNR.shape[2], x.q_rope_TNP.shape[2])
     q_TNH, k_T1H = _queries(x.q_TNR, x.q_rope_TNP, x.scale), _keys(x).float()
     grad_TNH = F.pad(grad_TNR.float(), (0, parts[1]))
-    dq_TNH, dk_T1H, dv_T1H = reference_backward.packed(grad_TNH, q_TNH, k_T1H, k_T1H, by, accumulate_rows)
+    dq_TNH, dk_T1H, dv_T1H = reference_backward.packed(grad_TNH, q_TNH, k_T1H, k_T1H, by)
     dq_TNR, dq_rope_TNP = (dq_TNH * _factor(x.scale, sum(parts))).to(x.q_TNR.dtype).split(parts, dim=2)
     dlatent_TR, dk_rope_TP = (dk_T1H + dv_T1H).squeeze(1).to(x.latent_TR.dtype).split(parts, dim=1)
     return dq_TNR.contiguous(), dq_rope_TNP.contiguous(), dlatent_TR.contiguous(), dk_rope_TP.contiguous()
