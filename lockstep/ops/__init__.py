@@ -12,7 +12,7 @@ are functions of the model's sizes alone. Multiplications and additions are fuse
 from .activation.operator import silu_mul
 from .adamw.operator import BLOCK as SQUARES_BLOCK
 from .adamw.operator import adamw, square_sums
-from .attention.decode import attention_decode
+from .attention.decode import attention_decode, qk_norm_rope_write_kv
 from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
 from .attention.masks import MaskFunction, register_mask, visibility
 from .attention.operator import KEY_TILE, attention_packed, attention_paged, write_kv
@@ -50,7 +50,6 @@ from .records import (
     RouteSettings,
     SampleKeys,
 )
-from .rope.fused import qk_norm_rope_write_kv
 from .rope.operator import qk_norm_rope, rope_table
 
 __all__ = [

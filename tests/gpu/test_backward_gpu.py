@@ -13,7 +13,6 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.ops.embedding.operator import accumulate_rows
 from lockstep.ops.linear.operator import linear_fp32
-from lockstep.ops.logprobs import backward as logprobs_backward
 from lockstep.ops.logprobs import operator as logprobs_operator
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.logprobs import triton_backward as logprobs_triton_backward
@@ -154,7 +153,7 @@ def scored_by(s: Inputs, stats: tuple[Tensor, ...]) -> ScoredRows:
 
 def grad_logits(s: Inputs, rows: slice, stats: tuple[Tensor, ...]) -> Tensor:
     """Of the torch formula, float32."""
-    return logprobs_backward.grad_logits(
+    return logprobs_operator.grad_logits(
         linear_fp32(s.hidden[rows], s.weight), cut(scored_by(s, stats), rows), *(x[rows] for x in s.grads)
     )
 
@@ -267,7 +266,7 @@ def test_speed_of_logprobs(kind):
     s = scored(kind, SCORED)
     stats = statistics(s)
     arguments = (*s.grads, s.hidden, s.weight, scored_by(s, stats))
-    ours = captured_milliseconds(lambda: logprobs_backward.token_logprobs_backward(*arguments), 2)
+    ours = captured_milliseconds(lambda: logprobs_operator.token_logprobs_backward(*arguments), 2)
     plain = captured_milliseconds(lambda: torch_path(s, stats), 1)
     floor = 3 * 2 * SCORED * VOCABULARY * DIM / FLOPS_PER_MS
     print(f"\nlogprobs {kind:10s} ms: {ours:.2f}, products alone {floor:.2f}, torch path {plain:.2f}")

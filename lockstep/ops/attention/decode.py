@@ -1,6 +1,7 @@
-"""Attention of one new token a sequence, from the fused projection on: the bits of the separate operators.
+"""Attention of one new token a sequence from the fused projection on, and what comes before it alone: the bits of the
+separate operators, in fewer kernels on a GPU.
 
-Shape suffixes: E fused projection, N query heads, H head dim, S sequences, C groups of sequences, W rows of a group.
+Shape suffixes: T rows, E fused projection, N query heads, K key/value heads, H head dim, S sequences.
 """
 
 from __future__ import annotations
@@ -10,8 +11,28 @@ from torch import Tensor
 
 from ..operator import operator
 from ..records import ALONE, Contexts, KVPages, Paged, PrefixGroups, Rotation
-from ..rope.fused import qk_norm_rope_write_kv
-from .operator import attention_paged
+from ..rope.operator import qk_norm_rope
+from .operator import attention_paged, write_kv
+
+
+def _queries_fake(qkv_TE, by, *_):
+    heads = by.num_heads + (0 if qkv_TE.is_cuda else by.num_kv_heads)  # strides as the implementations leave them
+    return qkv_TE.new_empty(qkv_TE.shape[0], heads, by.cos_sin_TH.shape[1])[:, : by.num_heads]
+
+
+@operator(
+    "lockstep::qk_norm_rope_write_kv",
+    mutates=("k_cache", "v_cache"),
+    cuda=".rope.triton:qk_norm_rope_write_kv",
+    fake=_queries_fake,
+)
+def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:
+    """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values; the queries, [T, N, H]. No
+    autograd."""
+    qk = qk_norm_rope.on_cpu[qkv_TE.dtype](qkv_TE, by)
+    v_TKH = qkv_TE[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (by.num_kv_heads, qk.shape[2]))
+    write_kv.on_cpu[qk.dtype](qk[:, by.num_heads :], v_TKH, cache, slots_T)
+    return qk[:, : by.num_heads]
 
 
 @operator(

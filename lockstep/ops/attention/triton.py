@@ -24,13 +24,10 @@ from .reference import KEY_SPLIT, KEY_TILE
 from .triton_tiles import (
     LONG,
     MIN_BLOCK,
-    Sequences,
     attend,
     empty_state,
     merge_states,
     rows_last,
-    sequences_packed,
-    sequences_paged,
 )
 
 
@@ -196,30 +193,34 @@ def _tile(max_context: int, head_dim: int, dtype: torch.dtype) -> AttentionTile:
     return LONG_TILE if max_context > LONG else TILE
 
 
-def _launch(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, at: Sequences) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp."""
+def _launch(
+    q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, at: tuple[Tensor, ...], page_size: int, bounds: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, from the kernel's arguments `cu_seqlens_ptr` to `table_ptr`, and from bounds on a
+    sequence's query tokens and on its keys."""
+    max_queries, max_context = bounds
     tokens, heads, head_dim = q_TNH.shape
     kv_heads = k_RKH.shape[1]
     group = heads // kv_heads
     q_TNH, k_RKH, v_RKH = map(rows_last, (q_TNH, k_RKH, v_RKH))
     out_TNH = torch.empty((tokens, heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)
     lse_KTG = torch.empty((kv_heads, tokens, group), dtype=torch.float32, device=q_TNH.device)
-    tile = _tile(at.max_context, head_dim, q_TNH.dtype)
-    grid = (max(triton.cdiv(at.max_queries * group, tile.query_rows), 1), kv_heads, at.length_S.shape[0] + 1)
+    tile = _tile(max_context, head_dim, q_TNH.dtype)
+    grid = (max(triton.cdiv(max_queries * group, tile.query_rows), 1), kv_heads, at[1].shape[0] + 1)
     _attention_kernel[grid](
         q_TNH,
         k_RKH,
         v_RKH,
         out_TNH,
         lse_KTG,
-        *at[:3],
+        *at,
         tokens,
-        at.table.stride(0),
+        at[2].stride(0),
         *(stride for x in (q_TNH, k_RKH, v_RKH) for stride in x.stride()[:2]),
         head_dim**-0.5 * math.log2(math.e),
-        PAGE_SIZE=at.page_size,
-        SPLIT=KEY_SPLIT if at.max_context > KEY_SPLIT else 0,
-        IS_LONG=at.max_context > LONG,
+        PAGE_SIZE=page_size,
+        SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
+        IS_LONG=max_context > LONG,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_M=tile.query_rows,
@@ -235,7 +236,7 @@ def _launch(q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, at: Sequences) -> tuple
 def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> tuple[Tensor, Tensor]:
     """See `attention.operator.attention_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [K, T,
     G]."""
-    return _launch(q_TNH, k_TKH, v_TKH, sequences_packed(by))
+    return _launch(q_TNH, k_TKH, v_TKH, (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), 0, (by.max_len,) * 2)
 
 
 def paged(q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE) -> Tensor:
@@ -243,4 +244,5 @@ def paged(q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE
     if contexts := by.decoding(q_TNH.shape[0]):
         return triton_decode.decode(q_TNH, cache, contexts, groups)
     k_RKH, v_RKH = (pages.view(-1, *pages.shape[2:]) for pages in cache)
-    return _launch(q_TNH, k_RKH, v_RKH, sequences_paged(by, cache.k_cache.shape[1]))[0]
+    at, bounds = (by.cu_seqlens, by.context_len_S, by.block_table), (by.max_query_len, by.max_context_len)
+    return _launch(q_TNH, k_RKH, v_RKH, at, cache.k_cache.shape[1], bounds)[0]

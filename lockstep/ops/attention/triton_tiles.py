@@ -16,13 +16,9 @@ Shape suffixes: H head dim, M query rows of a program, L keys of a tile, S segme
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from ..records import Packed, Paged
 
 MIN_BLOCK = 16  # tl.dot's smallest side
 LONG = 512  # keys of a sequence above which larger tiles of queries pay
@@ -180,29 +176,3 @@ def find_tile(
 def rows_last(x: Tensor) -> Tensor:
     """`x` with its head dim contiguous, which is what the kernels address."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-class Sequences(NamedTuple):
-    """Where a kernel finds sequences: the layouts of both roles.
-
-    Attributes:
-        length_S: context length when paged, prefix length when packed.
-        table: block table [S, pages] when paged, prefix start [S] when packed.
-        page_size: 0: packed.
-        max_queries, max_context: bounds on a sequence's query tokens and on its keys.
-    """
-
-    cu_seqlens: Tensor
-    length_S: Tensor
-    table: Tensor
-    page_size: int
-    max_queries: int
-    max_context: int
-
-
-def sequences_packed(by: Packed) -> Sequences:
-    return Sequences(by.cu_seqlens, by.prefix_len_S, by.prefix_start_S, 0, by.max_len, by.max_len)
-
-
-def sequences_paged(by: Paged, page_size: int) -> Sequences:
-    return Sequences(by.cu_seqlens, by.context_len_S, by.block_table, page_size, by.max_query_len, by.max_context_len)

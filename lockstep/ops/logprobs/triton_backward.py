@@ -1,6 +1,6 @@
 """Gradient of both log-probabilities for the logits: the LM head's product again, the gradient as its epilogue.
 
-Float32 logits exist in registers alone. Meaning: `ops/logprobs/backward.py`, `grad_logits`; an element is a function
+Float32 logits exist in registers alone. Meaning: `ops/logprobs/operator.py`, `grad_logits`; an element is a function
 of its own logit and its row's numbers, and the logit has the forward's bits (C1), so it is on the same side of the
 threshold.
 
@@ -167,7 +167,7 @@ def grad_logits(
 def token_logprobs_backward(
     grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, hidden_CD: Tensor, weight_VD: Tensor, by: ScoredRows
 ) -> tuple[Tensor, Tensor]:
-    """See `logprobs.backward.token_logprobs_backward`. A chunk is a range of the vocabulary over all rows: one kernel
+    """See `logprobs.operator.token_logprobs_backward`. A chunk is a range of the vocabulary over all rows: one kernel
     recomputes its gradients and two products use them, so the weight's gradient is written once and that of the hidden
     rows adds up in float32."""
     hidden_CD = hidden_CD.contiguous()

@@ -22,15 +22,12 @@ from torch import Tensor
 from ..attention.reference import KEY_SPLIT, KEY_TILE
 from ..attention.triton_tiles import (
     MIN_BLOCK,
-    Sequences,
     empty_state,
     key_rows,
     load_rows,
     merge_states,
     row_sum,
     rows_last,
-    sequences_packed,
-    sequences_paged,
 )
 from ..records import Latent, Packed, Paged
 
@@ -203,30 +200,31 @@ def block(width: int) -> int:
     return max(triton.next_power_of_2(width), MIN_BLOCK)
 
 
-def _launch(x: Latent, at: Sequences) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; rows of latents and of rotated keys lie anywhere."""
+def _launch(x: Latent, at: tuple[Tensor, ...], page_size: int, bounds: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; rows of latents and of rotated keys lie anywhere. The rest is as in attention's own."""
+    max_queries, max_context = bounds
     tokens, heads, rank = x.q_TNR.shape
     q_TNR, q_rope_TNP, latent_rows, k_rope_rows = map(rows_last, x[:4])
     out_TNR = torch.empty((tokens, heads, rank), dtype=q_TNR.dtype, device=q_TNR.device)
     lse_TN = torch.empty((tokens, heads), dtype=torch.float32, device=q_TNR.device)
-    block_m = min(block(at.max_queries * heads), TILE.query_rows)
-    _latent_attention_kernel[max(triton.cdiv(at.max_queries * heads, block_m), 1), at.length_S.shape[0] + 1](
+    block_m = min(block(max_queries * heads), TILE.query_rows)
+    _latent_attention_kernel[max(triton.cdiv(max_queries * heads, block_m), 1), at[1].shape[0] + 1](
         q_TNR,
         q_rope_TNP,
         latent_rows,
         k_rope_rows,
         out_TNR,
         lse_TN,
-        *at[:3],
+        *at,
         tokens,
-        at.table.stride(0),
+        at[2].stride(0),
         *q_TNR.stride()[:2],
         *q_rope_TNP.stride()[:2],
         latent_rows.stride(0),
         k_rope_rows.stride(0),
         x.scale * math.log2(math.e),
-        PAGE_SIZE=at.page_size,
-        SPLIT=KEY_SPLIT if at.max_context > KEY_SPLIT else 0,
+        PAGE_SIZE=page_size,
+        SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
         HEADS=heads,
         RANK=rank,
         ROPE_DIM=q_rope_TNP.shape[2],
@@ -244,10 +242,11 @@ def _launch(x: Latent, at: Sequences) -> tuple[Tensor, Tensor]:
 def packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
     """See `mla.operator.latent_attention_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [T,
     N]."""
-    return _launch(x, sequences_packed(by))
+    return _launch(x, (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), 0, (by.max_len,) * 2)
 
 
 def paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
     """See `mla.operator.latent_attention_paged`."""
     rows = cache.flatten(0, 1).split((q_TNR.shape[2], q_rope_TNP.shape[2]), dim=1)
-    return _launch(Latent(q_TNR, q_rope_TNP, *rows, scale), sequences_paged(by, cache.shape[1]))[0]
+    at, bounds = (by.cu_seqlens, by.context_len_S, by.block_table), (by.max_query_len, by.max_context_len)
+    return _launch(Latent(q_TNR, q_rope_TNP, *rows, scale), at, cache.shape[1], bounds)[0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,18 +136,16 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
 
 def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> Tensor:
     """See `attention.operator.attention_packed`."""
-    cu_seqlens, start_S = by.cu_seqlens.contiguous(), by.prefix_start_S.contiguous()
     context_len_S = by.prefix_len_S + by.cu_seqlens.diff()
-    sequences = _Sequences(cu_seqlens, context_len_S, start_S, None, 0, by.max_len)
-    return _attention(q_TNH, _head_rows(k_TKH), _head_rows(v_TKH), sequences)
+    at = by.cu_seqlens.contiguous(), context_len_S, by.prefix_start_S.contiguous(), None
+    return _attention(q_TNH, _head_rows(k_TKH), _head_rows(v_TKH), at, by.max_len)
 
 
 def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE) -> Tensor:
     """See `attention.operator.attention_paged`."""
-    (k, v), page_size = (x.contiguous() for x in cache), cache.k_cache.shape[1]
     table, cu_seqlens, context_len_S = (x.contiguous() for x in by[:3])
-    sequences = _Sequences(cu_seqlens, context_len_S, None, table, page_size, by.max_context_len)
-    return _attention(q_TNH, k, v, sequences)
+    k, v = (x.contiguous() for x in cache)
+    return _attention(q_TNH, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len)
 
 
 def _head_rows(x_TKH: Tensor) -> Tensor:
@@ -156,23 +153,16 @@ def _head_rows(x_TKH: Tensor) -> Tensor:
     return x_TKH if x_TKH.stride()[1:] == (x_TKH.shape[2], 1) else x_TKH.contiguous()
 
 
-class _Sequences(NamedTuple):
-    """Where attention finds sequences, int32: packed ones with their prefixes' starts, paged ones with a table."""
-
-    cu_seqlens: Tensor
-    context_len_S: Tensor
-    prefix_start_S: Tensor | None
-    block_table: Tensor | None
-    page_size: int
-    max_len: int
-
-
-def _attention(q_TNH: Tensor, k: Tensor, v: Tensor, at: _Sequences) -> Tensor:
+def _attention(
+    q_TNH: Tensor, k: Tensor, v: Tensor, at: tuple[Tensor, Tensor, Tensor | None, Tensor | None], max_len: int
+) -> Tensor:
+    """With int32 cu_seqlens, context lengths, and the starts of packed sequences' prefixes or a block table."""
+    *_, block_table = at
     q_TNH = _head_rows(q_TNH)
-    (tokens, heads, head_dim), sequences = q_TNH.shape, at.context_len_S.shape[0]
+    (tokens, heads, head_dim), sequences = q_TNH.shape, at[1].shape[0]
     *rows, kv_heads, _ = k.shape
     assert v.shape == k.shape == (*rows, kv_heads, head_dim) and heads % kv_heads == 0
-    assert at.cu_seqlens.shape == (sequences + 1,)
+    assert at[0].shape == (sequences + 1,)
     assert all(x is None or x.shape[0] == sequences for x in at[2:4])
     out = q_TNH.new_empty(tokens, heads, head_dim)
     job = library.AttentionArguments(
@@ -189,11 +179,10 @@ def _attention(q_TNH: Tensor, k: Tensor, v: Tensor, at: _Sequences) -> Tensor:
         heads,
         kv_heads,
         head_dim,
-        *_addresses(torch.int32, *at[:4]),
-        at.page_size,
-        0 if at.block_table is None else at.block_table.shape[1],
+        *_addresses(torch.int32, *at),
+        *((0, 0) if block_table is None else (k.shape[1], block_table.shape[1])),
     )
-    if not _run("attention", job, 2 * tokens * heads * head_dim * at.max_len):
+    if not _run("attention", job, 2 * tokens * heads * head_dim * max_len):
         raise IndexError("attention: a sequence, page or prefix lies outside its table")
     return out
 

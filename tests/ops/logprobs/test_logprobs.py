@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops.logprobs import backward as logprobs_backward
 from lockstep.ops.logprobs import operator as logprobs_operator
 from lockstep.ops.logprobs import reference as logprobs_reference
 
@@ -36,7 +35,6 @@ def definition(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Ten
 @pytest.mark.parametrize("chunk", [2, 1024])
 def test_gradients_of_either_and_both(use, chunk, monkeypatch):
     monkeypatch.setattr(logprobs_operator, "CHUNK", chunk)
-    monkeypatch.setattr(logprobs_backward, "CHUNK", chunk)
     hidden, weight, *rest = inputs()
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     out = ops.token_logprobs(*leaves, *rest, None, True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import run_interpreted
 
-from lockstep.ops.logprobs import backward as logprobs_backward
+from lockstep.ops.logprobs import operator as logprobs_operator
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.records import Filters, ScoredRows
 
@@ -54,7 +54,7 @@ class Interpreted:
     @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
     def test_formula(self, vocabulary, kind):
         (hidden, weight, logits), arguments = self.case(vocabulary, kind)
-        expected = logprobs_backward.grad_logits(logits, *arguments)
+        expected = logprobs_operator.grad_logits(logits, *arguments)
         result = kernels.grad_logits(hidden, weight, 0, *arguments)
         assert result.dtype == torch.float32
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
@@ -71,7 +71,7 @@ class Interpreted:
         grads[absent] = None
         result = kernels.grad_logits(hidden, weight, 0, by, *grads)
         torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-7)
-        formula = logprobs_backward.grad_logits(logits, by, *grads)
+        formula = logprobs_operator.grad_logits(logits, by, *grads)
         torch.testing.assert_close(result, formula, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
@@ -116,7 +116,7 @@ def test_operator_under_fake_tensors(with_support):
         hidden, weight = (torch.empty(n, 16, dtype=torch.bfloat16, device="cuda") for n in (9, 50))
         targets, number = torch.empty(9, dtype=torch.int64, device="cuda"), torch.empty(9, device="cuda")
         support = torch.empty(9, 7, dtype=torch.uint8, device="cuda") if with_support else None
-        grads = logprobs_backward.token_logprobs_backward(
+        grads = logprobs_operator.token_logprobs_backward(
             number, number, hidden, weight, ScoredRows(targets, number, support, number, number, number, True)
         )
     assert [(g.shape, g.dtype, g.device) for g in grads] == [(x.shape, x.dtype, x.device) for x in (hidden, weight)]
