@@ -20,6 +20,7 @@ from . import library
 
 FLOAT = torch.float32
 THREAD_WORK = 1 << 25  # multiplications that are worth a thread
+TILE = 64  # keys that attention takes at a time (product.h)
 
 
 def _addresses(dtype: torch.dtype, *tensors: Tensor | None) -> list[int | None]:
@@ -182,7 +183,8 @@ def _attention(
         *_addresses(torch.int32, *at),
         *((0, 0) if block_table is None else (k.shape[1], block_table.shape[1])),
     )
-    if not _run("attention", job, 2 * tokens * heads * head_dim * max_len):
+    keys = -(-max_len // TILE) * TILE
+    if not _run("attention", job, 4 * tokens * heads * head_dim * keys):  # the softmax takes as long as the products
         raise IndexError("attention: a sequence, page or prefix lies outside its table")
     return out
 
