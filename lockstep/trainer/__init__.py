@@ -1,8 +1,9 @@
 """The policy step: packing with shared prompts, losses, AdamW on flat buffers, and the trainer that joins them."""
 
 from ..algorithms.losses import LOSSES
-from .optimizer import AdamW, FlatParameters, learning_rate
-from .packing import loss_weights, pack, pack_shards, packed_slots
+from .optimizer import AdamW, learning_rate
+from .packing import Packing, loss_weights, pack, pack_shards, packed_slots
+from .parameters import FlatParameters
 from .result import PendingResult, StepResult
 from .routing import RoutingResult
 from .shapes import BatchShape, batch_shapes, bucket
@@ -14,6 +15,7 @@ __all__ = [
     "BatchShape",
     "FlatParameters",
     "Mismatch",
+    "Packing",
     "PendingResult",
     "RoutingResult",
     "StepResult",

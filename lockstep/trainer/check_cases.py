@@ -17,13 +17,13 @@ from torch import Tensor
 from .. import graph
 from ..config import LossType
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
-from .fsdp.layout import ALIGNMENT
 from .packing import pack
+from .parameters import ALIGNMENT
 from .programs import TrainerPrograms
 from .shapes import BatchShape
 from .step import named
 
-Work = list[tuple[graph.GraphFunction, list[graph.Case]]]
+Work = list[tuple[graph.Program, list[graph.Case]]]
 
 
 def trust_cases(
@@ -37,7 +37,7 @@ def trust_cases(
     with_checks: bool = True,
 ) -> Work:
     """Cases for each of the trainer's functions; the arguments are those of `Trainer.warm_up`."""
-    functions, values = programs.functions, programs.state.values
+    functions, values = programs.by_name, programs.state.values
     vocabulary = programs.model.config.vocab_size
     routed = check_parity and programs.model.config.moe_layers > 0
     drafts = _batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed)
@@ -53,7 +53,8 @@ def trust_cases(
         (functions["optim_step"], _optim_cases(programs)),
     ]
     if "gather_weights" in functions:
-        work.append((functions["gather_weights"], [graph.Case("all", load=partial(_clear, programs.gathering))]))
+        gather = functions["gather_weights"]
+        work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs))]))
     if with_checks:
         work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
     if "reference_logprobs" in functions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,9 @@ from ..config import LossType
 from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
-from .fsdp.sharding import Sharding
 from .graph_inputs import OPEN_SIZES, batch_of, statics_of
-from .optimizer import AdamW, AdamWTensors, accumulate, adamw_step
+from .optimizer import AdamW, AdamWTensors, adamw_step
+from .parameters import ShardedParameters
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,19 @@ class UpdateState:
 
 
 class TrainerPrograms:
-    """The trainer's functions, at the level that the compiler runs each: eagerly on the live tensors, or as graphs, one
-    a bucket of the batch for each way to score it. All levels compute the same bits.
+    """The trainer's programs. As graphs there is one a bucket of the batch for each way to score it; all levels compute
+    the same bits.
 
     Gradients and statistics are added up in place. What a graph returns for a batch lies in its memory, to be used
     before the next call; what was compared (`step.COMPARED`) stays right where it is returned.
 
     Attributes:
-        functions: by name.
-        gathering: what `gather_weights` reads and writes.
+        by_name: all of them.
     """
 
     def __init__(
         self,
-        compiler: graph.Compiler,
+        runtime: graph.Runtime,
         model: Decoder,
         reference: Decoder | None,
         optimizer: AdamW,
@@ -64,55 +63,30 @@ class TrainerPrograms:
         self.flat = flat = optimizer.flat
         moe = model.config.moe if model.config.moe_layers else None
         self.experts = moe.num_experts if moe else 0
-        self.sharding = Sharding.of(flat)
-        own = graph.module_inputs(model)
-        if flat.world.size > 1:
-            own = replace(own, param=dict(zip(flat.names, flat.parts, strict=True)), module=None)
+        own = flat.inputs(model)
         scoring = replace(own, buffer={**own.buffer, "statistics": state.values})
         training = replace(scoring, grad=dict(zip(flat.names, flat.grads, strict=True)))
-        self.gathering = graph.Inputs(
-            param=own.param,
-            buffer={name: p.data for name, p in zip(flat.names, flat.parameters, strict=True)},
-        )
+        self._differentiated = graph.Differentiated(self._train_forward, flat.accumulate)
         baked = self.constants()
-        covered = all(map(graph.in_package, LOSSES.values()))  # a loss from elsewhere is traced at every start
+        if not all(map(graph.in_package, LOSSES.values())):  # a loss from elsewhere is traced at every start
+            del baked["forward_backward"]
         # Of several ranks each differentiates by weights that it gathers, which are no inputs.
-        one = self.sharding.ranks == 1
-        made = [
-            compiler.function(
-                "forward_backward",
-                graph.Differentiated(self._train_forward, accumulate) if one else self._train_body,
-                training,
-                {"grad", "buffer"},
-                OPEN_SIZES,
-                baked["forward_backward"] if covered else None,
-                step.COMPARED,
-            ),
-            compiler.function(
-                "check", self._check_body, scoring, {"buffer"}, OPEN_SIZES, baked["check"], step.COMPARED
-            ),
-            compiler.function(
-                "optim_step",
-                self._optim_body,
-                self._updating(),
-                {"param", "grad", "optimizer", "buffer"},
-                constants=baked["optim_step"],
-            ),
-        ]
-        if not one:
-            made.append(
-                compiler.function(
-                    "gather_weights", self._gather_body, self.gathering, {"buffer"}, constants=baked["gather_weights"]
-                )
-            )
+        train = self._train_body if isinstance(flat, ShardedParameters) else self._differentiated
+        self.by_name: dict[str, graph.Program] = {}
+
+        def add(name: str, body: graph.GraphBody, inputs: graph.Inputs, writes: Collection[graph.Role]) -> None:
+            open_sizes = None if name in ("optim_step", "gather_weights") else OPEN_SIZES
+            self.by_name[name] = runtime.program(name, body, inputs, writes, open_sizes, baked.get(name))
+
+        add("forward_backward", train, training, {"grad", "buffer"})
+        add("check", self._check_body, scoring, {"buffer"})
+        add("optim_step", self._optim_body, self._updating(), {"param", "grad", "optimizer", "buffer"})
+        if isinstance(flat, ShardedParameters):
+            add("gather_weights", flat.gather, flat.gathering, {"buffer"})
         if reference is not None:
-            frozen = graph.module_inputs(reference)
-            made.append(
-                compiler.function(
-                    "reference_logprobs", self._reference_body, frozen, (), OPEN_SIZES, baked["reference_logprobs"]
-                )
-            )
-        self.functions = {function.name: function for function in made}
+            add("reference_logprobs", self._reference_body, graph.module_inputs(reference), ())
+        for name in ("forward_backward", "check"):
+            self.by_name[name].lasting = step.COMPARED
 
     def _updating(self) -> graph.Inputs:
         t = {name: tensor for name, tensor in self.optimizer.tensors()._asdict().items() if tensor is not None}
@@ -128,82 +102,74 @@ class TrainerPrograms:
     def constants(self) -> dict[str, graph.Constants]:
         """For each function what its graphs depend on: the very objects that its body reads."""
         model = {"model": self.model.config, "masks": self.model.masks}
+        layout = self.flat.layout
+        sharding = {"ranks": layout.ranks, "shapes": dict(zip(self.flat.names, layout.shapes, strict=True))}
         return {
             "forward_backward": {
                 **model,
                 "loss": self.loss,
                 "reference": self.reference is not None,
-                "sharding": self.sharding,
+                "sharding": sharding,
             },
-            "check": {**model, "sharding": self.sharding},
+            "check": {**model, "sharding": sharding},
             "optim_step": {
                 "optimizer": self.optimizer.settings,
                 "matrix_elements": self.flat.num_matrix_elements,
                 "enforce_parity": self.state.enforce_parity,
                 "router_biases": tuple(self.state.router_biases),
                 "experts": self.experts,
-                "ranks": self.sharding.ranks,
+                "ranks": layout.ranks,
             },
-            "gather_weights": {"sharding": self.sharding},
+            "gather_weights": {"sharding": sharding},
             "reference_logprobs": model,  # the reference is a copy
         }
-
-    def with_kl(self, loss_type: LossType) -> bool:
-        """Whether the loss has the KL term."""
-        return self.reference is not None and loss_type != "sft"
 
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
         """A launch on `batch`, to be checked."""
         return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
     def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> dict[str, Tensor]:
-        """See `step.forward_backward`; what it returns, by name."""
+        """See `step.forward`, whose gradients are added up; what it returns, by name."""
         statics = {**statics_of(batch), "loss_type": loss_type, "with_support": with_support}
-        return self.functions["forward_backward"](batch.tensors(), **statics)
+        return self.by_name["forward_backward"](batch.tensors(), **statics)
 
     def check(self, batch: PackedBatch) -> dict[str, Tensor]:
         """See `step.check`; what it returns, by name."""
-        return self.functions["check"](batch.tensors(), **statics_of(batch))
+        return self.by_name["check"](batch.tensors(), **statics_of(batch))
 
     def reference_logprobs(self, batch: PackedBatch) -> Tensor:
         """The reference's log-probs of the tokens (temperature 1, untruncated), [C]."""
-        return self.functions["reference_logprobs"](batch.tensors(), **statics_of(batch))["model_logprob_C"]
+        return self.by_name["reference_logprobs"](batch.tensors(), **statics_of(batch))["model_logprob_C"]
 
     def optim_step(self) -> None:
         """Update at the rate `lr` if the statistics allow it, and write what was found (`step.take`)."""
-        self.functions["optim_step"]()
+        self.by_name["optim_step"]()
 
     def gather_weights(self) -> None:
         """Bring the model's own weights up to date with the shards of them; in one process they are the same."""
-        if "gather_weights" in self.functions:
-            self.functions["gather_weights"]()
+        if "gather_weights" in self.by_name:
+            self.by_name["gather_weights"]()
 
-    def _train_body(
-        self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
-    ) -> dict[str, Tensor]:
-        batch, grads, values = batch_of(inputs, **statics), list(inputs.grad.values()), inputs.buffer["statistics"]
-        settings = self.loss, loss_type, self.with_kl(loss_type), with_support, self.sharding
-        with self.sharding.substituted(self.model, inputs) as parameters:
-            return step.forward_backward(self.model, parameters, grads, values, batch, *settings).tensors()
+    def _train_body(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
+        with self.flat.micro_batch(inputs, step.MAXIMA) as own:
+            return self._differentiated(own, **statics)
 
     def _train_forward(
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
-        settings = self.loss, loss_type, self.with_kl(loss_type), with_support
         with graph.substituted(self.model, inputs):
-            loss, scored = step.forward(self.model, values, batch, *settings)
+            loss, scored = step.forward(self.model, values, batch, self._objective(loss_type), with_support)
         return loss, scored.tensors()
+
+    def _objective(self, loss_type: LossType) -> step.Objective:
+        return step.Objective(loss_type, self.loss, self.reference is not None and loss_type != "sft")
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         batch = batch_of(inputs, **statics)
-        with self.sharding.substituted(self.model, inputs, differentiated=False):
-            return step.check(self.model, inputs.buffer["statistics"], batch, self.sharding).tensors()
-
-    def _gather_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
-        for name, part in inputs.param.items():
-            inputs.buffer[name].copy_(self.sharding.gathered(name, part))
-        return {}
+        checked = self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False)
+        with checked as own, graph.substituted(self.model, own):
+            return step.check(self.model, own.buffer["statistics"], batch).tensors()
 
     def _reference_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         model = self.reference

@@ -5,24 +5,22 @@ State is passed in and written in place: gradients add up, and so do a step's st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import graph, ops
+from .. import ops
 from ..algorithms.losses import LOSSES, LossSettings, TokenValues, corrected_kl, kl_k3
 from ..config import LossType
 from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
-from .fsdp.sharding import Sharding
 
 # What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
 # the trained and the checked tokens; those that were compared with the generator's are `identical` or `different`.
 STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "identical", "different", "diff_max")
-_MAXIMA = (STATISTICS.index("diff_max"),)
+MAXIMA = (STATISTICS.index("diff_max"),)
 
 
 class Scored(NamedTuple):
@@ -98,24 +96,25 @@ def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = Non
     )
 
 
+class Objective(NamedTuple):
+    """What is minimized: a loss with its settings, and whether the KL term from `batch.ref_logprob_C` is added."""
+
+    loss_type: LossType
+    settings: LossSettings
+    with_kl: bool
+
+
 def forward(
-    model: Decoder,
-    values: Tensor,
-    batch: PackedBatch,
-    settings: LossSettings,
-    loss_type: LossType,
-    with_kl: bool,
-    with_support: bool,
+    model: Decoder, values: Tensor, batch: PackedBatch, objective: Objective, with_support: bool
 ) -> tuple[Tensor, Scored]:
     """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`.
 
     Args:
-        with_kl: add the KL term, from `batch.ref_logprob_C`.
         with_support: return what the sampled support is made from.
     """
     statistics = named(values)
     rows_CD, scores, routed = _score(model, batch)
-    loss = _loss(statistics, batch, scores, routed, settings, loss_type, with_kl)
+    loss = _loss(statistics, batch, scores, routed, objective)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
     if not with_support:
@@ -123,42 +122,9 @@ def forward(
     return loss, scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
 
 
-def forward_backward(
-    model: Decoder,
-    parameters: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    values: Tensor,
-    batch: PackedBatch,
-    settings: LossSettings,
-    loss_type: LossType,
-    with_kl: bool,
-    with_support: bool,
-    sharding: Sharding,
-) -> Scored:
-    """Add the gradients of `forward`'s loss to `grads` and the batch's statistics to `values`; on several ranks those
-    of all ranks' batches, gradients to the rank's shards of them.
-
-    Args:
-        parameters: the model's own, to differentiate by; `grads` is float32, one each.
-    """
-    with sharding.statistics(values, _MAXIMA) as own:
-        with torch.enable_grad():
-            loss, scored = forward(model, own, batch, settings, loss_type, with_kl, with_support)
-            with graph.backward():
-                found = torch.autograd.grad(loss, parameters)
-        sharding.accumulate(grads, found)
-    return scored
-
-
-def check(model: Decoder, values: Tensor, batch: PackedBatch, sharding: Sharding) -> Scored:
-    """Compare the batch's log-probs with the generator's, in `values`, and train on nothing.
-
-    On several ranks by the separate operators: fused products read weights before the kernel before is complete, and
-    there the weights are gathered in the same graph. The model's weights then need no gradients.
-    """
-    separate = sharding.ranks > 1
-    with torch.set_grad_enabled(separate), sharding.statistics(values, _MAXIMA) as own:
-        return _record(named(own), batch, *_score(model, batch)[1:])
+def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
+    """Compare the batch's log-probs with the generator's, in `values`, and train on nothing."""
+    return _record(named(values), batch, *_score(model, batch)[1:])
 
 
 def _score(model: Decoder, batch: PackedBatch) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:
@@ -173,14 +139,14 @@ def _loss(
     batch: PackedBatch,
     scores: ops.TokenLogprobs,
     routed: routing.Routed | None,
-    settings: LossSettings,
-    loss_type: LossType,
-    with_kl: bool,
+    objective: Objective,
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
+    settings = objective.settings
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
-    loss_C, clipped_C = LOSSES[loss_type](values, settings)
-    if with_kl:
+    settings = objective.settings
+    loss_C, clipped_C = LOSSES[objective.loss_type](values, settings)
+    if objective.with_kl:
         ref_C, corrected = batch.ref_logprob_C, settings.use_bias_correction_kl
         kl_C = corrected_kl(values, ref_C) if corrected else kl_k3(values.model_logprob_C, ref_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))

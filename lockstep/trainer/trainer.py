@@ -15,16 +15,17 @@ from torch import Tensor
 
 from .. import ops
 from ..algorithms.losses import LossSettings
-from ..config import CompileConfig, LossConfig, LossType, OptimizerConfig
+from ..config import LossConfig, LossType, OptimizerConfig
 from ..distributed import ONE, World
 from ..errors import InputError
-from ..graph import Compiler
+from ..graph import EAGER, Runtime
 from ..models import Decoder
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
 from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
-from .optimizer import AdamW, FlatParameters
+from .optimizer import AdamW
 from .packing import blank_batch
+from .parameters import flat_parameters
 from .programs import TrainerPrograms, UpdateState
 from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
@@ -59,7 +60,7 @@ class Trainer:
         *,
         reference: Decoder | None = None,
         enforce_parity: bool = True,
-        compiler: Compiler | None = None,
+        compiler: Runtime = EAGER,
         world: World = ONE,
     ) -> None:
         if loss.beta > 0 and reference is None:
@@ -78,7 +79,7 @@ class Trainer:
             )
         self.model, self.reference, self.loss = model, reference, loss
         self.world = world
-        self.flat = FlatParameters(model, world)
+        self.flat = flat_parameters(model, world.mesh)
         self.optimizer = AdamW(self.flat, optimizer)
         self.weights_version = 0
         device = self.flat.data.device
@@ -91,8 +92,8 @@ class Trainer:
         self._results = Results(len(found_names(self._values)), device)
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
         state = UpdateState(self._values, self._results.rows, self._lr, self._sampled, enforce_parity, balanced)
-        self._compiler = compiler or Compiler(CompileConfig("none"), device)
-        self._compiler.prepare(*filter(None, (model, reference)))
+        self._compiler = compiler
+        compiler.prepare(*filter(None, (model, reference)))
         settings = LossSettings.of(loss)
         self.programs = TrainerPrograms(self._compiler, model, reference, self.optimizer, settings, state)
         self._scored: Checked = []  # checked batches and their log-probs
@@ -136,7 +137,7 @@ class Trainer:
         """
         if not self._compiler.compiles:
             return
-        for function in self.programs.functions.values():
+        for function in self.programs.by_name.values():
             function.one_shape = len(shapes) == 1
         assert not self.flat.grad.any() and not self._values.any(), "warm_up in the middle of a step"
         for shape in shapes:
@@ -161,8 +162,6 @@ class Trainer:
     def trust_cases(self, shapes: Sequence[BatchShape], sampling: SamplingParams, **options: Any) -> Work:
         """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""
         self._rate = self._expected = None  # cases write rates and numbers of their own
-        if self._compiler.eager:
-            return []
         return trust_cases(self.programs, self.loss.loss_type, shapes, sampling, **options)
 
     def check(self, batch: PackedBatch) -> None:
