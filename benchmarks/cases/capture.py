@@ -43,11 +43,11 @@ GROUP = 8
 GIB = 2**30
 
 
-def make_compiler(way: str, device: torch.device) -> Runtime:
-    return runtime(WAYS[way], device)
+def make_runtime(way: str, device: torch.device) -> Runtime:
+    return runtime_of(WAYS[way], device)
 
 
-def runtime(config: CompileConfig | None, device: torch.device) -> Runtime:
+def runtime_of(config: CompileConfig | None, device: torch.device) -> Runtime:
     """On a CPU with a recorder that stands in for CUDA graphs."""
     if config is None:
         return EAGER
@@ -102,11 +102,11 @@ class Memory:
 
 
 class Driver:
-    """Seconds that the host spends in the driver to launch a compiler's recorded graphs, and to copy their inputs."""
+    """Seconds that the host spends in the driver to launch a runtime's recorded graphs, and to copy their inputs."""
 
-    def __init__(self, compiler: Runtime) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.seconds = 0.0
-        for function in compiler.programs:
+        for function in runtime.programs:
             for graph in function.graphs.values():
                 if graph._recording is not None and not graph.captured.split_at:  # between pieces, Python calls
                     graph._recording.replay = self._watched(graph._recording.replay)
@@ -151,12 +151,10 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
     of both, one behind the other."""
     device = source.embed.device
     batch = packed.to(device)
-    compiler = make_compiler(way, device)
+    runtime = make_runtime(way, device)
     with Memory(device) as memory:
         model = copy.deepcopy(source)
-        trainer = Trainer(
-            model, OptimizerConfig(weight_decay=0.1), LossConfig(), enforce_parity=False, compiler=compiler
-        )
+        trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), enforce_parity=False, runtime=runtime)
         evidence: list[Any] = []
         began = time.perf_counter()
         for _ in range(UPDATES):
@@ -169,7 +167,7 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
         batch.old_logprob_C.copy_(scored["logprob_C"])  # so no difference is found, and with a rate of 0 none arises
         batch.old_model_logprob_C.copy_(scored["model_logprob_C"])
         trainer.optim_step(0.0)
-        driver = Driver(compiler)
+        driver = Driver(runtime)
 
         def step() -> None:
             trainer.forward_backward(batch)
@@ -182,11 +180,11 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
             "first_steps_s": first_steps,
         }
     figures |= memory.figures
-    if compiler.compiles:
-        graphs = {f.name: g for f in compiler.programs for g in f.graphs.values()}
+    if runtime.compiles:
+        graphs = {f.name: g for f in runtime.programs for g in f.graphs.values()}
         figures["graphs"] = {name: list(g.captured.log) for name, g in graphs.items()}
-        figures["replays"] = dict(compiler.replays)
-        compiler.close()
+        figures["replays"] = dict(runtime.replays)
+        runtime.close()
     return evidence, figures
 
 
@@ -194,7 +192,7 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     """Completions of `repeats` rounds, and milliseconds a decode step once all prompts are in: in all, and those in
     which the host launches it."""
     device = model.embed.device
-    compiler = make_compiler(way, device)
+    runtime = make_runtime(way, device)
     groups = max(1, sequences // GROUP)
     sampling = SamplingParams(
         temperature=0.8, top_p=0.95, max_completion_length=length, n=sequences // groups, ignore_eos=True
@@ -205,7 +203,7 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     tokens = (prompt_length + length + config.page_size) * sequences
     with Memory(device) as memory:
         timings = Timings(keep_spans=True)
-        engine = Engine(SharedWeights(model), config, tokens, compiler=compiler)
+        engine = Engine(SharedWeights(model), config, tokens, runtime=runtime)
         engine.timings = timings
         rounds, times, host = [], [], []
         for _ in range(repeats + 1):
@@ -223,9 +221,9 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     figures = {"ms_a_step": statistics.median(times[1:]) * 1e3, "first_round_ms_a_step": times[0] * 1e3}
     figures |= {"host_ms_a_step": statistics.median(host[1:])}
     figures |= {"tokens_per_s": sequences / statistics.median(times[1:]), **memory.figures}
-    if compiler.compiles:
-        figures["replays"] = compiler.replays.total()
-        compiler.close()
+    if runtime.compiles:
+        figures["replays"] = runtime.replays.total()
+        runtime.close()
     return rounds, figures
 
 

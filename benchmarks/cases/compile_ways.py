@@ -18,7 +18,7 @@ import traceback
 from typing import Any, NamedTuple
 
 import torch
-from cases.capture import Memory, runtime, timed, train_batch
+from cases.capture import Memory, runtime_of, timed, train_batch
 from common import Report, random_model
 from torch import Tensor
 
@@ -64,11 +64,9 @@ def one_step(trainer: Trainer, batch: PackedBatch) -> Evidence:
 def timed_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tuple[Evidence, dict[str, Any]]:
     """What the first step left behind, and the figures of the way."""
     device = source.embed.device
-    compiler = runtime(WAYS[way], device)
+    runtime = runtime_of(WAYS[way], device)
     with Memory(device) as memory:
-        trainer = Trainer(
-            copy.deepcopy(source), OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler
-        )
+        trainer = Trainer(copy.deepcopy(source), OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=runtime)
         began = time.perf_counter()
         first = one_step(trainer, batch)
         figures: dict[str, Any] = {"first_step_s": time.perf_counter() - began}
@@ -77,10 +75,10 @@ def timed_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tu
         figures["forward_backward"] = timed(lambda: trainer.forward_backward(batch), repeats, device)
         figures["optim_step"] = timed(lambda: trainer.launch_optim_step(0.0), repeats, device)
     figures |= memory.figures
-    if compiler.compiles:
-        figures["passes"] = {title: list(log) for title, log in compiler.builder.nodes.items()}
-        figures["seconds"], figures["compiled"] = dict(compiler.timings.seconds), compiler.captures
-        compiler.close()
+    if runtime.compiles:
+        figures["passes"] = {title: list(log) for title, log in runtime.builder.nodes.items()}
+        figures["seconds"], figures["compiled"] = dict(runtime.timings.seconds), runtime.captures
+        runtime.close()
     return first, figures
 
 

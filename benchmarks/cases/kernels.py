@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases.capture import make_compiler, train_batch
+from cases.capture import make_runtime, train_batch
 from common import Report, random_model
 from generate import Case, make_engine, random_prompts
 from ops_common import BYTES_PER_S, FLOPS_PER_S
@@ -124,7 +124,7 @@ def train(model: Decoder) -> tuple[list[Kernel], dict[str, float]]:
     """Of the seed workload's step: forward, backward, clip and AdamW."""
     device = model.embed.device
     trainer = Trainer(
-        model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=make_compiler("CUDA graph", device)
+        model, OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=make_runtime("CUDA graph", device)
     )
     batch = train_batch(model, *((5, 145, 100) if device.type == "cuda" else (1, 20, 8))).to(device)
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..records import ALONE, KVPages, Packed, Paged, PrefixGroups
 from . import triton_decode
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_tiles import LONG, MIN_BLOCK, Keys, attend, empty_state, load_queries, merge_states, rows_last
@@ -190,17 +191,11 @@ def _tile(max_context: int, head_dim: int, dtype: torch.dtype) -> AttentionTile:
 
 
 def _launch(
-    q_TNH: Tensor,
-    k_RKH: Tensor,
-    v_RKH: Tensor,
-    cu_seqlens: Tensor,
-    length_S: Tensor,
-    table: Tensor,
-    page_size: int,
-    max_queries: int,
-    max_context: int,
+    q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, at: tuple[Tensor, ...], page_size: int, bounds: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; `max_queries` bounds a sequence's query tokens, `max_context` its keys."""
+    """Output and log-sum-exp, from the kernel's arguments `cu_seqlens_ptr` to `table_ptr`, and from bounds on a
+    sequence's query tokens and on its keys."""
+    max_queries, max_context = bounds
     tokens, heads, head_dim = q_TNH.shape
     kv_heads = k_RKH.shape[1]
     group = heads // kv_heads
@@ -208,18 +203,16 @@ def _launch(
     out_TNH = torch.empty((tokens, heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)
     lse_KTG = torch.empty((kv_heads, tokens, group), dtype=torch.float32, device=q_TNH.device)
     tile = _tile(max_context, head_dim, q_TNH.dtype)
-    grid = (max(triton.cdiv(max_queries * group, tile.query_rows), 1), kv_heads, length_S.shape[0] + 1)
+    grid = (max(triton.cdiv(max_queries * group, tile.query_rows), 1), kv_heads, at[1].shape[0] + 1)
     _attention_kernel[grid](
         q_TNH,
         k_RKH,
         v_RKH,
         out_TNH,
         lse_KTG,
-        cu_seqlens,
-        length_S,
-        table,
+        *at,
         tokens,
-        table.stride(0),
+        at[2].stride(0),
         *(stride for x in (q_TNH, k_RKH, v_RKH) for stride in x.stride()[:2]),
         head_dim**-0.5 * math.log2(math.e),
         PAGE_SIZE=page_size,
@@ -237,37 +230,16 @@ def _launch(
     return out_TNH, lse_KTG
 
 
-def packed(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-) -> tuple[Tensor, Tensor]:
+def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> tuple[Tensor, Tensor]:
     """See `attention.operator.attention_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [K, T,
     G]."""
-    return _launch(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_len_S, prefix_start_S, 0, max_len, max_len)
+    return _launch(q_TNH, k_TKH, v_TKH, (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), 0, (by.max_len,) * 2)
 
 
-def paged(
-    q_TNH: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    max_query_len: int,
-    max_context_len: int,
-    group_rows_CW: Tensor | None = None,
-    shared_len_S: Tensor | None = None,
-) -> Tensor:
+def paged(q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE) -> Tensor:
     """See `attention.operator.attention_paged`."""
-    if max_query_len == 1 and q_TNH.shape[0] == context_len_S.shape[0]:
-        return triton_decode.decode(
-            q_TNH, k_cache, v_cache, block_table, context_len_S, max_context_len, group_rows_CW, shared_len_S
-        )
-    k_RKH, v_RKH = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
-    page_size, bounds = k_cache.shape[1], (max_query_len, max_context_len)
-    return _launch(q_TNH, k_RKH, v_RKH, cu_seqlens, context_len_S, block_table, page_size, *bounds)[0]
+    if contexts := by.decoding(q_TNH.shape[0]):
+        return triton_decode.decode(q_TNH, cache, contexts, groups)
+    k_RKH, v_RKH = (pages.view(-1, *pages.shape[2:]) for pages in cache)
+    at, bounds = (by.cu_seqlens, by.context_len_S, by.block_table), (by.max_query_len, by.max_context_len)
+    return _launch(q_TNH, k_RKH, v_RKH, at, cache.k_cache.shape[1], bounds)[0]

@@ -19,13 +19,14 @@ a tile, L keys of a tile.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..records import AttentionGradient, Packed
 from .triton_tiles import LONG, MIN_BLOCK, find_tile, rows_last
 
 LN_2 = tl.constexpr(math.log(2))
@@ -336,45 +337,25 @@ def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionBa
     return (LONG_DQ_TILE, LONG_DKV_TILE) if max_len > LONG else (DQ_TILE, DKV_TILE)
 
 
-def packed(
-    grad_TNH: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    *rest: Any,  # of the arguments, as they come
-) -> tuple[Tensor, Tensor, Tensor]:
+def packed(x: AttentionGradient, by: Packed) -> tuple[Tensor, ...]:
     """See `attention.operator.attention_packed_backward`."""
-    dq_TNH, dk_TKH, dv_TKH = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
-    packed_into(grad_TNH, q_TNH, k_TKH, v_TKH, *rest, (dq_TNH, dk_TKH, dv_TKH))
-    return dq_TNH, dk_TKH, dv_TKH
+    grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
+    packed_into(grads, x, by)
+    return grads
 
 
-def packed_into(
-    grad_TNH: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    out_TNH: Tensor,
-    lse_KTG: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def packed_into(grads: tuple[Tensor, ...], x: AttentionGradient, by: Packed) -> None:
     """`packed`, writing to `grads`, of q, k and v: a token's heads are contiguous in each."""
-    (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], prefix_len_S.shape[0]
+    read = q_TNH, k_TKH, _ = tuple(map(rows_last, x[1:4]))
+    (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], by.prefix_len_S.shape[0]
     group = heads // kv_heads
-    q_TNH, k_TKH, v_TKH = map(rows_last, (q_TNH, k_TKH, v_TKH))
-    grad_TNH, out_TNH = grad_TNH.contiguous(), out_TNH.contiguous()
-    (dq_TNH, dk_TKH, dv_TKH), delta_KTG = grads, torch.empty_like(lse_KTG)
+    grad_TNH, out_TNH = x.grad_TNH.contiguous(), x.out_TNH.contiguous()
+    (dq_TNH, dk_TKH, dv_TKH), lse_KTG, delta_KTG = grads, x.lse_KTG, torch.empty_like(x.lse_KTG)
     shared = (
-        cu_seqlens,
-        prefix_start_S,
-        prefix_len_S,
+        *by[:3],
         tokens,
         segments,
-        *(stride for x in (q_TNH, k_TKH, v_TKH) for stride in x.stride()[:2]),
+        *(stride for part in read for stride in part.stride()[:2]),
         head_dim**-0.5 * math.log2(math.e),
     )
 
@@ -386,14 +367,13 @@ def packed_into(
             "BLOCK_L": tile.keys,
             "BLOCK_H": max(triton.next_power_of_2(head_dim), MIN_BLOCK),
             "BLOCK_S": triton.next_power_of_2(segments + 1),
-            "IS_LONG": max_len > LONG,
+            "IS_LONG": by.max_len > LONG,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
             "enable_fp_fusion": True,
         }
 
-    tile, key_tile = _tiles(max_len, head_dim, q_TNH.dtype)
-    read = q_TNH, k_TKH, v_TKH
+    tile, key_tile = _tiles(by.max_len, head_dim, q_TNH.dtype)
     grid = (kv_heads, triton.cdiv(tokens * group, tile.query_rows) + segments + 1)  # a segment's last tile may be short
     _query_kernel[grid](
         grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **options(tile)

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.triton_tiles import find_tile, load_queries, load_rows, rows_last, scores
+from ..records import Latent, Packed
 from .triton import block
 
 LN_2 = tl.constexpr(math.log(2))
@@ -255,22 +256,11 @@ def _key_kernel(
 
 
 def packed(
-    grad_TNR: Tensor,
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    latent_TR: Tensor,
-    k_rope_TP: Tensor,
-    out_TNR: Tensor,
-    lse_TN: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    scale: float,
-    max_len: int,
+    grad_TNR: Tensor, x: Latent, by: Packed, out_TNR: Tensor, lse_TN: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `mla.operator.latent_attention_packed_backward`."""
-    (tokens, heads, rank), rope_dim, segments = q_TNR.shape, k_rope_TP.shape[1], prefix_len_S.shape[0]
-    q_TNR, q_rope_TNP, latent_TR, k_rope_TP = map(rows_last, (q_TNR, q_rope_TNP, latent_TR, k_rope_TP))
+    q_TNR, q_rope_TNP, latent_TR, k_rope_TP = map(rows_last, x[:4])
+    (tokens, heads, rank), rope_dim, segments = q_TNR.shape, k_rope_TP.shape[1], by.prefix_len_S.shape[0]
     grad_TNR, out_TNR = grad_TNR.contiguous(), out_TNR.contiguous()
     group = GROUP if heads % GROUP == 0 else heads
 
@@ -294,7 +284,7 @@ def packed(
 
     inputs = grad_TNR, q_TNR, q_rope_TNP, latent_TR, k_rope_TP
     strides = *q_TNR.stride()[:2], *q_rope_TNP.stride()[:2], latent_TR.stride(0), k_rope_TP.stride(0)
-    rest = cu_seqlens, prefix_start_S, prefix_len_S, tokens, segments, *strides, scale * math.log2(math.e)
+    rest = *by[:3], tokens, segments, *strides, x.scale * math.log2(math.e)
     delta_TN, dq_TNR = floats(tokens, heads), q_TNR.new_empty(q_TNR.shape)
     dq_rope_TNP = q_TNR.new_empty(q_rope_TNP.shape)
     grid = (1, triton.cdiv(tokens * heads, QUERY_TILE.query_rows) + segments + 1)  # a segment's last tile may be short
