@@ -135,6 +135,7 @@ def _loss(
     objective: Objective,
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
+    settings = objective.settings
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
     loss_C, clipped_C = LOSSES[objective.loss_type](values, settings)
     if objective.with_kl:

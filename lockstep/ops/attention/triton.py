@@ -21,7 +21,7 @@ from torch import Tensor
 from ..records import ALONE, KVPages, Packed, Paged, PrefixGroups
 from . import triton_decode
 from .reference import KEY_SPLIT, KEY_TILE
-from .triton_tiles import LONG, MIN_BLOCK, Keys, attend, empty_state, load_queries, merge_states, rows_last
+from .triton_tiles import LONG, MIN_BLOCK, Keys, Queries, attend, empty_state, load_query_parts, merge_states, rows_last
 
 
 class AttentionTile(NamedTuple):
@@ -64,8 +64,7 @@ def _zero_rows(
 
 @triton.jit
 def _attend_causal(
-    q_MH,
-    q_MP,
+    q,
     last_M,
     begin,
     unmasked_end,  # below it all rows see all keys
@@ -79,14 +78,12 @@ def _attend_causal(
     BLOCK_L: tl.constexpr,
 ):
     """The state of the keys at positions `begin` to `end`, none of them in another split."""
-    state = empty_state(q_MH.shape[0], q_MH.shape[1])
+    state = empty_state(q[0].shape[0], q[0].shape[1])
     if IS_LONG:
         masked = tl.maximum(begin, tl.minimum(unmasked_end, end))
-        state = attend(
-            state, q_MH, q_MP, last_M, begin, masked, keys, scale, False, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L
-        )
+        state = attend(state, q, last_M, begin, masked, keys, scale, False, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L)
         begin = masked
-    return attend(state, q_MH, q_MP, last_M, begin, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L)
+    return attend(state, q, last_M, begin, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -149,13 +146,8 @@ def _attention_kernel(
     row_M = first_row + tl.arange(0, BLOCK_M)
     token_M, head_M = row_M // GROUP, kv_head * GROUP + row_M % GROUP
     inside_M = token_M < length
-    q_MH = load_queries(q_ptr, first + token_M, head_M, q_stride, q_head_stride, inside_M, HEAD_DIM, BLOCK_H)
-    q_MP = None
-    if ROPE_DIM > 0:
-        q_MP = load_queries(
-            q_rope_ptr, first + token_M, head_M, q_rope_stride, q_rope_head_stride, inside_M, ROPE_DIM, BLOCK_P
-        )
-
+    queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
+    q = load_query_parts(queries, first + token_M, head_M, inside_M, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, prefix, shared, own, k_rope_ptr, k_rope_stride)
@@ -166,13 +158,13 @@ def _attention_kernel(
         state = empty_state(BLOCK_M, BLOCK_H)
         for begin in range(0, end, SPLIT):
             of_split = _attend_causal(
-                q_MH, q_MP, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), keys, scale, IS_LONG,
+                q, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), keys, scale, IS_LONG,
                 PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L,
             )  # fmt: skip
             state = merge_states(state, of_split)
     else:
         state = _attend_causal(
-            q_MH, q_MP, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L
+            q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L
         )
 
     shift_M, sum_M, acc_MH = state

@@ -135,7 +135,7 @@ def _group_kernel(
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0)
     state = empty_state(BLOCK_M, BLOCK_H)
-    state = attend(state, q_MH, None, row_M, begin, end, keys, scale, False, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
+    state = attend(state, (q_MH, q_MH), row_M, begin, end, keys, scale, False, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
     heads = tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
@@ -239,7 +239,7 @@ def _decode_kernel(
         state = _load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
     last_M = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
-    state = attend(state, q_MH, None, last_M, start, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
+    state = attend(state, (q_MH, q_MH), last_M, start, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
     if SPLITS:
         _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
     else:
