@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import mutants
 import pytest
 
 import lockstep
@@ -383,6 +384,14 @@ def test_folders_of_tests_are_rooms() -> None:
     assert tops - {"layering", "wheel", "docs", "benchmarks"} <= ALLOWED.keys(), (
         "a module's at the top, or of the whole"
     )
+
+
+def test_planted_edits_follow_what_they_are_planted_in() -> None:
+    root = Path(__file__).parents[1]
+    stale = [edit.name for edit in mutants.mutants() if (root / edit.file).read_text("utf-8").count(edit.old) != 1]
+    named = {test for edit in mutants.mutants() for test in edit.tests}
+    gone = [test for test in named if not (root / test.partition("::")[0]).exists()]
+    assert (stale, gone) == ([], [])
 
 
 def arrows() -> set[tuple[str, str]]:
