@@ -1,4 +1,4 @@
-"""The attention section of `ops.py`."""
+"""The attention section of the case `ops`."""
 
 from __future__ import annotations
 

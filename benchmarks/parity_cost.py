@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capture import make_compiler, train_batch
+from cases.capture import make_runtime, train_batch
 from common import arguments, finish, graph_us, random_model, save, seconds, summary
 from generate import CASES, Ours, random_prompts
 from seed_workload import ours as rl_steps
@@ -109,8 +109,8 @@ def parts(arch: str, checked: bool, repeats: int, device: str) -> dict[str, list
     """A round of generation, and a train step on the same work."""
     model = random_model(arch, device)
     case = CASES["seed, top-p" if device == "cuda" else "cpu"]
-    compiler = make_compiler("CUDA graph", model.embed.device)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
+    runtime = make_runtime("CUDA graph", model.embed.device)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=runtime)
     generate = Ours(model, case, random_prompts(case.prompts, lambda: case.prompt))  # weights stay now
     batch = train_batch(model, case.prompts, case.prompt, case.new).to(model.embed.device)
     batch.check_parity = checked
@@ -124,7 +124,7 @@ def parts(arch: str, checked: bool, repeats: int, device: str) -> dict[str, list
         run()
         run()
         times[name] = [seconds(run, device) for _ in range(repeats)]
-    compiler.close()
+    runtime.close()
     return times
 
 

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 import triton
+from cases.decode_layer import BANDWIDTH, DEVICE, DTYPE, EPS, Stack, contract, stock
 from common import arguments, finish, graph_us
-from decode_layer import BANDWIDTH, DEVICE, DTYPE, EPS, Stack, contract, stock
 from torch import Tensor
 
 from lockstep import ops

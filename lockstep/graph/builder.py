@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..cache.fingerprint import origin
-from ..config import RECORDINGS, CompileConfig
+from ..config import RECORDINGS, CompileConfig, recordings
 from ..distributed import World
 from ..errors import InputError
 from ..timings import Timings
@@ -71,7 +71,6 @@ class GraphBuilder:
     """Makes the graphs of both roles.
 
     Args:
-        not_graph_safe: see `verify`.
         timings: host seconds in `load_graphs`, `import_tracer`, `trace`, `passes` and `store_graphs`.
         store: where graphs are kept between processes; None: nowhere.
         mesh: the sizes of the device mesh's dimensions, which graphs depend on.
@@ -85,7 +84,6 @@ class GraphBuilder:
 
     config: CompileConfig
     device: torch.device
-    not_graph_safe: Mapping[str, str]
     timings: Timings
     store: Store | None
     mesh: Mapping[str, int]
@@ -100,8 +98,11 @@ class GraphBuilder:
         self.backend: Backend = (load_hook(run.hook) or Backend)(config, self.device, self.timings)
         sharded = any(size > 1 for size in self.mesh.values())
         self.passes = pipeline(config, sharded, self.device.type == "cuda") + self.backend.passes
-        # A dump shows every pass, and what roles share is decided for graphs that are made together.
-        self.store = None if config.dump or self.backend.shared else self.store
+        # A dump shows every pass, what roles share is decided for graphs that are made together, and of other code
+        # nothing tells whether it is the same as before.
+        modes = [RECORDINGS[name] for name in recordings(config.cudagraph_mode or "none")]
+        if config.dump or self.backend.shared or not all(plugin.shipped for plugin in (way, run, *modes)):
+            self.store = None
         self._by_sizes = way.by_sizes or run.by_sizes or config.activation_memory_gib > 0  # it is for bytes as traced
 
     def graph(self, request: Request, level: Level, made: Made) -> Captured:
@@ -127,7 +128,7 @@ class GraphBuilder:
 
     def _taken(self, found: Captured) -> Captured:
         """A graph that was not traced here."""
-        self._verify(found)
+        verify(found)
         self.loaded += 1
         self.nodes[found.title] = found.log
         return found
@@ -171,7 +172,7 @@ class GraphBuilder:
     def rewritten(self, captured: Captured) -> Captured:
         """A trace after the passes that all levels share."""
         with self.timings.measured("passes"):
-            captured = run_passes(captured, self.passes, self._verify)
+            captured = run_passes(captured, self.passes)
         self.nodes[captured.title] = captured.log
         self.backend.check(captured)
         return captured
@@ -182,10 +183,7 @@ class GraphBuilder:
             return captured
         with self.timings.measured("passes"):
             to_record = recorded(load_hook(RECORDINGS[level].hook) or ())
-            return run_passes(captured, [to_record], lambda c: self._verify(c) if c.recorded else c)
-
-    def _verify(self, captured: Captured) -> Captured:
-        return verify(captured, self.not_graph_safe)
+            return run_passes(captured, [to_record], lambda c: verify(c) if c.recorded else c)
 
     def _key(self, request: Request, level: Level) -> Key | None:
         if self.store is None or request.constants is None:

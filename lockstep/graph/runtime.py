@@ -15,7 +15,6 @@ from ..timings import Timings
 from .builder import GraphBuilder, load_hook
 from .capture.step import GraphBody
 from .ir.captured import Dynamic, Inputs, Level, Role
-from .ir.verify import NOT_GRAPH_SAFE
 from .launch.cudagraph import CudaRecorder, GraphRecorder
 from .program import Program, Toolchain
 from .store.baked_constants import Constants
@@ -29,7 +28,7 @@ class Runtime:
 
     Attributes:
         recorder: what makes CUDA graphs; by default the device's own.
-        not_graph_safe, store, mesh, peers: see `GraphBuilder`.
+        store, mesh, peers: see `GraphBuilder`.
         timings: where the time spent is added up: what `GraphBuilder` says, `compile` (`WarmUp.rehearsal`), `record`
             (each graph's first launch) and `verify` (the comparison with eager, `check_against_eager`).
         eager: no program is captured; each is called as it is.
@@ -40,7 +39,6 @@ class Runtime:
     config: CompileConfig
     device: torch.device
     recorder: GraphRecorder | None = None
-    not_graph_safe: Mapping[str, str] = field(default_factory=lambda: NOT_GRAPH_SAFE)
     timings: Timings = field(default_factory=Timings)
     store: Store | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -51,8 +49,7 @@ class Runtime:
         way, mode = config.chosen[0], config.cudagraph_mode
         assert mode is not None
         self.recorder = None if mode == "none" else self.recorder or CudaRecorder(self.device)
-        about = self.not_graph_safe, self.timings, self.store, self.mesh, self.peers
-        self.builder = GraphBuilder(config, self.device, *about)
+        self.builder = GraphBuilder(config, self.device, self.timings, self.store, self.mesh, self.peers)
         self.eager = not way.graphs
         sharded = any(size > 1 for size in self.mesh.values())
         known = [name for name, recording in RECORDINGS.items() if name != "none" and (recording.ranks or not sharded)]

@@ -48,7 +48,7 @@ def warm_up(run: TrainingSession) -> None:
         LockstepError: `parity` is strict, and this machine cannot keep the contract.
     """
     warn_if_slow(run)
-    if not run.compiler.compiles:
+    if not run.runtime.compiles:
         _check_machine(run)
         return
     prepare_machine(run)
@@ -68,11 +68,11 @@ def warm_up(run: TrainingSession) -> None:
 
 def prepare_validation(run: TrainingSession) -> None:
     """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
-    if not run.compiler.eager:
+    if not run.runtime.eager:
         if run.policy.model.embed.is_cuda:
-            with run.compiler.warm_up.rehearsal():
+            with run.runtime.warm_up.rehearsal():
                 _make_validation_graphs(run)
-        with run.compiler.warm_up.making():
+        with run.runtime.warm_up.making():
             _make_validation_graphs(run)
 
 
@@ -94,24 +94,24 @@ def make_ready(
         check_machine: whether a check of this machine, of what was launched, replaced a kernel that graphs may hold.
         rehearse_check: launches the kernels of that check.
     """
-    compiler, verify = session.compiler, session.config.compile.verify
-    if compiler.eager:
+    runtime, verify = session.runtime, session.config.compile.verify
+    if runtime.eager:
         make_graphs()
         check_machine()
-        compiler.end_warm_up()
+        runtime.end_warm_up()
         return []
     if kernels is not None and kernels != session.preloaded:
         _precompile(session, kernels, make_graphs, rehearse_check)
-    with compiler.warm_up.making():
+    with runtime.warm_up.making():
         make_graphs()
-    shared = compiler.share()
+    shared = runtime.share()
     if check_machine() or shared:
-        for function in compiler.programs:
+        for function in runtime.programs:
             function.close()
-        with compiler.warm_up.making():
+        with runtime.warm_up.making():
             make_graphs()
-    verdicts = [] if verify == "off" else check_against_eager(compiler, trust_cases(), verify, PassedChecks())
-    compiler.end_warm_up()
+    verdicts = [] if verify == "off" else check_against_eager(runtime, trust_cases(), verify, PassedChecks())
+    runtime.end_warm_up()
     return verdicts
 
 
@@ -148,12 +148,12 @@ def _precompile(
 ) -> None:
     """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
     each is compiled when it is first launched."""
-    compiler, world = session.compiler, session.world
+    runtime, world = session.runtime, session.world
     try:
         listed = world.from_first(lambda: user_folder.read(path) or ())
-        if all(world.gather(compiler.warm_up.preload(listed))):
+        if all(world.gather(runtime.warm_up.preload(listed))):
             return
-        with compiler.warm_up.rehearsal() as kernels:
+        with runtime.warm_up.rehearsal() as kernels:
             make_graphs()
             rehearse_check()
         if world.first:

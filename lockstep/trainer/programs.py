@@ -70,14 +70,14 @@ class TrainerPrograms:
         baked = self.constants()
         if not all(map(graph.in_package, LOSSES.values())):  # a loss from elsewhere is traced at every start
             del baked["forward_backward"]
-        # Of several ranks each differentiates by weights that it gathers, which are no inputs.
-        train = self._train_body if isinstance(flat, ShardedParameters) else self._differentiated
         self.by_name: dict[str, graph.Program] = {}
 
         def add(name: str, body: graph.GraphBody, inputs: graph.Inputs, writes: Collection[graph.Role]) -> None:
             open_sizes = None if name in ("optim_step", "gather_weights") else OPEN_SIZES
             self.by_name[name] = runtime.program(name, body, inputs, writes, open_sizes, baked.get(name))
 
+        # Of several ranks each differentiates by weights that it gathers, which are no inputs.
+        train = self._train_body if isinstance(flat, ShardedParameters) else self._differentiated
         add("forward_backward", train, training, {"grad", "buffer"})
         add("check", self._check_body, scoring, {"buffer"})
         add("optim_step", self._optim_body, self._updating(), {"param", "grad", "optimizer", "buffer"})
@@ -158,12 +158,10 @@ class TrainerPrograms:
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
+        objective = step.Objective(loss_type, self.loss, self.reference is not None and loss_type != "sft")
         with graph.substituted(self.model, inputs):
-            loss, scored = step.forward(self.model, values, batch, self._objective(loss_type), with_support)
+            loss, scored = step.forward(self.model, values, batch, objective, with_support)
         return loss, scored.tensors()
-
-    def _objective(self, loss_type: LossType) -> step.Objective:
-        return step.Objective(loss_type, self.loss, self.reference is not None and loss_type != "sft")
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         batch = batch_of(inputs, **statics)

@@ -91,9 +91,9 @@ def test_lists_of_tiles_pass_through_captured_graphs(monkeypatch: pytest.MonkeyP
 
     def run(capture: bool) -> tuple[list, int]:
         model = model_of("mask", torch.bfloat16)
-        compiler = Runtime(CompileConfig("step"), torch.device("cpu")) if capture else EAGER
-        trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
-        engine = Engine(SharedWeights(model), GeneratorConfig(page_size=64), 16384, compiler=compiler)
+        runtime = Runtime(CompileConfig("step"), torch.device("cpu")) if capture else EAGER
+        trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
+        engine = Engine(SharedWeights(model), GeneratorConfig(page_size=64), 16384, runtime=runtime)
         prompts, sampling = requests(4, length=6)
         completions = generate(engine, prompts, sampling)
         for batch in pack(train_groups(prompts, sampling, completions), max_tokens=400, check_parity=True):

@@ -101,9 +101,9 @@ def batch() -> PackedBatch:
 
 def traced(config: ModelConfig, joint: bool = False) -> tuple[Captured, Inputs]:
     """A train step as a GPU gets it, and its inputs, which lie on a CPU."""
-    compiler = Runtime(CompileConfig("joint" if joint else "step", cudagraph_mode="none"), torch.device("cpu"))
+    runtime = Runtime(CompileConfig("joint" if joint else "step", cudagraph_mode="none"), torch.device("cpu"))
     model = make_model(torch.bfloat16, config=config, scale=2.0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=runtime)
     function = trainer.programs.by_name["forward_backward"]
     tokens = batch()
     statics = {**statics_of(tokens), "loss_type": "grpo", "with_support": False}

@@ -6,8 +6,8 @@ Times are of calls inside a CUDA graph, over enough copies of the weights that t
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import arguments, finish, save
+from common import Report
 from ops_attention import attention
 from ops_common import BYTES_PER_S, DEVICE, FLOPS_PER_S, ON_GPU, Bench, Record, Run, error, normal
 from torch import Tensor
@@ -315,31 +315,27 @@ SECTIONS: dict[str, Callable[[Bench, dict[str, ModelConfig]], None]] = {
 }
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=list(SECTIONS), nargs="*", default=list(SECTIONS))
     default = "qwen3-0.6b" if ON_GPU else "tiny"
     parser.add_argument("--models", nargs="*", default=[default], help=f"architectures (default: {default})")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     if ON_GPU:
         cublas.configure_cuda()
     torch.manual_seed(0)
     bench = Bench(args.repeats)
     models = {name: architecture(name) for name in args.models}
-    figures = {"models": args.models, "bytes_per_s": BYTES_PER_S, "flops_per_s": FLOPS_PER_S, "records": bench.records}
+    report.figures |= {"models": args.models, "bytes_per_s": BYTES_PER_S, "flops_per_s": FLOPS_PER_S}
+    report.figures["records"] = bench.records
     for name in args.only:
         SECTIONS[name](bench, models)
-        save("ops", figures, args.json)
+        report.save()
         if ON_GPU:
             torch.cuda.empty_cache()
-    rows_ = bench.table()
-    finish("ops", figures, rows_, args.json)
+    report.tables.append(bench.table())
     for r in bench.records:
         if "peak_bytes" in r:
             ours, other = (r[k] / 2**30 for k in ("peak_bytes", "other_peak_bytes"))
-            print(f"{r['op']} {r['case']}: {ours:.2f} GiB at the peak, cross_entropy {other:.2f}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            report.notes.append(f"{r['op']} {r['case']}: {ours:.2f} GiB at the peak, cross_entropy {other:.2f}")

@@ -7,10 +7,10 @@ the keys that are seen. On a CPU sizes are small, and the figures mean nothing b
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
-from common import arguments, finish, save
+from common import Report
 from ops_common import DEVICE, ON_GPU, Bench, normal
 from torch import Tensor
 
@@ -130,25 +130,22 @@ def decode_case(bench: Bench, c: ModelConfig, batch: int, length: int, window: i
         bench.add("flex", f"{case} lists of tiles, once a step", bench.time([lambda: ops.flex_tiles_paged(*lists)]), {})
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default="qwen3-0.6b" if ON_GPU else "tiny", help="whose heads to take")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> int:
     torch.manual_seed(0)
     bench, c = Bench(args.repeats), architecture(args.arch)
-    figures = {"arch": args.arch, "page_size": PAGE, "records": bench.records}
+    report.figures |= {"arch": args.arch, "page_size": PAGE, "records": bench.records}
     for window in WINDOWS:
         for batch, length in PACKED:
             packed_case(bench, c, batch, length, window)
-            save("flex", figures, args.json)
+            report.save()
         for batch, length in DECODED:
             decode_case(bench, c, batch, length, window)
-            save("flex", figures, args.json)
-    finish("flex", figures, bench.table(), args.json)
+            report.save()
+    report.tables.append(bench.table())
     different = {r["case"]: r["different"] for r in bench.records if "different" in r}
-    print("words of decoded rows that differ from packed ones:", different)
-    return 1 if any(different.values()) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.notes.append(f"words of decoded rows that differ from packed ones: {different}")
+    return sum(different.values())
