@@ -80,9 +80,9 @@ def test_rows_that_change_with_the_batch_are_found(folder, monkeypatch):
 def test_attention_that_depends_on_the_batch_is_found(folder, monkeypatch):
     paged = machine_check_attention.attention_paged
 
-    def decode_differs(*arguments):
-        out = paged(*arguments)
-        return torch.nextafter(out, out + 1) if arguments[6] == 1 else out
+    def decode_differs(q, cache, by):
+        out = paged(q, cache, by)
+        return torch.nextafter(out, out + 1) if by.max_query_len == 1 else out
 
     monkeypatch.setattr(machine_check_attention, "attention_paged", decode_differs)
     assert check(folder).broken == ("attention 4/2x8",)
