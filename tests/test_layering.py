@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "algorithms": set(),
     "ops": {"cache"},
     "models": {"cache", "distributed", "ops"},
-    "graph": {"cache", "ops"},
+    "graph": {"cache", "distributed", "ops"},
     "generator": {"graph", "models", "ops"},
     "trainer": {"algorithms", "distributed", "graph", "models", "ops"},
     "environments": {"distributed"},
