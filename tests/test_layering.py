@@ -62,7 +62,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "activation adamw decode_update embedding norm",
         "rope",
         "attention linear",
-        "fused logprobs mla moe rope.fused",
+        "fused logprobs mla moe",
         "attention.decode machine_check",
         ".",
     ),
@@ -151,8 +151,10 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, s
             base = package[: len(package) - node.level + 1] if node.level else []
             stem = ".".join([*base, *([node.module] if node.module else [])])
             names = [f"{stem}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.keyword) and node.arg == "cuda" and isinstance(node.value, ast.Constant):
-            names = [".".join([*package, str(node.value.value).partition(":")[0]])]  # an operator's, imported by name
+        elif isinstance(node, ast.keyword) and node.arg in ("cuda", "fake") and isinstance(node.value, ast.Constant):
+            path = str(node.value.value).partition(":")[0]  # an operator's, imported by name; a dot is a folder up
+            beside = package[: len(package) - path.count(".", 0, len(path) - len(path.lstrip(".")))]
+            names = [".".join([*beside, path.lstrip(".")])]
         else:
             continue
         for name in names:
@@ -281,7 +283,8 @@ def test_the_table_itself_has_no_cycle() -> None:
         ("graph.torch_private.trace", "from ..ir.captured import Captured", "graph.ir.captured"),
         ("graph.launch.launcher", "from .. import Program", "graph"),
         ("ops.norm.triton", "from ..attention import operator", "ops.attention.operator"),
-        ("ops.rope.operator", "operator('lockstep::x', cuda='fused:x')", "ops.rope.fused"),
+        ("ops.attention.operator", "operator('lockstep::x', cuda='decode:x')", "ops.attention.decode"),
+        ("ops.rope.operator", "operator('lockstep::x', fake='.attention.flex:x')", "ops.attention.flex"),
         ("ops.native.library", "from . import rms_norm", "ops.native"),
         ("ops.attention.operator", "from .decode import attention_decode", "ops.attention.decode"),
         ("trainer.step", "from .programs import Inputs", "trainer.programs"),

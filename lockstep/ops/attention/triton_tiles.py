@@ -29,6 +29,17 @@ MIN_BLOCK = 16  # tl.dot's smallest side
 LONG = 512  # keys of a sequence above which larger tiles of queries pay
 
 
+class Queries(NamedTuple):
+    """In a kernel: query rows of tokens and heads, and their rotated part if ROPE_DIM > 0."""
+
+    ptr: Any
+    stride: Any
+    head_stride: Any
+    rope_ptr: Any = None
+    rope_stride: Any = None
+    rope_head_stride: Any = None
+
+
 class Keys(NamedTuple):
     """In a kernel: the keys and values of a kv head, and where `key_rows` finds a position's row."""
 
@@ -103,6 +114,44 @@ def load_queries(ptr, token_M, head_M, stride, head_stride, inside_M, HEAD_DIM: 
 
 
 @triton.jit
+def load_query_parts(
+    x,
+    token_M,
+    head_M,
+    inside_M,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """`load_queries` of both parts of `Queries`; where there is one, it stands for the other."""
+    q_MH = load_queries(x.ptr, token_M, head_M, x.stride, x.head_stride, inside_M, HEAD_DIM, BLOCK_H)
+    q_MP = q_MH
+    if ROPE_DIM > 0:
+        q_MP = load_queries(x.rope_ptr, token_M, head_M, x.rope_stride, x.rope_head_stride, inside_M, ROPE_DIM, BLOCK_P)
+    return q_MH, q_MP
+
+
+@triton.jit
+def load_key_parts(
+    x,
+    row_L,
+    inside_L,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """`load_rows` of keys, of values and of the keys' rotated part, from `Keys`; keys stand for what there is not."""
+    k_LH = load_rows(x.k_ptr, row_L, x.k_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
+    if ROPE_DIM > 0:
+        return k_LH, k_LH, load_rows(x.rope_ptr, row_L, x.rope_stride, inside_L, MASKED, ROPE_DIM, BLOCK_P)
+    else:
+        return k_LH, load_rows(x.v_ptr, row_L, x.v_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H), k_LH
+
+
+@triton.jit
 def scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM: tl.constexpr):
     """Products of query rows and keys, float32 [M, L]."""
     score_ML = tl.dot(q_MH, tl.trans(k_LH), input_precision="ieee")
@@ -114,8 +163,7 @@ def scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM: tl.constexpr):
 @triton.jit
 def attend(
     state,
-    q_MH,
-    q_MP,  # if ROPE_DIM > 0
+    q,  # [M, H], and [M, P] if ROPE_DIM > 0
     last_M,  # the last position that a row sees
     begin,  # a multiple of BLOCK_L
     end,
@@ -130,18 +178,15 @@ def attend(
     """The state with the keys at positions `begin` to `end` added: a tile of the online softmax (Milakov and Gimelshein
     2018) after the other."""
     shift_M, sum_M, acc_MH = state
+    q_MH, q_MP = q
     BLOCK_M: tl.constexpr = q_MH.shape[0]
     BLOCK_H: tl.constexpr = q_MH.shape[1]
+    BLOCK_P: tl.constexpr = q_MP.shape[1] if ROPE_DIM > 0 else 0
     row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys.table_ptr, keys.prefix, keys.shared, keys.own, PAGE_SIZE)
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
-        k_LH = load_rows(keys.k_ptr, row_L, keys.k_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
-        v_LH, k_LP = k_LH, None
-        if ROPE_DIM > 0:
-            k_LP = load_rows(keys.rope_ptr, row_L, keys.rope_stride, inside_L, MASKED, ROPE_DIM, q_MP.shape[1])
-        else:
-            v_LH = load_rows(keys.v_ptr, row_L, keys.v_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
+        k_LH, v_LH, k_LP = load_key_parts(keys, row_L, inside_L, MASKED, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
         visible_ML = position_L[None, :] <= last_M[:, None]
         score_ML = scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM)
         if MASKED:

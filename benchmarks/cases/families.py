@@ -7,6 +7,7 @@ moments beside bfloat16 weights: 18 bytes a parameter). Each step: 5 prompts of 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import sys
@@ -15,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from capture import make_runtime
-from common import arguments, finish, random_weights, save, seconds
+from cases.capture import make_runtime
+from common import Report, random_weights, seconds
 from generate import Case, random_prompts
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
@@ -121,7 +122,7 @@ class Policy:
         return self.trainer.optim_step(LEARNING_RATE)
 
 
-def measure(family: Family, case: Case, steps: int, device: str) -> dict[str, Any]:
+def trained(family: Family, case: Case, steps: int, device: str) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
@@ -164,13 +165,14 @@ def row(name: str, f: dict[str, Any]) -> list[str]:
     return [name, billions, f"{f['startup_s']:.1f}", *times, different, experts, str(f["recompiles"]), peak]
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="*", help="families, by name; default: all")
     parser.add_argument("--steps", type=int, default=10)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
     families, case = (TINY, TINY_CASE) if args.device == "cpu" else (FAMILIES, CASE)
-    figures: dict[str, Any] = {"families": {}}
+    figures = report.figures["families"] = {}
     rows = [["model", "1e9 parameters", "start-up s", "generate ms", "train ms", "tokens different",
              "choices of experts different", "recompiles", "peak GiB"]]  # fmt: skip
     for name, family in families.items():
@@ -178,18 +180,13 @@ def main() -> int:
             continue
         print(name, file=sys.stderr, flush=True)
         try:
-            figures["families"][name] = measure(family, case, args.steps, args.device)
+            figures[name] = trained(family, case, args.steps, args.device)
         except Exception as error:
-            figures["families"][name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
-        rows.append(row(name, figures["families"][name]))
-        save("families", figures, args.json)
+            figures[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+        rows.append(row(name, figures[name]))
+        report.save()
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    finish("families", figures, rows, args.json)
-    found = figures["families"].values()
-    return int(any("failed" in f or f["tokens_different"] or f["recompiles"] for f in found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.tables.append(rows)
+    return any("failed" in f or f["tokens_different"] or f["recompiles"] for f in figures.values())

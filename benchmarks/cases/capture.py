@@ -7,6 +7,7 @@ the table and does not stop the others; the exit code is 1 when any failed or di
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import statistics
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import arguments, finish, random_model, save, seconds
+from common import Report, random_model, seconds
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
@@ -277,8 +278,7 @@ def decode_rows(name: str, figures: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--prompts", type=int, default=5, help="groups of 8 in the train step (default: 5)")
     parser.add_argument("--prompt-length", type=int, help="default: 145 on a GPU, 30 on a CPU")
@@ -289,18 +289,16 @@ def main() -> int:
     parser.add_argument(
         "--ways", choices=list(WAYS), nargs="*", default=list(WAYS), help="of the train step; default: all"
     )
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
     on_cpu = args.device == "cpu"
     prompt_length, length = args.prompt_length or (30 if on_cpu else 145), args.length or (20 if on_cpu else 100)
     arch, decoded = args.arch or ("tiny" if on_cpu else "qwen3-0.6b"), args.decode_length or (20 if on_cpu else 40)
     model = random_model(arch, args.device)
-    figures: dict[str, Any] = {
-        "arch": arch,
-        "dtype": str(model.embed.dtype),
-        "prompt_length": prompt_length,
-        "length": length,
-        "decoded": decoded,
-    }
+    figures = report.figures
+    figures |= {"arch": arch, "dtype": str(model.embed.dtype)}
+    figures |= {"prompt_length": prompt_length, "length": length, "decoded": decoded}
     rows = [["part", "way", "identical", "ms", "host ms", "Python ms", "queued", "GiB peak/reserved"]]
     if "train" not in args.skip:
         batch = train_batch(model, args.prompts, prompt_length, length)
@@ -308,7 +306,7 @@ def main() -> int:
         ways = {way: (lambda way=way: train_way(way, model, batch, args.repeats)) for way in args.ways}
         figures["train"] = section("train", ways)
         rows += train_rows(figures["train"])
-        save("capture", figures, args.json)
+        report.save()
     for sequences in [] if "decode" in args.skip else (args.sequences or ([1, 16] if on_cpu else [1, 40, 256])):
         ways = {
             way: (lambda way=way, n=sequences: decode_way(way, model, n, prompt_length, decoded, args.repeats))
@@ -317,12 +315,8 @@ def main() -> int:
         name = f"decode {sequences}"
         figures[name] = section(name, ways)
         rows += decode_rows(name, figures[name])
-        save("capture", figures, args.json)
+        report.save()
     if on_cpu:
         rows = [[cell.replace("CUDA graph", "fake recorder") for cell in row] for row in rows]
-    finish("capture", figures, rows, args.json)
-    return int(any(row[2] != "True" for row in rows[1:]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.tables.append(rows)
+    return any(row[2] != "True" for row in rows[1:])
