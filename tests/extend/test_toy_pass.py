@@ -85,6 +85,16 @@ def test_a_pass_that_changes_bits_is_named_with_the_node() -> None:
         check_against_eager(runtime, [work], "strict")
 
 
+def forget_the_note(captured: Captured) -> Captured:
+    return captured
+
+
+def test_a_pass_that_returns_something_else_is_told_what_it_returns() -> None:
+    runtime = Runtime(compile_with(own("forget_the_note")), torch.device("cpu"))
+    with pytest.raises(GraphError, match="forget_the_note returned a Captured; a pass returns the new graph"):
+        trained(runtime)
+
+
 @pytest.mark.parametrize(
     ("passes", "message"),
     [
