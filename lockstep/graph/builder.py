@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..cache.fingerprint import origin
-from ..config import RECORDINGS, CompileConfig, recordings
+from ..config import PASSES, RECORDINGS, CompileConfig, recordings
 from ..distributed import World
 from ..errors import InputError
 from ..timings import Timings
@@ -101,7 +101,8 @@ class GraphBuilder:
         # A dump shows every pass, what roles share is decided for graphs that are made together, and of other code
         # nothing tells whether it is the same as before.
         modes = [RECORDINGS[name] for name in recordings(config.cudagraph_mode or "none")]
-        if config.dump or self.backend.shared or not all(plugin.shipped for plugin in (way, run, *modes)):
+        shipped = all(p.shipped for p in (way, run, *modes)) and set(config.pass_names) <= set(PASSES)
+        if config.dump or self.backend.shared or not shipped:
             self.store = None
         self._by_sizes = way.by_sizes or run.by_sizes or config.activation_memory_gib > 0  # it is for bytes as traced
 

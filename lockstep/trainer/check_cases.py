@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .. import graph
-from ..config import LossType
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
 from .packing import pack
 from .parameters import ALIGNMENT
@@ -28,7 +27,6 @@ Work = list[tuple[graph.Program, list[graph.Case]]]
 
 def trust_cases(
     programs: TrainerPrograms,
-    loss_type: LossType,
     shapes: Sequence[BatchShape],
     sampling: SamplingParams,
     *,
@@ -47,7 +45,7 @@ def trust_cases(
     work: Work = [
         (
             functions["forward_backward"],
-            [c for b in batches for c in _train_cases(programs, *b, both, loss_type, num_iterations)],
+            [c for b in batches for c in _train_cases(programs, *b, both, num_iterations)],
         ),
         (functions["optim_step"], _optim_cases(programs)),
     ]
@@ -65,10 +63,9 @@ def _train_cases(
     name: str,
     batch: PackedBatch,
     load: Callable[[], object],
-    loss_type: LossType,
     num_iterations: int,
 ) -> Iterator[graph.Case]:
-    with_support = num_iterations > 1 and batch.truncated
+    with_support, loss_type = num_iterations > 1 and batch.truncated, programs.loss_type
     yield programs.case(name, batch, load, loss_type=loss_type, with_support=with_support)
     if num_iterations > 1:
         later = replace(batch, check_parity=False)
