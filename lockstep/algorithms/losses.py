@@ -1,22 +1,16 @@
-"""Policy losses, one small function a family, over per-token tensors.
+"""What losses are made of, over per-token tensors.
 
-A loss is a per-token value; its normalization is in the weights (`packing.loss_weights`). Nothing is clamped to hide
+A loss is a per-token value; its normalization is in the weights (`Algorithm.weights`). Nothing is clamped to hide
 an overflow: the loss is then infinite or NaN, and the step is not applied.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from ..config import LossConfig, LossType
-
-DAPO_EPSILON_HIGH = 0.28  # section 4.1 of arXiv 2503.14476
 
 
 class TokenValues(NamedTuple):
@@ -27,26 +21,6 @@ class TokenValues(NamedTuple):
     model_logprob_C: Tensor
     old_logprob_C: Tensor
     advantage_C: Tensor
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """What a loss may read of a `LossConfig`. Stored graphs of a loss are found by this object: a setting that
-    one needs becomes a field here, under the configuration's name, and so part of their key."""
-
-    epsilon: float
-    epsilon_high: float | None
-    beta: float
-    use_bias_correction_kl: bool
-    router_aux_loss_coef: float
-
-    @classmethod
-    def of(cls, config: LossConfig) -> Self:
-        """Those of a configuration."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
-
-
-TokenLoss = Callable[[TokenValues, LossSettings], tuple[Tensor, Tensor]]  # loss_C, and clipped_C (bool)
 
 
 def clipped_surrogate(values: TokenValues, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
@@ -64,26 +38,6 @@ def clipped_surrogate(values: TokenValues, epsilon: float, epsilon_high: float) 
     )
     clipped_C = (bounded_C != log_ratio_C) & (advantage_C != 0)
     return -advantage_C * torch.exp(bounded_C), clipped_C
-
-
-def grpo(values: TokenValues, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """Symmetric clip unless `epsilon_high` is given. `dr_grpo` differs in its weights only."""
-    high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
-    return clipped_surrogate(values, settings.epsilon, high)
-
-
-def dapo(values: TokenValues, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """Clip-higher: more room above than below (arXiv 2503.14476, section 3.1)."""
-    high = DAPO_EPSILON_HIGH if settings.epsilon_high is None else settings.epsilon_high
-    return clipped_surrogate(values, settings.epsilon, high)
-
-
-def sft(values: TokenValues, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the model's own distribution."""
-    return -values.model_logprob_C, torch.zeros_like(values.model_logprob_C, dtype=torch.bool)
-
-
-LOSSES: dict[LossType, TokenLoss] = {"grpo": grpo, "dr_grpo": grpo, "dapo": dapo, "sft": sft}
 
 
 def kl_k3(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from ..algorithms.advantage import group_advantages, overlong_penalty
+from ..algorithms import SUPERVISED, supervised
 from ..config import RunConfig
 from ..environments import single_turn
 from ..errors import LockstepError, NonFiniteError
 from ..session.build import Session, prompt_limit
 from ..session.certificate import Certificate, raise_mismatch
 from ..timings import Span, totals
-from ..trainer import PendingResult, StepResult, learning_rate, loss_weights, pack_shards, packed_slots
+from ..trainer import PendingResult, StepResult, learning_rate, pack_shards, packed_slots
 from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
@@ -43,6 +43,7 @@ class Loop:
         self.config = config
         self.run = run
         self.world = run.world
+        self.algorithm = run.trainer.algorithm
         shards = config.parallel.batch_shards or run.world.size
         self.own_shards = range(run.world.rank, shards, run.world.size)
         self.shards = range(shards)
@@ -118,14 +119,13 @@ class Loop:
         return sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
 
     def _advantages(self, groups: list[RolloutGroup]) -> None:
-        """Group-relative advantages of the rewards, DAPO's length penalty included."""
+        """The algorithm's advantages of the rewards, its penalties included."""
         loss, limit = self.config.loss, self.config.sampling.max_completion_length
         for group in groups:
             for r in group.rollouts:
-                length = len(r.completion.token_ids)
-                r.reward += overlong_penalty(length, limit, loss.overlong_buffer, loss.overlong_penalty)
+                r.reward += self.algorithm.penalty(loss, len(r.completion.token_ids), limit)
         rewards = [[r.reward for r in group.rollouts] for group in groups]
-        for group, advantages in zip(groups, group_advantages(rewards, loss.scale_rewards), strict=True):
+        for group, advantages in zip(groups, self.algorithm.advantages(loss, rewards), strict=True):
             for r, advantage in zip(group.rollouts, advantages, strict=True):
                 r.advantage = advantage
 
@@ -156,7 +156,7 @@ class Loop:
         kept = [r for r in rollouts if not (loss.mask_truncated_completions and r.completion.finish_reason == "length")]
         lengths = [len(r.completion.token_ids) for r in kept]
         limit = self.config.sampling.max_completion_length
-        weights = loss_weights(loss.loss_type, lengths, len(rollouts), limit)
+        weights = self.algorithm.weights(lengths, len(rollouts), limit)
         return {id(r): w for r, w in zip(kept, weights, strict=True)}
 
     def _batches(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:
@@ -261,14 +261,14 @@ class Loop:
         t, policy, trainer = self.config.trainer, self.run.policy, self.run.trainer
         problems = [self.run.task.warmup_problem(step, i) for i in range(t.warmup_batch_size)]
         targets = [policy.encode_completion(p.worked_example or "") for p in problems]
-        weights = loss_weights("sft", [len(ids) for ids in targets], len(targets), 0)
+        weights = supervised(self.config.loss).weights([len(ids) for ids in targets], len(targets), 0)
         groups = [
             TrainGroup(policy.encode(p.prompt), [TrainSequence(ids, 0.0, w, request=f"example {i}")], SamplingParams())
             for i, (p, ids, w) in enumerate(zip(problems, targets, weights, strict=True))
         ]
         with self.world.deadline(f"warm-up step {step + 1}"):
             for batch in self._packed(self._dealt(range(len(groups)), groups), check_parity=False):
-                trainer.forward_backward(batch, loss_type="sft")
+                trainer.forward_backward(batch, loss_type=SUPERVISED)
             result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps), sampled=0)
             trainer.gather_weights()
         self._require_finite(f"warm-up step {step + 1}", result)

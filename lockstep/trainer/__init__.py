@@ -1,15 +1,13 @@
 """The policy step: packing with shared prompts, losses, AdamW on flat buffers, and the trainer that joins them."""
 
-from ..algorithms.losses import LOSSES
 from .optimizer import AdamW, FlatParameters, learning_rate
-from .packing import loss_weights, pack, pack_shards, packed_slots
+from .packing import pack, pack_shards, packed_slots
 from .result import PendingResult, StepResult
 from .routing import RoutingResult
 from .shapes import BatchShape, batch_shapes, bucket
 from .trainer import Mismatch, Trainer
 
 __all__ = [
-    "LOSSES",
     "AdamW",
     "BatchShape",
     "FlatParameters",
@@ -21,7 +19,6 @@ __all__ = [
     "batch_shapes",
     "bucket",
     "learning_rate",
-    "loss_weights",
     "pack",
     "pack_shards",
     "packed_slots",

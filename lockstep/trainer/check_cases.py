@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .. import graph
-from ..config import LossType
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
 from .fsdp.layout import ALIGNMENT
 from .packing import pack
@@ -28,7 +27,7 @@ Work = list[tuple[graph.GraphFunction, list[graph.Case]]]
 
 def trust_cases(
     programs: TrainerPrograms,
-    loss_type: LossType,
+    loss_type: str,
     shapes: Sequence[BatchShape],
     sampling: SamplingParams,
     *,
@@ -66,7 +65,7 @@ def _train_cases(
     name: str,
     batch: PackedBatch,
     load: Callable[[], object],
-    loss_type: LossType,
+    loss_type: str,
     num_iterations: int,
 ) -> Iterator[graph.Case]:
     with_support = num_iterations > 1 and batch.truncated

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import graph
-from ..algorithms.losses import LOSSES, LossSettings
-from ..config import LossType
+from ..algorithms import SUPERVISED, Algorithm, algorithm_of, supervised
+from ..config import LossConfig
 from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
@@ -47,6 +47,7 @@ class TrainerPrograms:
     before the next call; what was compared (`step.COMPARED`) stays right where it is returned.
 
     Attributes:
+        algorithm: the run's. algorithms: it and that of supervised steps, by `loss_type`.
         functions: by name.
         gathering: what `gather_weights` reads and writes.
     """
@@ -57,10 +58,12 @@ class TrainerPrograms:
         model: Decoder,
         reference: Decoder | None,
         optimizer: AdamW,
-        loss: LossSettings,
+        loss: LossConfig,
         state: UpdateState,
     ) -> None:
-        self.model, self.reference, self.optimizer, self.loss, self.state = model, reference, optimizer, loss, state
+        self.model, self.reference, self.optimizer, self.state = model, reference, optimizer, state
+        self.algorithm, self.supervised = algorithm_of(loss), supervised(loss)
+        self.algorithms: dict[str, Algorithm] = {SUPERVISED: self.supervised, loss.loss_type: self.algorithm}
         self.flat = flat = optimizer.flat
         moe = model.config.moe if model.config.moe_layers else None
         self.experts = moe.num_experts if moe else 0
@@ -75,7 +78,7 @@ class TrainerPrograms:
             buffer={name: p.data for name, p in zip(flat.names, flat.parameters, strict=True)},
         )
         baked = self.constants()
-        covered = all(map(graph.in_package, LOSSES.values()))  # a loss from elsewhere is traced at every start
+        covered = all(graph.in_package(type(a)) for a in self.algorithms.values())  # others are traced at every start
         # Of several ranks each differentiates by weights that it gathers, which are no inputs.
         one = self.sharding.ranks == 1
         made = [
@@ -131,7 +134,8 @@ class TrainerPrograms:
         return {
             "forward_backward": {
                 **model,
-                "loss": self.loss,
+                "loss": self.algorithm,
+                "supervised": self.supervised,
                 "reference": self.reference is not None,
                 "sharding": self.sharding,
             },
@@ -148,15 +152,15 @@ class TrainerPrograms:
             "reference_logprobs": model,  # the reference is a copy
         }
 
-    def with_kl(self, loss_type: LossType) -> bool:
+    def with_kl(self, loss_type: str) -> bool:
         """Whether the loss has the KL term."""
-        return self.reference is not None and loss_type != "sft"
+        return self.reference is not None and self.algorithms[loss_type].has_kl
 
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
         """A launch on `batch`, to be checked."""
         return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
-    def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> dict[str, Tensor]:
+    def forward_backward(self, batch: PackedBatch, loss_type: str, with_support: bool) -> dict[str, Tensor]:
         """See `step.forward_backward`; what it returns, by name."""
         statics = {**statics_of(batch), "loss_type": loss_type, "with_support": with_support}
         return self.functions["forward_backward"](batch.tensors(), **statics)
@@ -179,18 +183,18 @@ class TrainerPrograms:
             self.functions["gather_weights"]()
 
     def _train_body(
-        self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
+        self, inputs: graph.Inputs, loss_type: str, with_support: bool, **statics: Any
     ) -> dict[str, Tensor]:
         batch, grads, values = batch_of(inputs, **statics), list(inputs.grad.values()), inputs.buffer["statistics"]
-        settings = self.loss, loss_type, self.with_kl(loss_type), with_support, self.sharding
+        settings = self.algorithms[loss_type], self.with_kl(loss_type), with_support, self.sharding
         with self.sharding.substituted(self.model, inputs) as parameters:
             return step.forward_backward(self.model, parameters, grads, values, batch, *settings).tensors()
 
     def _train_forward(
-        self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
+        self, inputs: graph.Inputs, loss_type: str, with_support: bool, **statics: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
-        settings = self.loss, loss_type, self.with_kl(loss_type), with_support
+        settings = self.algorithms[loss_type], self.with_kl(loss_type), with_support
         with graph.substituted(self.model, inputs):
             loss, scored = step.forward(self.model, values, batch, *settings)
         return loss, scored.tensors()

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import graph, ops
-from ..algorithms.losses import LOSSES, LossSettings, TokenValues, corrected_kl, kl_k3
-from ..config import LossType
+from ..algorithms import Algorithm, TokenValues
 from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
@@ -102,8 +101,7 @@ def forward(
     model: Decoder,
     values: Tensor,
     batch: PackedBatch,
-    settings: LossSettings,
-    loss_type: LossType,
+    algorithm: Algorithm,
     with_kl: bool,
     with_support: bool,
 ) -> tuple[Tensor, Scored]:
@@ -115,7 +113,7 @@ def forward(
     """
     statistics = named(values)
     rows_CD, scores, routed = _score(model, batch)
-    loss = _loss(statistics, batch, scores, routed, settings, loss_type, with_kl)
+    loss = _loss(statistics, batch, scores, routed, algorithm, with_kl)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
     if not with_support:
@@ -129,8 +127,7 @@ def forward_backward(
     grads: Sequence[Tensor],
     values: Tensor,
     batch: PackedBatch,
-    settings: LossSettings,
-    loss_type: LossType,
+    algorithm: Algorithm,
     with_kl: bool,
     with_support: bool,
     sharding: Sharding,
@@ -143,7 +140,7 @@ def forward_backward(
     """
     with sharding.statistics(values, _MAXIMA) as own:
         with torch.enable_grad():
-            loss, scored = forward(model, own, batch, settings, loss_type, with_kl, with_support)
+            loss, scored = forward(model, own, batch, algorithm, with_kl, with_support)
             with graph.backward():
                 found = torch.autograd.grad(loss, parameters)
         sharding.accumulate(grads, found)
@@ -173,23 +170,21 @@ def _loss(
     batch: PackedBatch,
     scores: ops.TokenLogprobs,
     routed: routing.Routed | None,
-    settings: LossSettings,
-    loss_type: LossType,
+    algorithm: Algorithm,
     with_kl: bool,
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
-    loss_C, clipped_C = LOSSES[loss_type](values, settings)
+    loss_C, clipped_C = algorithm.loss(values)
     if with_kl:
-        ref_C, corrected = batch.ref_logprob_C, settings.use_bias_correction_kl
-        kl_C = corrected_kl(values, ref_C) if corrected else kl_k3(values.model_logprob_C, ref_C)
+        kl_C = algorithm.kl(values, batch.ref_logprob_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
-        loss_C = loss_C + settings.beta * kl_C
+        loss_C = loss_C + algorithm.beta * kl_C
     loss = (batch.weight_C * loss_C).sum()
-    if routed is not None and settings.router_aux_loss_coef > 0:
+    if routed is not None and algorithm.router_aux_loss_coef > 0:
         aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # its mean over the tokens trained on
         statistics["aux_loss"].add_(aux_loss.detach())
-        loss = loss + settings.router_aux_loss_coef * aux_loss
+        loss = loss + algorithm.router_aux_loss_coef * aux_loss
     statistics["loss"].add_(loss.detach())
     statistics["tokens"].add_(batch.valid_C.sum())
     statistics["clipped"].add_(clipped_C.sum())  # never padding: its advantage is 0

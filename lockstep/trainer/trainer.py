@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..algorithms.losses import LossSettings
-from ..config import CompileConfig, LossConfig, LossType, OptimizerConfig
+from ..config import CompileConfig, LossConfig, OptimizerConfig
 from ..distributed import ONE, World
 from ..errors import InputError
 from ..graph import Compiler
@@ -44,6 +43,7 @@ class Trainer:
             same order, on batches of its own, as many as the others.
 
     Attributes:
+        algorithm: that of `loss`.
         weights_version: updates applied so far, of those whose results the host has.
 
     Raises:
@@ -93,13 +93,11 @@ class Trainer:
         state = UpdateState(self._values, self._results.rows, self._lr, self._sampled, enforce_parity, balanced)
         self._compiler = compiler or Compiler(CompileConfig("none"), device)
         self._compiler.prepare(*filter(None, (model, reference)))
-        settings = LossSettings.of(loss)
-        self.programs = TrainerPrograms(self._compiler, model, reference, self.optimizer, settings, state)
+        self.programs = TrainerPrograms(self._compiler, model, reference, self.optimizer, loss, state)
+        self.algorithm = self.programs.algorithm
         self._scored: Checked = []  # checked batches and their log-probs
 
-    def forward_backward(
-        self, batch: PackedBatch, loss_type: LossType | None = None, keep_support: bool = False
-    ) -> None:
+    def forward_backward(self, batch: PackedBatch, loss_type: str | None = None, keep_support: bool = False) -> None:
         """Add the gradients of `sum(weight * loss)` over the batch's completion tokens to those accumulated.
 
         Args:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.sft import SFT
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import (
     Compiler,
@@ -22,7 +23,7 @@ from lockstep.graph import (
     substituted,
 )
 from lockstep.models import Decoder
-from lockstep.trainer import BatchShape, Trainer, loss_weights, pack
+from lockstep.trainer import BatchShape, Trainer, pack
 from lockstep.trainer import programs as trainer_runs
 from lockstep.types import SamplingParams
 
@@ -101,7 +102,7 @@ def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rol
         groups = rollout(model, 0)
         lengths = [len(s.token_ids) for g in groups for s in g.sequences]
         for sequence, weight in zip(
-            (s for g in groups for s in g.sequences), loss_weights("sft", lengths, len(lengths), 0), strict=True
+            (s for g in groups for s in g.sequences), SFT().weights(lengths, len(lengths), 0), strict=True
         ):
             sequence.loss_weight = weight
         (batch,) = pack(groups, max_tokens=256, check_parity=False)
