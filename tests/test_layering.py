@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "cache": set(),
     "machine": set(),
     "distributed": {"machine"},
-    "algorithms": set(),
+    "algorithms": {"ops"},
     "ops": {"cache"},
     "models": {"cache", "ops"},
     "graph": {"cache", "ops"},
@@ -51,7 +51,13 @@ ALLOWED: dict[str, set[str]] = {
 # imports what lies on lower floors, and what its own entry holds. The longest entry that fits a module is its own.
 FLOORS: dict[str, tuple[str, ...]] = {
     "config": ("random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
-    "algorithms": ("advantage losses", "algorithm", "dapo grpo sft", "dr_grpo", "."),
+    "algorithms": (
+        "advantage losses",
+        "algorithm",
+        "cispo dapo grpo sapo sft",
+        "dppo dr_grpo gspo reinforce_pp rloo",
+        ".",
+    ),
     "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
     "distributed": ("torch_private", "collectives", "ranks", "join", "."),
     "ops": (
@@ -59,7 +65,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "linear.cublas logprobs.philox logprobs.triton_noise operator reference",
         "logprobs.reference",
         "native",
-        "activation adamw decode_update embedding norm",
+        "activation adamw decode_update embedding norm sequence",
         "rope",
         "attention linear",
         "fused logprobs mla moe rope.fused",

@@ -2,16 +2,29 @@
 
 from ..config import LossConfig
 from .algorithm import Algorithm as Algorithm
+from .cispo import CISPO
 from .dapo import DAPO
+from .dppo import DPPO
 from .dr_grpo import DrGRPO
 from .grpo import GRPO
+from .gspo import GSPO
 from .losses import TokenValues as TokenValues
+from .reinforce_pp import ReinforcePP, ReinforcePPBaseline
+from .rloo import RLOO
+from .sapo import SAPO
 from .sft import SFT
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
     "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "dppo": DPPO,
+    "rloo": RLOO,
+    "reinforce_pp": ReinforcePP,
+    "reinforce_pp_baseline": ReinforcePPBaseline,
     "sft": SFT,
 }
 SUPERVISED = "sft"  # of the warm-up's steps
@@ -19,7 +32,7 @@ SUPERVISED = "sft"  # of the warm-up's steps
 
 def algorithm_of(config: LossConfig) -> Algorithm:
     """The algorithm that `loss.loss_type` names, with the settings of `config`."""
-    return ALGORITHMS[config.loss_type].of(config)
+    return ALGORITHMS[config.algorithm].of(config)
 
 
 def supervised(config: LossConfig) -> Algorithm:

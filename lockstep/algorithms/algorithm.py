@@ -28,6 +28,7 @@ class Algorithm:
     router_aux_loss_coef: float = 0.0
 
     has_kl: ClassVar[bool] = True  # the KL divergence from the reference can be added to the loss
+    whole_sequences: ClassVar[bool] = False  # the loss has terms of whole sequences (`TokenValues.sequence_sum`)
 
     @classmethod
     def of(cls, config: LossConfig) -> Self:
@@ -41,6 +42,10 @@ class Algorithm:
     def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
         """Each sample's advantage, given the rewards of each group's samples: all groups of a step, on every rank."""
         return group_advantages(rewards, config.scale_rewards)
+
+    def keep(self, rewards: Sequence[float]) -> bool:
+        """Whether a group of samples with these rewards has something to learn from."""
+        return any(reward != rewards[0] for reward in rewards)
 
     def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
         """What multiplies each token's loss, one weight a sequence, such that the step's loss is the plain sum.

@@ -31,4 +31,5 @@ class DAPO(Algorithm):
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         high = EPSILON_HIGH if self.epsilon_high is None else self.epsilon_high
-        return clipped_surrogate(values, self.epsilon, high)
+        log_ratio_C = values.logprob_C - values.old_logprob_C
+        return clipped_surrogate(log_ratio_C, values.advantage_C, self.epsilon, high)

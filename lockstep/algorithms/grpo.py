@@ -19,6 +19,11 @@ class GRPO(Algorithm):
     epsilon: float = 0.2
     epsilon_high: float | None = None
 
+    @property
+    def upper(self) -> float:
+        """The clip range above."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return clipped_surrogate(values, self.epsilon, high)
+        log_ratio_C = values.logprob_C - values.old_logprob_C
+        return clipped_surrogate(log_ratio_C, values.advantage_C, self.epsilon, self.upper)

@@ -12,26 +12,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import ops
+
 
 class TokenValues(NamedTuple):
     """What a loss may look at, float32 [C] each: log-probs as the weights are now, of the sampled distribution and of
-    the model's own; the sampled one when the token was generated; the advantage."""
+    the model's own; the sampled one when the token was generated; the advantage. `cu_completions` (None where
+    `Algorithm.whole_sequences` does not ask for it) tells which tokens are of one sequence."""
 
     logprob_C: Tensor
     model_logprob_C: Tensor
     old_logprob_C: Tensor
     advantage_C: Tensor
+    cu_completions: Tensor | None = None
+
+    def sequence_sum(self, values_C: Tensor) -> Tensor:
+        """For each token the sum over its sequence, [C]; 0 for padding."""
+        assert self.cu_completions is not None, "a term of whole sequences without Algorithm.whole_sequences"
+        return ops.sequence_sum(values_C, self.cu_completions)
+
+    def sequence_mean(self, values_C: Tensor) -> Tensor:
+        """For each token the mean over its sequence, [C]; 0 for padding."""
+        length_C = self.sequence_sum(torch.ones_like(values_C)).clamp(min=1)
+        return self.sequence_sum(values_C) / length_C
 
 
-def clipped_surrogate(values: TokenValues, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(
+    log_ratio_C: Tensor, advantage_C: Tensor, epsilon: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective, negated: `-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, and where it clips.
 
-    `r = exp(logprob - old_logprob)`, of the distribution that was sampled (Schulman et al. 2017, equation 7). The
+    `r = exp(log_ratio)`, of the distribution that was sampled (Schulman et al. 2017, equation 7). The
     minimum clips from above where A > 0 and from below where A < 0, so the bound is put on `log r`, on that side
     alone: the same function, but the exponential overflows only where the objective does, and the gradient of a
     clipped token is 0 and never 0 * inf.
     """
-    log_ratio_C, advantage_C = values.logprob_C - values.old_logprob_C, values.advantage_C
     low = math.log1p(-epsilon) if epsilon < 1 else -math.inf
     bounded_C = torch.where(
         advantage_C >= 0, log_ratio_C.clamp(max=math.log1p(epsilon_high)), log_ratio_C.clamp(min=low)

@@ -33,6 +33,7 @@ from .norm.operator import rms_norm
 from .records import Rotation
 from .rope.fused import qk_norm_rope_write_kv
 from .rope.operator import qk_norm_rope, rope_table
+from .sequence.operator import sequence_sum
 
 __all__ = [
     "SQUARES_BLOCK",
@@ -77,6 +78,7 @@ __all__ = [
     "router_probabilities",
     "sample",
     "sample_key",
+    "sequence_sum",
     "silu_mul",
     "square_sums",
     "support_mask",

@@ -196,6 +196,8 @@ class Loop:
         packed = pack_shards(
             shards, self.own_shards, max_tokens=self.config.trainer.max_tokens_per_micro_batch, **options
         )
+        for batch in packed if self.algorithm.whole_sequences else ():
+            batch.index_sequences()
         return [batch.to(self.device) for batch in packed]
 
     def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:

@@ -174,7 +174,8 @@ def _loss(
     with_kl: bool,
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
-    values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
+    given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions
+    values = TokenValues(scores.logprob_C, scores.model_logprob_C, *given)
     loss_C, clipped_C = algorithm.loss(values)
     if with_kl:
         kl_C = algorithm.kl(values, batch.ref_logprob_C)

@@ -6,20 +6,43 @@ from typing import Literal
 
 from .section import Section, at_least, between, refuse
 
-LossType = Literal["grpo", "dr_grpo", "dapo", "sft"]
+LOSS_TYPES = (
+    *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
+)
+_CLIPPED = "grpo", "dr_grpo", "dapo", "gspo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
+# Settings that some algorithms read; each of the others is read by all.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "epsilon": _CLIPPED,
+    "epsilon_high": (*_CLIPPED, "cispo"),
+    "scale_rewards": ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo"),
+    "overlong_buffer": ("dapo",),
+    "overlong_penalty": ("dapo",),
+    "sapo_temperature_pos": ("sapo",),
+    "sapo_temperature_neg": ("sapo",),
+    "divergence_type": ("dppo",),
+    "normalize_advantages": ("rloo",),
+}
 
 
 @dataclass(frozen=True)
 class LossConfig(Section):
     """The policy loss and the advantage estimate."""
 
-    loss_type: LossType = "grpo"
-    """grpo: mean over each sequence, then over sequences. dr_grpo: sum over max_completion_length. dapo: mean over
-    all tokens with an asymmetric clip."""
+    loss_type: str = "grpo"
+    """The algorithm: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, rloo, reinforce_pp or reinforce_pp_baseline."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """sequence makes gspo of grpo: one ratio of probabilities a sequence."""
     epsilon: float = at_least(0, default=0.2)
-    """Clip range below (and above unless epsilon_high is given)."""
+    """Clip range below (and above unless epsilon_high is given); dppo: the divergence that is too far. gspo's
+    ratios are close to 1: its paper has 3e-4, and 4e-4 above."""
     epsilon_high: float | None = at_least(0, default=None)
-    """Clip range above; 0.28 by default for dapo."""
+    """Clip range above; 0.28 by default for dapo. cispo: the largest weight, 5 by default."""
+    sapo_temperature_pos: float = between(1e-3, 1e3, default=1.0)
+    """sapo: how fast the gate closes where the advantage is positive."""
+    sapo_temperature_neg: float = between(1e-3, 1e3, default=1.05)
+    """sapo: the same where it is not."""
+    divergence_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """dppo: total variation, or KL divergence (the paper's epsilon for that is 0.05)."""
     beta: float = at_least(0, default=0.0)
     """Weight of the KL divergence from the frozen initial model, of both at temperature 1 and without filters."""
     use_bias_correction_kl: bool = True
@@ -29,6 +52,8 @@ class LossConfig(Section):
     scale_rewards: Literal["none", "group", "batch"] = "none"
     """Divide advantages by the standard deviation of the group's or the batch's rewards. TRL's default is group; none,
     as in Dr. GRPO, weighs easy, middling and hard prompts alike."""
+    normalize_advantages: bool = False
+    """rloo: less the mean of all the step's advantages, over their standard deviation."""
     overlong_buffer: int = at_least(0, default=0)
     """dapo: the last this many tokens before max_completion_length cost a linear penalty; 0 is off."""
     overlong_penalty: float = between(0, 1e6, default=1.0)
@@ -39,17 +64,29 @@ class LossConfig(Section):
     """Leave completions that did not finish out of the loss. As in TRL the means of grpo and dr_grpo still count them
     among the sequences, and that of dapo leaves out their tokens."""
 
+    @property
+    def algorithm(self) -> str:
+        """`loss_type`, the alias resolved."""
+        return "gspo" if self.importance_sampling_level == "sequence" else self.loss_type
+
     def check(self) -> None:
         refuse(
-            self.loss_type == "sft", "loss.loss_type sft is for the supervised warm-up only; use grpo, dr_grpo or dapo"
+            self.loss_type not in LOSS_TYPES,
+            f"loss.loss_type is {self.loss_type!r}; it must be one of {', '.join(LOSS_TYPES)}",
         )
         refuse(
-            self.epsilon_high is not None and self.epsilon_high < self.epsilon,
+            self.importance_sampling_level == "sequence" and self.loss_type not in ("grpo", "gspo"),
+            f"loss.importance_sampling_level is sequence, which makes gspo of grpo, and loss.loss_type is "
+            f"{self.loss_type}; use loss_type gspo, or remove it",
+        )
+        refuse(
+            self.epsilon_high is not None and self.algorithm in READ_BY["epsilon"] and self.epsilon_high < self.epsilon,
             "loss.epsilon_high is below loss.epsilon; it must be at least as large",
         )
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        if self.loss_type != "dapo":
-            yield "overlong_buffer", f"on loss_type {self.loss_type}; use dapo or remove it"
+        for name, readers in READ_BY.items():
+            if self.algorithm in LOSS_TYPES and self.algorithm not in readers:
+                yield name, f"on loss_type {self.algorithm}; use {' or '.join(readers)}, or remove it"
         if self.overlong_buffer == 0:
             yield "overlong_penalty", "without loss.overlong_buffer; set that above 0, or remove the penalty"
