@@ -41,7 +41,7 @@ from lockstep.ops.fused.backward import add_gradient, rms_norm_add, rotated_atte
 from lockstep.ops.linear import cublas, hopper_async
 from lockstep.ops.linear import triton as linear_triton
 from lockstep.ops.moe import triton_grouped as grouped_kernels
-from lockstep.ops.tables.linear_table import AsyncChoice
+from lockstep.ops.tables.linear_table import Choice
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.step import score
@@ -196,10 +196,10 @@ def generate(model: Decoder) -> None:
         prompt = MixedBatch.view(torch.zeros(MixedBatch.length(sizes), dtype=torch.int64), sizes)._asdict()
         mixed_step(model, b, prompt, rows.table, paging, *caches, cache.routes, True, True)
     chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
-    linear_triton.linear_bf16(chain, chain)
-    linear_triton.linear_fp32(chain, chain)
+    linear_triton.chain(chain, chain)
+    linear_triton.chain(chain, chain, "linear_fp32")
     one_step = torch.empty(128, 128, dtype=model.embed.dtype)
-    hopper_async.product(one_step, one_step, AsyncChoice(64, 64, 128, 3, 3))
+    hopper_async.run("linear", Choice("async", 64, 64, 128, 4, 3, 3), one_step, one_step)
 
 
 def table(found: list[dict[str, Any]]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Measure which kernel computes each matrix product fastest, and write `lockstep/ops/tables/linear_table.json`.
+"""Measure which kernel computes each matrix product fastest, and write the table of this GPU (`lockstep/ops/tables`).
 
 Everything runs in CUDA graphs over the weights of enough layers that none is left in the L2 cache. The products of a
 decoder layer are tuned one after the other inside the whole layer (but for its attention), where kernels overlap. Plain
@@ -28,19 +28,28 @@ import torch
 import triton
 from common import arguments, finish, graph_us
 from decode_layer import BANDWIDTH, DEVICE, DTYPE, EPS, Stack, contract, stock
-from linear_tiles import KERNELS, PROBES, tiles
 from torch import Tensor
 
 from lockstep import ops
 from lockstep.models.init import architecture
-from lockstep.ops.activation import triton as activation_triton
-from lockstep.ops.linear import cublas, hopper_async, hopper_tma
-from lockstep.ops.linear import triton as linear_triton
+from lockstep.ops.linear.hopper_async import MIN_COPIED
+from lockstep.ops.linear.kernels import KERNELS
 from lockstep.ops.norm import triton as norm_triton
 from lockstep.ops.tables import linear_table
-from lockstep.ops.tables.linear_table import AsyncChoice, Choice, Kernel, Kind, TmaChoice
+from lockstep.ops.tables.linear_table import LIBRARY, Choice, Kind
 
 ARCHITECTURES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
+OWN = [name for name in KERNELS if name != "library"]
+PROBES = {  # bound on the rows: rows measured
+    1: (1,),
+    8: (8,),
+    16: (16,),
+    32: (24, 32),
+    56: (40, 48, 56),
+    64: (64,),
+    128: (96, 128),
+    256: (192, 256),
+}
 LAYER: dict[str, Kind] = {
     "qkv": "norm_linear",
     "o": "linear_add",
@@ -54,26 +63,21 @@ MIN_LAYERS, MAX_LAYERS = 3, 12
 AGAIN = 6  # of the fastest tiles, tried once more when the other products have theirs
 GAIN = 0.997  # what a change must bring to be taken
 
-Chosen = Kernel | None  # None: the library
-Configuration = dict[str, Chosen]
+Configuration = dict[str, Choice]
 
 
-def product(kind: Kind, choice: Chosen, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
-    """The product by one kernel of ours after the norm, or by the library and the row operators."""
-    gated, added = kind == "norm_gate_up", kind == "linear_add"
-    dtype = torch.float32 if kind == "linear_fp32" else torch.bfloat16
+def product(kind: Kind, choice: Choice, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
+    """The product after the norm."""
     if DEVICE == "cpu":  # to try the search
-        return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // (2 if gated else 1)]
-    if kind in ("norm_linear", "norm_gate_up"):
+        return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // linear_table.tiles_of_weight(kind)]
+    if kind.startswith("norm"):
         x = norm_triton.rms_norm(x, norm, EPS)
-    if isinstance(choice, AsyncChoice | TmaChoice):
-        kernel = hopper_async if isinstance(choice, AsyncChoice) else hopper_tma
-        added_to = residual if added else None
-        return kernel.product(x, weight, choice, gated=gated, residual_MN=added_to, ahead=kind != "linear")
-    if choice:
-        return linear_triton.product(x, weight, choice, dtype, gated=gated, residual_MN=residual if added else None)
-    out = cublas.cublaslt_linear(x, weight, dtype)
-    return activation_triton.silu_mul(out) if gated else out.add_(residual) if added else out
+    return KERNELS[choice.kernel].run(kind, choice, x, weight, residual if kind == "linear_add" else None)
+
+
+def tiles(kind: Kind, bucket: int, columns: int, depth: int, kernels: Sequence[str]) -> list[Choice]:
+    """Candidates of these kernels."""
+    return [c for name in kernels for c in KERNELS[name].candidates(kind, PROBES[bucket], columns, depth)]
 
 
 class LayerProblem:
@@ -114,7 +118,7 @@ class LayerProblem:
         m = PROBES[self.bucket][-1]
         best: Configuration = {name: linear_table.choose(LAYER[name], m, *shape) for name, shape in self.shapes.items()}
         for name, (columns, _) in self.shapes.items():
-            if best[name] is None and not self.library_is_even(name):
+            if best[name] == LIBRARY and not self.library_is_even(name):
                 best[name] = linear_table.by_rule(LAYER[name], min(m, linear_table.MAX_ROWS), columns)
         time = self.us(best)
         tries = {name: list(dict.fromkeys([best[name], *self._tiles(name)])) for name in self.shapes}
@@ -129,14 +133,14 @@ class LayerProblem:
                     best, time = {**best, name: choice}, times[choice]
         return best, time
 
-    def _tiles(self, name: str) -> list[Chosen]:
+    def _tiles(self, name: str) -> list[Choice]:
         """Tiles, and the library."""
-        library: list[Chosen] = [None] if self.library_is_even(name) else []
+        library = [LIBRARY] if self.library_is_even(name) else []
         return [*library, *tiles(LAYER[name], self.bucket, *self.shapes[name], self.kernels)]
 
-    def _flags(self, choice: Chosen) -> list[Chosen]:
+    def _flags(self, choice: Choice) -> list[Choice]:
         """The tile of `choice` with other flags."""
-        if not isinstance(choice, Choice):
+        if choice.kernel != "pipelined":
             return []
         flags = itertools.product((False, True), repeat=2)
         return [choice._replace(early=early, prefetch=prefetch) for early, prefetch in flags]
@@ -153,7 +157,7 @@ def is_even(kind: Kind, weights: Tensor, bucket: int) -> bool:
 
     def us(m: int) -> float:
         x = torch.randn(m, weights.shape[2], device=DEVICE).to(DTYPE)
-        return graph_us(lambda: [product(kind, None, x, w, x[0], _residual(kind, x, w)) for w in weights], 3, 5)
+        return graph_us(lambda: [product(kind, LIBRARY, x, w, x[0], _residual(kind, x, w)) for w in weights], 3, 5)
 
     times = [us(m) for m in range_of(bucket)]
     return max(times) < UNEVEN * statistics.median(times)
@@ -176,7 +180,7 @@ class PlainProblem:
             PlainProblem.pool = torch.randn(layers * size, device=DEVICE, dtype=DTYPE)
         self.weights = PlainProblem.pool[: layers * size].view(layers, columns, depth)
 
-    def us(self, m: int, choice: Chosen) -> float:
+    def us(self, m: int, choice: Choice) -> float:
         x = torch.randn(m, self.depth, device=DEVICE).to(DTYPE)
         return self._us(lambda w: product(self.kind, choice, x, w, x, x))
 
@@ -198,15 +202,15 @@ class PlainProblem:
     def _us(self, call) -> float:
         return graph_us(lambda: [call(w) for w in self.weights], 3, 5) / len(self.weights)
 
-    def tune(self, bucket: int) -> tuple[Chosen, float]:
+    def tune(self, bucket: int) -> tuple[Choice, float]:
         """The fastest of the present choice, the tiles and the library; microseconds, the mean over the rows."""
         of, probes = (self.kind, bucket, self.columns, self.depth), PROBES[bucket]
         now = linear_table.choose(self.kind, probes[-1], self.columns, self.depth)
-        choices: list[Chosen] = tiles(*of, self.kernels)
-        if now is not None:
+        choices = tiles(*of, self.kernels)
+        if now != LIBRARY:
             choices.append(now)
         if not choices or is_even(self.kind, self.weights, bucket):
-            choices.append(None)
+            choices.append(LIBRARY)
         choices = list(dict.fromkeys(choices))
         times = {choice: sum(self.us(m, choice) for m in probes) / len(probes) for choice in choices}
         for choice in sorted(choices, key=times.__getitem__)[:AGAIN]:
@@ -215,11 +219,11 @@ class PlainProblem:
         return best, times[best]
 
 
-def compile_one(job: tuple[Kind, int, int, int, Kernel]) -> None:
+def compile_one(job: tuple[Kind, int, int, int, Choice]) -> None:
     """Put a kernel into Triton's cache. Runs in a process of its own."""
     kind, rows_, columns, depth, choice = job
-    if isinstance(choice, Choice):
-        rows_, depth, columns = 16, choice.block_k, choice.block_n * (2 if kind == "norm_gate_up" else 1)
+    if choice.kernel == "pipelined":
+        rows_, depth, columns = 16, choice.block_k, choice.block_n * linear_table.tiles_of_weight(kind)
     shapes = (columns, depth), (rows_, depth), (rows_, columns)
     weight, x, residual = (torch.zeros(shape, device=DEVICE, dtype=DTYPE) for shape in shapes)
     product(kind, choice, x, weight, weight[0], residual)
@@ -229,14 +233,14 @@ def compile_one(job: tuple[Kind, int, int, int, Kernel]) -> None:
 
 def compile_all(shapes: list[tuple[Kind, int, int]], bounds: list[int], kernels: Sequence[str]) -> int:
     """Compile what will be timed, on all processors."""
-    jobs: dict[object, tuple[Kind, int, int, int, Kernel]] = {}
+    jobs: dict[object, tuple[Kind, int, int, int, Choice]] = {}
     for (kind, *shape), bucket in itertools.product(shapes, bounds):
         for choice, m in itertools.product(tiles(kind, bucket, *shape, kernels), PROBES[bucket]):
             key: list[object] = [kind.removeprefix("norm_"), choice]
-            if not isinstance(choice, Choice):
+            if choice.kernel != "pipelined":
                 key += shape
-            if isinstance(choice, AsyncChoice):
-                key.append(max(triton.next_power_of_2(min(m, choice.block_m)), hopper_async.MIN_COPIED))
+            if choice.kernel == "async":
+                key.append(max(triton.next_power_of_2(min(m, choice.block_m)), MIN_COPIED))
             jobs[tuple(key)] = kind, m, *shape, choice
     workers = max(1, (os.cpu_count() or 2) - 2)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -244,17 +248,22 @@ def compile_all(shapes: list[tuple[Kind, int, int]], bounds: list[int], kernels:
     return len(jobs)
 
 
+def entry(choice: Choice) -> list[str | int]:
+    """As the table's file has it: without the fields at its end that have their defaults."""
+    return list(choice)[: max(i for i, (a, b) in enumerate(zip(choice, LIBRARY, strict=True), 1) if i == 1 or a != b)]
+
+
 class Table:
     """What was chosen, kind by kind, shape by shape, for each bound on the rows; other shapes keep what they have."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, dict[str, dict[int, Chosen]]] = {
+        self.entries: dict[str, dict[str, dict[int, Choice]]] = {
             kind: {f"{n}x{k}": dict(found) for (n, k), found in shapes.items()}
             for kind, shapes in linear_table.table().items()
         }
         self.lines = [["what", "shape", "rows", "us", "library us", "floor us", "choice"]]
 
-    def add(self, kind: Kind, shape: tuple[int, ...], bucket: int, choice: Chosen) -> None:
+    def add(self, kind: Kind, shape: tuple[int, ...], bucket: int, choice: Choice) -> None:
         self.entries[kind].setdefault("x".join(map(str, shape)), {})[bucket] = choice
 
     def line(self, *cells: object) -> None:
@@ -263,15 +272,16 @@ class Table:
 
     def write(self, path: Path) -> None:
         """One line a shape."""
-        parts = []
+        gpu, capability = linear_table.this_gpu()
+        parts = [f'  "gpu": {json.dumps(gpu)}', f'  "capability": {json.dumps(capability)}']
         for kind, shapes in self.entries.items():
             lines = ",\n".join(self._line(name, found) for name, found in shapes.items())
             parts.append(f"  {json.dumps(kind)}: {{\n{lines}\n  }}")
         path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
     @staticmethod
-    def _line(name: str, found: dict[int, Chosen]) -> str:
-        entries = [[bound, choice and linear_table.entry(choice)] for bound, choice in sorted(found.items())]
+    def _line(name: str, found: dict[int, Choice]) -> str:
+        entries = [[bound, entry(choice)] for bound, choice in sorted(found.items())]
         return f"    {json.dumps(name)}: {json.dumps(entries)}"
 
 
@@ -280,7 +290,7 @@ def tune_layers(arch: str, bounds: list[int], kernels: Sequence[str], table: Tab
         problem = LayerProblem(arch, bucket, kernels)
         chosen, us = problem.tune()
         floor = sum(2 * w.numel() for w in problem.stack.layers[0]) / BANDWIDTH
-        table.line("layer", arch, bucket, us, "", floor, {n: c and tuple(map(int, c)) for n, c in chosen.items()})
+        table.line("layer", arch, bucket, us, "", floor, {n: entry(c) for n, c in chosen.items()})
         for name, shape in problem.shapes.items():
             table.add(LAYER[name], shape, bucket, chosen[name])
 
@@ -295,9 +305,9 @@ def tune_plain(
         library = sum(problem.library_us(max(m, 2)) for m in PROBES[bucket]) / len(PROBES[bucket])
         ratios.append(us / library)
         table.add(kind, (columns, depth), bucket, choice)
-        table.line(kind, f"{columns}x{depth}", bucket, us, library, floor, choice and tuple(map(int, choice)))
+        table.line(kind, f"{columns}x{depth}", bucket, us, library, floor, entry(choice))
     if kind == "linear" and DEVICE == "cuda":
-        ratios += [problem.us(m, None) / problem.library_us(m) for m in LARGE]
+        ratios += [problem.us(m, LIBRARY) / problem.library_us(m) for m in LARGE]
     return ratios
 
 
@@ -305,17 +315,16 @@ def main() -> int:
     parser = arguments(__doc__.splitlines()[0])
     names = ARCHITECTURES if DEVICE == "cuda" else ("tiny",)
     parser.add_argument("--arch", nargs="*", default=list(names), help=f"default: {' '.join(names)}")
-    parser.add_argument("--out", type=Path, default=linear_table.PATH, help="default: the table in the package")
+    table_path = linear_table.path_of(linear_table.this_gpu()[0])
+    parser.add_argument("--out", type=Path, default=table_path, help="default: this GPU's table in the package")
     parser.add_argument("--layers", action="store_true", help="leave the plain products as they are")
     bounds = list(PROBES)
     parser.add_argument(
         "--bounds", type=int, nargs="*", choices=bounds, default=bounds, help="of the rows; default: all"
     )
-    parser.add_argument(
-        "--kernels", nargs="*", choices=KERNELS, default=list(KERNELS), help="tried beside what the table has"
-    )
+    parser.add_argument("--kernels", nargs="*", choices=OWN, default=OWN, help="tried beside what the table has")
     args = parser.parse_args()
-    if DEVICE == "cpu" and args.out == linear_table.PATH:
+    if DEVICE == "cpu" and args.out == table_path:
         parser.error("torch sees no GPU: give an --out, the table in the package is not measured on a CPU")
     configs = [architecture(name) for name in args.arch]
     layers = {

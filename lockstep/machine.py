@@ -63,13 +63,21 @@ def wait_asleep() -> None:
 
 def bound_threads(device: torch.device) -> None:
     """Leave torch no more CPU threads than help, unless the environment says how many: a process with a GPU takes 8 at
-    most, and the processes of one host share its cores equally."""
+    most, and the processes of one host share its cores equally.
+
+    Raises:
+        InputError: `LOCAL_WORLD_SIZE` is no number of processes.
+    """
     import torch
 
     if any(name in os.environ for name in _THREADS):
         return
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", launched().processes))
-    limit = max((os.cpu_count() or 1) // processes, 1)
+    processes = os.environ.get("LOCAL_WORLD_SIZE", str(launched().processes))
+    if not processes.isdecimal() or int(processes) < 1:
+        raise InputError(
+            f"LOCAL_WORLD_SIZE is {processes!r}; it must be how many processes this machine has, as torchrun says"
+        )
+    limit = max((os.cpu_count() or 1) // int(processes), 1)
     if device.type == "cuda":
         limit = min(limit, THREADS_BESIDE_A_GPU)
     torch.set_num_threads(min(torch.get_num_threads(), limit))

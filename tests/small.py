@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.generator import Engine
 from lockstep.models import Decoder, ModelConfig
+from lockstep.models.blocks.rope import RopeScaling, YarnScaling
+from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import StepResult, Trainer, pack
 from lockstep.types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
 CONFIG = ModelConfig(260, 48, 80, 2, 6, 2, 16, max_position_embeddings=512, rope_theta=10000.0, eos_token_ids=(258,))
+LLAMA = replace(CONFIG, family="llama", tie_word_embeddings=False)
+SCALING = RopeScaling("llama3", 8.0, original_max_position_embeddings=64)
+DEEPSEEK = replace(
+    CONFIG,
+    family="deepseek_v3",
+    num_kv_heads=1,
+    head_dim=6,
+    mla=MLAConfig(20, 10, 6, 14, 24),
+    moe=MoEConfig(8, 2, 40, (0,), True, 4, 2, scale=2.5, shared_experts=2, router_bias=True),
+    rope_scaling=YarnScaling(8.0, 64, mscale=0.7, mscale_all_dim=1.0),
+)
+FAMILIES = {
+    "qwen3": CONFIG,
+    "llama": LLAMA,
+    "qwen3_moe": replace(CONFIG, family="qwen3_moe", moe=MoEConfig(6, 2, 40, dense_layers=(0,))),
+    "llama, scaled positions, tied": replace(LLAMA, rope_scaling=SCALING, tie_word_embeddings=True),
+    "deepseek_v3": DEEPSEEK,
+}
 
 
 def make_model(dtype: torch.dtype, seed: int = 0, config: ModelConfig = CONFIG, scale: float = 6.0) -> Decoder:

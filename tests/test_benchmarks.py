@@ -15,7 +15,7 @@ import pytest
 from processes import DEADLINE, finished, running, wait_for
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-NO_SCRIPTS = {"common", "linear_tiles", "ops_common", "ops_attention", "parts", "targets"}
+NO_SCRIPTS = {"common", "ops_common", "ops_attention", "parts", "targets"}
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NO_SCRIPTS)
 
 HELP = """

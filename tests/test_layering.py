@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"machine"},
     "algorithms": {"ops"},
     "ops": {"cache"},
-    "models": {"cache", "ops"},
+    "models": {"cache", "distributed", "ops"},
     "graph": {"cache", "ops"},
     "generator": {"graph", "models", "ops"},
     "trainer": {"algorithms", "distributed", "graph", "models", "ops"},
@@ -59,10 +59,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
-    "distributed": ("torch_private", "collectives", "ranks", "join", "."),
+    "distributed": ("mesh torch_private", "collectives placement ranks", "join", "."),
     "ops": (
         "native.library pdl precompile records row_alignment row_gradients tables",
-        "linear.cublas logprobs.philox logprobs.triton_noise operator reference",
+        "logprobs.philox logprobs.triton_noise operator reference",
         "logprobs.reference",
         "native",
         "activation adamw decode_update embedding norm sequence",
@@ -104,9 +104,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "trainer": (
-        "fsdp.layout graph_inputs routing shapes",
+        "graph_inputs parameters routing shapes",
         "optimizer packing",
-        "fsdp.sharding",
         "step",
         "mismatches programs",
         "check_cases result",
@@ -129,7 +128,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
 CIRCLES = {("graph.compiler", "graph.function")}
 
 MOST_FILES, MOST_AT_THE_TOP = 12, 8  # of a folder, without `__init__.py`
-CATALOGUES = {"algorithms": 24, "graph/passes": 24}
+CATALOGUES = {"algorithms": 24, "environments/tasks": 24, "graph/passes": 24}
+# Arguments of a function outside Triton's bodies, `self` apart; and how many functions have more: fewer by and by.
+MOST_ARGUMENTS, LONG_SIGNATURES = 6, 93
+# Folders of tests that are no room's: of what needs a GPU, data, odd inputs through the command line, plug-ins.
+NO_ROOM = {"gpu", "data", "odd_inputs", "extend"}
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 26, 12, 120
 
 # What only the command line and data may import: everything else works with torch alone.
@@ -296,7 +299,7 @@ def test_every_circle_of_the_table_is_one() -> None:
         ("ops.native.library", "from . import rms_norm", "ops.native"),
         ("ops.attention.operator", "from .decode import attention_decode", "ops.attention.decode"),
         ("trainer.step", "from .programs import Inputs", "trainer.programs"),
-        ("trainer.optimizer", "from .fsdp.sharding import unsharded", "trainer.fsdp.sharding"),
+        ("trainer.parameters", "from .optimizer import adamw_step", "trainer.optimizer"),
         ("run.metrics", "from .report import write_report", "run.report"),
     ],
 )
@@ -338,6 +341,43 @@ def test_a_class_name_stands_once() -> None:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for _, path in modules()]
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert [name for name, number in names.items() if number > 1] == []
+
+
+def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many it has, `self` apart; a Triton body's, which has a pointer and strides a tensor, are not counted."""
+    if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+        return 0
+    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def test_signatures_are_short() -> None:
+    long = [
+        f"{module}.{node.name}: {arguments(node)}"
+        for module, path in modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and arguments(node) > MOST_ARGUMENTS
+    ]
+    assert len(long) <= LONG_SIGNATURES, "\n".join(long)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [("def f(self, a, /, b=1, *c, d, **e): ...", 3), ("def f(a, self): ...", 2), ("@triton.jit\ndef f(a): ...", 0)],
+)
+def test_arguments_are_counted(source: str, count: int) -> None:
+    (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef) and arguments(function) == count
+
+
+def test_folders_of_tests_are_rooms() -> None:
+    tests = Path(__file__).parent
+    folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")} - {"."}
+    assert {f for f in folders if not (PACKAGE / f).is_dir() and f.partition("/")[0] not in NO_ROOM} == set()
+    tops = {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
+    assert tops - {"layering", "wheel", "docs", "benchmarks"} <= ALLOWED.keys(), (
+        "a module's at the top, or of the whole"
+    )
 
 
 def arrows() -> set[tuple[str, str]]:

@@ -85,11 +85,11 @@ def kept(source: Path | str, load: Callable[[], Any]) -> Any:
         if (found := _read(path)) is not None:
             return KeptTokenizer(*found, load)
     whole = load()
-    if _is_plain(whole):
-        files = _saved(whole)
-        names = ("eos_token_id", "pad_token_id", "chat_template", "name_or_path")
-        content = json.dumps([files, {name: getattr(whole, name) for name in names}])
-        user_folder.write(path, {"content": content, "hash": _hash(content)}, keep=_MOST)
+    with suppress(Exception):  # such as a full disk under the temporary folder, in whatever way a library says so
+        if _is_plain(whole):
+            names = ("eos_token_id", "pad_token_id", "chat_template", "name_or_path")
+            content = json.dumps([_saved(whole), {name: getattr(whole, name) for name in names}])
+            user_folder.write(path, {"content": content, "hash": _hash(content)}, keep=_MOST)
     return whole
 
 

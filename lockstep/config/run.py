@@ -129,6 +129,8 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
 
     `c.compile` is resolved before.
     """
+    if ranks > 1:
+        _check_several(c.compile, ranks)
     shards = c.parallel.batch_shards or ranks
     if shards % ranks:
         raise InputError(
@@ -140,12 +142,21 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
             f"trainer.prompts_per_step is {prompts}, which {shards} shards (parallel.batch_shards, by default one a "
             f"process) cannot share evenly; use {_multiples(prompts, shards)}"
         )
-    if ranks > 1 and c.compile.cudagraph_mode in ("piecewise", "full_and_piecewise"):
-        raise InputError(
-            f"compile.cudagraph_mode is {c.compile.cudagraph_mode} with {ranks} processes: a collective may begin in "
-            "one piece and end in another, which cannot be recorded; use full or none"
-        )
     return replace(c, parallel=replace(c.parallel, batch_shards=shards))
+
+
+def _check_several(c: CompileConfig, ranks: int) -> None:
+    """Raise `InputError` for graphs that several processes cannot share."""
+    refuse(
+        c.capture in ("joint", "layer") or set(c.inductor) != {"backward"},
+        f"compile.capture is {c.capture} and compile.inductor {list(c.inductor)}: several processes need step, and "
+        "regions of the backward pass alone",
+    )
+    refuse(
+        c.cudagraph_mode in ("piecewise", "full_and_piecewise"),
+        f"compile.cudagraph_mode is {c.cudagraph_mode} with {ranks} processes: a collective may begin in one piece "
+        "and end in another, which cannot be recorded; use full or none",
+    )
 
 
 def _multiples(near: int, of: int) -> str:

@@ -1,7 +1,8 @@
 """Several processes: who they are, what they agree on through the host, and the collectives that graphs hold."""
 
-from .collectives import FSDP, exchange, gather, unshard
+from .collectives import exchange, gather, unshard
 from .join import join
+from .mesh import Axis, Mesh
 from .ranks import ONE, World
 
-__all__ = ["FSDP", "ONE", "World", "exchange", "gather", "join", "unshard"]
+__all__ = ["ONE", "Axis", "Mesh", "World", "exchange", "gather", "join", "unshard"]

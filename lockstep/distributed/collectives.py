@@ -1,7 +1,7 @@
-"""The collectives of sharded training, for eager calls and for traces alike.
+"""The collectives along an axis of the mesh, for eager calls and for traces alike.
 
-A captured graph names the group `@fsdp`, which every rank has bound to its own, and holds nothing else of a rank: it
-is the same graph on all of them. Each collective is two calls, its start and the wait for it, which passes move apart.
+A captured graph names the axis's group and holds nothing else of a rank: it is the same graph on all of them. Each
+collective is two calls, its start and the wait for it, which passes move apart.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import torch_private
-
-FSDP = "fsdp"  # the dimension that weights are sharded over
-GROUP = f"@{FSDP}"  # its group, in graphs
+from .mesh import Axis
 
 
-def gather(x: Tensor, ranks: int) -> Tensor:
+def gather(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's `x`, [ranks, *x.shape], by rank; the same everywhere."""
-    return torch_private.wait(torch_private.all_gather(x.reshape(1, *x.shape), ranks, GROUP))
+    return torch_private.wait(torch_private.all_gather(x.reshape(1, *x.shape), axis.size, axis.group))
 
 
-def unshard(shard: Tensor, shape: Sequence[int], ranks: int) -> Tensor:
+def unshard(shard: Tensor, shape: Sequence[int], axis: Axis) -> Tensor:
     """The whole tensor whose parts, one a rank, are `shard`: flat, of equal size, the last ones padded at the end."""
-    whole = torch_private.wait(torch_private.all_gather(shard, ranks, GROUP))
+    whole = torch_private.wait(torch_private.all_gather(shard, axis.size, axis.group))
     size = prod(shape)
     return (whole if size == whole.numel() else whole[:size]).view(shape)
 
 
-def exchange(x: Tensor, size: int, ranks: int) -> Tensor:
+def exchange(x: Tensor, size: int, axis: Axis) -> Tensor:
     """Each rank's part `rank` of a tensor that all ranks have values of, [ranks, size], by the rank it comes from.
 
     Adding the rows up in their order is a reduce-scatter whose order of addition is fixed: whatever the number of
@@ -41,6 +39,6 @@ def exchange(x: Tensor, size: int, ranks: int) -> Tensor:
         size: of a part; `ranks` parts hold the tensor and padding.
     """
     flat = x.reshape(-1)
-    if flat.numel() < size * ranks:
-        flat = functional.pad(flat, (0, size * ranks - flat.numel()))
-    return torch_private.wait(torch_private.all_to_all(flat, ranks, GROUP)).view(ranks, size)
+    if flat.numel() < size * axis.size:
+        flat = functional.pad(flat, (0, size * axis.size - flat.numel()))
+    return torch_private.wait(torch_private.all_to_all(flat, axis.size, axis.group)).view(axis.size, size)

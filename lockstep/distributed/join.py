@@ -11,7 +11,7 @@ from .. import machine
 from ..config import ParallelConfig
 from ..errors import InputError
 from . import torch_private
-from .collectives import GROUP, gather
+from .collectives import gather
 from .ranks import ONE, World
 
 _NCCL_TIMEOUTS = 20  # NCCL's own deadline aborts the process without a word for the user: `World.deadline` comes first
@@ -43,8 +43,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
         world.same("the processes of this run", {"device": device_type, "parallel": config})
         backend, patience = ("nccl", _NCCL_TIMEOUTS * timeout) if on_gpu else ("gloo", timeout)
         group = dist.new_group(backend=backend, timeout=patience)
-        torch_private.name_group(GROUP, group)
-        gather(torch.zeros(1, device=device_type), launch.processes)  # a communicator is made at its first use
+        torch_private.name_group(world.mesh.fsdp.group, group)
+        gather(torch.zeros(1, device=device_type), world.mesh.fsdp)  # a communicator is made at its first use
     return world
 
 

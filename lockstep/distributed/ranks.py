@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..errors import InputError, LockstepError, PeerLost
 from . import torch_private
-from .collectives import GROUP
+from .mesh import Axis, Mesh
 
 T = TypeVar("T")
 GRACE = 10.0  # seconds by which the collectives' own deadlines come before ours, which ends the process
@@ -36,6 +36,11 @@ class World:
     size: int = 1
     timeout: float = 0.0
     on_gpu: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where this process lies among the others."""
+        return Mesh(fsdp=Axis("fsdp", self.size, self.rank))
 
     @property
     def first(self) -> bool:
@@ -142,12 +147,12 @@ class World:
         if self.size == 1:
             return
         if failed and self.on_gpu:  # kernels that wait for a lost rank would be waited for
-            torch_private.forget_group(GROUP)
+            torch_private.forget_group(self.mesh.fsdp.group)
             return
         with self.peers(), self.deadline("leaving together"):
             if not failed:
                 dist.barrier()
-            torch_private.forget_group(GROUP)
+            torch_private.forget_group(self.mesh.fsdp.group)
             dist.destroy_process_group()
 
 

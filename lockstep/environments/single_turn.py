@@ -62,7 +62,7 @@ def collect(
     """
     where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
     arguments = encode, generate, sampling, seed, domain, step, rewards, max_prompt_length, timings or Timings()
-    own = problems[world.rank :: world.size]
+    own = world.mesh.fsdp.own(problems)
     found = world.share(lambda: _sample_and_score(own, where, *arguments))
     groups = sorted((group for of_rank in found for group in of_rank.groups), key=_number)
     without = sorted((group for of_rank in found for group in of_rank.without_reward), key=_number)

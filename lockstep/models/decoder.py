@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..distributed.placement import ROWS, WHOLE, Placement
 from .blocks.attention import Attend, Masks
 from .blocks.mla import LatentAttention
 from .blocks.moe import MixtureOfExperts, Routing
@@ -24,6 +25,9 @@ class Decoder(nn.Module):
     There is no batch dimension and no hidden context: sequences exist only in `attend`. Parameters are created
     uninitialized; load or initialize them. Their dtype is the compute dtype. What `masks` say is for whoever makes an
     `attend` for this model: the configuration's windows, unless they are set.
+
+    Attributes:
+        placements: how each parameter lies on a mesh, by name.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -31,13 +35,19 @@ class Decoder(nn.Module):
         self.config = config
         self.masks = Masks(config.windows) if any(config.windows) else None
 
-        def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+        placed: dict[nn.Parameter, Placement] = {}
 
-        self.embed = weight(config.vocab_size, config.hidden_size)
+        def weight(*shape: int, on: Placement = WHOLE) -> nn.Parameter:
+            parameter = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+            placed[parameter] = on
+            return parameter
+
+        table = config.vocab_size, config.hidden_size
+        self.embed = weight(*table, on=ROWS)
         self.layers = nn.ModuleList(Layer(config, i, weight) for i in range(config.num_layers))
         self.norm = weight(config.hidden_size)
-        self.lm_head = self.embed if config.tie_word_embeddings else weight(config.vocab_size, config.hidden_size)
+        self.lm_head = self.embed if config.tie_word_embeddings else weight(*table, on=ROWS)
+        self.placements = {name: placed[parameter] for name, parameter in self.named_parameters()}
         scaling = config.rope_scaling
         self.inv_freq = inverse_frequencies(config.head_dim, config.rope_theta, scaling).to(device)
         self.call_layer: Callable[..., Tensor] = Layer.__call__  # (layer, index, x, rope, attend, routes)
@@ -76,17 +86,19 @@ class Layer(nn.Module):
         if config.mla is not None:
             self.mla, head_dim = LatentAttention(config, weight), config.mla.v_dim
         else:
-            self.qkv = weight((heads + 2 * kv_heads) * head_dim, config.hidden_size)
+            blocks = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+            self.qkv = weight(sum(blocks), config.hidden_size, on=Placement(tp=0, blocks=blocks))
             self.q_norm = weight(head_dim) if config.qk_norm else None
             self.k_norm = weight(head_dim) if config.qk_norm else None
-        self.o = weight(config.hidden_size, heads * head_dim)
+        self.o = weight(config.hidden_size, heads * head_dim, on=ROWS)
         self.mlp_norm = weight(config.hidden_size)
         self.moe = None
         if config.moe is not None and config.is_moe(index):
             self.moe = MixtureOfExperts(config.moe, config.hidden_size, weight)
         else:
-            self.gate_up = weight(2 * config.intermediate_size, config.hidden_size)
-            self.down = weight(config.hidden_size, config.intermediate_size)
+            width = config.intermediate_size
+            self.gate_up = weight(2 * width, config.hidden_size, on=Placement(tp=0, blocks=(width, width)))
+            self.down = weight(config.hidden_size, width, on=ROWS)
 
     def forward(
         self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend, routes: list[Routing] | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,18 @@ def save_model(
     if len(shards) > 1:
         total = sum(t.numel() * t.element_size() for _, t in pieces)
         _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
+
+
+@contextlib.contextmanager
+def all_or_nothing(folder: Path) -> Iterator[None]:
+    """After an error inside, `folder` is empty: half a model is none."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
 
 
 def _shards(pieces: list[tuple[WeightSlice, Tensor]], limit: int) -> list[list[tuple[WeightSlice, Tensor]]]:

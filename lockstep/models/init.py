@@ -14,7 +14,7 @@ from .blocks.rope import RopeScaling, YarnScaling
 from .checks import require_memory
 from .config import MLAConfig, ModelConfig, MoEConfig
 from .decoder import Decoder
-from .folder import save_model
+from .folder import all_or_nothing, save_model
 
 INITIALIZER_RANGE = 0.02
 
@@ -139,8 +139,9 @@ def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, v
     except OSError as error:
         raise InputError(f"--out {out}: the folder cannot be made ({error.strerror}); name another") from error
     model = initialize(Decoder(config, dtype), seed)
-    save_model(model, out, metadata=MARK)
-    save_tokenizer(tok, out)
+    with all_or_nothing(out):
+        save_model(model, out, metadata=MARK)
+        save_tokenizer(tok, out)
     return {
         "arch": arch,
         "out": str(out),

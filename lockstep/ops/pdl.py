@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel's start overlaps with the end of the one before it on the stream (Hopper on).
 
 A kernel that is launched so waits before its first access to memory that another may have written, until the one
-before it is complete (`linear_async` reads weights sooner, and says when it may). Every such kernel waits, so those
+before it is complete (`hopper_async` reads weights sooner, and says when it may). Every such kernel waits, so those
 before that one are complete too, and it may let its own dependents start at once: they wait for it in turn. Short
 kernels do; matrix products do where the table says that it pays.
 """

@@ -19,7 +19,7 @@ from ..algorithms import SUPERVISED, supervised
 from ..config import RunConfig
 from ..environments import single_turn
 from ..errors import LockstepError, NonFiniteError
-from ..session.build import Session, prompt_limit
+from ..session.build import TrainingSession
 from ..session.certificate import Certificate, raise_mismatch
 from ..timings import Span, totals
 from ..trainer import PendingResult, StepResult, learning_rate, pack_shards, packed_slots
@@ -39,19 +39,19 @@ _TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync
 class Loop:
     """On-policy reinforcement learning with one model in both roles."""
 
-    def __init__(self, config: RunConfig, run: Session) -> None:
+    def __init__(self, config: RunConfig, run: TrainingSession) -> None:
         self.config = config
         self.run = run
         self.world = run.world
         self.algorithm = run.trainer.algorithm
         shards = config.parallel.batch_shards or run.world.size
-        self.own_shards = range(run.world.rank, shards, run.world.size)
         self.shards = range(shards)
+        self.own_shards = run.world.mesh.fsdp.own(self.shards)
         self.device = run.policy.model.embed.device
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
         self.idle_steps = 0
         self.spans: list[Span] = []  # of the latest step
-        self.max_prompt_length = prompt_limit(config, run.policy.model.config).tokens
+        self.max_prompt_length = run.prompt_limit.tokens
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 
     def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:

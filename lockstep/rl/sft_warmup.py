@@ -26,7 +26,7 @@ def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
     losses: list[float] = []
     validation: dict[str, dict[str, float]] = {}
     if t.warmup_reward:
-        prepare_validation(loop.config, loop.run)
+        prepare_validation(loop.run)
     while len(losses) < t.warmup_steps and not (len(losses) >= _RECENT and mean(losses[-_RECENT:]) < t.warmup_loss):
         raise_received()
         losses.append(loop.warmup_step(len(losses)).loss)

@@ -109,6 +109,20 @@ def writing(path: Path) -> Iterator[None]:
         raise LockstepError(f"could not write {path}: {error}") from error
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write inside, which then takes the place of `path`: whole or not at all. Raises as `writing` does."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with writing(path):
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
 def write_all(file: io.RawIOBase, data: bytes) -> None:
     """Write all of `data`: a full disk takes a part before it refuses."""
     rest = memoryview(data)
@@ -187,27 +201,16 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _keep_before(path: Path, step: int) -> None:
-    temporary = path.with_name(f".tmp-{path.name}")
-    with writing(path):
-        with temporary.open("wb") as file:
-            for line, record in _lines(path):
-                if record["step"] < step:
-                    file.write(line)
-        _replace(temporary, path)
-
-
-def _replace(temporary: Path, path: Path) -> None:
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        for line, record in _lines(path):
+            if record["step"] < step:
+                file.write(line)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write one JSON object to `path`, whole or not at all."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    with writing(path):
+    with replacing(path) as temporary:
         temporary.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
-        _replace(temporary, path)
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from .metrics import (
     ROLLOUTS_FILE,
     MetricsWriter,
     read_lines,
+    replacing,
     rollout_records,
     write_json,
     write_summary,
@@ -90,9 +91,10 @@ class Recorder:
             self.summary["environment"]["processes"] = str(self.world.size)
         self._loop, timings = loop, loop.run.timings
         if self.world.first:
-            with writing(self.run_dir / "config.yaml"):
+            with writing(self.run_dir):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
-                yaml_file.save(self.config, self.run_dir / "config.yaml")
+            with replacing(self.run_dir / "config.yaml") as temporary:
+                yaml_file.save(self.config, temporary)
             if self.config.checkpoint.interval:
                 with timings.measured("inputs"):
                     self.inputs  # noqa: B018 (as soon as the model is read)
@@ -110,7 +112,7 @@ class Recorder:
         before = dict(timings.seconds)
         making = display.phase("graphs") if compiler.compiles else nullcontext()
         with self.world.deadline("making and checking graphs", timeouts=10), making:
-            warm_up(self.config, loop.run)
+            warm_up(loop.run)
         if compiler.compiles:
             graphs = sum(len(function.graphs) for function in compiler.functions)
             made = f"layers: {compiler.captures} variants compiled"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config import MetricsConfig
-from ..errors import InputError
+from ..errors import InputError, LockstepError
 
 
 class Tracker(Protocol):
@@ -115,8 +115,11 @@ class WandB:
             raise InputError(
                 f"metrics.trackers: wandb cannot start: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
             ) from error
-        id_file.parent.mkdir(exist_ok=True)
-        id_file.write_text(run_id + "\n")
+        try:
+            id_file.parent.mkdir(exist_ok=True)
+            id_file.write_text(run_id + "\n")
+        except OSError as error:
+            raise LockstepError(f"could not write {id_file}: {error}") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of history."""

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run: device, model, tokenizer, task, generator, trainer."""
+"""From a configuration to what computes: device, dtype, attention, model, compiler, cache plan, engine, trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..config import (
-    Attention,
     CompileConfig,
     RunConfig,
     SamplingConfig,
@@ -21,7 +20,7 @@ from ..config import (
     resolve_parallel,
     template_variables,
 )
-from ..distributed import FSDP, ONE, World
+from ..distributed import ONE, World
 from ..environments import Problem, PromptLimit, Task, make_task
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
@@ -42,7 +41,7 @@ from ..timings import Timings, Watcher
 from ..trainer import BatchShape, Trainer, batch_shapes
 from ..types import SamplingParams
 from .attention import set_attention, whole_tiles
-from .kernel_lists import preload_async
+from .kernel_lists import kernel_list, preload_async
 
 PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
 PROMPT_MARGIN = 2  # the cache is planned for prompts this many times as long as the ones probed
@@ -74,30 +73,117 @@ class Policy:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-@dataclass
 class Session:
-    """Everything a training run works with."""
+    """A model on its device with what both roles compute by: every run, generation and check stands on one.
 
-    policy: Policy
-    task: Task
-    trainer: Trainer
-    engine: Engine
-    sampling: SamplingParams
-    validation_sampling: SamplingParams
-    shapes: list[BatchShape]  # what the trainer's batches are padded to, largest first
-    timings: Timings
-    compiler: Compiler
-    world: World = ONE
-    verdicts: list[Verdict] = field(default_factory=list)  # of the check of captured graphs
-    preloaded: Path | None = None  # the list of the kernels that were loaded beside the weights
+    Args:
+        config: resolved (`resolve`).
+
+    Attributes:
+        verdicts: of the check of captured graphs. preloaded: the list of the kernels that were loaded beside the
+            weights.
+    """
+
+    def __init__(self, config: RunConfig, timings: Timings | None = None, world: World = ONE) -> None:
+        """Raises `InputError` when the model cannot be used as `config` says."""
+        self.config, self.timings, self.world = config, timings or Timings(), world
+        with self.timings.measured("load"):
+            self.policy = load_policy(config)
+        self.verdicts: list[Verdict] = []
+        self.preloaded: Path | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """A new compiler, without the graphs of the last one."""
+        self.compiler = make_compiler(self.config.compile, self.policy.model.embed.device, self.timings, self.world)
+
+    def cache_tokens(self, sequences: int, tokens: int) -> int:
+        """The capacity of a KV cache that is planned for so many sequences of so many tokens (`plan_cache_tokens`)."""
+        model = self.policy.model
+        return plan_cache_tokens(
+            self.config.generator, model.config, model.embed.dtype, model.embed.device, sequences, tokens
+        )
+
+    def new_engine(self, cache_tokens: int, version: Callable[[], int] = lambda: 0) -> Engine:
+        """An engine that reads the model's own weights, which are of version `version()`."""
+        return Engine(
+            SharedWeights(self.policy.model, version),
+            self.config.generator,
+            cache_tokens,
+            self.policy.decode,
+            self.compiler,
+            timings=self.timings,
+        )
+
+    def kernel_list(self, *about: object) -> Path | None:
+        """Where the kernels of what depends on these, and on the model, are listed; None on a CPU, which has none."""
+        model = self.policy.model
+        return kernel_list(model.config, model.embed.dtype, *about) if model.embed.is_cuda else None
 
     def graph_metrics(self) -> dict[str, int]:
         """Graphs made late, and replays so far."""
         return replay_metrics(self.compiler)
 
     def compile_report(self) -> dict[str, Any]:
-        """For the summary: every function's graphs, and what the check of them found."""
+        """For the summary: every function's graphs, and what the check of them found; empty when there are none."""
         return compile_report(self.compiler, self.verdicts)
+
+
+class TrainingSession(Session):
+    """Everything a training run works with, of each rank of `world`; memory is planned and inputs are checked before
+    the first step.
+
+    Args:
+        watcher: is told what the run is doing.
+
+    Attributes:
+        prompt_limit: of the prompts' tokens. shapes: what the trainer's batches are padded to, largest first.
+    """
+
+    def __init__(self, config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> None:
+        device, groups = resolve_device(config.device), config.trainer.prompts_per_step
+        timings = Timings(keep_spans=True, event=_event_of(device), watcher=watcher)
+        loaded_kernels = preload_async(config, device.type, world.size, timings)
+        with timings.measured("task"):
+            self.task = make_task(config.task, groups)
+        super().__init__(config, timings, world)
+        model, encode = self.policy.model, self.policy.encode
+        self.policy.template_variables = template_variables(config.task.chat_template_kwargs)
+        self.prompt_limit = prompt_limit(config, model.config)
+        self.task.check_lengths(encode, self.prompt_limit)
+        self.trainer = Trainer(
+            model,
+            config.optimizer,
+            config.loss,
+            reference=copy.deepcopy(model) if config.loss.beta > 0 else None,
+            enforce_parity=config.parity == "strict",
+            compiler=self.compiler,
+            world=world,
+        )
+        world.same("the processes of this run", self.trainer.numerics())
+        self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
+        self.validation_sampling = replace(self.sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        longest = max(world.share(lambda: longest_prompt(encode, self.task, groups)))
+        capacity = min(world.share(lambda: self.cache_tokens(self.own_sequences, self._planned_tokens(longest))))
+        self.engine = self.new_engine(capacity, lambda: self.trainer.weights_version)
+        self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
+        self.preloaded = loaded_kernels()
+
+    @property
+    def own_sequences(self) -> int:
+        """The most sequences that this rank completes at once."""
+        config, data = self.config, self.world.mesh.fsdp
+        trained = data.most(config.trainer.prompts_per_step) * config.sampling.num_generations
+        return max(trained, data.most(config.task.validation_prompts))
+
+    def _planned_tokens(self, longest: int) -> int:
+        prompt = self.config.task.max_prompt_length or longest * PROMPT_MARGIN
+        return min(prompt, self.prompt_limit.tokens) + self.config.sampling.max_completion_length
+
+
+def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> TrainingSession:
+    """The session of a run, of a configuration that need not be resolved."""
+    return TrainingSession(resolve(config, world.size), world, watcher)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -122,72 +208,28 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def load_policy(
-    model: str | None,
-    arch: str,
-    seed: int,
-    device: str,
-    dtype: str,
-    attention: Attention = "native",
-    attention_mask: str | None = None,
-) -> Policy:
-    """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer."""
-    place = resolve_device(device)
+def load_policy(config: RunConfig) -> Policy:
+    """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer; in both roles
+    the model has the attention of `config`."""
+    place = resolve_device(config.device)
     bound_threads(place)
-    kind = resolve_dtype(dtype, place)
-    if model is not None:
-        folder = resolve_folder(model)
+    kind = resolve_dtype(config.dtype, place)
+    if config.model is not None:
+        folder = resolve_folder(config.model)
         with ThreadPoolExecutor(1) as pool:  # importing its library takes as long as reading the weights
             loading = pool.submit(load_tokenizer, folder)
             decoder = load_model(folder, kind, place)
             tokenizer = loading.result()
         check_vocabulary(tokenizer, decoder.config.vocab_size, str(folder))
     else:
-        tokenizer = byte_tokenizer()
-        config = replace(
-            architecture(arch), eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id
-        )
-        check_vocabulary(tokenizer, config.vocab_size, f"arch {arch}")
-        require_memory(config, kind, place, f"arch {arch}")
-        decoder = initialize(Decoder(config, kind, place), seed)
-    set_attention(decoder, attention, attention_mask)
+        tokenizer, where = byte_tokenizer(), f"arch {config.arch}"
+        special = {"eos_token_ids": (tokenizer.eos_token_id,), "pad_token_id": tokenizer.pad_token_id}
+        made = replace(architecture(config.arch), **special)
+        check_vocabulary(tokenizer, made.vocab_size, where)
+        require_memory(made, kind, place, where)
+        decoder = initialize(Decoder(made, kind, place), config.seed)
+    set_attention(decoder, config.attention, config.attention_mask)
     return Policy(decoder, tokenizer)
-
-
-def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> Session:
-    """All parts of a run, with memory planned and inputs checked before the first step; of each rank of `world`.
-    `watcher` is told what the run is doing."""
-    device = resolve_device(config.device)
-    timings = Timings(keep_spans=True, event=_event_of(device), watcher=watcher)
-    loaded_kernels = preload_async(config, device.type, world.size, timings)
-    with timings.measured("task"):
-        task = make_task(config.task, config.trainer.prompts_per_step)
-    with timings.measured("load"):
-        place = config.device, config.dtype
-        policy = load_policy(config.model, config.arch, config.seed, *place, config.attention, config.attention_mask)
-    policy.template_variables = template_variables(config.task.chat_template_kwargs)
-    task.check_lengths(policy.encode, prompt_limit(config, policy.model.config))
-    reference = copy.deepcopy(policy.model) if config.loss.beta > 0 else None
-    compiler = make_compiler(config.compile, policy.model.embed.device, timings, world)
-    trainer = Trainer(
-        policy.model,
-        config.optimizer,
-        config.loss,
-        reference=reference,
-        enforce_parity=config.parity == "strict",
-        compiler=compiler,
-        world=world,
-    )
-    world.same("the processes of this run", trainer.numerics())
-    sampling = training_sampling(config.sampling, policy.tokenizer.eos_token_id)
-    validation = replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    weights = SharedWeights(policy.model, lambda: trainer.weights_version)
-    capacity = min(world.share(lambda: _cache_tokens(config, policy, task, world.size)))
-    engine = Engine(weights, config.generator, capacity, policy.decode, compiler, timings=timings)
-    longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step)
-    shapes = train_shapes(config, longest, prompt_limit(config, policy.model.config).tokens)
-    parts = policy, task, trainer, engine, sampling, validation, shapes, timings, compiler, world
-    return Session(*parts, preloaded=loaded_kernels())
 
 
 def _event_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
@@ -195,11 +237,25 @@ def _event_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
 
 
 def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
-    """`config` with what depends on the device and the number of ranks filled in."""
-    on_gpu = resolve_device(config.device).type == "cuda"
+    """`config` with what depends on the device and the number of ranks filled in.
+
+    Raises:
+        InputError: it cannot work with these.
+    """
+    device = resolve_device(config.device)
+    compile = resolve_compile(config.compile, device.type == "cuda")
+    if compile.cudagraph_mode != "none" and device.type != "cuda":
+        raise InputError(f"compile.cudagraph_mode is {compile.cudagraph_mode}; CUDA graphs need a GPU, use none")
+    if compile.backend == "inductor" and (missing := missing_compiler(device)):
+        raise InputError(f"compile.backend is inductor, which needs {missing} on this machine; use eager")
     generator = whole_tiles(config.generator, config.attention)
-    resolved = replace(config, compile=resolve_compile(config.compile, on_gpu), generator=generator)
-    return resolve_parallel(resolved, ranks)
+    return resolve_parallel(replace(config, compile=compile, generator=generator), ranks)
+
+
+def make_compiler(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Compiler:
+    """What both roles run their functions with; `config` is resolved."""
+    peers = world if world.size > 1 else None
+    return Compiler(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=peers)
 
 
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
@@ -221,45 +277,11 @@ def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> l
     )
 
 
-def make_compiler(
-    config: CompileConfig, device: torch.device, timings: Timings | None = None, world: World = ONE
-) -> Compiler:
-    """What both roles run their functions with."""
-    config = resolve_compile(config, device.type == "cuda")
-    if config.cudagraph_mode != "none" and device.type != "cuda":
-        raise InputError(f"compile.cudagraph_mode is {config.cudagraph_mode}; CUDA graphs need a GPU, use none")
-    if world.size > 1 and (config.capture in ("joint", "layer") or set(config.inductor) != {"backward"}):
-        raise InputError(
-            f"compile.capture is {config.capture} and compile.inductor {list(config.inductor)}: several processes need "
-            "step, and regions of the backward pass alone"
-        )
-    if config.backend == "inductor" and (missing := missing_compiler(device)):
-        raise InputError(f"compile.backend is inductor, which needs {missing} on this machine; use eager")
-    peers, mesh = (world, {FSDP: world.size}) if world.size > 1 else (None, {})
-    return Compiler(config, device, timings=timings, store=Store(), mesh=mesh, peers=peers)
-
-
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:
     """The sampling parameters of the run; the tokenizer's end-of-sequence token stops unless `ignore_eos`."""
     stop_ids = () if config.ignore_eos or eos_token_id is None else (eos_token_id,)
     same = {name: value for name, value in vars(config).items() if name != "num_generations"}
     return SamplingParams(n=config.num_generations, stop_token_ids=stop_ids, **same)
-
-
-def _cache_tokens(config: RunConfig, policy: Policy, task: Task, ranks: int) -> int:
-    groups, samples = config.trainer.prompts_per_step, config.sampling.num_generations
-    room = prompt_limit(config, policy.model.config).tokens
-    prompt = config.task.max_prompt_length or longest_prompt(policy.encode, task, groups) * PROMPT_MARGIN
-    sequences = max(groups * samples // ranks, -(-config.task.validation_prompts // ranks))
-    model = policy.model
-    return plan_cache_tokens(
-        config.generator,
-        model.config,
-        model.embed.dtype,
-        model.embed.device,
-        sequences,
-        min(prompt, room) + config.sampling.max_completion_length,
-    )
 
 
 def prompt_limit(config: RunConfig, model: ModelConfig) -> PromptLimit:
@@ -300,7 +322,9 @@ def _length(encode: Callable[[Any], list[int]], problem: Problem) -> int:
 def save_policy(policy: Policy, folder: Path) -> None:
     """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template."""
     from ..models import save_model
+    from ..models.folder import all_or_nothing
     from ..models.tokenizer import save_tokenizer
 
-    save_model(policy.model, folder)
-    save_tokenizer(policy.tokenizer, folder)
+    with all_or_nothing(folder):
+        save_model(policy.model, folder)
+        save_tokenizer(policy.tokenizer, folder)

@@ -64,15 +64,12 @@ def evaluate(
         temperature = 0.0 if n == 1 else config.sampling.temperature
     if n > 1 and temperature == 0:
         raise InputError(f"--temperature is 0, which gives {n} equal completions; raise it, or leave --n at 1")
+    how = {name: getattr(config, name) for name in ("device", "dtype", "seed", "attention", "attention_mask")}
     llm = LLM(
         config.model or "",
-        device=config.device,
-        dtype=config.dtype,
-        seed=config.seed,
+        **how,
         config=config.generator,
         template_variables=template_variables(config.task.chat_template_kwargs),
-        attention=config.attention,
-        attention_mask=config.attention_mask,
         compile=of_generation(config.compile),
     )
     trained = training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)

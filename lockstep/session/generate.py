@@ -8,29 +8,22 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..config import (
     MAX_SEED,
     Attention,
     CompileConfig,
     GeneratorConfig,
+    RunConfig,
     SamplingConfig,
-    check_attention,
     check_generation,
     check_range,
-    resolve_compile,
+    validate,
 )
 from ..errors import InputError, NonFiniteError
-from ..generator import Engine, SharedWeights, plan_cache_tokens
-from ..graph import compile_report
-from ..ops.machine_check import check as machine_check
-from ..ops.native import library
+from ..generator import Engine
 from ..types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
-from .attention import whole_tiles
-from .build import load_policy, make_compiler, resolve_device
-from .kernel_lists import kernel_list
-from .warm_up import make_ready
+from .build import Session, resolve
+from .warm_up import make_ready, prepare_machine, warn_if_slow
 
 Prompt = str | list[dict[str, Any]]  # text as it is, or chat messages through the model's template
 
@@ -45,14 +38,14 @@ class Piece:
     completion: Completion | None
 
 
-class LLM:
+class LLM(Session):
     """A language model in its compute dtype on its device, with its tokenizer and an engine that grows on demand.
 
     Steps run as captured graphs where `compile` says so. `close`, or leaving a `with` block, frees them and the cache;
     a later call makes them anew.
 
     Attributes:
-        compiler: what the engine of now captures with; None when nothing is captured.
+        compiler: what the engine of now captures with.
     """
 
     def __init__(
@@ -71,23 +64,14 @@ class LLM:
         """Load a Hugging Face folder or hub id; `seed` is of sampling, `template_variables` go to the chat template
         (`{"enable_thinking": False}`), attention, its mask and `compile` are as in `RunConfig` (by default CUDA graphs
         on a GPU, none on a CPU). Raises `InputError` when the model cannot be used, or settings do not go together."""
-        compile, config = compile or CompileConfig(), config or GeneratorConfig()
+        compile = compile or CompileConfig()
         check_generation(compile)
-        for section in (compile, config):
-            section.validate()
-        check_attention(attention, attention_mask, compile)
-        place = resolve_device(device)
-        self._compile = resolve_compile(compile, place.type == "cuda")
-        self.compiler = make_compiler(self._compile, place)  # refuses what cannot work before the model is loaded
-        self.policy = load_policy(str(model), "tiny", seed, device, dtype, attention, attention_mask)
+        how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
+        sections = {"generator": config or GeneratorConfig(), "compile": compile}
+        super().__init__(resolve(validate(RunConfig(model=str(model), seed=seed, **how, **sections))))  # type: ignore[arg-type]
         self.policy.template_variables = template_variables or {}
-        if self.policy.model.embed.device.type == "cpu" and self.policy.model.embed.dtype is torch.float32:
-            library.warn_if_missing()
-        self.seed = seed
-        # What a run's check of this machine replaced is replaced here, so that a model generates as it did in the run.
-        # There is no such check here: nothing is compared with a trainer.
-        machine_check.restore(self.policy.model.embed.device, self.policy.model.embed.dtype)
-        self._config = whole_tiles(config, attention)
+        warn_if_slow(self)
+        prepare_machine(self)  # there is no check here: nothing is compared with a trainer
         self._engine: Engine | None = None
         self._room = (0, 0)  # sequences and tokens a sequence that the engine was planned for
         self._warm: set[tuple[bool, bool]] = set()  # kinds of sampling that its graphs were made for
@@ -105,11 +89,7 @@ class LLM:
         self._warm.clear()
         if not self.compiler.eager:
             self.compiler.close()
-            self.compiler = make_compiler(self._compile, self.policy.model.embed.device)
-
-    def compile_report(self) -> dict[str, Any]:
-        """What the graphs of now are: traces, stored ones that were loaded, launches; empty when there are none."""
-        return compile_report(self.compiler)
+            self.renew()
 
     @property
     def context(self) -> int:
@@ -173,12 +153,10 @@ class LLM:
         sequences = max(_power_of_two(sequences), self._room[0])
         tokens = max(_power_of_two(tokens), self._room[1])
         self.close()  # the last one's cache is freed before the next one is planned
-        model = self.policy.model
-        place = (model.config, model.embed.dtype, model.embed.device)
         # What exceeds the context is refused by the engine.
-        capacity = plan_cache_tokens(self._config, *place, sequences, min(tokens, self.context))
+        capacity = self.cache_tokens(sequences, min(tokens, self.context))
         self._room = (sequences, tokens)
-        return Engine(SharedWeights(model), self._config, capacity, self.policy.decode, self.compiler)
+        return self.new_engine(capacity)
 
     def _warm_up(self, engine: Engine, sampling: SamplingParams) -> None:
         """Make the engine's graphs for this kind of sampling; a mix of kinds, and so many tokens at once as no request
@@ -187,27 +165,24 @@ class LLM:
         if not self.compiler.compiles or kind in self._warm:
             return
         sequences, tokens = self._room
-        model = self.policy.model
-        about = model.config, model.embed.dtype, self._config, self._compile, self._room, sampling.n, kind
         make_ready(
-            self.compiler,
+            self,
             lambda: engine.warm_up(sequences, min(tokens, self.context), sampling),
             engine.trust_cases,
-            self._compile.verify,
-            kernels=kernel_list(*about) if model.embed.is_cuda else None,
+            self.kernel_list(self.config.generator, self.config.compile, self._room, sampling.n, kind),
         )
         self._warm.add(kind)
 
     def _requests(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams, step: int = 0
     ) -> tuple[list[list[int]], list[SamplingParams], list[SampleIdentity]]:
-        check_sampling(sampling, self.seed)
+        check_sampling(sampling, self.config.seed)
         if not isinstance(prompts, (str, Sequence)):
             raise InputError(f"the prompts are of type {type(prompts).__name__}; give text, chat messages, or a list")
         if not as_list(prompts):
             raise InputError("there is no prompt; give at least one")
         ids = [self._encode(i, prompt) for i, prompt in enumerate(as_list(prompts))]
-        identities = [SampleIdentity(self.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
+        identities = [SampleIdentity(self.config.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
         return ids, [sampling] * len(ids), identities
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:

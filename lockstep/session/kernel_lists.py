@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..cache import fingerprint, user_folder
-from ..config import GRAPHS, RunConfig, resolve_compile
+from ..config import GRAPHS, RunConfig
 from ..timings import Timings
 
 KEPT = 64  # lists; and as many notes of which one a configuration last needed
@@ -27,6 +27,7 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
     later. What goes wrong is left to the start that needs the kernels, which says so.
 
     Args:
+        config: resolved.
         device: the type of the device.
         ranks: processes of the run; several agree on what they load, later.
         timings: of the run; `compile` is what this takes, and how long the function waits.
@@ -35,7 +36,7 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
         a function that waits for the kernels and returns the path of their list, or None where none were loaded. Call
         it before anything is launched.
     """
-    if device != "cuda" or ranks > 1 or resolve_compile(config.compile, on_gpu=True).capture not in GRAPHS:
+    if device != "cuda" or ranks > 1 or config.compile.capture not in GRAPHS:
         return lambda: None
     with timings.measured("compile"):
         loading, path = _begun(config)

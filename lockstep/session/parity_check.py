@@ -9,28 +9,15 @@ from typing import Any
 
 import torch
 
-from ..config import (
-    MAX_SEED,
-    Attention,
-    CompileConfig,
-    GeneratorConfig,
-    LossConfig,
-    OptimizerConfig,
-    check_attention,
-    resolve_compile,
-)
+from ..config import MAX_SEED, Attention, CompileConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from ..errors import InputError
-from ..generator import Engine, SharedWeights, plan_cache_tokens
+from ..generator import Engine, SharedWeights
 from ..graph import Compiler, Work
-from ..models import Decoder
-from ..ops.machine_check import check as machine_check
 from ..trainer import BatchShape, Trainer, pack
 from ..types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
-from .attention import whole_tiles
-from .build import load_policy, make_compiler, resolve_device
+from .build import Session, resolve
 from .certificate import without_experts
-from .kernel_lists import kernel_list
-from .warm_up import make_ready
+from .warm_up import make_ready, prepare_machine
 
 CHECK_DOMAIN = 4  # sampling domain of `check_model`
 
@@ -127,41 +114,26 @@ def check_model(
     for name, value, low, high in (("tokens", tokens, 1, _MOST_TOKENS), ("seed", seed, 0, MAX_SEED)):
         if type(value) is not int or not low <= value <= high:
             raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
-    place, compile = resolve_device(device), compile or CompileConfig()
-    compile.validate()
-    check_attention(attention, attention_mask, compile)
-    compile = resolve_compile(compile, place.type == "cuda")
-    compiler = make_compiler(compile, place)
+    how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
+    config = RunConfig(model=model, seed=seed, **how, compile=compile or CompileConfig())  # type: ignore[arg-type]
+    session = Session(resolve(validate(config)))
     try:
-        decoder = load_policy(model, "tiny", seed, device, dtype, attention, attention_mask).model
-        machine_check.restore(place, decoder.embed.dtype)  # what a run's check of this machine replaced
-        return _check(decoder, tokens, seed, whole_tiles(GeneratorConfig(), attention), compile, compiler)
+        prepare_machine(session)
+        return _check(session, tokens)
     finally:
-        compiler.close()
+        session.compiler.close()
 
 
-def _check(
-    decoder: Decoder,
-    tokens: int,
-    seed: int,
-    config: GeneratorConfig,
-    compile: CompileConfig,
-    compiler: Compiler,
-) -> ParityReport:
+def _check(session: Session, tokens: int) -> ParityReport:
+    decoder, compiler = session.policy.model, session.compiler
     where, context = decoder.embed.device, decoder.config.max_position_embeddings
     length = min(_COMPLETION, context // 2)
-    prompts, sampling = _requests(tokens, seed, decoder.config.vocab_size, min(300, context - length), length)
-    longest, sequences = max(map(len, prompts)) + length, sum(s.n for s in sampling)
-    trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), compiler=compiler)
-    cache_tokens = plan_cache_tokens(config, decoder.config, decoder.embed.dtype, where, sequences, longest)
-    engine = Engine(SharedWeights(decoder), config, cache_tokens, compiler=compiler)
-    max_tokens = max(8192, 2 * longest)
+    vocabulary, room = decoder.config.vocab_size, min(300, context - length)
+    prompts, sampling = _requests(tokens, session.config.seed, vocabulary, room, length)
+    max_tokens = max(8192, 2 * (max(map(len, prompts)) + length))
     shape, kinds = _expected(prompts, sampling, max_tokens)
-    if compiler.compiles:
-        _warm_up(compiler, trainer, engine, compile, (sequences, longest), shape, kinds, list(dict.fromkeys(sampling)))
-    identities = [SampleIdentity(seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
-    completions = engine.generate(prompts, sampling, identities)
-    del engine
+    trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), compiler=compiler)
+    completions = _generated(session, prompts, sampling, trainer, shape, kinds)
     groups = _groups(prompts, completions, sampling)
     for batch in pack(groups, max_tokens=max_tokens, check_parity=True, shapes=[shape]):
         score = trainer.forward_backward if compiler.compiles else trainer.check
@@ -186,6 +158,38 @@ def _check(
     )
 
 
+def _generated(
+    session: Session,
+    prompts: list[list[int]],
+    sampling: list[SamplingParams],
+    trainer: Trainer,
+    shape: BatchShape,
+    trained: list[SamplingParams],
+) -> list[list[Completion]]:
+    """The prompts' completions, by an engine that goes when they are there. Before, the graphs of both roles are made,
+    the trainer's for `shape` and the kinds of sampling `trained`, and held to eager's bits."""
+    longest, sequences = max(map(len, prompts)) + sampling[0].max_completion_length, sum(s.n for s in sampling)
+    config, compiler = session.config, session.compiler
+    capacity = session.cache_tokens(sequences, longest)
+    engine = Engine(SharedWeights(session.policy.model), config.generator, capacity, compiler=compiler)
+
+    def make_graphs() -> None:
+        for params in trained:
+            trainer.warm_up([shape], params, check_parity=True, with_checks=False)
+        for params in dict.fromkeys(sampling):
+            engine.warm_up(sequences, longest, params)
+
+    def trust_cases() -> Work:
+        cases = [trainer.trust_cases([shape], params, check_parity=True, with_checks=False) for params in trained]
+        return [*itertools.chain(*cases), *engine.trust_cases()]
+
+    if compiler.compiles:
+        about = config.generator, config.compile, sequences, longest, shape, trained, sampling
+        make_ready(session, make_graphs, trust_cases, session.kernel_list(*about))
+    identities = [SampleIdentity(config.seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
+    return engine.generate(prompts, sampling, identities)
+
+
 def _expected(
     prompts: list[list[int]], sampling: list[SamplingParams], max_tokens: int
 ) -> tuple[BatchShape, list[SamplingParams]]:
@@ -199,34 +203,6 @@ def _expected(
     shapes = [(len(b.tokens_T), len(b.targets_C), len(b.prefix_len_S), b.max_len) for b in drafts]
     kinds = [next(p for p in sampling if p.truncated == kind) for kind in sorted({b.truncated for b in drafts})]
     return BatchShape(*map(max, zip(*shapes, strict=True))), kinds
-
-
-def _warm_up(
-    compiler: Compiler,
-    trainer: Trainer,
-    engine: Engine,
-    compile: CompileConfig,
-    room: tuple[int, int],
-    shape: BatchShape,
-    trained: list[SamplingParams],
-    generated: list[SamplingParams],
-) -> None:
-    """Make the graphs of both roles, for `room` sequences of so many tokens, and hold them to eager's bits."""
-
-    def make_graphs() -> None:
-        for params in trained:
-            trainer.warm_up([shape], params, check_parity=True, with_checks=False)
-        for params in generated:
-            engine.warm_up(*room, params)
-
-    def trust_cases() -> Work:
-        cases = [trainer.trust_cases([shape], params, check_parity=True, with_checks=False) for params in trained]
-        return [*itertools.chain(*cases), *engine.trust_cases()]
-
-    embed = trainer.model.embed
-    about = trainer.model.config, embed.dtype, engine.config, compile, room, shape, trained, generated
-    kernels = kernel_list(*about) if embed.is_cuda else None
-    make_ready(compiler, make_graphs, trust_cases, compile.verify, kernels=kernels)
 
 
 def _compared(compiler: Compiler) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from ..config import RunConfig
 from ..errors import InputError, LockstepError
 from ..graph import Store
-from .build import build, resolve
+from .build import TrainingSession, resolve
 from .warm_up import warm_up
 
 
@@ -38,11 +38,11 @@ def precompile(config: RunConfig) -> dict[str, Any]:
         )
     if config.compile.dump:
         raise InputError("--compile.dump shows how graphs are made, and none is kept then; remove it, or use train")
-    run = build(config)
+    run = TrainingSession(config)
     compiler = run.compiler
     assert compiler.store is not None
     try:
-        warm_up(config, run)
+        warm_up(run)
         graphs = _graphs(compiler.store)
         checks = {
             "cases": sum(verdict.cases for verdict in run.verdicts),

@@ -6,94 +6,98 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ..cache import user_folder
 from ..config import RunConfig
-from ..distributed import ONE, World
 from ..errors import LockstepError
-from ..graph import Compiler, PassedChecks, Verdict, Work, check_against_eager
+from ..graph import PassedChecks, Verdict, Work, check_against_eager
 from ..models.config import ModelConfig, MoEConfig
 from ..ops.machine_check import check as machine_check
 from ..ops.native import library
 from ..ops.tables import linear_table
-from .build import Session
-from .kernel_lists import KEPT, kernel_list, remember
+from .build import Session, TrainingSession
+from .kernel_lists import KEPT, remember
 
 _log = logging.getLogger("lockstep")
 
 
-def warm_up(config: RunConfig, run: Session) -> None:
+def prepare_machine(session: Session) -> None:
+    """Replace what a run's check of this machine replaced, so that a model computes as it did in the run."""
+    embed = session.policy.model.embed
+    machine_check.restore(embed.device, embed.dtype)
+
+
+def warn_if_slow(session: Session) -> None:
+    """Say so where the operators for a CPU are missing."""
+    embed = session.policy.model.embed
+    if embed.device.type == "cpu" and embed.dtype is torch.float32:
+        library.warn_if_missing()
+
+
+def warm_up(run: TrainingSession) -> None:
     """Make every graph that the steps of a run need, the largest first; those made later count as recompiles.
 
     Raises:
         LockstepError: `parity` is strict, and this machine cannot keep the contract.
     """
-    embed = run.policy.model.embed
-    if embed.device.type == "cpu" and embed.dtype is torch.float32:
-        library.warn_if_missing()
+    warn_if_slow(run)
     if not run.compiler.compiles:
-        _check_machine(config, run)
+        _check_machine(run)
         return
-    machine_check.restore(embed.device, embed.dtype)
+    prepare_machine(run)
     _share_overrides(run)
-    kernels = _kernel_list(config, run) if embed.is_cuda else None
+    kernels = run.kernel_list(*_steps(run))
     run.verdicts = make_ready(
-        run.compiler,
-        partial(_make_graphs, config, run),
-        partial(_trust_cases, config, run),
-        config.compile.verify,
-        kernels=kernels,
-        preloaded=run.preloaded,
+        run,
+        partial(_make_graphs, run),
+        partial(_trust_cases, run),
+        kernels,
         rehearse_check=partial(_rehearse_check, run),
-        check_machine=partial(_check_machine, config, run),
-        world=run.world,
+        check_machine=partial(_check_machine, run),
     )
     if kernels is not None and kernels != run.preloaded and run.world.first:
-        remember(config, kernels)
+        remember(run.config, kernels)
 
 
-def prepare_validation(config: RunConfig, run: Session) -> None:
+def prepare_validation(run: TrainingSession) -> None:
     """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
     if not run.compiler.eager:
         if run.policy.model.embed.is_cuda:
             with run.compiler.rehearsal():
-                _make_validation_graphs(config, run)
+                _make_validation_graphs(run)
         with run.compiler.making():
-            _make_validation_graphs(config, run)
+            _make_validation_graphs(run)
 
 
 def make_ready(
-    compiler: Compiler,
+    session: Session,
     make_graphs: Callable[[], None],
     trust_cases: Callable[[], Work],
-    verify: Literal["strict", "warn", "off"],
+    kernels: Path | None,
     *,
-    kernels: Path | None = None,
-    preloaded: Path | None = None,
     rehearse_check: Callable[[], None] = lambda: None,
     check_machine: Callable[[], bool] = lambda: False,
-    world: World = ONE,
 ) -> list[Verdict]:
     """Make graphs and hold them to eager's bits; those made later count as recompiles.
 
     Args:
         make_graphs: calls each function whose graphs are needed; called again when all are to be made anew.
-        trust_cases: launches of them to check, unless `verify` (`compile.verify`) is off.
-        kernels: where the kernels they launch are listed (`kernel_list`); None where none are compiled, on a CPU.
-        preloaded: the list of kernels that were loaded already.
+        trust_cases: launches of them to check, unless `compile.verify` is off.
+        kernels: where the kernels they launch are listed (`Session.kernel_list`); None where none are compiled.
         check_machine: whether a check of this machine, of what was launched, replaced a kernel that graphs may hold.
         rehearse_check: launches the kernels of that check.
     """
+    compiler, verify = session.compiler, session.config.compile.verify
     if compiler.eager:
         make_graphs()
         check_machine()
         compiler.end_warm_up()
         return []
-    if kernels is not None and kernels != preloaded:
-        _precompile(compiler, kernels, make_graphs, rehearse_check, world)
+    if kernels is not None and kernels != session.preloaded:
+        _precompile(session, kernels, make_graphs, rehearse_check)
     with compiler.making():
         make_graphs()
     shared = compiler.share_regions()
@@ -107,16 +111,15 @@ def make_ready(
     return verdicts
 
 
-def _make_graphs(config: RunConfig, run: Session) -> None:
-    run.trainer.warm_up(run.shapes, run.sampling, **_batches(config))
-    tokens = run.shapes[0].max_len
-    ranks = run.world.size
-    run.engine.warm_up(config.trainer.prompts_per_step // ranks * run.sampling.n, tokens, run.sampling)
-    _make_validation_graphs(config, run)
+def _make_graphs(run: TrainingSession) -> None:
+    run.trainer.warm_up(run.shapes, run.sampling, **_batches(run.config))
+    sequences = run.world.mesh.fsdp.most(run.config.trainer.prompts_per_step) * run.sampling.n
+    run.engine.warm_up(sequences, run.shapes[0].max_len, run.sampling)
+    _make_validation_graphs(run)
 
 
-def _make_validation_graphs(config: RunConfig, run: Session) -> None:
-    sequences = -(-config.task.validation_prompts // run.world.size)
+def _make_validation_graphs(run: TrainingSession) -> None:
+    sequences = run.world.mesh.fsdp.most(run.config.task.validation_prompts)
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.validation_sampling)
 
 
@@ -131,15 +134,17 @@ def _batches(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _trust_cases(config: RunConfig, run: Session) -> Work:
-    return [*run.trainer.trust_cases(run.shapes, run.sampling, **_batches(config)), *run.engine.trust_cases()]
+def _trust_cases(run: TrainingSession) -> Work:
+    own = run.trainer.trust_cases(run.shapes, run.sampling, **_batches(run.config))
+    return [*own, *run.engine.trust_cases()]
 
 
 def _precompile(
-    compiler: Compiler, path: Path, make_graphs: Callable[[], None], rehearse_check: Callable[[], None], world: World
+    session: Session, path: Path, make_graphs: Callable[[], None], rehearse_check: Callable[[], None]
 ) -> None:
     """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
     each is compiled when it is first launched."""
+    compiler, world = session.compiler, session.world
     try:
         listed = world.from_first(lambda: user_folder.read(path) or ())
         if all(world.gather(compiler.preload(listed))):
@@ -155,27 +160,26 @@ def _precompile(
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 
-def _kernel_list(config: RunConfig, run: Session) -> Path:
-    """Where the kernels of such a start are listed."""
-    about = [run.policy.model.config, run.policy.model.embed.dtype, run.shapes]
-    about += [config.sampling, config.generator, config.trainer]
-    about += [config.compile, config.parity, config.loss.beta, run.world.size]
-    return kernel_list(*about)
+def _steps(run: TrainingSession) -> tuple[object, ...]:
+    """What the kernels of such a start depend on besides the model."""
+    c = run.config
+    return run.shapes, c.sampling, c.generator, c.trainer, c.compile, c.parity, c.loss.beta, run.world.size
 
 
-def _rehearse_check(run: Session) -> None:
+def _rehearse_check(run: TrainingSession) -> None:
     with run.timings.measured("gate"):
         machine_check.rehearse(*_checked(run))
 
 
-def _check_machine(config: RunConfig, run: Session) -> bool:
+def _check_machine(run: TrainingSession) -> bool:
     """Whether the check of this machine replaced a kernel that graphs may hold."""
-    if config.parity == "off":
+    parity = run.config.parity
+    if parity == "off":
         return False
     before = dict(linear_table.overrides)
     with run.timings.measured("gate"):
         verdict = machine_check.check(*_checked(run))
-    if not verdict.holds and config.parity == "strict":
+    if not verdict.holds and parity == "strict":
         raise LockstepError(str(verdict))
     if not verdict.holds or verdict.replaced:
         _log.warning("%s", verdict)
@@ -183,14 +187,14 @@ def _check_machine(config: RunConfig, run: Session) -> bool:
     return linear_table.overrides != before
 
 
-def _share_overrides(run: Session) -> None:
+def _share_overrides(run: TrainingSession) -> None:
     """What replaces a kernel on one rank replaces it on all, so that they make the same graphs."""
     for of_rank in run.world.gather(dict(linear_table.overrides)):
         linear_table.overrides.update(of_rank)
 
 
 def _checked(
-    run: Session,
+    run: TrainingSession,
 ) -> tuple[
     list[machine_check.Product],
     list[machine_check.HeadShape | machine_check.LatentHeadShape],

@@ -1,7 +1,8 @@
 """The policy step: packing with shared prompts, losses, AdamW on flat buffers, and the trainer that joins them."""
 
-from .optimizer import AdamW, FlatParameters, learning_rate
+from .optimizer import AdamW, learning_rate
 from .packing import pack, pack_shards, packed_slots
+from .parameters import FlatParameters
 from .result import PendingResult, StepResult
 from .routing import RoutingResult
 from .shapes import BatchShape, batch_shapes, bucket

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .. import graph
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
-from .fsdp.layout import ALIGNMENT
 from .packing import pack
+from .parameters import ALIGNMENT
 from .programs import TrainerPrograms
 from .shapes import BatchShape
 from .step import named
@@ -39,7 +39,9 @@ def trust_cases(
     functions, values = programs.functions, programs.state.values
     vocabulary = programs.model.config.vocab_size
     routed = check_parity and programs.model.config.moe_layers > 0
-    drafts = _batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed)
+    drafts = list(_batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed))
+    for _, batch in drafts if programs.algorithm.whole_sequences else ():
+        batch.index_sequences()
     batches = [(name, batch.to(programs.flat.data.device)) for name, batch in drafts]
     for _, batch in batches:
         batch.check_parity = check_parity
@@ -52,7 +54,8 @@ def trust_cases(
         (functions["optim_step"], _optim_cases(programs)),
     ]
     if "gather_weights" in functions:
-        work.append((functions["gather_weights"], [graph.Case("all", load=partial(_clear, programs.gathering))]))
+        gather = functions["gather_weights"]
+        work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs))]))
     if with_checks:
         work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
     if "reference_logprobs" in functions:

@@ -1,80 +1,18 @@
-"""AdamW on float32 masters over one flat buffer, predicated on the device.
-
-In one process a model's parameters become views of one buffer in the compute dtype, so that an update writes the very
-weights a colocated generator reads. On several ranks each has its shard of the buffer. Gradients are one float32 buffer
-that micro-batches add into.
-"""
+"""AdamW on float32 masters over flat buffers (`parameters`), predicated on the device: in one process an update writes
+the very weights that a colocated generator reads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import distributed, ops
+from .. import ops
 from ..config import OptimizerConfig
-from ..distributed import ONE, World
-from .fsdp.layout import Layout
-
-
-class FlatParameters:
-    """One buffer for a model's weights, one float32 buffer for their gradients, on each rank its shard of both.
-
-    In one process the model's parameters are re-pointed in place, as views of the buffer, and keep their values. On
-    several ranks the model keeps parameters of its own, and the shards are cut from them.
-
-    Attributes:
-        names, parameters: the model's own, in buffer order: matrices, then vectors; a tied one stands once.
-        layout: where each lies.
-        parts, grads: views of `data` and `grad`, one a parameter: its shape in one process, flat where it is sharded.
-        data, grad: [layout.size], compute dtype and float32; the gaps are zero and stay so.
-        num_matrix_elements: where the vectors begin.
-    """
-
-    def __init__(self, model: nn.Module, world: World = ONE) -> None:
-        named = sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2)  # stable
-        self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
-        first = self.parameters[0]
-        assert all(p.dtype == first.dtype and p.device == first.device for p in self.parameters)
-        self.world, self.layout = world, Layout.of([p.shape for p in self.parameters], world.size)
-        self.num_matrix_elements = self.layout.offsets[sum(p.dim() >= 2 for p in self.parameters)]
-        self.data = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
-        self.grad = torch.zeros(self.layout.size, dtype=torch.float32, device=first.device)
-        self.parts, self.grads = self.layout.views(self.data), self.layout.views(self.grad)
-        for parameter, part in zip(self.parameters, self.parts, strict=True):
-            if world.size == 1:
-                part.copy_(parameter.data)
-                parameter.data = part
-            else:
-                own = parameter.data.flatten()[part.numel() * world.rank :][: part.numel()]
-                part[: own.numel()].copy_(own)
-
-    def whole(self, local: Tensor) -> Tensor:
-        """What all ranks have of a flat tensor, in the layout of one process. Every rank calls it; the first gets the
-        result, on the host where it came from several ranks, and the others an empty tensor."""
-        if self.world.size == 1:
-            return local
-        one = self.layout.one_rank
-        whole = torch.zeros(one.size if self.world.first else 0, dtype=local.dtype)
-        for part, size, at in zip(self.layout.views(local), one.sizes, one.offsets, strict=False):
-            parts = distributed.gather(part, self.world.size).flatten()
-            if self.world.first:
-                whole[at : at + size] = parts[:size]
-        return whole
-
-    def local(self, whole: Tensor) -> Tensor:
-        """This rank's part of what `whole` returned."""
-        return whole if self.world.size == 1 else self.layout.cut(whole, self.world.rank)
-
-
-def accumulate(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Add each gradient to its total, such as `FlatParameters.grads`, in the total's precision."""
-    for total, grad in zip(totals, grads, strict=True):
-        total.add_(grad)
+from .parameters import FlatParameters
 
 
 class AdamWTensors(NamedTuple):
@@ -122,7 +60,6 @@ class AdamW:
         self.exp_avg = torch.zeros_like(self.master)
         self.exp_avg_sq = torch.zeros_like(self.master)
         self.steps = torch.zeros(2, device=self.master.device)  # updates applied: the matrices', the vectors'
-        self.norm_order = flat.layout.norm_order().to(self.master.device) if flat.world.size > 1 else None
 
     def step(self, lr: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the accumulated gradients if `ok` and their norm is finite; clear them in any case.
@@ -141,7 +78,7 @@ class AdamW:
         """The live tensors."""
         flat = self.flat
         state = self.master, self.exp_avg, self.exp_avg_sq, self.steps
-        return AdamWTensors(flat.data, flat.grad, *state, self.norm_order)
+        return AdamWTensors(flat.data, flat.grad, *state, flat.norm_order)
 
     def reset(self) -> None:
         """Forget moments and step counts; the masters stay."""
@@ -179,11 +116,7 @@ def adamw_step(
 
     The norm is the root of the sum of the same blocks' squares in the same order on any number of ranks.
     """
-    sums = ops.square_sums(t.grad)
-    if flat.world.size > 1:
-        assert t.norm_order is not None
-        sums = distributed.gather(sums, flat.world.size).flatten().index_select(0, t.norm_order)
-    grad_norm = sums.sum().sqrt()
+    grad_norm = flat.square_sums(ops.square_sums(t.grad), t.norm_order).sum().sqrt()
     applied = ok & torch.isfinite(grad_norm)
     s, max_norm = settings, settings.max_grad_norm
     grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)

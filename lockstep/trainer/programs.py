@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,9 @@ from ..config import LossConfig
 from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
-from .fsdp.sharding import Sharding
 from .graph_inputs import OPEN_SIZES, batch_of, statics_of
-from .optimizer import AdamW, AdamWTensors, accumulate, adamw_step
+from .optimizer import AdamW, AdamWTensors, adamw_step
+from .parameters import ShardedParameters
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class TrainerPrograms:
     Attributes:
         algorithm: the run's. algorithms: it and that of supervised steps, by `loss_type`.
         functions: by name.
-        gathering: what `gather_weights` reads and writes.
     """
 
     def __init__(
@@ -67,24 +66,17 @@ class TrainerPrograms:
         self.flat = flat = optimizer.flat
         moe = model.config.moe if model.config.moe_layers else None
         self.experts = moe.num_experts if moe else 0
-        self.sharding = Sharding.of(flat)
-        own = graph.module_inputs(model)
-        if flat.world.size > 1:
-            own = replace(own, param=dict(zip(flat.names, flat.parts, strict=True)), module=None)
+        own = flat.inputs(model)
         scoring = replace(own, buffer={**own.buffer, "statistics": state.values})
         training = replace(scoring, grad=dict(zip(flat.names, flat.grads, strict=True)))
-        self.gathering = graph.Inputs(
-            param=own.param,
-            buffer={name: p.data for name, p in zip(flat.names, flat.parameters, strict=True)},
-        )
+        self._differentiated = graph.Differentiated(self._train_forward, flat.accumulate)
         baked = self.constants()
         covered = all(graph.in_package(type(a)) for a in self.algorithms.values())  # others are traced at every start
-        # Of several ranks each differentiates by weights that it gathers, which are no inputs.
-        one = self.sharding.ranks == 1
         made = [
             compiler.function(
                 "forward_backward",
-                graph.Differentiated(self._train_forward, accumulate) if one else self._train_body,
+                # Of several ranks each differentiates by weights that it gathers, which are no inputs.
+                self._train_body if isinstance(flat, ShardedParameters) else self._differentiated,
                 training,
                 {"grad", "buffer"},
                 OPEN_SIZES,
@@ -102,11 +94,10 @@ class TrainerPrograms:
                 constants=baked["optim_step"],
             ),
         ]
-        if not one:
+        if isinstance(flat, ShardedParameters):
+            gathered = baked["gather_weights"]
             made.append(
-                compiler.function(
-                    "gather_weights", self._gather_body, self.gathering, {"buffer"}, constants=baked["gather_weights"]
-                )
+                compiler.function("gather_weights", flat.gather, flat.gathering, {"buffer"}, constants=gathered)
             )
         if reference is not None:
             frozen = graph.module_inputs(reference)
@@ -131,24 +122,26 @@ class TrainerPrograms:
     def constants(self) -> dict[str, graph.Constants]:
         """For each function what its graphs depend on: the very objects that its body reads."""
         model = {"model": self.model.config, "masks": self.model.masks}
+        layout = self.flat.layout
+        sharding = {"ranks": layout.ranks, "shapes": dict(zip(self.flat.names, layout.shapes, strict=True))}
         return {
             "forward_backward": {
                 **model,
                 "loss": self.algorithm,
                 "supervised": self.supervised,
                 "reference": self.reference is not None,
-                "sharding": self.sharding,
+                "sharding": sharding,
             },
-            "check": {**model, "sharding": self.sharding},
+            "check": {**model, "sharding": sharding},
             "optim_step": {
                 "optimizer": self.optimizer.settings,
                 "matrix_elements": self.flat.num_matrix_elements,
                 "enforce_parity": self.state.enforce_parity,
                 "router_biases": tuple(self.state.router_biases),
                 "experts": self.experts,
-                "ranks": self.sharding.ranks,
+                "ranks": layout.ranks,
             },
-            "gather_weights": {"sharding": self.sharding},
+            "gather_weights": {"sharding": sharding},
             "reference_logprobs": model,  # the reference is a copy
         }
 
@@ -182,13 +175,9 @@ class TrainerPrograms:
         if "gather_weights" in self.functions:
             self.functions["gather_weights"]()
 
-    def _train_body(
-        self, inputs: graph.Inputs, loss_type: str, with_support: bool, **statics: Any
-    ) -> dict[str, Tensor]:
-        batch, grads, values = batch_of(inputs, **statics), list(inputs.grad.values()), inputs.buffer["statistics"]
-        settings = self.algorithms[loss_type], self.with_kl(loss_type), with_support, self.sharding
-        with self.sharding.substituted(self.model, inputs) as parameters:
-            return step.forward_backward(self.model, parameters, grads, values, batch, *settings).tensors()
+    def _train_body(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
+        with self.flat.micro_batch(inputs, step.MAXIMA) as own:
+            return self._differentiated(own, **statics)
 
     def _train_forward(
         self, inputs: graph.Inputs, loss_type: str, with_support: bool, **statics: Any
@@ -201,13 +190,9 @@ class TrainerPrograms:
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         batch = batch_of(inputs, **statics)
-        with self.sharding.substituted(self.model, inputs, differentiated=False):
-            return step.check(self.model, inputs.buffer["statistics"], batch, self.sharding).tensors()
-
-    def _gather_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
-        for name, part in inputs.param.items():
-            inputs.buffer[name].copy_(self.sharding.gathered(name, part))
-        return {}
+        checked = self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False)
+        with checked as own, graph.substituted(self.model, own):
+            return step.check(self.model, own.buffer["statistics"], batch).tensors()
 
     def _reference_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         model = self.reference

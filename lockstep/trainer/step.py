@@ -5,23 +5,21 @@ State is passed in and written in place: gradients add up, and so do a step's st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import graph, ops
+from .. import ops
 from ..algorithms import Algorithm, TokenValues
 from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
-from .fsdp.sharding import Sharding
 
 # What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
 # the trained and the checked tokens; those that were compared with the generator's are `identical` or `different`.
 STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "identical", "different", "diff_max")
-_MAXIMA = (STATISTICS.index("diff_max"),)
+MAXIMA = (STATISTICS.index("diff_max"),)
 
 
 class Scored(NamedTuple):
@@ -121,41 +119,9 @@ def forward(
     return loss, scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
 
 
-def forward_backward(
-    model: Decoder,
-    parameters: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    values: Tensor,
-    batch: PackedBatch,
-    algorithm: Algorithm,
-    with_kl: bool,
-    with_support: bool,
-    sharding: Sharding,
-) -> Scored:
-    """Add the gradients of `forward`'s loss to `grads` and the batch's statistics to `values`; on several ranks those
-    of all ranks' batches, gradients to the rank's shards of them.
-
-    Args:
-        parameters: the model's own, to differentiate by; `grads` is float32, one each.
-    """
-    with sharding.statistics(values, _MAXIMA) as own:
-        with torch.enable_grad():
-            loss, scored = forward(model, own, batch, algorithm, with_kl, with_support)
-            with graph.backward():
-                found = torch.autograd.grad(loss, parameters)
-        sharding.accumulate(grads, found)
-    return scored
-
-
-def check(model: Decoder, values: Tensor, batch: PackedBatch, sharding: Sharding) -> Scored:
-    """Compare the batch's log-probs with the generator's, in `values`, and train on nothing.
-
-    On several ranks by the separate operators: fused products read weights before the kernel before is complete, and
-    there the weights are gathered in the same graph. The model's weights then need no gradients.
-    """
-    separate = sharding.ranks > 1
-    with torch.set_grad_enabled(separate), sharding.statistics(values, _MAXIMA) as own:
-        return _record(named(own), batch, *_score(model, batch)[1:])
+def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
+    """Compare the batch's log-probs with the generator's, in `values`, and train on nothing."""
+    return _record(named(values), batch, *_score(model, batch)[1:])
 
 
 def _score(model: Decoder, batch: PackedBatch) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:

@@ -22,8 +22,9 @@ from ..models import Decoder
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
 from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
-from .optimizer import AdamW, FlatParameters
+from .optimizer import AdamW
 from .packing import blank_batch
+from .parameters import flat_parameters
 from .programs import TrainerPrograms, UpdateState
 from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
@@ -78,7 +79,7 @@ class Trainer:
             )
         self.model, self.reference, self.loss = model, reference, loss
         self.world = world
-        self.flat = FlatParameters(model, world)
+        self.flat = flat_parameters(model, world.mesh)
         self.optimizer = AdamW(self.flat, optimizer)
         self.weights_version = 0
         device = self.flat.data.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -109,6 +110,18 @@ def test_a_change_that_leaves_size_and_time_is_seen(merges: Path, cache: Path, t
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     assert isinstance(load_tokenizer(folder), PreTrainedTokenizerFast)
+
+
+def test_one_that_cannot_be_kept_is_loaded(merges: Path, cache: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as on a full disk
+    try:
+        for _ in range(2):
+            assert isinstance(load_tokenizer(merges), PreTrainedTokenizerFast)
+            assert isinstance(byte_tokenizer(), PreTrainedTokenizerFast)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    both(merges)
 
 
 def test_a_tokenizer_that_does_more_to_text_is_not_kept(merges: Path, cache: Path, tmp_path: Path) -> None:

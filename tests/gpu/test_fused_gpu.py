@@ -9,41 +9,41 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops.linear import cublas
-from lockstep.ops.tables.linear_table import AsyncChoice, Choice, TmaChoice
+from lockstep.ops.tables.linear_table import Choice
 
 DEVICE = "cuda"
 ROWS = (1, 2, 7, 16, 40, 64, 100, 256, 700)
 TMA_ROWS = (33, 40, 63, 64, 65, 100, 127, 128, 129, 256, 700)
 TILES = (
-    Choice(16, 16, 128, 4, 8, early=True, prefetch=True),
-    Choice(16, 32, 256, 4, 3),
-    Choice(32, 32, 128, 4, 5),
-    Choice(32, 64, 64, 4, 4),
-    Choice(64, 16, 128, 4, 4),
-    Choice(64, 32, 64, 4, 8, early=True),
-    Choice(64, 64, 128, 4, 4),
-    Choice(128, 64, 64, 4, 5, prefetch=True),
-    Choice(128, 128, 64, 8, 4),
+    Choice("pipelined", 16, 16, 128, 4, 8, early=True, prefetch=True),
+    Choice("pipelined", 16, 32, 256, 4, 3),
+    Choice("pipelined", 32, 32, 128, 4, 5),
+    Choice("pipelined", 32, 64, 64, 4, 4),
+    Choice("pipelined", 64, 16, 128, 4, 4),
+    Choice("pipelined", 64, 32, 64, 4, 8, early=True),
+    Choice("pipelined", 64, 64, 128, 4, 4),
+    Choice("pipelined", 128, 64, 64, 4, 5, prefetch=True),
+    Choice("pipelined", 128, 128, 64, 8, 4),
 )
 ASYNC_TILES = (
-    AsyncChoice(16, 16, 128, 4, 6),
-    AsyncChoice(16, 32, 256, 3, 3),
-    AsyncChoice(16, 64, 64, 8, 10),
-    AsyncChoice(64, 8, 128, 3, 32),
-    AsyncChoice(64, 32, 64, 4, 8),
-    AsyncChoice(64, 64, 128, 3, 3),
-    AsyncChoice(64, 16, 256, 3, 12),
-    AsyncChoice(64, 128, 128, 4, 4),
-    AsyncChoice(64, 32, 256, 4, 5),
-    AsyncChoice(128, 64, 64, 4, 4),
+    Choice("async", 16, 16, 128, 4, 6, 4),
+    Choice("async", 16, 32, 256, 4, 3, 3),
+    Choice("async", 16, 64, 64, 4, 10, 8),
+    Choice("async", 64, 8, 128, 4, 32, 3),
+    Choice("async", 64, 32, 64, 4, 8, 4),
+    Choice("async", 64, 64, 128, 4, 3, 3),
+    Choice("async", 64, 16, 256, 4, 12, 3),
+    Choice("async", 64, 128, 128, 4, 4, 4),
+    Choice("async", 64, 32, 256, 4, 5, 4),
+    Choice("async", 128, 64, 64, 8, 4, 4),
 )
 TMA_TILES = (
-    TmaChoice(64, 16, 256, 5),
-    TmaChoice(64, 32, 128, 6),
-    TmaChoice(64, 64, 64, 3),
-    TmaChoice(64, 128, 128, 2),
-    TmaChoice(128, 32, 128, 5),
-    TmaChoice(128, 128, 64, 4),
+    Choice("tma", 64, 16, 256, 4, 5),
+    Choice("tma", 64, 32, 128, 4, 6),
+    Choice("tma", 64, 64, 64, 4, 3),
+    Choice("tma", 64, 128, 128, 4, 2),
+    Choice("tma", 128, 32, 128, 8, 5),
+    Choice("tma", 128, 128, 64, 8, 4),
 )
 SHARED_BYTES = 227 * 1024  # that a program may have
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
@@ -70,28 +70,28 @@ def test_every_tile_is_one_chain(census, n, k):
     from lockstep.ops.linear import triton as linear_triton
 
     x, weight, residual = wide(max(ROWS), k), wide(n, k), wide(max(ROWS), n)
-    chain, chain_fp32 = linear_triton.linear_bf16(x, weight), linear_triton.linear_fp32(x, weight)
+    chain, chain_fp32 = linear_triton.chain(x, weight), linear_triton.chain(x, weight, "linear_fp32")
     for m in ROWS:
         library = cublas.cublaslt_linear(x[:m], weight)
         assert census("linear: cuBLASLt = one chain", library, chain[:m]) == 0
         float32 = cublas.cublaslt_linear(x[:m], weight, torch.float32)
         assert census("linear_fp32: cuBLASLt = one chain", float32, chain_fp32[:m]) == 0
         for tile in TILES:
-            assert census("linear: any tile = one chain", linear_triton.product(x[:m], weight, tile), chain[:m]) == 0
-            added = linear_triton.product(x[:m], weight, tile, residual_MN=residual[:m])
+            plain = linear_triton.run("linear", tile, x[:m], weight)
+            assert census("linear: any tile = one chain", plain, chain[:m]) == 0
+            added = linear_triton.run("linear_add", tile, x[:m], weight, residual[:m])
             assert census("linear_add: any tile = separate", added, residual[:m] + chain[:m]) == 0
 
 
-def forms(x: Tensor, weight: Tensor, residual: Tensor, tile: AsyncChoice | TmaChoice) -> dict[str, Tensor]:
+def forms(x: Tensor, weight: Tensor, residual: Tensor, tile: Choice) -> dict[str, Tensor]:
     """What a tile makes of its three forms, as far as they fit."""
-    from lockstep.ops.linear import hopper_async, hopper_tma
+    from lockstep.ops.linear.kernels import KERNELS
 
-    kernel = hopper_async if isinstance(tile, AsyncChoice) else hopper_tma
-    x_stages, w_stages = tile[3], tile[-1]
-    made = {"plain": kernel.product(x, weight, tile), "add": kernel.product(x, weight, tile, residual_MN=residual)}
-    staged = x_stages * tile.block_m + w_stages * 2 * tile.block_n
+    run = KERNELS[tile.kernel].run
+    made = {"plain": run("norm_linear", tile, x, weight), "add": run("linear_add", tile, x, weight, residual)}
+    staged = (tile.x_stages or tile.num_stages) * tile.block_m + tile.num_stages * 2 * tile.block_n
     if 2 * staged * tile.block_k < SHARED_BYTES:  # gate and up double the weights
-        made["gated"] = kernel.product(x, weight, tile, gated=True)
+        made["gated"] = run("norm_gate_up", tile, x, weight)
     return made
 
 
@@ -104,7 +104,7 @@ def are_one_chain(census, name: str, cases: list, x: Tensor, weight: Tensor, res
         for m, tile in cases:
             forms(x[:m], weight, residual[:m], tile)
     for m, tile in cases:
-        chain = linear_triton.linear_bf16(x[:m], weight)
+        chain = linear_triton.chain(x[:m], weight)
         expected = {"plain": chain, "add": residual[:m] + chain, "gated": ops.silu_mul(chain)}
         for form, found in forms(x[:m], weight, residual[:m], tile).items():
             assert census(f"{name}, {form}", found, expected[form]) == 0

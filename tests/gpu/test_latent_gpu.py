@@ -15,7 +15,7 @@ from lockstep.ops.mla import operator as operators
 HEADS, RANK, ROPE_DIM, NOPE_DIM = 128, 512, 64, 128
 EDGES = [0, 1, 63, 64, 65, 1000, 4094, 4095, 4096, 4097, 8191, 8192, 8193, 8999]
 
-linear_bf16 = pytest.importorskip("lockstep.ops.linear.triton", exc_type=ImportError).linear_bf16
+chain_of = pytest.importorskip("lockstep.ops.linear.triton", exc_type=ImportError).chain
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_products_a_head_are_the_chain_in_any_batch(census, width, columns):
     weight = torch.randn(heads, width, columns, device=DEVICE).bfloat16().transpose(1, 2)
     out = ops.head_linear(x, weight)
     for n in range(0, heads, 17):
-        chain = linear_bf16(x[:, n].contiguous(), weight[n].contiguous())
+        chain = chain_of(x[:, n].contiguous(), weight[n].contiguous())
         assert census("product a head = one-accumulator chain", out[:, n], chain) == 0
     for rows in (1, 2, 7, 16, 17, 63, 64, 65, 129, 512):
         assert census("product a head: batches", ops.head_linear(x[-rows:], weight), out[-rows:]) == 0

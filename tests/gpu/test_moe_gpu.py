@@ -15,7 +15,7 @@ ROWS = (1, 2, 7, 8, 16, 17, 63, 64, 65, 129, 512)
 SOFTMAX = (SLOTS, False, 1, 1, True, 1.0)
 DEEPSEEK = (SLOTS, True, 8, 4, True, 2.5)
 
-linear_bf16 = pytest.importorskip("lockstep.ops.linear.triton", exc_type=ImportError).linear_bf16
+chain_of = pytest.importorskip("lockstep.ops.linear.triton", exc_type=ImportError).chain
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_grouped_products_are_the_chain_at_any_sizes(census, tokens, columns, de
     for e in range(0, EXPERTS, 5):
         own = slice(bounds[e], bounds[e + 1])
         if own.start < own.stop:
-            chain = linear_bf16(x[own], weight[e])
+            chain = chain_of(x[own], weight[e])
             assert census("grouped product = one-accumulator chain", out[own], chain) == 0
 
 

@@ -51,10 +51,10 @@ def relative_error(out: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize(("n", "k"), PROJECTIONS)
 def test_linear_is_one_ascending_chain(census, n, k):
-    from lockstep.ops.linear.triton import linear_bf16
+    from lockstep.ops.linear.triton import chain as chain_of
 
     x, weight = wide(max(ROWS), k), wide(n, k)
-    chain = linear_bf16(x, weight)
+    chain = chain_of(x, weight)
     assert relative_error(chain, x.double() @ weight.double().t()) < 4e-3
     for m in ROWS:
         assert census("linear: cuBLASLt = one chain", ops.linear(x[:m], weight), chain[:m]) == 0

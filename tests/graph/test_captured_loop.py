@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> RunConfig:
 def train(config: RunConfig) -> tuple[list[dict[str, Any]], list[Any], list[torch.Tensor]]:
     """Each step's metrics (but times), everything that was sampled, and the final weights."""
     run = build_room.build(config)
-    warm_up.warm_up(config, run)
+    warm_up.warm_up(run)
     loop = Loop(config, run)
     validation = loop.validate()
     metrics, samples = [], []
@@ -89,7 +89,7 @@ def test_twenty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, com
     trainer = replace(config.trainer, skip_zero_variance=True)
     config = replace(config, compile=CompileConfig("step", verify="off"), sampling=sampling, trainer=trainer)
     run = build_room.build(config)
-    warm_up.warm_up(config, run)
+    warm_up.warm_up(run)
     graphs, traces = made(run), run.compiler.captures
     loop = Loop(config, run)
     lengths = set()
@@ -100,7 +100,7 @@ def test_twenty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, com
     assert len(lengths) > 12 and (made(run), run.compiler.captures) == (graphs, traces)
 
 
-def made(run: build_room.Session) -> list[int]:
+def made(run: build_room.TrainingSession) -> list[int]:
     return [len(function.graphs) for function in run.compiler.functions]
 
 
@@ -136,7 +136,8 @@ def test_graphs_are_checked_before_the_first_step_and_remembered(config, compile
     found = []
     for verify in ("strict", "strict", "off"):
         run.verdicts = []
-        warm_up.warm_up(replace(config, compile=CompileConfig("step", verify=verify)), run)
+        run.config = replace(config, compile=CompileConfig("step", verify=verify))
+        warm_up.warm_up(run)
         found.append({v.function: (v.level, v.cases > 0, v.cases == v.known) for v in run.verdicts})
     names = ("forward_backward", "optim_step", "decode", "mixed")
     assert found == [dict.fromkeys(names, ("full", True, False)), dict.fromkeys(names, ("full", True, True)), {}]

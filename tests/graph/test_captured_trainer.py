@@ -95,6 +95,25 @@ def test_a_graph_serves_every_step_of_its_bucket(decoder, rollout, compiler_of) 
     assert compiler.replays == {"forward_backward": 3, "optim_step": 3}
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo", "sapo", "dppo", "rloo"])  # others have these losses
+def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, compiler_of, loss_type: str) -> None:
+    """Two updates a rollout, the second at ratios that are not 1."""
+
+    def run(compiler: Compiler | None) -> list[Any]:
+        model = decoder()
+        trainer = Trainer(model, OptimizerConfig(), LossConfig(loss_type), compiler=compiler)
+        (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
+        results = []
+        for first in (True, False):
+            trainer.forward_backward(batch, keep_support=first)
+            results.append(trainer.optim_step(1e-2))
+            batch.check_parity = False
+        assert results[0].tokens_different == 0 == results[0].clip_ratio
+        return [*results, trainer.flat.data]
+
+    assert same(run(compiler_of()), run(None))
+
+
 def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rollout, compiler_of) -> None:
     def run(compiler: Compiler | None) -> list[Any]:
         model = decoder()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from model_edits import NORM, cut, edited, instead, tensors, written
 
+from lockstep.config import RunConfig
 from lockstep.errors import InputError
 from lockstep.session.build import load_policy
 
@@ -86,7 +87,7 @@ def test_a_model_folder(model: Path, tmp_path: Path, damage: Callable[[Path], No
     shutil.copytree(model, folder)
     damage(folder)
     with pytest.raises(InputError) as info:
-        load_policy(str(folder), "tiny", 0, "cpu", "float32")
+        load_policy(RunConfig(model=str(folder), device="cpu", dtype="float32"))
     assert message in str(info.value) and str(folder) in str(info.value)
 
 
@@ -97,4 +98,4 @@ def test_a_tokenizer_larger_than_the_vocabulary(model: Path, tmp_path: Path) -> 
     written("generation_config.json", None)(folder)
     tensors(lambda t: t | {"model.embed_tokens.weight": t["model.embed_tokens.weight"][:200].clone()})(folder)
     with pytest.raises(InputError, match="small needs a vocabulary of 259, but the model's has 200 entries"):
-        load_policy(str(folder), "tiny", 0, "cpu", "float32")
+        load_policy(RunConfig(model=str(folder), device="cpu", dtype="float32"))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lockstep.cache.tokenizers import KeptTokenizer
 from lockstep.errors import InputError, LockstepError
 from lockstep.models import Decoder, PackedAttention, load_model, resolve_folder, save_model
 from lockstep.models.folder import read_config
@@ -348,6 +349,35 @@ def test_what_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     with pytest.raises(InputError, match=r"config\.json/x: the folder cannot be made"):
         init_folder("tiny", folder / "config.json" / "x", seed=0)
+
+
+@pytest.mark.parametrize(("limit", "file"), [(0, "config.json"), (100, "config.json"), (100_000, "model.safetensors")])
+def test_a_disk_that_fills_up_during_init_is_named_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, file: str
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))  # the tokenizer is not there yet
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(LockstepError, match=f"out/{file}: cannot be written .*File too large"):
+            init_folder("tiny", tmp_path / "out", seed=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "out").iterdir())
+    init_folder("tiny", tmp_path / "out", seed=0)
+
+
+def test_a_model_without_its_tokenizer_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object, folder: Path) -> None:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "chat_template.jinja").write_text("{%")
+        raise OSError(28, "No space left on device")
+
+    for kind in (KeptTokenizer, transformers.PreTrainedTokenizerFast):
+        monkeypatch.setattr(kind, "save_pretrained", full)
+    with pytest.raises(LockstepError, match="out: the tokenizer cannot be written .*No space left"):
+        init_folder("tiny", tmp_path / "out", seed=0)
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_weights_have_the_permissions_of_the_other_files(folder: Path, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def other_commands() -> Iterator[Odd]:
     yield Odd("chat --model tiny --max-completion-length 2", (), 0, stdin="hi\n/reset\n/what\n\n/quit\n")
     yield Odd("chat --model tiny --max-completion-length 2", ("context",), 0, stdin="x" * 60_000 + "\n")
     yield Odd("report run --out /dev/full", ("/dev/full",))
-    small = "--sampling.num-generations 2 --sampling.max-completion-length 2 --trainer.prompts-per-step 1 --steps 2"
+    small = "--sampling.num-generations 2 --sampling.max-completion-length 4 --trainer.prompts-per-step 1 --steps 2"
     train = f"train --model tiny --trainer.warmup-steps 0 --task.validation-prompts 0 {small} --run-dir r"
     for line, word, largest in [
         ("init tiny --out o", "o/", 100),

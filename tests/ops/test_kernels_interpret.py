@@ -173,10 +173,12 @@ class Interpreted:
     )
     def test_linear(self, m, n, k):
         x, weight = torch.randn(m, 2 * k)[:, k:], torch.randn(n, k)
-        out = linear_triton.linear_fp32(x, weight)
+        out = linear_triton.chain(x, weight, "linear_fp32")
         assert out.shape == (m, n) and out.dtype == torch.float32
         torch.testing.assert_close(out, (x.double() @ weight.double().t()).float(), atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(linear_triton.linear_bf16(x, weight), out.bfloat16())  # the interpreter truncates
+        x, weight = x.bfloat16(), weight.bfloat16()
+        out = linear_triton.chain(x, weight, "linear_fp32")
+        torch.testing.assert_close(linear_triton.chain(x, weight), out.bfloat16())  # the interpreter truncates
 
     @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 24), (4, 4, 64), (5, 1, 16)])
     def test_packed_attention(self, heads, kv_heads, head_dim):

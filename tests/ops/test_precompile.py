@@ -143,33 +143,33 @@ GLUON = (
     DRIVER
     + """
 import json, sys
-from lockstep.ops.linear import hopper_async as linear_async, hopper_tma as linear_tma; from lockstep.ops import pdl
+from lockstep.ops.linear import hopper_async, hopper_tma; from lockstep.ops import pdl
 from lockstep.ops.precompile import preload
-from lockstep.ops.tables.linear_table import AsyncChoice, TmaChoice
+from lockstep.ops.tables.linear_table import Choice
 
 def by_tma(*tile):
-    linear_tma.product(x, w, TmaChoice(*tile))
+    hopper_tma.run("norm_linear", Choice("tma", *tile), x, w)
 
 def launch(*tile):
-    linear_async.product(x, w, AsyncChoice(*tile), residual_MN=torch.empty(40, 64, dtype=x.dtype))
+    hopper_async.run("linear_add", Choice("async", *tile), x, w, torch.empty(40, 64, dtype=x.dtype))
 
 pdl._capability = lambda _: pdl.HOPPER
 x, w = torch.empty(40, 512, dtype=torch.bfloat16), torch.empty(64, 512, dtype=torch.bfloat16)
 if sys.argv[1] == "list":
     with compiling_only() as kernels:
-        launch(16, 32, 128, 3, 4)
-        launch(64, 16, 64, 4, 4)
-        by_tma(64, 32, 128, 3)
+        launch(16, 32, 128, 4, 4, 3)
+        launch(64, 16, 64, 4, 4, 4)
+        by_tma(64, 32, 128, 4, 3)
     print(json.dumps(kernels))
 else:
     assert preload(json.loads(sys.stdin.read())) == 3
     missed = []
     triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
     with compiling_only():
-        launch(16, 32, 128, 3, 4)
-        launch(64, 16, 64, 4, 4)
-        by_tma(64, 32, 128, 3)
-        launch(64, 16, 128, 4, 4)
+        launch(16, 32, 128, 4, 4, 3)
+        launch(64, 16, 64, 4, 4, 4)
+        by_tma(64, 32, 128, 4, 3)
+        launch(64, 16, 128, 4, 4, 4)
     print(len(missed))
 """
 )

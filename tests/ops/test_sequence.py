@@ -19,10 +19,8 @@ def case(rows: int, front: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     values = torch.randn(sum(LENGTHS), generator=draw)
     values = torch.cat((torch.ones(front), values, torch.full((rows,), torch.nan)))
-    cu = torch.tensor(
-        [0, front, *(front + sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS)))] + [len(values) - rows] * 2
-    )
-    return values, cu.int()
+    ends = [0, front, *(front + sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS)))]
+    return values, torch.tensor(ends + [ends[-1]] * 2, dtype=torch.int32)
 
 
 def expected(values: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from lockstep.generator import SnapshotWeights
 from lockstep.rl.loop import Loop
 from lockstep.run.metrics import listed
 from lockstep.run.train import train
-from lockstep.session.build import Session, build, resolve
+from lockstep.session.build import TrainingSession, build, resolve
 from lockstep.timings import Timings
 from lockstep.trainer.result import PendingResult
 
@@ -70,7 +70,7 @@ def rewarded_by(config: RunConfig, function: str) -> RunConfig:
     return replace(config, task=replace(config.task, reward=(f"{path}:{function}",)))
 
 
-def weights(run: Session) -> list[torch.Tensor]:
+def weights(run: TrainingSession) -> list[torch.Tensor]:
     return [p.detach().clone() for p in run.policy.model.parameters()]
 
 
@@ -175,7 +175,7 @@ def test_every_mode_keeps_parity_and_moves_the_weights(config: RunConfig, change
         assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6) and metrics[2]["kl"] > 0
 
 
-def with_a_flipped_bit(run: Session) -> Session:
+def with_a_flipped_bit(run: TrainingSession) -> TrainingSession:
     """The generator reads a copy of the weights in which one bit is wrong."""
     snapshot = SnapshotWeights(run.policy.model)
     snapshot.model.layers[0].o.data.view(torch.int32)[3, 5] ^= 1 << 20

@@ -22,6 +22,7 @@ from lockstep.run.metrics import (
     rollout_records,
     title_of,
     to_json,
+    write_json,
     write_summary,
 )
 from lockstep.types import Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
@@ -133,6 +134,19 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "m.jsonl")) == [{"step": 0}]
     MetricsWriter(tmp_path / "m.jsonl", start_step=1).close()
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_file_that_the_disk_refuses_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))
+    try:
+        with pytest.raises(LockstepError, match=r"could not write .*/summary\.json: .*File too large"):
+            write_json(path, {"a": "x" * 40})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_summary_is_replaced_whole(tmp_path: Path) -> None:

@@ -439,6 +439,7 @@ def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "Traceback" not in errors
     place = {"checkpoint": "checkpoints/step_0"}.get(file, file)
     assert f"{tmp_path / 'run' / place}" in errors and "File too large" in errors
+    assert not list((tmp_path / "run").rglob(".tmp-*")) and not list((tmp_path / "run").glob("model/*"))
 
 
 def test_gsm8k_trains_on_the_real_rows(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

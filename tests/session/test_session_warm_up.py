@@ -20,7 +20,7 @@ from lockstep.ops.tables import linear_table
 from lockstep.rl.loop import Loop
 from lockstep.session import kernel_lists
 from lockstep.session import warm_up as session_warm_up
-from lockstep.session.build import Session, build
+from lockstep.session.build import TrainingSession, build
 from lockstep.timings import Timings
 
 
@@ -46,14 +46,14 @@ def test_strict_parity_does_not_start_on_a_machine_that_breaks_the_contract(brok
     config = config_of()
     run = build(config)
     with pytest.raises(LockstepError, match="does not keep the bitwise contract for .*linear.*; use --parity warn"):
-        session_warm_up.warm_up(config, run)
+        session_warm_up.warm_up(run)
     assert run.timings.seconds["gate"] > 0
 
 
 def test_warn_says_so_and_off_does_not_look(broken: None, caplog: pytest.LogCaptureFixture) -> None:
     for parity, said in (("off", False), ("warn", True)):
         config = config_of(parity)
-        session_warm_up.warm_up(config, build(config))
+        session_warm_up.warm_up(build(config))
         assert ("does not keep the bitwise contract" in caplog.text) == said
 
 
@@ -63,9 +63,9 @@ def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, tmp_pat
     monkeypatch.setattr(machine_check, "_check", lambda *_: "replaced")
     config = config_of(captured=True)
     run = build(config)
-    launches = warm_up(run, config)
+    launches = warm_up(run)
     assert linear_table.overrides and {"forward_backward", "decode", "mixed"} <= launches.keys()
-    again = warm_up(run, config)  # known by now, so these graphs stay; those before had not been launched twice
+    again = warm_up(run)  # known by now, so these graphs stay; those before had not been launched twice
     assert again == {name: 2 * n for name, n in launches.items()} and min(launches.values()) > 0
 
 
@@ -73,24 +73,24 @@ def test_where_nothing_is_recorded_graphs_are_made_and_not_launched(monkeypatch,
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     config = config_of(captured=True)
     run = build(config)
-    session_warm_up.warm_up(config, run)
+    session_warm_up.warm_up(run)
     made = [graph for function in run.compiler.functions for graph in function.graphs.values()]
     assert len(made) >= 5 and not any(graph.launches for graph in made) and not run.compiler.only_making
     Loop(config, run).step(0)
     assert run.compiler.recompiles == 0 < sum(graph.launches for graph in made)
 
 
-def warm_up(run: Session, config: RunConfig) -> dict[str, int]:
+def warm_up(run: TrainingSession) -> dict[str, int]:
     """The fewest launches of each function's graphs, as on a device where the first launch of one records it."""
     run.compiler.nothing_to_record = False
-    session_warm_up.warm_up(config, run)
+    session_warm_up.warm_up(run)
     return {f.name: min(g.launches for g in f.graphs.values()) for f in run.compiler.functions if f.graphs}
 
 
-def precompile(config: RunConfig, run: Session) -> None:
-    path, make_graphs = session_warm_up._kernel_list(config, run), partial(session_warm_up._make_graphs, config, run)
+def precompile(run: TrainingSession) -> None:
+    path = kernel_lists.kernel_list(*session_warm_up._steps(run))
     session_warm_up._precompile(
-        run.compiler, path, make_graphs, partial(session_warm_up._rehearse_check, run), run.world
+        run, path, partial(session_warm_up._make_graphs, run), partial(session_warm_up._rehearse_check, run)
     )
 
 
@@ -103,9 +103,9 @@ def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch,
 
     monkeypatch.setattr(run.compiler, "rehearsal", fails)
     with caplog.at_level(logging.WARNING, "lockstep"):
-        precompile(config, run)
+        precompile(run)
     assert "one by one, which takes longer (GraphError: no tensors without memory here)" in caplog.text
-    assert min(warm_up(run, config).values()) > 0
+    assert min(warm_up(run).values()) > 0
 
 
 def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch, tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
     monkeypatch.setattr(run.compiler, "rehearsal", rehearsal)
     monkeypatch.setattr(run.compiler, "preload", lambda kernels: preloaded.append(list(kernels)) or len(kernels))
     for _ in range(2):
-        precompile(config, run)
-    changed = replace(config, generator=replace(config.generator, page_size=32))
-    precompile(changed, run)
+        precompile(run)
+    run.config = replace(config, generator=replace(config.generator, page_size=32))
+    precompile(run)
     assert rehearsed == [0, 1] and preloaded == [[], [["module", "kernel", "{}"]], []]
 
 
@@ -186,5 +186,6 @@ def test_what_was_loaded_beside_the_weights_is_not_loaded_again(monkeypatch, tmp
     monkeypatch.setattr(run.compiler, "preload", lambda kernels: asked.append(kernels) or 1)
     path = kernel_lists.kernel_list("its list")
     for preloaded, times in ((path, 0), (path.with_name("another.json"), 1), (None, 2)):
-        session_warm_up.make_ready(run.compiler, lambda: None, list, "off", kernels=path, preloaded=preloaded)
+        run.preloaded = preloaded
+        session_warm_up.make_ready(run, lambda: None, list, path)
         assert len(asked) == times

@@ -10,7 +10,7 @@ from lockstep import ops
 from lockstep.distributed import World
 from lockstep.models import Decoder
 from lockstep.trainer import FlatParameters
-from lockstep.trainer.fsdp.layout import ALIGNMENT, Layout
+from lockstep.trainer.parameters import ALIGNMENT, Layout, flat_parameters
 
 SHAPES = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 
@@ -36,7 +36,7 @@ def test_buffers_are_cut_and_normed_alike(shapes: list[tuple[int, ...]], ranks: 
 def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model) -> None:
     model: Decoder = make_model(torch.bfloat16)
     before = [p.clone() for p in model.parameters()]
-    flats = [FlatParameters(model, World(rank, 3)) for rank in range(3)]
+    flats = [flat_parameters(model, World(rank, 3).mesh) for rank in range(3)]
     whole = FlatParameters(make_model(torch.bfloat16)).data
     assert all(torch.equal(flat.data, flat.layout.cut(whole, rank)) for rank, flat in enumerate(flats))
     assert all(map(torch.equal, before, model.parameters()))

@@ -5,7 +5,6 @@ import torch
 
 from lockstep.config import OptimizerConfig
 from lockstep.trainer import AdamW, FlatParameters, learning_rate
-from lockstep.trainer.optimizer import accumulate
 
 OK, LR = torch.tensor(True), 3e-3
 
@@ -52,7 +51,7 @@ def test_equals_torch(make_model, max_grad_norm):
     parameters = [p for group in groups for p in group["params"]]
     for step in range(5):
         grads = random_grads(flat, step, scale=10.0 ** (step - 3))  # the norm is on both sides of 1
-        accumulate(flat.grads, grads)
+        flat.accumulate(flat.grads, grads)
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad.clone()
         expected = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
@@ -74,12 +73,12 @@ def test_the_scale_of_a_clipped_gradient_is_torchs(make_model):
 
 def test_fresh_moments_are_corrected_for_their_bias(make_model):
     (flat, ours), (other_flat, other) = make(make_model()), make(make_model())
-    accumulate(flat.grads, random_grads(flat, 0))
+    flat.accumulate(flat.grads, random_grads(flat, 0))
     ours.step(torch.tensor(LR), OK)
     ours.reset()
     other_flat.data.copy_(flat.data)
     for f, optimizer in ((flat, ours), (other_flat, other)):
-        accumulate(f.grads, random_grads(flat, 1))
+        f.accumulate(f.grads, random_grads(flat, 1))
         optimizer.step(torch.tensor(LR), OK)
     assert torch.equal(flat.data, other_flat.data) and ours.steps.tolist() == [1, 1]
 
@@ -88,7 +87,7 @@ def test_gradients_accumulate_in_float32(make_model):
     flat, _ = make(make_model(torch.bfloat16))
     ones = tuple(torch.ones_like(p) for p in flat.parameters)
     for _ in range(257):  # bfloat16 would stop at 256
-        accumulate(flat.grads, ones)
+        flat.accumulate(flat.grads, ones)
     assert flat.grad.max() == 257 and int((flat.grad > 0).sum()) == sum(p.numel() for p in flat.parameters)
 
 
@@ -97,7 +96,7 @@ def test_bfloat16_weights_are_the_rounded_masters(make_model):
     flat, optimizer = make(model)
     start = flat.data.clone()
     for step in range(20):
-        accumulate(flat.grads, random_grads(flat, step))
+        flat.accumulate(flat.grads, random_grads(flat, step))
         optimizer.step(torch.tensor(1e-6), OK)
     assert torch.equal(flat.data, optimizer.master.bfloat16())
     drift = (optimizer.master - start.float()).abs()
@@ -108,18 +107,18 @@ def test_bfloat16_weights_are_the_rounded_masters(make_model):
 @pytest.mark.parametrize("ok, poison", [(False, 1.0), (True, math.nan), (True, math.inf), (False, math.nan)])
 def test_a_refused_update_changes_no_bit(make_model, dtype, ok, poison):
     flat, optimizer = make(make_model(dtype), weight_decay=0.1)
-    accumulate(flat.grads, random_grads(flat, 0))
+    flat.accumulate(flat.grads, random_grads(flat, 0))
     optimizer.step(torch.tensor(LR), OK)
     optimizer.exp_avg[0] = -0.0
     before = bits(optimizer)
-    accumulate(flat.grads, random_grads(flat, 1))
+    flat.accumulate(flat.grads, random_grads(flat, 1))
     flat.grad[5] = poison
     _, applied = optimizer.step(torch.tensor(LR), torch.tensor(ok))
     assert not applied and not flat.grad.any()
     for name, value in bits(optimizer).items():
         view = torch.int32 if value.dtype == torch.float32 else torch.int16
         assert torch.equal(value.view(view), before[name].view(view)), name
-    accumulate(flat.grads, random_grads(flat, 2))
+    flat.accumulate(flat.grads, random_grads(flat, 2))
     assert optimizer.step(torch.tensor(LR), OK)[1] and not torch.equal(optimizer.master, before["master"])
 
 
@@ -127,12 +126,12 @@ def test_a_refused_update_changes_no_bit(make_model, dtype, ok, poison):
 def test_state_resumes_bit_for_bit(make_model, dtype):
     flat, optimizer = make(make_model(dtype), weight_decay=0.1)
     other_flat, other = make(make_model(dtype, seed=1), weight_decay=0.1)
-    accumulate(flat.grads, random_grads(flat, 0))
+    flat.accumulate(flat.grads, random_grads(flat, 0))
     optimizer.step(torch.tensor(LR), OK)
     other.load_state({k: v.clone() for k, v in optimizer.state().items()})
     assert torch.equal(other_flat.data, flat.data)
     for f, o in ((flat, optimizer), (other_flat, other)):
-        accumulate(f.grads, random_grads(flat, 1))
+        f.accumulate(f.grads, random_grads(flat, 1))
         o.step(torch.tensor(LR), OK)
     assert all(torch.equal(a, b) for a, b in zip(bits(optimizer).values(), bits(other).values(), strict=True))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...distributed.placement import ROWS, Placement
 from ..config import ModelConfig
 from .attention import Attend, Latent
 from .rope import YarnScaling
@@ -35,11 +36,12 @@ class LatentAttention(nn.Module):
         assert m is not None
         self.num_heads, self.config = config.num_heads, m
         queries = config.num_heads * (m.nope_dim + m.rope_dim)
-        self.down = weight((m.q_rank or queries) + m.key_dim, config.hidden_size)
+        blocks = m.q_rank or queries, m.kv_rank, m.rope_dim
+        self.down = weight(sum(blocks), config.hidden_size, on=Placement(tp=0, blocks=blocks))
         self.q_norm = None if m.q_rank is None else weight(m.q_rank)
-        self.q_up = None if m.q_rank is None else weight(queries, m.q_rank)
+        self.q_up = None if m.q_rank is None else weight(queries, m.q_rank, on=ROWS)
         self.kv_norm = weight(m.kv_rank)
-        self.kv_up = weight(config.num_heads * (m.nope_dim + m.v_dim), m.kv_rank)
+        self.kv_up = weight(config.num_heads * (m.nope_dim + m.v_dim), m.kv_rank, on=ROWS)
         self.scale = (m.nope_dim + m.rope_dim) ** -0.5
         if isinstance(config.rope_scaling, YarnScaling):
             self.scale *= config.rope_scaling.score_factor

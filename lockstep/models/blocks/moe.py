@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...distributed.placement import ROWS, Placement
 from ..config import MoEConfig
 
 
@@ -74,8 +75,10 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig, hidden_size: int, weight: Callable[..., nn.Parameter]) -> None:
         super().__init__()
-        self.gate_up = weight(config.num_experts, 2 * config.intermediate_size, hidden_size)
-        self.down = weight(config.num_experts, hidden_size, config.intermediate_size)
+        width = config.intermediate_size
+        fused = Placement(ep=0, tp=1, blocks=(width, width))
+        self.gate_up = weight(config.num_experts, 2 * width, hidden_size, on=fused)
+        self.down = weight(config.num_experts, hidden_size, width, on=Placement(ep=0, tp=1))
 
     def forward(self, x_RD: Tensor, offsets: Tensor) -> Tensor:
         """Each row through its expert, [R, D]."""
@@ -96,8 +99,8 @@ class SharedExperts(nn.Module):
     def __init__(self, config: MoEConfig, hidden_size: int, weight: Callable[..., nn.Parameter]) -> None:
         super().__init__()
         width = config.shared_experts * config.intermediate_size
-        self.gate_up = weight(2 * width, hidden_size)
-        self.down = weight(hidden_size, width)
+        self.gate_up = weight(2 * width, hidden_size, on=Placement(tp=0, blocks=(width, width)))
+        self.down = weight(hidden_size, width, on=ROWS)
 
     def forward(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
         """`y` plus the feed-forward of x, [T, D]."""

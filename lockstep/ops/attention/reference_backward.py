@@ -94,11 +94,11 @@ def _dense(
         return x.float().view(batch, kv_heads, -1, head_dim).transpose(1, 2).reshape(-1, kv_heads, head_dim)
 
     q, grad, k, v = grouped(q_TNH), grouped(grad_TNH), keyed(k_TKH), keyed(v_TKH)
-    scores = torch.bmm(q, k.transpose(1, 2)).float().view(batch, kv_heads, group, queries, -1) * scale
-    p = torch.softmax(scores + bias_BQL[:, None, None], dim=-1).nan_to_num_(0.0)
+    scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).view(batch, kv_heads, group, queries, -1)
+    p = torch.softmax(scores.add_(bias_BQL[:, None, None]), dim=-1).nan_to_num_(0.0)
     p = p.view(batch * kv_heads, group * queries, -1)
     dp = torch.bmm(grad, v.transpose(1, 2)).float()
-    ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) * scale).to(q.dtype)
+    ds = dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p).mul_(scale).to(q.dtype)
     dq = torch.bmm(ds, k).float().view(batch, kv_heads, group, queries, head_dim)
     dq = dq.permute(0, 3, 1, 2, 4).reshape(-1, heads, head_dim)
     dk = by_row(torch.bmm(ds.transpose(1, 2), q))

@@ -1,11 +1,11 @@
 """Attention over packed segments and over a paged cache: one kernel, two ways to find a position's row.
 
 A program does a tile of query rows (tokens x heads of a group, tokens outermost) of one kv head of one sequence. In
-long sequences the key tiles that all of its rows see come first, without masks. `attention_tiles` has the expression,
-and why the tile of queries is free; `attention_decode` does single queries.
+long sequences the key tiles that all of its rows see come first, without masks. `triton_tiles` has the expression, that
+of latent attention included, and why the tile of queries is free; `triton_decode` does single queries.
 
-Shape suffixes: T tokens, S sequences, N query heads, K kv heads, H head dim, R rows of keys and values, M query rows of
-a program, G query heads of a kv head, L keys of a tile.
+Shape suffixes: T tokens, S sequences, N query heads, K kv heads, H head dim, P rotated dim, R rows of keys and values,
+M query rows of a program, G query heads of a kv head, L keys of a tile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import triton_decode
 from .reference import KEY_SPLIT, KEY_TILE
-from .triton_tiles import LONG, MIN_BLOCK, attend, empty_state, merge_states, rows_last
+from .triton_tiles import LONG, MIN_BLOCK, Keys, attend, empty_state, load_queries, merge_states, rows_last
 
 
 class AttentionTile(NamedTuple):
@@ -64,39 +64,28 @@ def _zero_rows(
 @triton.jit
 def _attend_causal(
     q_MH,
+    q_MP,
     last_M,
     begin,
     unmasked_end,  # below it all rows see all keys
     end,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    prefix,
-    shared,
-    own,
-    k_stride,
-    v_stride,
+    keys,
     scale,
     IS_LONG: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    BLOCK_H: tl.constexpr,
 ):
     """The state of the keys at positions `begin` to `end`, none of them in another split."""
-    shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
+    state = empty_state(q_MH.shape[0], q_MH.shape[1])
     if IS_LONG:
         masked = tl.maximum(begin, tl.minimum(unmasked_end, end))
-        shift_M, sum_M, acc_MH = attend(
-            shift_M, sum_M, acc_MH, q_MH, last_M, begin, masked, k_ptr, v_ptr, table_ptr, prefix, shared, own, k_stride,
-            v_stride, scale, False, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
-        )  # fmt: skip
+        state = attend(
+            state, q_MH, q_MP, last_M, begin, masked, keys, scale, False, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L
+        )
         begin = masked
-    return attend(
-        shift_M, sum_M, acc_MH, q_MH, last_M, begin, end, k_ptr, v_ptr, table_ptr, prefix, shared, own, k_stride,
-        v_stride, scale, True, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
-    )  # fmt: skip
+    return attend(state, q_MH, q_MP, last_M, begin, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -126,9 +115,18 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    q_rope_ptr=None,  # [T, N, P]; these if ROPE_DIM > 0, and then v_ptr is not read
+    q_rope_stride=None,
+    q_rope_head_stride=None,
+    k_rope_ptr=None,  # [R, P]
+    k_rope_stride=None,
+    ROPE_DIM: tl.constexpr = 0,
+    BLOCK_P: tl.constexpr = 0,
 ):
-    kv_head, sequence = tl.program_id(1), tl.program_id(2)
-    out_stride = tl.num_programs(1) * GROUP * HEAD_DIM
+    kv_head, kv_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
+    if ROPE_DIM > 0:
+        kv_head, kv_heads = 0, 1  # as the compiler should know
+    out_stride = kv_heads * GROUP * HEAD_DIM
     first = tl.load(cu_seqlens_ptr + sequence)
     lse_ptr += (kv_head * tokens + first) * GROUP
     if sequence == tl.num_programs(2) - 1:  # one past the last sequence: padding
@@ -149,34 +147,40 @@ def _attention_kernel(
         own = first - prefix
     row_M = first_row + tl.arange(0, BLOCK_M)
     token_M, head_M = row_M // GROUP, kv_head * GROUP + row_M % GROUP
-    h = tl.arange(0, BLOCK_H)
-    row_mask_MH = (token_M < length)[:, None] & (h < HEAD_DIM)[None, :]
-    q_offset_M = (first + token_M).to(tl.int64) * q_stride + head_M * q_head_stride
-    q_MH = tl.load(q_ptr + q_offset_M[:, None] + h[None, :], mask=row_mask_MH, other=0.0)
+    inside_M = token_M < length
+    q_MH = load_queries(q_ptr, first + token_M, head_M, q_stride, q_head_stride, inside_M, HEAD_DIM, BLOCK_H)
+    q_MP = None
+    if ROPE_DIM > 0:
+        q_MP = load_queries(
+            q_rope_ptr, first + token_M, head_M, q_rope_stride, q_rope_head_stride, inside_M, ROPE_DIM, BLOCK_P
+        )
 
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
+    keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, prefix, shared, own, k_rope_ptr, k_rope_stride)
     last_M = prefix + token_M
     unmasked_end = (prefix + first_row // GROUP + 1) // BLOCK_L * BLOCK_L
     end = prefix + tl.minimum((first_row + BLOCK_M - 1) // GROUP + 1, length)  # keys that the last row sees
     if SPLIT > 0:
-        shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
+        state = empty_state(BLOCK_M, BLOCK_H)
         for begin in range(0, end, SPLIT):
-            next_shift_M, next_sum_M, next_acc_MH = _attend_causal(
-                q_MH, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), k_ptr, v_ptr, table_ptr, prefix,
-                shared, own, k_stride, v_stride, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, BLOCK_M, BLOCK_L, BLOCK_H,
+            of_split = _attend_causal(
+                q_MH, q_MP, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), keys, scale, IS_LONG,
+                PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L,
             )  # fmt: skip
-            shift_M, sum_M, acc_MH = merge_states(shift_M, sum_M, acc_MH, next_shift_M, next_sum_M, next_acc_MH)
+            state = merge_states(state, of_split)
     else:
-        shift_M, sum_M, acc_MH = _attend_causal(
-            q_MH, last_M, 0, unmasked_end, end, k_ptr, v_ptr, table_ptr, prefix, shared, own, k_stride, v_stride,
-            scale, IS_LONG, PAGE_SIZE, HEAD_DIM, BLOCK_M, BLOCK_L, BLOCK_H,
-        )  # fmt: skip
+        state = _attend_causal(
+            q_MH, q_MP, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L
+        )
 
+    shift_M, sum_M, acc_MH = state
+    h = tl.arange(0, BLOCK_H)
+    row_mask_MH = inside_M[:, None] & (h < HEAD_DIM)[None, :]
     out_offset_M = (first + token_M).to(tl.int64) * out_stride + head_M * HEAD_DIM
     out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_offset_M[:, None] + h[None, :], out_MH, mask=row_mask_MH)
-    tl.store(lse_ptr + row_M, shift_M + tl.log2(sum_M), mask=token_M < length)
+    tl.store(lse_ptr + row_M, shift_M + tl.log2(sum_M), mask=inside_M)
 
 
 def _tile(max_context: int, head_dim: int, dtype: torch.dtype) -> AttentionTile:

@@ -31,7 +31,7 @@ from ..rope.triton import qk_norm_rope, rotated_heads
 from ..row_alignment import aligned_rows
 from . import triton_prefetch
 from .reference import KEY_SPLIT, KEY_TILE
-from .triton_tiles import MIN_BLOCK, attend, empty_state, merge_states, rows_last
+from .triton_tiles import MIN_BLOCK, Keys, attend, empty_state, load_queries, merge_states, rows_last
 
 STAGES = 3
 MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
@@ -47,16 +47,6 @@ class Projected(NamedTuple):
     num_kv_heads: int
     eps: float
     slots_S: Tensor
-
-
-@triton.jit
-def _load_queries(
-    q_ptr, sequence_M, head_M, mask_M, q_stride, q_head_stride, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr
-):
-    """Queries, [M, H]."""
-    h = tl.arange(0, BLOCK_H)
-    offset_M = sequence_M.to(tl.int64) * q_stride + head_M * q_head_stride
-    return tl.load(q_ptr + offset_M[:, None] + h[None, :], mask_M[:, None] & (h < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -96,18 +86,8 @@ def _load_state(acc_ptr, statistics_ptr, row_M, mask_M, states, HEAD_DIM: tl.con
 
 
 @triton.jit
-def _store_state(
-    acc_ptr,
-    statistics_ptr,
-    row_M,
-    mask_M,
-    states,
-    shift_M,
-    sum_M,
-    acc_MH,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+def _store_state(acc_ptr, statistics_ptr, row_M, mask_M, states, state, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
+    shift_M, sum_M, acc_MH = state
     h = tl.arange(0, BLOCK_H)
     mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
     tl.store(statistics_ptr + row_M, shift_M, mask=mask_M)
@@ -163,17 +143,16 @@ def _group_kernel(
     member_M = row_M // GROUP
     sequence_M = tl.load(group_rows_ptr + member_M, mask=member_M < WIDTH, other=-1)
     head_M, mask_M = kv_head * GROUP + row_M % GROUP, sequence_M >= 0
-    q_MH = _load_queries(q_ptr, sequence_M, head_M, mask_M, q_stride, q_head_stride, HEAD_DIM, BLOCK_H)
-    shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
-    shift_M, sum_M, acc_MH = attend(
-        shift_M, sum_M, acc_MH, q_MH, row_M, begin, end, k_ptr + kv_head * k_head_stride,
-        v_ptr + kv_head * v_head_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0, k_stride, v_stride,
-        scale, False, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
-    )  # fmt: skip
+    q_MH = load_queries(q_ptr, sequence_M, head_M, q_stride, q_head_stride, mask_M, HEAD_DIM, BLOCK_H)
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0)
+    state = empty_state(BLOCK_M, BLOCK_H)
+    state = attend(state, q_MH, None, row_M, begin, end, keys, scale, False, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
     heads = tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
-    _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, shift_M, sum_M, acc_MH, HEAD_DIM, BLOCK_H)
+    _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
 
 
 @triton.jit(do_not_specialize=["table_width", "cache_rows"])
@@ -260,25 +239,24 @@ def _decode_kernel(
         )  # fmt: skip
     else:
         sequence_M = tl.zeros((BLOCK_M,), tl.int32) + sequence
-        q_MH = _load_queries(q_ptr, sequence_M, head_M, mask_M, q_stride, q_head_stride, HEAD_DIM, BLOCK_H)
+        q_MH = load_queries(q_ptr, sequence_M, head_M, q_stride, q_head_stride, mask_M, HEAD_DIM, BLOCK_H)
 
     state_M = (split * sequences + sequence).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
-    shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
+    state = empty_state(BLOCK_M, BLOCK_H)
     start = begin
     if GROUPED:
         start = tl.minimum(tl.load(shared_len_ptr + sequence) // BLOCK_L * BLOCK_L, end)
         start = tl.maximum(start, begin)
         found_M = row_M < tl.where(start > begin, GROUP, 0)
-        shift_M, sum_M, acc_MH = _load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
+        state = _load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
     last_M = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
-    shift_M, sum_M, acc_MH = attend(
-        shift_M, sum_M, acc_MH, q_MH, last_M, start, end, k_ptr, v_ptr, table_ptr, 0, 0, 0, k_stride, v_stride, scale,
-        True, PAGE_SIZE, HEAD_DIM, BLOCK_L, BLOCK_H,
-    )  # fmt: skip
+    keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
+    state = attend(state, q_MH, None, last_M, start, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
     if SPLITS:
-        _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, shift_M, sum_M, acc_MH, HEAD_DIM, BLOCK_H)
+        _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
     else:
+        _, sum_M, acc_MH = state
         out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + state_M[:, None] * HEAD_DIM + h[None, :], out_MH, mask=mask_MH)
 
@@ -304,12 +282,13 @@ def _merge_kernel(
     sequences, heads = tl.num_programs(1), tl.num_programs(0) * GROUP
     h, row_M = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_M)
     mask_M, state_M = row_M < GROUP, sequence.to(tl.int64) * heads + kv_head * GROUP + row_M
-    shift_M, sum_M, acc_MH = empty_state(BLOCK_M, BLOCK_H)
+    state = empty_state(BLOCK_M, BLOCK_H)
     split_M = state_M
     for _ in range(0, tl.load(context_len_ptr + sequence), SPLIT):
-        next_M, next_sum_M, next_MH = _load_state(acc_ptr, statistics_ptr, split_M, mask_M, states, HEAD_DIM, BLOCK_H)
-        shift_M, sum_M, acc_MH = merge_states(shift_M, sum_M, acc_MH, next_M, next_sum_M, next_MH)
+        found = _load_state(acc_ptr, statistics_ptr, split_M, mask_M, states, HEAD_DIM, BLOCK_H)
+        state = merge_states(state, found)
         split_M += sequences * heads
+    _, sum_M, acc_MH = state
     out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
     mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
     tl.store(out_ptr + state_M[:, None] * HEAD_DIM + h[None, :], out_MH, mask=mask_MH)

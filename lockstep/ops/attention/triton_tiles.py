@@ -11,10 +11,15 @@ dtype before the second product, their sum is taken before that rounding; the re
 A state is (shift, sum, acc): the row's largest score times `scale` (which holds log2(e)), the sum of exponentials and
 the output before its division, both relative to that shift.
 
-Shape suffixes: H head dim, M query rows of a program, L keys of a tile, S segments.
+Latent attention has the same expression. There ROPE_DIM > 0: queries and keys have a rotated part of that width beside
+them, whose products are added last to a score, in the same accumulator; and a tile of keys is also that of the values.
+
+Shape suffixes: H head dim, P rotated dim, M query rows of a program, L keys of a tile, S segments.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,6 +27,21 @@ from torch import Tensor
 
 MIN_BLOCK = 16  # tl.dot's smallest side
 LONG = 512  # keys of a sequence above which larger tiles of queries pay
+
+
+class Keys(NamedTuple):
+    """In a kernel: the keys and values of a kv head, and where `key_rows` finds a position's row."""
+
+    k_ptr: Any
+    v_ptr: Any
+    k_stride: Any
+    v_stride: Any
+    table_ptr: Any
+    prefix: Any
+    shared: Any
+    own: Any
+    rope_ptr: Any = None
+    rope_stride: Any = None
 
 
 @triton.jit
@@ -75,62 +95,77 @@ def row_sum(p_ML, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(q_MH, k_LH, v_LH, visible_ML, shift_M, sum_M, acc_MH, scale, MASKED: tl.constexpr):
-    """One key tile of the online softmax (Milakov and Gimelshein 2018)."""
+def load_queries(ptr, token_M, head_M, stride, head_stride, inside_M, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Rows [M, H] of [T, N, HEAD_DIM], zeros where not inside."""
+    h = tl.arange(0, BLOCK_H)
+    offset_M = token_M.to(tl.int64) * stride + head_M * head_stride
+    return tl.load(ptr + offset_M[:, None] + h[None, :], inside_M[:, None] & (h < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM: tl.constexpr):
+    """Products of query rows and keys, float32 [M, L]."""
     score_ML = tl.dot(q_MH, tl.trans(k_LH), input_precision="ieee")
-    if MASKED:
-        score_ML = tl.where(visible_ML, score_ML, float("-inf"))
-    new_M = tl.maximum(shift_M, tl.max(score_ML, axis=1) * scale)
-    finite_M = new_M
-    if MASKED:
-        finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)  # no visible key yet: every exp2 below is 0
-    p_ML = tl.exp2(tl.fma(score_ML, scale, -finite_M[:, None]))
-    alpha_M = tl.exp2(shift_M - finite_M)
-    sum_M = tl.fma(sum_M, alpha_M, row_sum(p_ML, q_MH.shape[0]))
-    acc_MH = tl.dot(p_ML.to(v_LH.dtype), v_LH, acc_MH * alpha_M[:, None], input_precision="ieee")
-    return new_M, sum_M, acc_MH
+    if ROPE_DIM > 0:
+        score_ML = tl.dot(q_MP, tl.trans(k_LP), score_ML, input_precision="ieee")
+    return score_ML
 
 
 @triton.jit
 def attend(
-    shift_M,
-    sum_M,
-    acc_MH,
+    state,
     q_MH,
+    q_MP,  # if ROPE_DIM > 0
     last_M,  # the last position that a row sees
     begin,  # a multiple of BLOCK_L
     end,
-    k_ptr,  # of the kv head
-    v_ptr,
-    table_ptr,
-    prefix,
-    shared,
-    own,
-    k_stride,
-    v_stride,
+    keys,
     scale,
     MASKED: tl.constexpr,  # some row does not see some of the keys
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    BLOCK_H: tl.constexpr,
 ):
-    """The state with the keys at positions `begin` to `end` added; where they lie, `key_rows` says."""
-    row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, table_ptr, prefix, shared, own, PAGE_SIZE)
+    """The state with the keys at positions `begin` to `end` added: a tile of the online softmax (Milakov and Gimelshein
+    2018) after the other."""
+    shift_M, sum_M, acc_MH = state
+    BLOCK_M: tl.constexpr = q_MH.shape[0]
+    BLOCK_H: tl.constexpr = q_MH.shape[1]
+    row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys.table_ptr, keys.prefix, keys.shared, keys.own, PAGE_SIZE)
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
-        k_LH = load_rows(k_ptr, row_L, k_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
-        v_LH = load_rows(v_ptr, row_L, v_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
+        k_LH = load_rows(keys.k_ptr, row_L, keys.k_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
+        v_LH, k_LP = k_LH, None
+        if ROPE_DIM > 0:
+            k_LP = load_rows(keys.rope_ptr, row_L, keys.rope_stride, inside_L, MASKED, ROPE_DIM, q_MP.shape[1])
+        else:
+            v_LH = load_rows(keys.v_ptr, row_L, keys.v_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
         visible_ML = position_L[None, :] <= last_M[:, None]
-        shift_M, sum_M, acc_MH = _attend_tile(q_MH, k_LH, v_LH, visible_ML, shift_M, sum_M, acc_MH, scale, MASKED)
-        row_L = key_rows(position_L + BLOCK_L, end, table_ptr, prefix, shared, own, PAGE_SIZE)  # a tile ahead
+        score_ML = scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM)
+        if MASKED:
+            score_ML = tl.where(visible_ML, score_ML, float("-inf"))
+        new_M = tl.maximum(shift_M, tl.max(score_ML, axis=1) * scale)
+        finite_M = new_M
+        if MASKED:
+            finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)  # no visible key yet: every exp2 below is 0
+        p_ML = tl.exp2(tl.fma(score_ML, scale, -finite_M[:, None]))
+        alpha_M = tl.exp2(shift_M - finite_M)
+        sum_M = tl.fma(sum_M, alpha_M, row_sum(p_ML, BLOCK_M))
+        acc_MH = tl.dot(p_ML.to(v_LH.dtype), v_LH, acc_MH * alpha_M[:, None], input_precision="ieee")
+        shift_M = new_M
+        row_L = key_rows(  # a tile ahead
+            position_L + BLOCK_L, end, keys.table_ptr, keys.prefix, keys.shared, keys.own, PAGE_SIZE
+        )
     return shift_M, sum_M, acc_MH
 
 
 @triton.jit
-def merge_states(shift_M, sum_M, acc_MH, next_shift_M, next_sum_M, next_acc_MH):
+def merge_states(state, next_state):
     """The state of the splits so far with the next one's added; exactly the other's where one has no key."""
+    shift_M, sum_M, acc_MH = state
+    next_shift_M, next_sum_M, next_acc_MH = next_state
     new_M = tl.maximum(shift_M, next_shift_M)
     finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)
     alpha_M, beta_M = tl.exp2(shift_M - finite_M), tl.exp2(next_shift_M - finite_M)

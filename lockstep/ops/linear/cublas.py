@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from ..tables.linear_table import LIBRARY, Choice, Kind
 
 MIN_ROWS = 8  # below this cuBLAS may use matrix-vector kernels, whose order of additions is another
 
@@ -34,3 +37,23 @@ def cublaslt_linear(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype = torch.
         x_TK = torch.nn.functional.pad(x_TK, (0, 0, 0, MIN_ROWS - rows))
     weight_KN = weight_NK.t()
     return (torch.mm(x_TK, weight_KN) if dtype == x_TK.dtype else torch.mm(x_TK, weight_KN, out_dtype=dtype))[:rows]
+
+
+def supports(choice: Choice, weight_NK: Tensor) -> bool:
+    """Always."""
+    return True
+
+
+def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
+    """One: the library chooses itself."""
+    return [LIBRARY]
+
+
+def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    """See `kernels.ProductKernel`."""
+    out_MN = cublaslt_linear(x_MK, weight_NK, torch.float32 if kind == "linear_fp32" else x_MK.dtype)
+    if kind == "norm_gate_up":
+        from ..activation.triton import silu_mul
+
+        return silu_mul(out_MN)
+    return out_MN if residual_MN is None else out_MN.add_(residual_MN)

@@ -17,6 +17,9 @@ Shape suffixes: M rows, N columns of the result, K depth.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -27,13 +30,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import pdl
 from ..row_alignment import aligned_rows
-from ..tables.linear_table import AsyncChoice, TmaChoice
+from ..tables.linear_table import Choice, Kind, tiles_of_weight
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # by Triton's version
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ALIGNMENT = 16  # bytes: of what one instruction copies
 WGMMA_ROWS = 64  # of a block, from which on it is multiplied so
+STAGES = {64: (4, 8), 128: (3, 4), 256: (3, 4)}  # of the rows, by the depth of one; the weights fill the rest
+STAGES_KIB = (74, 110, 220)  # three programs a multiprocessor, two, or one
 MIN_COPIED = 8  # rows that are copied at least: the period of the shared layouts
 
 
@@ -179,64 +184,76 @@ def _async_kernel(
     gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
 
 
-def usable(choice: AsyncChoice | TmaChoice, w_NK: Tensor) -> bool:
-    """Whether this GPU has what the kernel is made of, and the weight is laid out for it."""
-    has = pdl.has_wgmma(w_NK) if choice.block_m >= WGMMA_ROWS else pdl.supported(w_NK)
-    return has and w_NK.is_contiguous() and w_NK.data_ptr() % ALIGNMENT == 0
+def supports(choice: Choice, weight_NK: Tensor) -> bool:
+    """See `kernels.ProductKernel`."""
+    has = pdl.has_wgmma(weight_NK) if choice.block_m >= WGMMA_ROWS else pdl.supported(weight_NK)
+    return has and weight_NK.is_contiguous() and weight_NK.data_ptr() % ALIGNMENT == 0
 
 
-def operands(x_MK: Tensor, w_NK: Tensor, gated: bool, residual_MN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
+    """See `kernels.ProductKernel`."""
+    if kind == "linear_fp32":
+        return []
+    found: dict[Choice, None] = {}
+    weights, most = tiles_of_weight(kind), rows[-1]
+    for block_m, block_n, block_k in itertools.product(
+        (16, 64) if most <= 64 else (64, 128), (8, 16, 32, 64, 128), STAGES
+    ):
+        programs, steps = -(-rows[0] // block_m) * (columns // weights // block_n), depth // block_k
+        narrow = weights * block_n < (16 if block_m == 16 or most > 64 else 8)
+        if narrow or weights * block_n > 128 or not 32 <= programs <= 400 or depth % block_k:
+            continue
+        row_stage, weight_stage = 2 * block_k * block_m, 2 * block_k * block_n * weights
+        for x_stages, kib in itertools.product(STAGES[block_k], STAGES_KIB):
+            stages = min((kib * 1024 - x_stages * row_stage) // weight_stage, steps)
+            if stages >= min(x_stages, steps) and x_stages <= steps + 1:
+                warps = 4 if block_m <= 64 else 8
+                found[Choice("async", block_m, block_n, block_k, warps, stages, x_stages)] = None
+    return list(found)
+
+
+def operands(kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and residual as kernels take them, and room for the result between; without a residual, that room."""
     x_MK = aligned_rows(x_MK)
-    out_MN = x_MK.new_empty(x_MK.shape[0], w_NK.shape[0] // (2 if gated else 1))
+    out_MN = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0] // tiles_of_weight(kind))
     return x_MK, out_MN, out_MN if residual_MN is None else aligned_rows(residual_MN)
 
 
-def asks_ahead(ahead: bool) -> bool:
+def asks_ahead(kind: Kind) -> bool:
     """Whether weights are asked for before the kernel before has ended: in a captured graph, where one may."""
-    return ahead and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return kind != "linear" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def product(
-    x_MK: Tensor,
-    w_NK: Tensor,
-    choice: AsyncChoice,
-    *,
-    gated: bool = False,
-    residual_MN: Tensor | None = None,
-    ahead: bool = True,
-) -> Tensor:
-    """`x @ w.T` in bfloat16, or one of its fused forms; see the top of this file.
+def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    """See `kernels.ProductKernel`; in bfloat16, at a depth that is a multiple of `choice.block_k`.
 
-    Args:
-        w_NK: `usable`; its depth is a multiple of `choice.block_k`.
-        ahead: nothing that runs just before writes the weight, so a captured graph may ask for it early.
+    But for the plain product, nothing that runs just before writes the weight: a captured graph asks for it early.
     """
-    x_MK, out_MN, residual = operands(x_MK, w_NK, gated, residual_MN)
+    x_MK, out_MN, residual = operands(kind, x_MK, weight_NK, residual_MN)
     (rows, depth), columns = x_MK.shape, out_MN.shape[1]
     copied = max(MIN_COPIED, triton.next_power_of_2(min(rows, choice.block_m)))
     _async_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         x_MK,
-        w_NK,
+        weight_NK,
         residual,
         out_MN,
         rows,
         columns,
         x_MK.stride(0),
-        w_NK.stride(0),
+        weight_NK.stride(0),
         residual.stride(0),
-        asks_ahead(ahead),
+        asks_ahead(kind),
         DEPTH=depth,
-        GATED=gated,
+        GATED=kind == "norm_gate_up",
         ADD=residual_MN is not None,
         BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n,
         BLOCK_K=choice.block_k,
         COPIED=copied,
         X_STAGES=choice.x_stages,
-        W_STAGES=choice.w_stages,
+        W_STAGES=choice.num_stages,
         WGMMA=choice.block_m >= WGMMA_ROWS,
-        num_warps=4 if choice.block_m <= 64 else 8,
+        num_warps=choice.num_warps,
         enable_fp_fusion=False,
         **pdl.options(x_MK),
     )

@@ -5,12 +5,15 @@ program. Here one thread asks for a whole tile, so a program has time for wide o
 
 The engine takes long for rows that are not there. So a block is two halves that overlap where there are fewer rows than
 two halves have, and the last block begins early: what is multiplied twice has the same bits. GATED, ADD and what
-`linear_async` says of weights asked for ahead hold here.
+`hopper_async` says of weights asked for ahead hold here.
 
 Shape suffixes: M rows, N columns of the result, K depth.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import triton
 from torch import Tensor
@@ -21,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import pdl
-from ..tables.linear_table import TmaChoice
-from .hopper_async import _barrier, asks_ahead, operands, silu_mul
+from ..tables.linear_table import Choice, Kind, tiles_of_weight
+from .hopper_async import STAGES_KIB, _barrier, asks_ahead, operands, silu_mul
+from .hopper_async import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
 WEIGHTS, HALVES = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 3)
@@ -124,38 +128,48 @@ def _tma_kernel(
     gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
 
 
-def product(
-    x_MK: Tensor,
-    w_NK: Tensor,
-    choice: TmaChoice,
-    *,
-    gated: bool = False,
-    residual_MN: Tensor | None = None,
-    ahead: bool = True,
-) -> Tensor:
-    """As `hopper_async.product`, for more rows than half of `choice.block_m`, in two steps at least."""
-    x_MK, out_MN, residual = operands(x_MK, w_NK, gated, residual_MN)
+def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
+    """See `kernels.ProductKernel`."""
+    if kind == "linear_fp32":
+        return []
+    found: dict[Choice, None] = {}
+    parts = tiles_of_weight(kind)
+    for block_m, block_n, block_k in itertools.product((64, 128), (16, 32, 64, 128), (64, 128, 256)):
+        programs = -(-rows[0] // block_m) * (columns // parts // block_n)
+        if rows[0] <= block_m // 2 or not 28 <= programs <= 420 or depth % block_k:
+            continue
+        for kib in STAGES_KIB:
+            stages = min(kib * 1024 // (2 * block_k * (block_m + parts * block_n)), depth // block_k + 1, 12)
+            if stages >= 3:
+                found[Choice("tma", block_m, block_n, block_k, block_m // 16, stages)] = None
+    return list(found)
+
+
+def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    """As `hopper_async.run`, for more rows than half of `choice.block_m` (64 or 128), in two steps and stages at
+    least."""
+    x_MK, out_MN, residual = operands(kind, x_MK, weight_NK, residual_MN)
     (rows, depth), columns, half = x_MK.shape, out_MN.shape[1], choice.block_m // 2
-    assert rows > half and depth % choice.block_k == 0 and depth > choice.block_k and choice.stages > 1
+    assert rows > half and depth % choice.block_k == 0 and depth > choice.block_k and choice.num_stages > 1
     further = min(half, rows - half) * x_MK.stride(0)
     halves = x_MK.as_strided((2, max(rows - half, half), depth), (further, *x_MK.stride()))
     _tma_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         TensorDescriptor.from_tensor(halves, [2, half, choice.block_k], HALVES),
-        TensorDescriptor.from_tensor(w_NK, [choice.block_n, choice.block_k], WEIGHTS),
+        TensorDescriptor.from_tensor(weight_NK, [choice.block_n, choice.block_k], WEIGHTS),
         residual,
         out_MN,
         rows,
         columns,
         residual.stride(0),
-        asks_ahead(ahead),
+        asks_ahead(kind),
         DEPTH=depth,
-        GATED=gated,
+        GATED=kind == "norm_gate_up",
         ADD=residual_MN is not None,
         BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n,
         BLOCK_K=choice.block_k,
-        STAGES=choice.stages,
-        num_warps=choice.block_m // 16,
+        STAGES=choice.num_stages,
+        num_warps=choice.num_warps,
         enable_fp_fusion=False,
         **pdl.options(x_MK),
     )

@@ -11,6 +11,9 @@ Shape suffixes: M rows, N columns of the result, K depth.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -18,9 +21,11 @@ from torch import Tensor
 
 from .. import pdl
 from ..activation.triton import silu_gated
-from ..tables.linear_table import CHAIN, Choice
+from ..tables.linear_table import CHAIN, Choice, Kind, tiles_of_weight
 
 GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache
+PIPELINE_KIB = (110, 200)  # a program's stages: two programs a multiprocessor, or one
+SHARED_BYTES = 220 * 2**10
 SEGMENTS = tl.constexpr(4)  # of a weight row, prefetched by a thread each
 
 
@@ -110,19 +115,38 @@ def _linear_kernel(
     tl.store(out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :], acc.to(dtype), mask=inside_out)
 
 
-def product(
-    x_MK: Tensor,
-    w_NK: Tensor,
-    choice: Choice,
-    dtype: torch.dtype | None = None,
-    *,
-    gated: bool = False,
-    residual_MN: Tensor | None = None,
-) -> Tensor:
-    """`x @ w.T` in `dtype` (default: that of x), or one of its fused forms; see the top of this file."""
-    x_MK, w_NK = _unit_inner(x_MK), _unit_inner(w_NK)
-    (rows, depth), columns = x_MK.shape, w_NK.shape[0] // (2 if gated else 1)
-    out_MN = torch.empty((rows, columns), dtype=dtype or x_MK.dtype, device=x_MK.device)
+def supports(choice: Choice, weight_NK: Tensor) -> bool:
+    """Always: what is laid out otherwise is copied."""
+    return True
+
+
+def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
+    """See `kernels.ProductKernel`. None prefetches; plain products are tried with and without the early release."""
+    found: dict[Choice, None] = {}
+    weights, most = tiles_of_weight(kind), rows[-1]
+    heights = [m for m in (64, 32, 16) if m < 2 * most or m == 16] if most <= 64 else [64, 128]
+    for block_m, block_n, block_k in itertools.product(heights, (16, 32, 64, 128, 256), (64, 128, 256)):
+        programs = -(-rows[0] // block_m) * (columns // weights // block_n)
+        stage, tile = 2 * block_k * (block_m + weights * block_n), block_m * block_n * weights
+        few, many = programs < 48, programs > 400 and block_n < 64
+        if few or many or (most >= 256 and block_n < 64) or tile > 128 * 256 or depth % block_k:
+            continue
+        split = block_m < min(most, 64)  # the rows over several blocks
+        for kib in PIPELINE_KIB[split:]:
+            stages = min(kib * 1024 // stage, 8, depth // block_k + 1)
+            if stages >= 3 and stages * stage <= SHARED_BYTES:
+                warps = 8 if tile >= 128 * 128 else 4
+                found[Choice("pipelined", block_m, block_n, block_k, warps, stages)] = None
+    early = (True, False) if kind in ("linear", "linear_fp32") else (True,)
+    return [choice._replace(early=e) for choice in found for e in early]
+
+
+def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    """See `kernels.ProductKernel`; computes in the dtype of x."""
+    x_MK, w_NK = _unit_inner(x_MK), _unit_inner(weight_NK)
+    gated, dtype = kind == "norm_gate_up", torch.float32 if kind == "linear_fp32" else x_MK.dtype
+    (rows, depth), columns = x_MK.shape, w_NK.shape[0] // tiles_of_weight(kind)
+    out_MN = torch.empty((rows, columns), dtype=dtype, device=x_MK.device)
     residual = out_MN if residual_MN is None else _unit_inner(residual_MN)
     _linear_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         x_MK,
@@ -152,16 +176,11 @@ def product(
     return out_MN
 
 
+def chain(x_MK: Tensor, weight_NK: Tensor, kind: Kind = "linear") -> Tensor:
+    """The product whose words every other choice is held to, rounded or ("linear_fp32") not."""
+    return run(kind, CHAIN, x_MK, weight_NK)
+
+
 def _unit_inner(x: Tensor) -> Tensor:
     """`x` with unit inner stride, copied if need be."""
     return x if x.stride(1) == 1 else x.contiguous()
-
-
-def linear_bf16(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """`x @ w.T` rounded once to bfloat16, [M, N]: the chain that every other choice is held to."""
-    return product(x_MK, w_NK, CHAIN, torch.bfloat16)
-
-
-def linear_fp32(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """`x @ w.T` with the float32 accumulators as the result, [M, N]: likewise."""
-    return product(x_MK, w_NK, CHAIN, torch.float32)

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.triton_tiles import find_tile, load_rows, rows_last
-from .triton import block, load_queries, scores
+from ..attention.triton_tiles import find_tile, load_queries, load_rows, rows_last, scores
+from .triton import block
 
 LN_2 = tl.constexpr(math.log(2))
 
@@ -109,7 +109,7 @@ def _query_kernel(
             row_L = tl.where(position_L < prefix, shared, own) + position_L
             k_LR = load_rows(latent_ptr, row_L, latent_stride, inside_L, True, RANK, BLOCK_R)
             k_LP = load_rows(k_rope_ptr, row_L, k_rope_stride, inside_L, True, ROPE_DIM, BLOCK_P)
-            p_ML = tl.exp2(scores(q_MR, q_MP, k_LR, k_LP) * scale - lse_M[:, None])
+            p_ML = tl.exp2(scores(q_MR, q_MP, k_LR, k_LP, ROPE_DIM) * scale - lse_M[:, None])
             p_ML = tl.where(position_L[None, :] <= position_M[:, None], p_ML, 0.0)
             dp_ML = tl.dot(grad_MR, tl.trans(k_LR), input_precision="ieee")
             ds_ML = (p_ML * (dp_ML - delta_M[:, None])).to(k_LR.dtype)
@@ -160,7 +160,7 @@ def _over_queries(
         grad_MR = load_queries(grad_ptr, token_M, head_M, HEADS * RANK, RANK, inside_M, RANK, BLOCK_R)
         lse_M = tl.load(lse_ptr + flat_M, mask=inside_M, other=float("inf"))  # no row: P is 0
         delta_M = tl.load(delta_ptr + flat_M, mask=inside_M, other=0.0)
-        p_LM = tl.exp2(scores(k_LR, k_LP, q_MR, q_MP) * scale - lse_M[None, :])
+        p_LM = tl.exp2(scores(k_LR, k_LP, q_MR, q_MP, ROPE_DIM) * scale - lse_M[None, :])
         if CAUSAL:
             p_LM = tl.where(row_L[:, None] <= token_M[None, :], p_LM, 0.0)
         else:

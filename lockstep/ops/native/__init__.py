@@ -19,6 +19,7 @@ from ..records import Rotation
 from . import library
 
 THREAD_WORK = 1 << 25  # multiplications that are worth a thread
+TILE = 64  # keys that attention takes at a time (product.h)
 
 
 def usable(*tensors: Tensor) -> bool:
@@ -231,7 +232,8 @@ def _attention(
         page_size,
         0 if block_table is None else block_table.shape[1],
     )
-    if not _run("attention", job, 2 * tokens * heads * head_dim * max_len):
+    keys = -(-max_len // TILE) * TILE
+    if not _run("attention", job, 4 * tokens * heads * head_dim * keys):  # the softmax takes as long as the products
         raise IndexError("attention: a sequence, page or prefix lies outside its table")
     return out
 

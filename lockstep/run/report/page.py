@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ..metrics import writing
+from ..metrics import replacing
 from .charts import COLOURS, Series
 
 _TEXT_SHOWN, _LEVELS_SHOWN = 4000, 20
@@ -113,10 +112,8 @@ def write_page(path: Path, title: str, parts: Iterable[str]) -> Path:
         + "\n".join(part for part in parts if part)
         + "\n</main></body></html>\n"
     )
-    temporary = path.with_name(f".tmp-{path.name}")
-    with writing(path):
+    with replacing(path) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(temporary, path)
     return path
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import CONFIG, make_model
-from test_families import FAMILIES
+from small import CONFIG, FAMILIES, make_model
 from torch import Tensor, nn
 from two_roles import needs_inductor, quick_inductor
 
@@ -47,10 +46,10 @@ def config(capture: str) -> RunConfig:
     )
 
 
-def train(capture: str) -> tuple[list[Any], list[Tensor], build_room.Session]:
+def train(capture: str) -> tuple[list[Any], list[Tensor], build_room.TrainingSession]:
     c = config(capture)
     run = build_room.build(c)
-    warm_up.warm_up(c, run)
+    warm_up.warm_up(run)
     loop, seen = Loop(c, run), []
     for step in range(3):
         metrics, groups = loop.step(step)

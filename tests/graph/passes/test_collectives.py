@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -27,9 +28,7 @@ def traced(rank: int = 0, tie: bool = True) -> Captured:
     """The graph of `forward_backward` of a sharded tiny model, its collectives where the trace met them."""
     config = CompileConfig("step", reshard_after_forward=False, bucket_collectives=False, reorder_collectives=False)
     compiler = Compiler(config, torch.device("cpu"), mesh={"fsdp": 2})
-    model = initialize(Decoder(architecture("tiny"), torch.float32), 0)
-    if not tie:
-        model.lm_head = torch.nn.Parameter(model.embed.detach().clone())
+    model = initialize(Decoder(replace(architecture("tiny"), tie_word_embeddings=tie), torch.float32), 0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler, world=World(rank, 2, 10.0))
     sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
     (batch,) = pack([TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from two_roles import CPU, TwoRoles, batch, compiler_of, needs_inductor, quick_inductor, results
+from two_roles import TwoRoles, batch, compiler_of, needs_inductor, quick_inductor, results
 
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig, validate
-from lockstep.distributed import World
 from lockstep.errors import InputError
 from lockstep.graph import (
     GraphError,
@@ -38,7 +37,7 @@ from lockstep.models.init import ARCHITECTURES
 from lockstep.rl.loop import Loop
 from lockstep.session import build as build_room
 from lockstep.session import warm_up
-from lockstep.session.build import make_compiler
+from lockstep.session.build import resolve
 from lockstep.session.precompile import precompile
 from lockstep.timings import Timings
 
@@ -250,7 +249,7 @@ def test_a_run_with_forward_regions_keeps_parity(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(ARCHITECTURES, config.arch, replace(ARCHITECTURES[config.arch], num_layers=1))
     with quick_inductor():
         run = build_room.build(validate(config))
-        warm_up.warm_up(config, run)
+        warm_up.warm_up(run)
         metrics, _ = Loop(config, run).step(0)
     assert (metrics["parity/tokens_different"], metrics["recompiles"], metrics["updates"]) == (0, 0, 1)
     assert metrics["parity/tokens_checked"] > 0
@@ -262,8 +261,8 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CompileConfig("step", "none", backend="inductor")
     monkeypatch.setattr("lockstep.session.build.missing_compiler", lambda _: "a C++ compiler such as g++")
     with pytest.raises(InputError, match="compile.backend is inductor, which needs a C.. compiler such as g.. on this"):
-        make_compiler(config, CPU)
-    assert make_compiler(replace(config, backend="eager"), CPU) is not None
+        resolve(RunConfig(device="cpu", compile=config))
+    assert resolve(RunConfig(device="cpu", compile=replace(config, backend="eager"))) is not None
 
 
 FOR_ONE = [{"capture": "joint"}, {"capture": "layer"}, {"capture": "step", "inductor": ("all",)}]
@@ -273,7 +272,7 @@ FOR_ONE = [{"capture": "joint"}, {"capture": "layer"}, {"capture": "step", "indu
 def test_what_is_for_one_process_is_refused_for_several(given: dict[str, Any]) -> None:
     config = CompileConfig(cudagraph_mode="none", backend="inductor" if "inductor" in given else "auto", **given)
     with pytest.raises(InputError, match="several processes need step, and regions of the backward pass alone"):
-        make_compiler(config, CPU, world=World(0, 2, 1.0))
+        resolve(RunConfig(device="cpu", compile=config), 2)
 
 
 def test_what_is_not_kept_is_not_precompiled() -> None:

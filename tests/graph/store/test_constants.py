@@ -40,6 +40,7 @@ NOT_IN_THE_GRAPH = {  # and so not in its key, or every change of them would tra
 OTHER = {"qwen3": "llama", "qwen3_moe": "llama", "deepseek_v3": "qwen3", "llama3": "linear", "none": "group"} | {
     "grpo": "dapo",
     "constant": "linear",
+    "token": "sequence",
 }
 
 LOSS, ADAMW = LossConfig(beta=0.1), OptimizerConfig()
@@ -79,6 +80,8 @@ def traced(
     sequence = TrainSequence([3, 4], 1.0, 0.1, [0.0] * 2, [0.0] * 2, route_digests=[1, 2] if model.moe else None)
     (batch,) = pack([TrainGroup([1, 2], [sequence], SamplingParams())], max_tokens=64, check_parity=True)
     batch.ref_logprob_C = torch.zeros_like(batch.old_logprob_C)
+    if trainer.algorithm.whole_sequences:
+        batch.index_sequences()
     case = trainer.programs.case("", batch, lambda: None)
     statics = {"forward_backward": {"loss_type": loss.loss_type, "with_support": False} | dict(case.statics)}
     statics |= {"check": dict(case.statics), "reference_logprobs": dict(case.statics), "optim_step": {}}
@@ -184,7 +187,7 @@ def test_every_field_of_the_loss_and_the_optimizer() -> None:
     assert seen == {
         *("loss.loss_type", "loss.epsilon", "loss.epsilon_high", "loss.beta", "optimizer.beta1", "optimizer.beta2"),
         *("optimizer.epsilon", "optimizer.weight_decay", "optimizer.max_grad_norm"),
-        "loss.use_bias_correction_kl",
+        *("loss.use_bias_correction_kl", "loss.importance_sampling_level"),
     }
 
 

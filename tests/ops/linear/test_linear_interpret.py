@@ -13,14 +13,14 @@ from processes import run_interpreted
 
 from lockstep.ops.records import Rotation
 from lockstep.ops.tables import linear_table
-from lockstep.ops.tables.linear_table import AsyncChoice, Choice, TmaChoice
+from lockstep.ops.tables.linear_table import Choice
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.activation import triton as activation_triton
     from lockstep.ops.linear import triton as linear_triton
     from lockstep.ops.rope import triton as rope_triton
 
-TILES = (Choice(16, 16, 32, 4, 2), Choice(32, 64, 16, 4, 2), Choice(16, 32, 64, 4, 3))
+TILES = [Choice("pipelined", *tile) for tile in ((16, 16, 32, 4, 2), (32, 64, 16, 4, 2), (16, 32, 64, 4, 3))]
 
 
 def test_kernels_under_the_interpreter():
@@ -44,16 +44,16 @@ class Interpreted:
     @pytest.mark.parametrize(("m", "n", "k"), [(1, 48, 64), (17, 40, 96), (40, 100, 128), (16, 64, 72)])
     def test_fused_is_separate(self, tile, m, n, k):
         x, weight, residual = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
-        plain = linear_triton.product(x, weight, tile)
+        plain = linear_triton.run("linear", tile, x, weight)
         torch.testing.assert_close(plain, x @ weight.t(), atol=1e-4, rtol=1e-5)
-        assert same_bits(linear_triton.product(x, weight, tile, residual_MN=residual), residual + plain)
-        gated = linear_triton.product(x, weight, tile, gated=True)
+        assert same_bits(linear_triton.run("linear_add", tile, x, weight, residual), residual + plain)
+        gated = linear_triton.run("norm_gate_up", tile, x, weight)
         assert same_bits(gated, activation_triton.silu_mul(plain))
 
     def test_a_residual_is_added_to_the_rounded_product(self):
         x, weight, residual = torch.randn(17, 64).half(), torch.randn(40, 64).half(), torch.randn(17, 40).half()
-        plain = linear_triton.product(x, weight, TILES[0])
-        assert torch.equal(linear_triton.product(x, weight, TILES[0], residual_MN=residual), residual + plain)
+        plain = linear_triton.run("linear", TILES[0], x, weight)
+        assert torch.equal(linear_triton.run("linear_add", TILES[0], x, weight, residual), residual + plain)
 
     @pytest.mark.parametrize("weights", [True, False])
     def test_write_kv_inside_is_write_kv_after(self, weights):
@@ -81,19 +81,19 @@ KINDS = get_args(linear_table.Kind)
 @pytest.mark.parametrize(("columns", "depth"), [(4096, 1024), (1024, 3072), (300, 72)])
 def test_every_shape_has_a_choice(kind, m, columns, depth):
     choice = linear_table.choose(kind, m, columns, depth)
-    if choice is None:
+    if choice == linear_table.LIBRARY:
         assert m > 8, "few rows are ours: the library may take a matrix-vector kernel"
         return
     weights = 2 if kind == "norm_gate_up" else 1
-    if isinstance(choice, AsyncChoice):
+    if choice.kernel == "async":
         wide, steps = weights * choice.block_n, depth // choice.block_k
-        used = 2 * choice.block_k * (choice.block_m * choice.x_stages + wide * choice.w_stages)
+        used = 2 * choice.block_k * (choice.block_m * choice.x_stages + wide * choice.num_stages)
         assert used <= 224 * 1024, "shared memory of a multiprocessor"
-        assert depth % choice.block_k == 0 and choice.x_stages >= 2 and choice.w_stages >= min(choice.x_stages, steps)
-    elif isinstance(choice, TmaChoice):
+        assert depth % choice.block_k == 0 and choice.x_stages >= 2 and choice.num_stages >= min(choice.x_stages, steps)
+    elif choice.kernel == "tma":
         stage = 2 * choice.block_k * (choice.block_m + weights * choice.block_n)
         assert choice.block_m in (64, 128) and m > choice.block_m // 2 and depth % choice.block_k == 0
-        assert stage * choice.stages <= 224 * 1024 and choice.stages >= 2
+        assert stage * choice.num_stages <= 224 * 1024 and choice.num_stages >= 2
     else:
         stage = 2 * choice.block_k * (choice.block_m + weights * choice.block_n)
         assert choice.block_m >= 16 and choice.block_k % 16 == 0 and choice.num_stages >= 2
@@ -105,25 +105,25 @@ def test_what_the_table_has_of_the_copy_engine_s_kernel_can_be_launched():
     for kind, shapes in linear_table.table().items():
         for (_, depth), entries in shapes.items():
             for i, (bound, choice) in enumerate(entries):
-                if isinstance(choice, TmaChoice):
+                if choice.kernel == "tma":
                     fewest, found = (entries[i - 1][0] if i else 0) + 1, found + 1
                     stage = 2 * choice.block_k * (choice.block_m + (1 + (kind == "norm_gate_up")) * choice.block_n)
                     assert fewest > choice.block_m // 2, (kind, depth, bound)
-                    assert depth % choice.block_k == 0 and depth > choice.block_k and choice.stages > 1
-                    assert stage * choice.stages <= 224 * 1024
+                    assert depth % choice.block_k == 0 and depth > choice.block_k and choice.num_stages > 1
+                    assert stage * choice.num_stages <= 224 * 1024
     assert found > 50
 
 
-@pytest.mark.parametrize(("capability", "kernel"), [((8, 0), Choice), ((9, 0), TmaChoice), ((10, 0), Choice)])
+@pytest.mark.parametrize(("capability", "kernel"), [((8, 0), "pipelined"), ((9, 0), "tma"), ((10, 0), "pipelined")])
 def test_hopper_s_instructions_are_for_hopper(monkeypatch, capability, kernel):
     pytest.importorskip("triton.experimental.gluon")
     from lockstep.ops import pdl
-    from lockstep.ops.linear import cuda
+    from lockstep.ops.linear import kernels
 
     monkeypatch.setattr(pdl, "_capability", lambda _: capability)
-    x, weight = torch.empty(40, 3072), torch.empty(1024, 3072)
-    assert isinstance(cuda._choose("linear_add", x, weight), kernel)
-    assert isinstance(cuda._choose("linear_add", x, torch.empty(1024, 6144)[:, ::2]), Choice)  # not contiguous
+    assert kernels.choose("linear_add", 40, torch.empty(1024, 3072)).kernel == kernel
+    apart = torch.empty(1024, 6144)[:, ::2]  # not contiguous
+    assert kernels.choose("linear_add", 40, apart).kernel == "pipelined"
 
 
 def test_the_table_covers_the_architectures_it_was_measured_for():

@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 import torch
 from flex_cases import dilated
-from small import CONFIG, assert_no_schedule_changes_a_bit, compare, generate, make_model, requests, train_groups, words
-from test_families import DEEPSEEK, rounds
+from small import (
+    CONFIG,
+    DEEPSEEK,
+    assert_no_schedule_changes_a_bit,
+    compare,
+    generate,
+    make_model,
+    requests,
+    train_groups,
+    words,
+)
+from test_families import rounds
 
 from lockstep import ops
 from lockstep.cli.main import main

@@ -334,7 +334,7 @@ def test_a_run_records_its_routing_and_stops_at_other_experts(
 ) -> None:
     config = replace(config, compile=CompileConfig(capture, verify="off") if capture == "step" else CompileConfig())
     run = build(config)
-    warm_up(config, run)
+    warm_up(run)
     loop = Loop(config, run)
     metrics, _ = loop.step(0)
     assert metrics["parity/tokens_checked"] == 64 and metrics["parity/tokens_routed_differently"] == 0

@@ -19,7 +19,7 @@ from lockstep.rl.loop import Loop
 from lockstep.run.display import Display
 from lockstep.run.train import train
 from lockstep.session import parity_check
-from lockstep.session.build import Session, build
+from lockstep.session.build import TrainingSession, build
 from lockstep.session.certificate import Certificate
 from lockstep.session.parity_check import check_model
 from lockstep.trainer import StepResult
@@ -61,7 +61,7 @@ def config(tmp_path: Path) -> Callable[..., RunConfig]:
     return make
 
 
-def weights(run: Session) -> list[torch.Tensor]:
+def weights(run: TrainingSession) -> list[torch.Tensor]:
     return [p.detach().clone() for p in run.policy.model.parameters()]
 
 

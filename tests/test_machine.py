@@ -11,6 +11,7 @@ import torch
 from processes import finished
 
 from lockstep import machine
+from lockstep.errors import InputError
 from lockstep.machine import THREADS_BESIDE_A_GPU, bound_threads
 
 CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -52,6 +53,16 @@ def test_processes_share_a_host_and_take_few_threads_beside_a_gpu(
     for _ in range(2):  # another engine in the same process takes as many
         bound_threads(torch.device(device))
         assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("processes", ["x", "", "0", "-1", "1.5"])
+def test_a_number_of_processes_that_is_none_is_named(
+    many_cores: None, monkeypatch: pytest.MonkeyPatch, processes: str
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    with pytest.raises(InputError, match=f"LOCAL_WORLD_SIZE is '{processes}'; it must be how many processes"):
+        bound_threads(torch.device("cpu"))
+    assert torch.get_num_threads() == 96
 
 
 def test_a_number_of_threads_that_was_asked_for_stays(many_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from small import (
     CONFIG,
+    DEEPSEEK,
+    FAMILIES,
     assert_no_schedule_changes_a_bit,
     compare,
     generate,
@@ -22,29 +25,9 @@ from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, Optimize
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
 from lockstep.graph import Compiler
 from lockstep.models import Decoder, ModelConfig
-from lockstep.models.blocks.rope import RopeScaling, YarnScaling
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.ops.native import library
 from lockstep.trainer import Trainer, pack
-
-LLAMA = replace(CONFIG, family="llama", tie_word_embeddings=False)
-SCALING = RopeScaling("llama3", 8.0, original_max_position_embeddings=64)
-DEEPSEEK = replace(
-    CONFIG,
-    family="deepseek_v3",
-    num_kv_heads=1,
-    head_dim=6,
-    mla=MLAConfig(20, 10, 6, 14, 24),
-    moe=MoEConfig(8, 2, 40, (0,), True, 4, 2, scale=2.5, shared_experts=2, router_bias=True),
-    rope_scaling=YarnScaling(8.0, 64, mscale=0.7, mscale_all_dim=1.0),
-)
-FAMILIES = {
-    "qwen3": CONFIG,
-    "llama": LLAMA,
-    "qwen3_moe": replace(CONFIG, family="qwen3_moe", moe=MoEConfig(6, 2, 40, dense_layers=(0,))),
-    "llama, scaled positions, tied": replace(LLAMA, rope_scaling=SCALING, tie_word_embeddings=True),
-    "deepseek_v3": DEEPSEEK,
-}
 
 ODD = replace(CONFIG, hidden_size=70, intermediate_size=5, num_layers=2)
 ODD_SIZES = {
@@ -75,14 +58,14 @@ def test_odd_sizes_agree(sizes: str, dtype: torch.dtype, path: str, engine_of: C
 @pytest.mark.parametrize("capture", ["none", "step"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generator_and_trainer_agree_over_updates(family: str, capture: str, dtype: torch.dtype) -> None:
-    completions, different = rounds(FAMILIES[family], capture, dtype)
+    completions, different = family_rounds(family, capture, dtype)
     assert different == [0, 0, 0]
     assert completions[0] != completions[1] != completions[2]
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3"])
 def test_captured_is_eager(family: str) -> None:
-    assert rounds(FAMILIES[family], "none", torch.bfloat16) == rounds(FAMILIES[family], "step", torch.bfloat16)
+    assert family_rounds(family, "none", torch.bfloat16) == family_rounds(family, "step", torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,6 +99,11 @@ def test_a_snapshot_has_the_biases_of_its_version() -> None:
     assert kept and all(torch.equal(a, b) for a, b in zip(snapshot.model.buffers(), kept, strict=True))
     snapshot.update(model, 1)
     assert all(torch.equal(a, b) for a, b in zip(snapshot.model.buffers(), model.buffers(), strict=True))
+
+
+@cache
+def family_rounds(family: str, capture: str, dtype: torch.dtype) -> tuple[list, list[int]]:
+    return rounds(FAMILIES[family], capture, dtype)
 
 
 def rounds(

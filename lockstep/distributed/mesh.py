@@ -1,0 +1,53 @@
+"""The mesh that the processes of a run lie on, axis by axis; one of ones is a process by itself. Data alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: how many ranks lie along it, and which of them this process is."""
+
+    name: str
+    size: int = 1
+    rank: int = 0
+
+    @property
+    def group(self) -> str:
+        """What graphs call its processes, `@fsdp`: each rank has bound the name to its own group, so that all ranks
+        have the same graph."""
+        return f"@{self.name}"
+
+    def own(self, items: Sequence[T]) -> Sequence[T]:
+        """Those of `items` that fall to this rank when they are dealt out in turn."""
+        return items[self.rank :: self.size]
+
+    def most(self, count: int) -> int:
+        """The most of `count` items that a rank has."""
+        return -(-count // self.size)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """What each axis is for:
+
+    - `fsdp`: a step's prompts are dealt out along it, and weights, gradients and moments are cut.
+    - `ep`: experts would be, and `tp`: heads, and columns of products (`Placement`). They are of one so far.
+    """
+
+    fsdp: Axis = Axis("fsdp")
+    ep: Axis = Axis("ep")
+    tp: Axis = Axis("tp")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes that have several ranks."""
+        return {axis.name: axis.size for axis in (self.fsdp, self.ep, self.tp) if axis.size > 1}
+
+
+ALONE = Mesh()

@@ -1,0 +1,61 @@
+"""The kernels that compute matrix products on a GPU: one file each, registered here by name.
+
+Which of them computes a shape, `tables.linear_table` says. Tiles and kernels change no bit (contract C1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ..tables import linear_table
+from ..tables.linear_table import Choice, Kind
+from . import cublas, triton
+
+
+class ProductKernel(Protocol):
+    """What a file of a kernel has. Shape suffixes: M rows, N columns of the weight, K depth."""
+
+    def supports(self, choice: Choice, weight_NK: Tensor) -> bool:
+        """Whether the weight's GPU can run that, and the weight is laid out for it."""
+
+    def candidates(self, kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
+        """Choices worth timing for these numbers of rows, ascending; `columns` as in `linear_table.choose`."""
+
+    def run(
+        self, kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None
+    ) -> Tensor:
+        """The product, with what comes after it in that kind: the rounding to bfloat16, SiLU and gate, or the sum with
+        the residual. What comes before it, the norm, has been done."""
+
+
+KERNELS: dict[str, ProductKernel] = {"library": cublas, "pipelined": triton}
+try:
+    from . import hopper_async, hopper_tma
+except ImportError:  # Triton without Gluon
+    pass
+else:
+    KERNELS |= {"async": hopper_async, "tma": hopper_tma}
+
+
+def register(name: str, kernel: ProductKernel) -> None:
+    """Add a kernel from outside the package: shapes that it has candidates for are its own, by the first of them."""
+    KERNELS[name] = kernel
+    linear_table.offers[name] = kernel.candidates
+
+
+def choose(kind: Kind, rows: int, weight_NK: Tensor) -> Choice:
+    """By the table; by its rule where the kernel of the table cannot run."""
+    choice = linear_table.choose(kind, rows, *weight_NK.shape)
+    if choice.kernel in KERNELS and KERNELS[choice.kernel].supports(choice, weight_NK):
+        return choice
+    return linear_table.by_rule(kind, rows, weight_NK.shape[0])
+
+
+def product(kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    """By the kernel that is chosen for its shape."""
+    cublas.check_dtype(x_MK)
+    choice = choose(kind, x_MK.shape[0], weight_NK)
+    return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN)

@@ -1,1 +1,0 @@
-"""Parameters, gradients and optimizer state sharded over ranks."""
