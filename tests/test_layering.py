@@ -18,7 +18,7 @@ import lockstep
 
 PACKAGE = Path(lockstep.__file__).parent
 
-EVERYWHERE = {"types", "config", "errors", "json_file", "timings"}
+EVERYWHERE = {"types", "config", "errors", "json_file", "timings", "user_code"}
 
 # room: the rooms it may import, besides itself and EVERYWHERE. A room is a folder or a module at the top.
 ALLOWED: dict[str, set[str]] = {
@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "json_file": set(),
     "timings": set(),
+    "user_code": set(),
     "cache": set(),
     "machine": set(),
     "distributed": {"machine"},
@@ -37,7 +38,18 @@ ALLOWED: dict[str, set[str]] = {
     "generator": {"graph", "models", "ops"},
     "trainer": {"algorithms", "distributed", "graph", "models", "ops"},
     "environments": {"distributed"},
-    "session": {"cache", "distributed", "environments", "generator", "graph", "machine", "models", "ops", "trainer"},
+    "session": {
+        "algorithms",
+        "cache",
+        "distributed",
+        "environments",
+        "generator",
+        "graph",
+        "machine",
+        "models",
+        "ops",
+        "trainer",
+    },
     "rl": {"algorithms", "environments", "session", "trainer"},
     "run": {"cache", "distributed", "machine", "models", "ops", "rl", "session"},
     "api": {"distributed", "machine", "run", "session"},
@@ -54,7 +66,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "algorithms": (
         "advantage losses",
         "algorithm",
-        "cispo dapo grpo sapo sft",
+        "cispo dapo grpo sapo sft user",
         "dppo dr_grpo gspo reinforce_pp rloo",
         ".",
     ),

@@ -13,6 +13,7 @@ from .reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from .rloo import RLOO
 from .sapo import SAPO
 from .sft import SFT
+from .user import user_algorithm
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
@@ -31,7 +32,12 @@ SUPERVISED = "sft"  # of the warm-up's steps
 
 
 def algorithm_of(config: LossConfig) -> Algorithm:
-    """The algorithm that `loss.loss_type` names, with the settings of `config`."""
+    """The algorithm that `loss.loss_type` names, with the settings of `config`; a user's is tried on a few tokens.
+
+    Raises `InputError` for one that cannot be loaded, or that does not do what `Algorithm` says.
+    """
+    if ":" in config.loss_type:
+        return user_algorithm(config)
     return ALGORITHMS[config.algorithm].of(config)
 
 

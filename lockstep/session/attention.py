@@ -10,10 +10,10 @@ import torch
 from .. import ops
 from ..cache import fingerprint
 from ..config import Attention, GeneratorConfig
-from ..environments.rewards.loading import load_function
 from ..errors import InputError
 from ..graph.torch_private.trace import flat_graph
 from ..models import Decoder, Masks
+from ..user_code import load_function
 
 _MOST_QUERIES, _LEAST_HEAD = 64, 16  # of the kernel for a GPU, refused everywhere alike
 _PROBED = 130  # positions that a mask is called on: more than two key tiles

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..algorithms import algorithm_of
 from ..config import (
     CompileConfig,
     RunConfig,
@@ -242,6 +243,7 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     Raises:
         InputError: it cannot work with these.
     """
+    algorithm_of(config.loss)  # a user's is loaded and tried before anything takes long
     device = resolve_device(config.device)
     compile = resolve_compile(config.compile, device.type == "cuda")
     if compile.cudagraph_mode != "none" and device.type != "cuda":

@@ -163,7 +163,8 @@ def _precompile(
 def _steps(run: TrainingSession) -> tuple[object, ...]:
     """What the kernels of such a start depend on besides the model."""
     c = run.config
-    return run.shapes, c.sampling, c.generator, c.trainer, c.compile, c.parity, c.loss.beta, run.world.size
+    loss = c.loss.algorithm, c.loss.beta
+    return run.shapes, c.sampling, c.generator, c.trainer, c.compile, c.parity, *loss, run.world.size
 
 
 def _rehearse_check(run: TrainingSession) -> None:

@@ -29,7 +29,8 @@ class LossConfig(Section):
     """The policy loss and the advantage estimate."""
 
     loss_type: str = "grpo"
-    """The algorithm: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, rloo, reinforce_pp or reinforce_pp_baseline."""
+    """The algorithm: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, rloo, reinforce_pp, reinforce_pp_baseline; or one of
+    your own, as module:Class or path.py:Class."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """sequence makes gspo of grpo: one ratio of probabilities a sequence."""
     epsilon: float = at_least(0, default=0.2)
@@ -71,8 +72,9 @@ class LossConfig(Section):
 
     def check(self) -> None:
         refuse(
-            self.loss_type not in LOSS_TYPES,
-            f"loss.loss_type is {self.loss_type!r}; it must be one of {', '.join(LOSS_TYPES)}",
+            self.loss_type not in LOSS_TYPES and ":" not in self.loss_type,
+            f"loss.loss_type is {self.loss_type!r}; it must be one of {', '.join(LOSS_TYPES)}, or an algorithm of your "
+            "own, as module:Class or path.py:Class",
         )
         refuse(
             self.importance_sampling_level == "sequence" and self.loss_type not in ("grpo", "gspo"),

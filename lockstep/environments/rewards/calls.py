@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...user_code import one_line
 
 RewardFunction = Callable[..., Any]
 Arguments = dict[str, Any]  # by name: lists with one entry a completion, and TRL's three below
@@ -30,8 +31,6 @@ Arguments = dict[str, Any]  # by name: lists with one entry a completion, and TR
 MAX_VALUE, MAX_WEIGHT = 1e38, 1e6
 
 _HERE = Path(__file__).parents[1]
-
-MAX_TEXT = 300  # characters of a user's text in a message
 
 # What every reward is offered besides the data's columns, which may not take these names.
 RESERVED_NAMES = ("prompts", "completions", "completion_ids")
@@ -241,16 +240,6 @@ def _value(value: Any) -> float | None | Failed:
     if abs(real) <= MAX_VALUE:  # not for NaN
         return real
     return Failed(f"returned {one_line(value, repr)}; it must be a finite number (at most {MAX_VALUE:g}) or None")
-
-
-def one_line(value: Any, form: Callable[[Any], str] = str) -> str:
-    """The text of `value` for a message: cut when it is long, and with escapes for line ends and control characters."""
-    try:
-        text = form(value)
-    except Exception:  # the value's own code
-        return f"(a {type(value).__name__} that has no text)"
-    text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:

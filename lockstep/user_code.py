@@ -1,0 +1,87 @@
+"""Code of the user's, found by name: `module:function` or `path.py:function`; and its values in messages."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .errors import InputError
+
+MAX_TEXT = 300  # characters of a user's text in a message
+
+
+def load_function(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Callable[..., Any]:
+    """What `spec` names, module:function or path.py:function (or of another `kind`); `what` names it in errors.
+
+    A module may stand in the current folder, as for `python -m`. Raises `InputError` when the spec has another form,
+    the file or module cannot be imported, or it has no such function.
+    """
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        separator = "," if other_forms else " or"
+        raise InputError(f"{what} must be module:{kind}{separator} path.py:{kind}{other_forms}")
+    try:
+        module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    except FileNotFoundError as error:
+        raise InputError(f"{what}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise InputError(f"{what}: importing {source} raised {type(error).__name__}: {one_line(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"{what}: {source} has no {kind} {name!r}")
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what}: {name} does not say what it takes ({error}); wrap it in a def") from error
+    return function
+
+
+MOVED = {  # modules of rewards, by the names that configurations of older versions have
+    "lockstep.tasks.gsm8k": "lockstep.environments.tasks.gsm8k",
+    "lockstep.tasks.mathematics": "lockstep.environments.rewards.mathematics",
+    "lockstep.tasks.sum_digits": "lockstep.environments.tasks.sum_digits",
+}
+
+
+def _import_module(name: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)  # last, so that no file here hides an installed package
+    return importlib.import_module(MOVED.get(name, name))
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file as a module of its own, once a path, so that what is taken from it shares its state."""
+    if not path.is_file():
+        raise FileNotFoundError(f"file {path} does not exist")
+    name = f"_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def one_line(value: Any, form: Callable[[Any], str] = str) -> str:
+    """The text of `value` for a message: cut when it is long, and with escapes for line ends and control characters."""
+    try:
+        text = form(value)
+    except Exception:  # the value's own code
+        return f"(a {type(value).__name__} that has no text)"
+    text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
