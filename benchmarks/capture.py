@@ -21,7 +21,7 @@ from common import arguments, finish, random_model, save, seconds
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, FakeRecorder
+from lockstep.graph import EAGER, FakeRecorder, Runtime
 from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.models import Decoder
 from lockstep.timings import Span, Timings
@@ -42,12 +42,12 @@ GROUP = 8
 GIB = 2**30
 
 
-def make_compiler(way: str, device: torch.device) -> Compiler | None:
+def make_compiler(way: str, device: torch.device) -> Runtime:
     config = WAYS[way]
     if config is None:
-        return None
+        return EAGER
     recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
-    return Compiler(config, device, recorder=FakeRecorder() if recorded_on_cpu else None)
+    return Runtime(config, device, recorder=FakeRecorder() if recorded_on_cpu else None)
 
 
 def train_batch(model: Decoder, prompts: int, prompt_length: int, length: int) -> PackedBatch:
@@ -99,9 +99,9 @@ class Memory:
 class Driver:
     """Seconds that the host spends in the driver to launch a compiler's recorded graphs, and to copy their inputs."""
 
-    def __init__(self, compiler: Compiler | None) -> None:
+    def __init__(self, compiler: Runtime) -> None:
         self.seconds = 0.0
-        for function in compiler.functions if compiler else ():
+        for function in compiler.programs:
             for graph in function.graphs.values():
                 if graph._recording is not None and not graph.captured.split_at:  # between pieces, Python calls
                     graph._recording.replay = self._watched(graph._recording.replay)
@@ -177,8 +177,8 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
             "first_steps_s": first_steps,
         }
     figures |= memory.figures
-    if compiler:
-        graphs = {f.name: g for f in compiler.functions for g in f.graphs.values()}
+    if compiler.compiles:
+        graphs = {f.name: g for f in compiler.programs for g in f.graphs.values()}
         figures["graphs"] = {name: list(g.captured.log) for name, g in graphs.items()}
         figures["replays"] = dict(compiler.replays)
         compiler.close()
@@ -200,7 +200,8 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     tokens = (prompt_length + length + config.page_size) * sequences
     with Memory(device) as memory:
         timings = Timings(keep_spans=True)
-        engine = Engine(SharedWeights(model), config, tokens, compiler=compiler, timings=timings)
+        engine = Engine(SharedWeights(model), config, tokens, compiler=compiler)
+        engine.timings = timings
         rounds, times, host = [], [], []
         for _ in range(repeats + 1):
             for g, prompt in enumerate(prompts):
@@ -217,7 +218,7 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     figures = {"ms_a_step": statistics.median(times[1:]) * 1e3, "first_round_ms_a_step": times[0] * 1e3}
     figures |= {"host_ms_a_step": statistics.median(host[1:])}
     figures |= {"tokens_per_s": sequences / statistics.median(times[1:]), **memory.figures}
-    if compiler:
+    if compiler.compiles:
         figures["replays"] = compiler.replays.total()
         compiler.close()
     return rounds, figures

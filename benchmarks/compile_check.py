@@ -34,6 +34,7 @@ from lockstep.generator.forward import Paging, decode_step, mixed_step
 from lockstep.generator.kv_cache import KVCache
 from lockstep.generator.prefill_batch import MixedBatch, MixedSizes
 from lockstep.generator.running_batch import RunningBatch
+from lockstep.graph import Inputs
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import architecture
 from lockstep.ops import pdl
@@ -188,13 +189,15 @@ def generate(model: Decoder) -> None:
         for length in LENGTHS:
             pages = length // PAGE_SIZE
             rows = RunningBatch(count, pages, RESULTS, cache.null_page, model.embed.device, bool(config.moe_layers))
-            b, caches = rows.tensors(count), (cache.k, cache.v)
+            inputs = Inputs(buffer=rows.tensors(count), kv=cache.tensors())
             paging = Paging(PAGE_SIZE, cache.null_page, length)
             for truncated, greedy, grouped in ((False, False, False), (True, False, count > 1), (False, True, False)):
-                decode_step(model, b, paging, *caches, cache.routes, truncated, greedy, grouped and not config.mla)
+                decode_step(model, inputs, paging, truncated, greedy, grouped and not config.mla)
         sizes = MixedSizes.holding(count, 1024)
         prompt = MixedBatch.view(torch.zeros(MixedBatch.length(sizes), dtype=torch.int64), sizes)._asdict()
-        mixed_step(model, b, prompt, rows.table, paging, *caches, cache.routes, True, True)
+        prompt = {f"prompt.{name}": tensor for name, tensor in prompt.items()}
+        buffer = {**inputs.buffer, **prompt, "tables": rows.table}
+        mixed_step(model, replace(inputs, buffer=buffer), paging, True, True)
     chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
     linear_triton.chain(chain, chain)
     linear_triton.chain(chain, chain, "linear_fp32")

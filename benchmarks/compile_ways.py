@@ -22,7 +22,7 @@ from common import arguments, finish, random_model, save
 from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Compiler, FakeRecorder
+from lockstep.graph import EAGER, FakeRecorder, Runtime
 from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.graph.check.tolerance import BOUNDS, relative_error
 from lockstep.models import Decoder
@@ -50,11 +50,11 @@ class Evidence(NamedTuple):
     gradient: Tensor
 
 
-def make_compiler(config: CompileConfig | None, device: torch.device) -> Compiler | None:
+def make_compiler(config: CompileConfig | None, device: torch.device) -> Runtime:
     if config is None:
-        return None
+        return EAGER
     recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
-    return Compiler(config, device, recorder=FakeRecorder() if recorded_on_cpu else None)
+    return Runtime(config, device, recorder=FakeRecorder() if recorded_on_cpu else None)
 
 
 def one_step(trainer: Trainer, batch: PackedBatch) -> Evidence:
@@ -84,8 +84,8 @@ def measure(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tupl
         figures["forward_backward"] = timed(lambda: trainer.forward_backward(batch), repeats, device)
         figures["optim_step"] = timed(lambda: trainer.launch_optim_step(0.0), repeats, device)
     figures |= memory.figures
-    if compiler is not None:
-        figures["passes"] = {title: list(log) for title, log in compiler.nodes.items()}
+    if compiler.compiles:
+        figures["passes"] = {title: list(log) for title, log in compiler.builder.nodes.items()}
         figures["seconds"], figures["compiled"] = dict(compiler.timings.seconds), compiler.captures
         compiler.close()
     return first, figures

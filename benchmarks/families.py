@@ -21,7 +21,7 @@ from generate import Case, random_prompts
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
-from lockstep.graph import Compiler, check_against_eager
+from lockstep.graph import check_against_eager
 from lockstep.models import ModelConfig
 from lockstep.models.init import architecture
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
@@ -69,9 +69,7 @@ class Policy:
         self.case = case
         self.model = random_weights(config, device)
         embed = self.model.embed
-        compiler = make_compiler("CUDA graph", embed.device)
-        assert compiler is not None
-        self.compiler: Compiler = compiler
+        self.compiler = compiler = make_compiler("CUDA graph", embed.device)
         self.trainer = Trainer(self.model, OptimizerConfig(), LossConfig(), compiler=compiler)
         options = GeneratorConfig(max_num_seqs=case.sequences)
         tokens = plan_cache_tokens(options, config, embed.dtype, embed.device, case.sequences, case.prompt + case.new)
@@ -84,7 +82,7 @@ class Policy:
     def start(self, trusted: tuple[str, ...]) -> list[str]:
         """Make all graphs, kernels compiled side by side, and check them; what was checked."""
         if self.model.embed.is_cuda:
-            with self.compiler.rehearsal():
+            with self.compiler.warm_up.rehearsal():
                 self._warm_up()
         self._warm_up()
         sampling = self.case.sampling

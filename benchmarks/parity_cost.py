@@ -124,8 +124,7 @@ def parts(arch: str, checked: bool, repeats: int, device: str) -> dict[str, list
         run()
         run()
         times[name] = [seconds(run, device) for _ in range(repeats)]
-    if compiler:
-        compiler.close()
+    compiler.close()
     return times
 
 

@@ -15,7 +15,7 @@ import torch
 from common import alternate, arguments, finish, random_model, summary
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Compiler
+from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, save_model
 from lockstep.trainer import Trainer, batch_shapes, pack
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
@@ -41,9 +41,8 @@ class Ours:
 
     def __init__(self, model: Decoder, made: list[TrainGroup]) -> None:
         self.device = model.embed.device
-        compiler = (
-            Compiler(CompileConfig("step", cudagraph_mode="full"), self.device) if self.device.type == "cuda" else None
-        )
+        on_gpu = self.device.type == "cuda"
+        compiler = Runtime(CompileConfig("step", cudagraph_mode="full"), self.device) if on_gpu else EAGER
         self.trainer = Trainer(model, OptimizerConfig(learning_rate=LEARNING_RATE), LossConfig(), compiler=compiler)
         self.groups = made
         prompt, completion = len(made[0].prompt_ids), len(made[0].sequences[0].token_ids)

@@ -126,6 +126,20 @@ class TrainGroup:
     sampling: SamplingParams
     route_digests: list[int] | None = None  # of the prompt, as in `Completion`
 
+    @classmethod
+    def sampled(
+        cls, name: str, prompt_ids: list[int], completions: list[Completion], sampling: SamplingParams
+    ) -> TrainGroup:
+        """A prompt's completions, to be held against what the generator recorded; nothing is learned from them yet."""
+        sequences = [
+            TrainSequence(
+                *(c.token_ids, 0.0, 0.0, c.logprobs, c.model_logprobs),
+                *(f"{name} sample {c.identity.sample}", c.route_digests),
+            )
+            for c in completions
+        ]
+        return cls(prompt_ids, sequences, sampling, completions[0].prompt_route_digests)
+
 
 @dataclass
 class PackedBatch:

@@ -8,7 +8,7 @@ import torch
 
 from ..config import LossConfig
 from ..errors import InputError
-from ..user_code import load_function, one_line
+from ..user_functions import load_function, one_line
 from .algorithm import Algorithm
 from .losses import TokenValues
 

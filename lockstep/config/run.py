@@ -6,7 +6,7 @@ from typing import Literal
 
 from ..errors import InputError
 from .sections.checkpoint import CheckpointConfig
-from .sections.compile import CompileConfig, resolve_compile
+from .sections.compile import RECORDINGS, CompileConfig, recordings, resolve_compile
 from .sections.generator import GeneratorConfig
 from .sections.loss import LossConfig
 from .sections.metrics import MetricsConfig
@@ -148,12 +148,12 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
 def _check_several(c: CompileConfig, ranks: int) -> None:
     """Raise `InputError` for graphs that several processes cannot share."""
     refuse(
-        c.capture in ("joint", "layer") or set(c.inductor) != {"backward"},
+        not all(plugin.ranks for plugin in c.chosen) or set(c.inductor) != {"backward"},
         f"compile.capture is {c.capture} and compile.inductor {list(c.inductor)}: several processes need step, and "
         "regions of the backward pass alone",
     )
     refuse(
-        c.cudagraph_mode in ("piecewise", "full_and_piecewise"),
+        not all(RECORDINGS[name].ranks for name in recordings(c.cudagraph_mode or "none")),
         f"compile.cudagraph_mode is {c.cudagraph_mode} with {ranks} processes: a collective may begin in one piece "
         "and end in another, which cannot be recorded; use full or none",
     )

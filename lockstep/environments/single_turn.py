@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..distributed import ONE, World
@@ -11,7 +12,7 @@ from ..errors import InputError
 from ..timings import Timings
 from ..types import TRAIN_DOMAIN, Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 from .base import Encode, Problem
-from .rewards.reward_set import RewardSet
+from .rewards.reward_set import RewardSet, Scoring
 
 LOGGED = "logged/"  # of metrics that reward functions logged
 
@@ -37,126 +38,106 @@ class Collected(NamedTuple):
 Generate = Callable[[list[list[int]], list[SamplingParams], list[SampleIdentity]], list[list[Completion]]]
 
 
-def collect(
-    problems: Problems,
-    encode: Encode,
-    generate: Generate,
-    sampling: SamplingParams,
-    seed: int,
-    domain: int,
-    step: int,
-    rewards: RewardSet,
-    max_prompt_length: int | None = None,
-    timings: Timings | None = None,
-    world: World = ONE,
-) -> Collected:
-    """Sample `sampling.n` completions of each (group, problem) and score them, on all ranks of `world` together: each
-    takes its share of the problems, and every rank has all groups in the end.
+@dataclass(frozen=True)
+class SingleTurn:
+    """Prompts that are completed once and scored, on all ranks of `world` together.
 
-    `seed`, `domain`, `step` and the group key the random numbers (`SampleIdentity`). `max_prompt_length` is in
-    tokens; None is no limit. `timings` measures `encode` and `rewards`. A group with a completion that no reward
-    applies to is kept apart.
-
-    Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group has
-    a reward, and whatever scoring refuses.
+    `seed` is a part of what keys the random numbers (`SampleIdentity`). `max_prompt_length` is in tokens; None is no
+    limit. `timings` measures `encode` and `rewards`.
     """
-    where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
-    arguments = encode, generate, sampling, seed, domain, step, rewards, max_prompt_length, timings or Timings()
-    own = world.mesh.fsdp.own(problems)
-    found = world.share(lambda: _sample_and_score(own, where, *arguments))
-    groups = sorted((group for of_rank in found for group in of_rank.groups), key=_number)
-    without = sorted((group for of_rank in found for group in of_rank.without_reward), key=_number)
-    counts: Counter[str] = Counter()
-    for of_rank in found:
-        counts.update(of_rank.counts)
-    for name in [name for name in counts if name.startswith(LOGGED)]:
-        counts[name] /= sum(name in of_rank.counts for of_rank in found)  # type: ignore[assignment]  # means
-    if problems and not groups:
-        names = ", ".join(reward.name for reward in rewards.rewards)
-        raise InputError(
-            f"{where}: every group has a completion that no reward applies to: {names} returned None or failed; "
-            "at least one must return a number"
-        )
-    return Collected(groups, without, dict(counts))
+
+    encode: Encode
+    generate: Generate
+    rewards: RewardSet
+    seed: int
+    max_prompt_length: int | None = None
+    timings: Timings = field(default_factory=Timings)
+    world: World = ONE
+
+    def collect(self, problems: Problems, sampling: SamplingParams, domain: int, step: int) -> Collected:
+        """Sample `sampling.n` completions of each (group, problem) and score them. Each rank takes its share of the
+        problems, and has all groups in the end; one with a completion that no reward applies to is kept apart.
+
+        Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group
+        has a reward, and whatever scoring refuses.
+        """
+        where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
+        own = self.world.mesh.fsdp.own(problems)
+        found = self.world.share(lambda: self._of(own, sampling, domain, step, where))
+        groups = sorted((group for of_rank in found for group in of_rank.groups), key=_number)
+        without = sorted((group for of_rank in found for group in of_rank.without_reward), key=_number)
+        counts: Counter[str] = Counter()
+        for of_rank in found:
+            counts.update(of_rank.counts)
+        for name in [name for name in counts if name.startswith(LOGGED)]:
+            counts[name] /= sum(name in of_rank.counts for of_rank in found)  # type: ignore[assignment]  # means
+        if problems and not groups:
+            names = ", ".join(reward.name for reward in self.rewards.rewards)
+            raise InputError(
+                f"{where}: every group has a completion that no reward applies to: {names} returned None or failed; "
+                "at least one must return a number"
+            )
+        return Collected(groups, without, dict(counts))
+
+    def _of(self, problems: Problems, sampling: SamplingParams, domain: int, step: int, where: str) -> Collected:
+        """`collect` of this rank's problems."""
+        if not problems:
+            return Collected([], [], {})
+        with self.timings.measured("encode"):
+            prompt_ids = [self._encode(*item, where) for item in problems]
+        identities = [SampleIdentity(self.seed, domain, step, group) for group, _ in problems]
+        completions = self.generate(prompt_ids, [sampling] * len(problems), identities)
+        assert [len(samples) for samples in completions] == [sampling.n] * len(problems)
+        groups = [
+            RolloutGroup(
+                group=group,
+                prompt=problem.prompt,
+                prompt_ids=ids,
+                rollouts=[Rollout(completion, rewards={}, reward=0.0) for completion in samples],
+                sampling=sampling,
+                columns=problem.columns,
+            )
+            for (group, problem), ids, samples in zip(problems, prompt_ids, completions, strict=True)
+        ]
+        origins = [problem.origin for _, problem in problems for _ in range(sampling.n)]
+        where = f"{where}, groups {groups[0].group} to {groups[-1].group}"
+        numbers = [group.group for group in groups for _ in group.rollouts]
+        about = Scoring(where, origins, numbers, step if domain == TRAIN_DOMAIN else 0, self.timings.tell)
+        with self.timings.measured("rewards"):
+            return _score(groups, self.rewards, about)
+
+    def _encode(self, group: int, problem: Problem, where: str) -> list[int]:
+        where = f"{where} group {group}" + (f" ({problem.origin})" if problem.origin else "")
+        try:
+            ids = self.encode(problem.prompt)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        if not ids:
+            raise InputError(f"{where}: the prompt has no tokens")
+        if self.max_prompt_length is not None and len(ids) > self.max_prompt_length:
+            raise InputError(f"{where}: the prompt has {len(ids)} tokens; at most {self.max_prompt_length} are allowed")
+        return ids
 
 
 def _number(group: RolloutGroup) -> int:
     return group.group
 
 
-def _sample_and_score(
-    problems: Problems,
-    where: str,
-    encode: Encode,
-    generate: Generate,
-    sampling: SamplingParams,
-    seed: int,
-    domain: int,
-    step: int,
-    rewards: RewardSet,
-    max_prompt_length: int | None,
-    timings: Timings,
-) -> Collected:
-    """`collect` of these problems."""
-    if not problems:
-        return Collected([], [], {})
-    with timings.measured("encode"):
-        prompt_ids = [_encode(encode, *item, where, max_prompt_length) for item in problems]
-    identities = [SampleIdentity(seed, domain, step, group) for group, _ in problems]
-    completions = generate(prompt_ids, [sampling] * len(problems), identities)
-    assert [len(samples) for samples in completions] == [sampling.n] * len(problems)
-    groups = [
-        RolloutGroup(
-            group=group,
-            prompt=problem.prompt,
-            prompt_ids=ids,
-            rollouts=[Rollout(completion, rewards={}, reward=0.0) for completion in samples],
-            sampling=sampling,
-            columns=problem.columns,
-        )
-        for (group, problem), ids, samples in zip(problems, prompt_ids, completions, strict=True)
-    ]
-    with timings.measured("rewards"):
-        origins = [problem.origin for _, problem in problems]
-        return _score(groups, origins, rewards, where, step if domain == TRAIN_DOMAIN else 0, timings)
-
-
-def _encode(encode: Encode, group: int, problem: Problem, where: str, limit: int | None) -> list[int]:
-    where = f"{where} group {group}" + (f" ({problem.origin})" if problem.origin else "")
-    try:
-        ids = encode(problem.prompt)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
-    if not ids:
-        raise InputError(f"{where}: the prompt has no tokens")
-    if limit is not None and len(ids) > limit:
-        raise InputError(f"{where}: the prompt has {len(ids)} tokens; at most {limit} are allowed")
-    return ids
-
-
-def _score(
-    groups: list[RolloutGroup], origins: list[str], rewards: RewardSet, where: str, step: int, timings: Timings
-) -> Collected:
+def _score(groups: list[RolloutGroup], rewards: RewardSet, about: Scoring) -> Collected:
     """Fill in every rollout's `rewards` and `reward`."""
-    rows = [
-        (group, rollout, origin) for group, origin in zip(groups, origins, strict=True) for rollout in group.rollouts
-    ]
+    rows = [(group, rollout) for group in groups for rollout in group.rollouts]
     scores = rewards.score(
-        prompts=[group.prompt for group, _, _ in rows],
-        completions_text=[rollout.completion.text for _, rollout, _ in rows],
-        completion_ids=[rollout.completion.token_ids for _, rollout, _ in rows],
-        columns_rows=[group.columns for group, _, _ in rows],
-        where=f"{where}, groups {groups[0].group} to {groups[-1].group}",
-        origins=[origin for _, _, origin in rows],
-        groups=[group.group for group, _, _ in rows],
-        step=step,
-        tell=timings.tell,
+        [group.prompt for group, _ in rows],
+        [rollout.completion.text for _, rollout in rows],
+        [rollout.completion.token_ids for _, rollout in rows],
+        [group.columns for group, _ in rows],
+        about,
     )
     for name, column in rewards.logged.extra.items():
-        for (_, rollout, _), value in zip(rows, column, strict=True):
+        for (_, rollout), value in zip(rows, column, strict=True):
             rollout.extra[name] = value
     without = set()
-    for (group, rollout, _), values, total in zip(rows, scores.values, scores.totals, strict=True):
+    for (group, rollout), values, total in zip(rows, scores.values, scores.totals, strict=True):
         rollout.rewards = values
         if total is None:
             without.add(group.group)

@@ -22,7 +22,7 @@ from .request import Prefill, Sequence
 from .running_batch import GROUP, RunningBatch
 from .scheduler import Chunk
 
-Work = list[tuple[graph.GraphFunction, list[graph.Case]]]
+Work = list[tuple[graph.Program, list[graph.Case]]]
 
 
 @dataclass(frozen=True)
@@ -50,103 +50,95 @@ class _Pages:
         return touched if cache.routes is None else {**touched, "kv routes": [cache.routes[: self.used]]}
 
 
-def decode_cases(
-    function: graph.GraphFunction, rows: RunningBatch, size: int, cache: KVCache, vocabulary: int
-) -> list[graph.Case]:
-    """Decode steps of `size` rows, in each kind of sampling that there is a graph for."""
-    pages = _Pages.of(cache, size, rows.width, 0)
-    cases = []
-    for made in function.graphs.values():
-        statics = made.captured.statics
-        for name, busy in {f"{size} rows": pages.rows, f"one of {size} rows": 1}.items():
-            load = partial(_load, rows, size, cache, vocabulary, pages, busy, **statics)  # type: ignore[arg-type]
-            cases.append(graph.Case(name, {}, statics, load, pages.touched(cache), _null_page(cache)))
-    return cases
+@dataclass(frozen=True)
+class Check:
+    """Cases of the generator's programs, for a model with so many token ids."""
 
+    rows: RunningBatch
+    cache: KVCache
+    vocabulary: int
 
-def mixed_cases(
-    flat: Tensor, rows: RunningBatch, sizes: MixedSizes, cache: KVCache, vocabulary: int
-) -> list[graph.Case]:
-    """Mixed steps with room for prompt tokens: a prompt that takes all of it and starts a sample, and a short one.
+    def decode_cases(self, program: graph.Program, size: int) -> list[graph.Case]:
+        """Decode steps of `size` rows, in each kind of sampling that there is a graph for."""
+        pages = _Pages.of(self.cache, size, self.rows.width, 0)
+        cases = []
+        for made in program.graphs.values():
+            statics = made.captured.statics
+            for name, busy in {f"{size} rows": pages.rows, f"one of {size} rows": 1}.items():
+                load = partial(self._load, size, pages, busy, **statics)  # type: ignore[arg-type]
+                cases.append(graph.Case(name, {}, statics, load, pages.touched(self.cache), self._null_page()))
+        return cases
 
-    Args:
-        flat: what the batch is copied into.
-    """
-    pages = _Pages.of(cache, sizes.rows, rows.width, sizes.tokens)
-    room = min(sizes.tokens, pages.prompt * cache.page_size)
+    def mixed_cases(self, batch: Tensor, sizes: MixedSizes) -> list[graph.Case]:
+        """Mixed steps with room for prompt tokens: a prompt that takes all of it and starts a sample, and a short one.
 
-    def load(tokens: int) -> None:
-        _load(rows, sizes.rows, cache, vocabulary, pages, pages.rows, truncated=True, greedy=True)
-        chunks = []
+        Args:
+            batch: the memory of the step's `MixedBatch`.
+        """
+        cache = self.cache
+        pages = _Pages.of(cache, sizes.rows, self.rows.width, sizes.tokens)
+        room = min(sizes.tokens, pages.prompt * cache.page_size)
+        about = {"touches": pages.touched(cache), "scratch": self._null_page()}
+        counts = dict.fromkeys((room, min(room, 1), 0))
+        names = {n: f"{n} of {sizes.tokens} prompt tokens" for n in counts}
+        return [
+            graph.Case(names[n], load=partial(self._load_mixed, batch, sizes, pages, n), **about)  # type: ignore[arg-type]
+            for n in counts
+        ]
+
+    def _load_mixed(self, batch: Tensor, sizes: MixedSizes, pages: _Pages, tokens: int) -> None:
+        """Put so many prompt tokens into the batch, of a sample in row 0, and all other rows to work."""
+        rows, chunks = self.rows, []
+        self._load(sizes.rows, pages, pages.rows, truncated=True, greedy=True)
         if tokens:
             sample = Sequence(0, [], SamplingParams(), SampleIdentity(0, 0, 0, 0), frozenset(), row=0)
-            prompt = Prefill([(7 * i + 3) % vocabulary for i in range(tokens)], [sample], row=0)
+            prompt = Prefill([(7 * i + 3) % self.vocabulary for i in range(tokens)], [sample], row=0)
             chunks = [Chunk(prompt, 0, tokens, [sample])]
             held = torch.arange(pages.shared + pages.rows, pages.used, dtype=torch.int32, device=rows.device)
-            rows.table[0].fill_(cache.null_page)[: pages.prompt].copy_(held)
+            rows.table[0].fill_(self.cache.null_page)[: pages.prompt].copy_(held)
             b = rows.tensors(sizes.rows)
             b["position"][0] = tokens - 1
             b["groups"].fill_(-1)  # row 0 may have been in one
             b["shared_len"].zero_()
-        flat.copy_(lay_out(chunks, sizes, rows.null_row, pinned=False))
+        batch.copy_(lay_out(chunks, sizes, rows.null_row, pinned=False))
 
-    return [
-        graph.Case(
-            f"{n} of {sizes.tokens} prompt tokens",
-            load=partial(load, n),
-            touches=pages.touched(cache),
-            scratch=_null_page(cache),
-        )
-        for n in dict.fromkeys((room, min(room, 1), 0))
-    ]
+    def _null_page(self) -> list[Tensor]:
+        """Rows and tokens at rest all write to its first slot, in any order."""
+        cache = self.cache
+        null = slice(cache.null_page, cache.null_page + 1)
+        routes = [] if cache.routes is None else [cache.routes[null]]
+        return [cache.k[:, null], cache.v[:, null], *routes]
 
-
-def _null_page(cache: KVCache) -> list[Tensor]:
-    """Rows and tokens at rest all write to its first slot, in any order."""
-    null = slice(cache.null_page, cache.null_page + 1)
-    routes = [] if cache.routes is None else [cache.routes[null]]
-    return [cache.k[:, null], cache.v[:, null], *routes]
-
-
-def _load(
-    rows: RunningBatch,
-    size: int,
-    cache: KVCache,
-    vocabulary: int,
-    pages: _Pages,
-    busy: int,
-    truncated: bool,
-    greedy: bool,
-    grouped: bool = False,
-) -> None:
-    """Put the first `busy` rows at positions from 0 to the longest, the others at rest."""
-    b, device = rows.tensors(size), rows.device
-    draw = torch.Generator(device).manual_seed(size)
-    for tensor in (cache.k, cache.v):
-        tensor[:, : pages.used].normal_(generator=draw)
-    row = torch.arange(size, device=device)
-    active = row < busy
-    longest = max(0, (pages.shared + 1) * cache.page_size - 2)
-    position = torch.where(active, (row + 1) * longest // busy if busy > 1 else longest, 0)
-    column = torch.arange(rows.width, device=device)
-    last = (position // cache.page_size).unsqueeze(1)
-    own = (pages.shared + row).clamp_max(pages.shared + pages.rows - 1).unsqueeze(1)
-    table = torch.where(column < last, column, torch.where(column == last, own, cache.null_page))
-    b["table"].copy_(torch.where(active.unsqueeze(1), table, cache.null_page))
-    b["position"].copy_(position)
-    b["token"].copy_(torch.where(active, (row * 31 + 5) % vocabulary, 0))
-    b["remaining"].copy_(torch.where(active, 1 + row % 3, 0))
-    b["stop"].fill_(-1)
-    b["key"].copy_(row.unsqueeze(1) * 4 + torch.arange(4, device=device))
-    b["temperature"].copy_(torch.where(row % 2 == 0, 0.0 if greedy else 0.8, 1.0))
-    b["top_k"].copy_(torch.where(row % 3 == 0, 20 if truncated else 0, 0))
-    b["top_p"].copy_(torch.where(row % 3 == 1, 0.9 if truncated else 1.0, 1.0))
-    b["min_p"].copy_(torch.where(row % 3 == 2, 0.01 if truncated else 0.0, 0.0))
-    b["next_result"].zero_()
-    members = range(max(0, busy - GROUP), busy)
-    common = ((members[0] + 1) * longest // busy) // cache.page_size * cache.page_size // KEY_TILE * KEY_TILE
-    b["groups"].fill_(-1)
-    b["shared_len"].zero_()
-    if grouped and common and len(b["groups"]):
-        b["groups"][0, : len(members)] = row[members.start : members.stop].int()
-        b["shared_len"][members.start : members.stop] = common
+    def _load(self, size: int, pages: _Pages, busy: int, truncated: bool, greedy: bool, grouped: bool = False) -> None:
+        """Put the first `busy` rows at positions from 0 to the longest, the others at rest."""
+        rows, cache = self.rows, self.cache
+        b, device = rows.tensors(size), rows.device
+        draw = torch.Generator(device).manual_seed(size)
+        for tensor in (cache.k, cache.v):
+            tensor[:, : pages.used].normal_(generator=draw)
+        row = torch.arange(size, device=device)
+        active = row < busy
+        longest = max(0, (pages.shared + 1) * cache.page_size - 2)
+        position = torch.where(active, (row + 1) * longest // busy if busy > 1 else longest, 0)
+        column = torch.arange(rows.width, device=device)
+        last = (position // cache.page_size).unsqueeze(1)
+        own = (pages.shared + row).clamp_max(pages.shared + pages.rows - 1).unsqueeze(1)
+        table = torch.where(column < last, column, torch.where(column == last, own, cache.null_page))
+        b["table"].copy_(torch.where(active.unsqueeze(1), table, cache.null_page))
+        b["position"].copy_(position)
+        b["token"].copy_(torch.where(active, (row * 31 + 5) % self.vocabulary, 0))
+        b["remaining"].copy_(torch.where(active, 1 + row % 3, 0))
+        b["stop"].fill_(-1)
+        b["key"].copy_(row.unsqueeze(1) * 4 + torch.arange(4, device=device))
+        b["temperature"].copy_(torch.where(row % 2 == 0, 0.0 if greedy else 0.8, 1.0))
+        b["top_k"].copy_(torch.where(row % 3 == 0, 20 if truncated else 0, 0))
+        b["top_p"].copy_(torch.where(row % 3 == 1, 0.9 if truncated else 1.0, 1.0))
+        b["min_p"].copy_(torch.where(row % 3 == 2, 0.01 if truncated else 0.0, 0.0))
+        b["next_result"].zero_()
+        members = range(max(0, busy - GROUP), busy)
+        common = ((members[0] + 1) * longest // busy) // cache.page_size * cache.page_size // KEY_TILE * KEY_TILE
+        b["groups"].fill_(-1)
+        b["shared_len"].zero_()
+        if grouped and common and len(b["groups"]):
+            b["groups"][0, : len(members)] = row[members.start : members.stop].int()
+            b["shared_len"][members.start : members.stop] = common

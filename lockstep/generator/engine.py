@@ -11,10 +11,9 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from ..config import CompileConfig, GeneratorConfig
+from ..config import GeneratorConfig
 from ..errors import InputError
-from ..graph import Compiler
-from ..timings import Timings
+from ..graph import EAGER, Runtime
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
 from .check_cases import Work
 from .kv_cache import KVCache
@@ -37,10 +36,10 @@ class Engine:
         config: engine settings.
         cache_tokens: capacity of the KV cache (`plan_cache_tokens`).
         detokenize: token ids to text; needed for stop strings and for `Completion.text`.
-        compiler: what runs the steps; by default eagerly.
+        compiler: what runs the steps; by default eagerly. In its `timings` launches (`prefill`, `decode`) and the
+            reading of their results (`read`) are measured.
         ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
             where nothing would be won, 0 on a CPU.
-        timings: where launches (`prefill`, `decode`) and the reading of their results (`read`) are measured.
     """
 
     def __init__(
@@ -49,9 +48,8 @@ class Engine:
         config: GeneratorConfig,
         cache_tokens: int,
         detokenize: Callable[[list[int]], str] | None = None,
-        compiler: Compiler | None = None,
+        compiler: Runtime = EAGER,
         ahead: int | None = None,
-        timings: Timings | None = None,
     ) -> None:
         model = weights.model
         self.weights = weights
@@ -67,10 +65,9 @@ class Engine:
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
         self.scheduler = Scheduler(config, self.cache, rows)
-        self.compiler = compiler or Compiler(CompileConfig("none"), device)
-        self.compiler.prepare(model)
-        self.timings = timings or Timings()
-        self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, self.compiler)
+        self.compiler, self.timings = compiler, compiler.timings
+        compiler.prepare(model)
+        self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, compiler)
         self.ahead = (AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
         self._flight: deque[Block] = deque()  # launched, and not read yet
         self._grown: list[Sequence] = []  # by what was read
@@ -127,7 +124,7 @@ class Engine:
         """
         if self.compiler.layers is not None:
             self._compile_layers()
-        if self.compiler.eager or sequences < 1:
+        if sequences < 1:
             return
         assert not self.scheduler.busy, "warm_up() before the first request, or between requests"
         self.drain()

@@ -1,9 +1,9 @@
 """What one step computes, from the rows' state to the rows' next state; eager and captured alike.
 
-`b` are the tensors of `Rows.tensors`. A decode step runs one token of every row. A mixed step runs prompt tokens as
-well (`MixedBatch`), cut into segments of at most `SEGMENT`: for attention a segment is a sequence with the pages of the
-row that it belongs to, so nothing is sized by the longest prompt. Each row then draws its token from its own hidden
-state or, when its prompt ends in this step, from that of the prompt's last token.
+`b` are the tensors of `RunningBatch.tensors`. A decode step runs one token of every row. A mixed step runs prompt
+tokens as well (`MixedBatch`), cut into segments of at most `SEGMENT`: for attention a segment is a sequence with the
+pages of the row that it belongs to, so nothing is sized by the longest prompt. Each row then draws its token from its
+own hidden state or, when its prompt ends in this step, from that of the prompt's last token.
 
 Shape suffixes: R rows, P prompt tokens, S segments.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..graph import Inputs
 from ..models import Decoder, PagedAttention, Routing
 
 SEGMENT = 64  # tokens
@@ -37,51 +38,33 @@ class Paging:
     max_context: int
 
 
-def decode_step(
-    model: Decoder,
-    b: State,
-    paging: Paging,
-    k: Tensor,
-    v: Tensor,
-    routes: Tensor | None,
-    truncated: bool,
-    greedy: bool,
-    grouped: bool,
-) -> None:
+def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, greedy: bool, grouped: bool) -> None:
     """Run every row's token and draw the next one.
 
     Args:
-        k, v, routes: the cache's tensors, or what stands for them in a trace.
+        inputs: `buffer` has the rows' tensors, and `kv` the cache's (`KVCache.tensors`).
         truncated, greedy: whether any row has a filter on, or temperature 0.
         grouped: read the prefixes of "groups" once a group. It changes the time, not the bits.
     """
+    b, kv = inputs.buffer, inputs.kv
     position, table = b["position"], b["table"]
     slots, context = ops.decode_slots(position, b["remaining"], table, paging.page_size, paging.null_page)
     groups, shared_len = (b["groups"], b["shared_len"]) if grouped else (None, None)
     lengths = b["cu_seqlens"], context, 1, paging.max_context
-    attend = PagedAttention(k, v, slots, table, *lengths, groups, shared_len, model.masks)
-    hidden, route = _forward(model, b["token"], position, attend, slots, routes)
+    attend = PagedAttention(kv["k"], kv["v"], slots, table, *lengths, groups, shared_len, model.masks)
+    hidden, route = _forward(model, b["token"], position, attend, kv.get("routes"))
     _draw(model, b, hidden, route, truncated, greedy)
 
 
-def mixed_step(
-    model: Decoder,
-    b: State,
-    prompt: State,
-    table: Tensor,
-    paging: Paging,
-    k: Tensor,
-    v: Tensor,
-    routes: Tensor | None,
-    truncated: bool,
-    greedy: bool,
-) -> None:
+def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, greedy: bool) -> None:
     """Run prompt tokens and every row's token but of those whose prompt ends here; then draw each row's next token.
 
     Args:
-        prompt: the fields of `MixedBatch`.
-        table: the block table of all rows, the null row last.
+        inputs: as in `decode_step`; `buffer` also has the fields of `MixedBatch` as "prompt.FIELD", and as "tables" the
+            block table of all rows, the null row last.
     """
+    b, kv, table = inputs.buffer, inputs.kv, inputs.buffer["tables"]
+    prompt = {name.removeprefix("prompt."): tensor for name, tensor in b.items() if name.startswith("prompt.")}
     row, page_size, null_row = b["ordinal"], paging.page_size, table.shape[0] - 1
     resting = (b["remaining"] == 0) | (prompt["source"] != row)
     own_position = b["position"].masked_fill(resting, 0)
@@ -90,8 +73,8 @@ def mixed_step(
     entry = torch.cat((own_row, prompt["row"])) * table.shape[1] + position // page_size
     slots = table.flatten().index_select(0, entry).long() * page_size + position % page_size
     attend = PagedAttention(
-        k,
-        v,
+        kv["k"],
+        kv["v"],
         slots,
         table.index_select(0, torch.cat((own_row, prompt["segment_row"]))),
         torch.cat((row, prompt["segment_start"])).int(),
@@ -101,7 +84,7 @@ def mixed_step(
         masks=model.masks,
     )
     tokens = torch.cat((b["token"], prompt["token"]))
-    hidden, route = _forward(model, tokens, position, attend, slots, routes, prompt["source"])
+    hidden, route = _forward(model, tokens, position, attend, kv.get("routes"), prompt["source"])
     _draw(model, b, hidden, route, truncated, greedy)
 
 
@@ -110,7 +93,6 @@ def _forward(
     tokens: Tensor,
     position: Tensor,
     attend: PagedAttention,
-    slots: Tensor,
     routes: Tensor | None,
     source_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -123,7 +105,7 @@ def _forward(
     if not found or routes is None:
         return hidden, None
     digest = ops.route_digest(torch.cat([routing.experts_TK for routing in found], dim=1))
-    routes.view(-1).index_copy_(0, slots, digest)
+    routes.view(-1).index_copy_(0, attend.slots_T, digest)
     return hidden, digest if source_R is None else digest.index_select(0, source_R)
 
 

@@ -6,9 +6,8 @@ of its own (`MixedBatch`) that prompts are copied into; its sampling covers ever
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from .. import graph
 from ..models import Decoder
 from ..types import SamplingParams
-from .check_cases import Work, decode_cases, mixed_cases
+from .check_cases import Check, Work
 from .forward import Paging, decode_step, mixed_step
 from .kv_cache import KVCache
 from .prefill_batch import MixedBatch, MixedSizes, lay_out
@@ -70,10 +69,14 @@ def bucket(sizes: list[int], needed: int) -> int:
 
 
 class ExactSizes:
-    """Sizes of steps that are called as they are: what there is, and nothing else."""
+    """Sizes of steps that are called as they are: what there is, and nothing else.
 
-    def __init__(self, rows: RunningBatch, cache: KVCache) -> None:
-        self._rows, self._cache = rows, cache
+    Args:
+        max_tokens: prompt tokens that a step may have.
+    """
+
+    def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int) -> None:
+        self._rows, self._cache, self.max_tokens = rows, cache, max_tokens
 
     def rows_for(self, sequences: int) -> int:
         """Rows of a decode step of so many sequences."""
@@ -95,20 +98,32 @@ class ExactSizes:
         """Whether decode steps read shared prefixes once a group."""
         return False
 
+    def mixed_to_make(self, sequences: int, prompt_tokens: int, samples: int) -> Iterable[MixedSizes]:
+        """The sizes of the mixed graphs for up to so many sequences, the largest first; `max_tokens` then holds."""
+        return ()
 
-class BucketSizes:
-    """Sizes of steps that are graphs: few, so that graphs are; see `ExactSizes`.
+    def decodes_to_make(
+        self, sequences: int, prompt_tokens: int, sampling: SamplingParams
+    ) -> Iterable[tuple[int, dict[str, bool]]]:
+        """The rows and the statics of the decode graphs for up to so many sequences, the largest first."""
+        return ()
+
+
+class BucketSizes(ExactSizes):
+    """Sizes of steps that are graphs: few, so that graphs are.
 
     Args:
-        max_tokens: prompt tokens that a step may have. least: rows of the smallest decode graph.
+        least: rows of the smallest decode graph.
 
     Attributes:
         rows, tokens: of the graphs, largest first.
         groups: for rows and sampling, whether the graph that a warm-up made reads prefixes by group.
+        max_tokens: of the largest mixed graph that a warm-up made; 0 before.
     """
 
     def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int, least: int) -> None:
-        self._rows, self._cache, self._least = rows, cache, least
+        super().__init__(rows, cache, 0)
+        self._least = least
         self.rows, self.tokens = row_buckets(rows.count, least), token_buckets(max_tokens)
         self.groups: dict[tuple[int, bool, bool], bool] = {}
 
@@ -135,62 +150,64 @@ class BucketSizes:
         self._rows.group(rows)
         return self.groups.get((rows, truncated, greedy), self._rows.saved >= MIN_SAVED)
 
+    def mixed_to_make(self, sequences: int, prompt_tokens: int, samples: int) -> Iterable[MixedSizes]:
+        if not self.max_tokens or sequences > self.rows[0]:
+            self.hold(sequences)
+        prompts = -(-sequences // samples)
+        largest = bucket(self.tokens, min(prompts * prompt_tokens, self.tokens[0]))
+        self.max_tokens = max(self.max_tokens, largest)
+        return [MixedSizes.holding(self.rows[0], tokens) for tokens in self.tokens if tokens <= self.max_tokens]
 
-class StepPrograms:
-    """Runs steps, each of the sizes that suit how the compiler runs them; graphs are made when they are first needed,
-    or before that in `warm_up`.
+    def decodes_to_make(
+        self, sequences: int, prompt_tokens: int, sampling: SamplingParams
+    ) -> Iterator[tuple[int, dict[str, bool]]]:
+        truncated, greedy, group = sampling.truncated, sampling.temperature == 0, min(sampling.n, GROUP)
+        for rows in self.rows:
+            if rows <= self.rows_for(sequences):
+                saved = (rows - -(-rows // group)) * prompt_tokens
+                grouped = self.groups.setdefault((rows, truncated, greedy), saved >= MIN_SAVED)
+                yield rows, {"truncated": truncated, "greedy": greedy, "grouped": grouped}
+
+
+class GeneratorPrograms:
+    """The generator's programs, each of the sizes that suit the level that it runs at; graphs are made when they are
+    first needed, or before that in `warm_up`.
 
     Args:
         max_tokens: prompt tokens that a step may have.
     """
 
-    def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int, compiler: graph.Compiler) -> None:
-        self._rows, self._cache, self._compiler = rows, cache, compiler
-        # A graph of one row is another function than one of any number: it would have other compiled regions.
-        least = min(2, rows.count) if compiler.compiles_forward else 1
-        self._buckets = BucketSizes(rows, cache, max_tokens, least)
-        self.sizes = ExactSizes(rows, cache) if compiler.eager else self._buckets
-        self._warm_tokens = 0  # prompt tokens of the largest mixed graph that a warm-up made
-        self._own: dict[int, graph.Inputs] = {}  # by model
-        self._decode: dict[tuple[int, int], _Decode] = {}  # by model and rows
-        self._mixed: dict[tuple[int, MixedSizes], _Mixed] = {}  # by model and sizes; of graphs alone
+    def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int, runtime: graph.Runtime) -> None:
+        self._rows, self._cache, self._runtime = rows, cache, runtime
+        if runtime.eager:
+            self.sizes = ExactSizes(rows, cache, max_tokens)
+        else:  # a graph of one row is another function than one of any number: it would have other compiled regions
+            least = min(2, rows.count) if runtime.builder.backend.shared else 1
+            self.sizes = BucketSizes(rows, cache, max_tokens, least)
+        self._of: dict[int, _Steps] = {}  # by model
 
     def decode(self, model: Decoder, rows: int, steps: int) -> None:
         """Run decode steps of the first `rows` rows, a number that `sizes.rows_for` gave."""
         truncated, greedy = self._rows.truncated > 0, self._rows.greedy > 0
-        grouped, step = self.sizes.grouped(rows, truncated, greedy), self._decode_step(model, rows)
-        step.function(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
+        grouped = self.sizes.grouped(rows, truncated, greedy)
+        self._steps(model).decode(rows)(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
 
     def mixed(self, model: Decoder, chunks: list[Chunk]) -> int:
         """Run a mixed step of these chunks; returns of how many rows."""
         sizes = self.sizes.mixed(chunks)
-        self._mixed_step(model, sizes).launch(chunks, **self.sizes.mixed_sampling())
+        self._launch_mixed(model, sizes, chunks)
         return sizes.rows
 
-    def _decode_step(self, model: Decoder, rows: int) -> _Decode:
-        key = id(model), rows
-        if key not in self._decode:
-            like = next((g.function for (of, _), g in self._decode.items() if of == id(model)), None)
-            own, tensors = self._inputs(model), self._rows.tensors(rows)
-            self._decode[key] = _Decode(
-                model, own, self._cache, self._rows, tensors, like, self._compiler, sizes=self.sizes
-            )
-        return self._decode[key]
+    def _launch_mixed(self, model: Decoder, sizes: MixedSizes, chunks: list[Chunk]) -> None:
+        program, batch = self._steps(model).mixed(sizes)
+        pinned = self._rows.device.type == "cuda"
+        batch.copy_(lay_out(chunks, sizes, self._rows.null_row, pinned), non_blocking=True)
+        program({}, **self.sizes.mixed_sampling())
 
-    def _mixed_step(self, model: Decoder, sizes: MixedSizes) -> _Mixed:
-        key = id(model), sizes
-        if key in self._mixed:
-            return self._mixed[key]
-        like = next((g.function for (of, _), g in self._mixed.items() if of == id(model)), None)
-        made = _Mixed(model, self._inputs(model), self._cache, self._rows, sizes, like, self._compiler)
-        if not self._compiler.eager:
-            self._mixed[key] = made
-        return made
-
-    def _inputs(self, model: Decoder) -> graph.Inputs:
-        if id(model) not in self._own:
-            self._own[id(model)] = graph.module_inputs(model)
-        return self._own[id(model)]
+    def _steps(self, model: Decoder) -> _Steps:
+        if id(model) not in self._of:
+            self._of[id(model)] = _Steps(model, self._rows, self._cache, self.sizes, self._runtime)
+        return self._of[id(model)]
 
     def warm_up(self, model: Decoder, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
         """Make the graphs for up to so many sequences, with no row in use, the largest first.
@@ -201,142 +218,85 @@ class StepPrograms:
         Returns:
             Prompt tokens that a step may have from now on; more are run in several steps.
         """
-        sizes = self._buckets
-        if not self._warm_tokens or sequences > sizes.rows[0]:
-            sizes.hold(sequences)
-        prompts = -(-sequences // sampling.n)
-        largest = bucket(sizes.tokens, min(prompts * prompt_tokens, sizes.tokens[0]))
-        self._warm_tokens = max(self._warm_tokens, largest)
-        for tokens in sizes.tokens:
-            if tokens <= self._warm_tokens:
-                self._rows.begin()
-                self._mixed_step(model, MixedSizes.holding(sizes.rows[0], tokens)).launch([])
-        truncated, greedy, group = sampling.truncated, sampling.temperature == 0, min(sampling.n, GROUP)
-        for rows in sizes.rows:
-            if rows <= sizes.rows_for(sequences):
-                saved = (rows - -(-rows // group)) * prompt_tokens
-                grouped = sizes.groups.setdefault((rows, truncated, greedy), saved >= MIN_SAVED)
-                self._rows.begin()
-                step = self._decode_step(model, rows)
-                step.function(truncated=truncated, greedy=greedy, grouped=grouped)
-        return self._warm_tokens
+        for sizes in self.sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
+            self._rows.begin()
+            self._launch_mixed(model, sizes, [])
+        for rows, statics in self.sizes.decodes_to_make(sequences, prompt_tokens, sampling):
+            self._rows.begin()
+            self._steps(model).decode(rows)({}, **statics)
+        return self.sizes.max_tokens
 
     def trust_cases(self) -> Work:
         """Launches on which the graphs that there are, are to be checked against eager."""
-        rows, cache = self._rows, self._cache
-        if self._compiler.eager:
-            return []
-        work = [
-            (made.function, decode_cases(made.function, rows, size, cache, made.vocabulary))
-            for (_, size), made in self._decode.items()
-        ]
-        return work + [(made.function, made.trust_cases()) for made in self._mixed.values()]
+        return [work for steps in self._of.values() for work in steps.trust_cases()]
 
     def close(self) -> None:
         """Close all graphs: their tensors are replaced."""
-        steps: list[_Step] = [*self._decode.values(), *self._mixed.values()]
-        for step in steps:
-            step.function.close()
-        for made in (self._own, self._decode, self._mixed):
-            made.clear()
+        for steps in self._of.values():
+            steps.close()
+        self._of.clear()
 
 
-class _Step(ABC):
-    """A step as a graph over static tensors. `like` is the same step's function for other sizes."""
-
-    name: str
-    dynamic: graph.Dynamic
+class _Steps:
+    """The steps of one model, as programs of the tensors of so many rows."""
 
     def __init__(
-        self,
-        model: Decoder,
-        own: graph.Inputs,
-        cache: KVCache,
-        rows: RunningBatch,
-        tensors: dict[str, Tensor],
-        like: graph.GraphFunction | None,
-        compiler: graph.Compiler,
+        self, model: Decoder, rows: RunningBatch, cache: KVCache, sizes: ExactSizes, runtime: graph.Runtime
     ) -> None:
-        self._model, self._cache, self._rows = model, cache, rows
-        inputs = replace(own, buffer={**own.buffer, **tensors}, kv=cache.tensors())
-        if like is None:
-            like = compiler.function(self.name, self._body, inputs, {"kv", "buffer"}, self.dynamic, self._constants())
-            self.function = like
-        else:
-            self.function = like.bound_to(inputs)
+        self._model, self._rows, self._cache, self._sizes, self._runtime = model, rows, cache, sizes, runtime
+        self._own = graph.module_inputs(model)
+        self._paging = Paging(cache.page_size, cache.null_page, rows.width * cache.page_size)
+        self._decode: dict[int, graph.Program] = {}  # by rows
+        self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with what their batches are copied into
 
-    def _constants(self) -> graph.Constants:
-        """What the body takes from elsewhere than its inputs, and a graph holds."""
-        return {"model": self._model.config, "masks": self._model.masks, "paging": self._paging}
+    def decode(self, rows: int) -> graph.Program:
+        """Decode steps of so many rows."""
+        if rows not in self._decode:
+            like = next(iter(self._decode.values()), None)
+            self._decode[rows] = self._program("decode", like, self._rows.tensors(rows))
+        return self._decode[rows]
 
-    @property
-    def vocabulary(self) -> int:
-        """Token ids."""
-        return self._model.config.vocab_size
+    def mixed(self, sizes: MixedSizes) -> tuple[graph.Program, Tensor]:
+        """A mixed step with room for prompt tokens, and the memory of its `MixedBatch`."""
+        if sizes in self._mixed:
+            return self._mixed[sizes]
+        with torch.inference_mode(False):
+            flat = torch.zeros(MixedBatch.length(sizes), dtype=torch.int64, device=self._rows.device)
+            batch = MixedBatch.view(flat, sizes)._asdict()
+        tensors = self._rows.tensors(sizes.rows) | {f"prompt.{name}": tensor for name, tensor in batch.items()}
+        like = next((program for program, _ in self._mixed.values()), None)
+        made = self._program("mixed", like, tensors | {"tables": self._rows.table}), flat
+        if made[0].level != "eager":  # there sizes differ from step to step
+            self._mixed[sizes] = made
+        return made
 
-    @property
-    def _paging(self) -> Paging:
-        cache = self._cache
-        return Paging(cache.page_size, cache.null_page, self._rows.width * cache.page_size)
+    def _program(self, name: str, like: graph.Program | None, tensors: dict[str, Tensor]) -> graph.Program:
+        """A program of these tensors; `like` is the same one of others."""
+        inputs = replace(self._own, buffer={**self._own.buffer, **tensors}, kv=self._cache.tensors())
+        if like is not None:
+            return like.bound_to(inputs)
+        body, dynamic = (self._decode_body, _DECODE) if name == "decode" else (self._mixed_body, _MIXED)
+        constants = {"model": self._model.config, "masks": self._model.masks, "paging": self._paging}
+        return self._runtime.program(name, body, inputs, {"kv", "buffer"}, dynamic, constants)
 
-    @abstractmethod
-    def _body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
-        """The step on the inputs, traced or real."""
-
-
-class _Decode(_Step):
-    """Decode steps of some rows."""
-
-    name, dynamic = "decode", _DECODE
-
-    def __init__(self, *about: Any, sizes: ExactSizes | BucketSizes) -> None:
-        self._sizes = sizes
-        super().__init__(*about)
-
-    def _body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
-        k, v, routes = inputs.kv["k"], inputs.kv["v"], inputs.kv.get("routes")
+    def _decode_body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
         context = self._sizes.decode_context(inputs.buffer["token"].shape[0])
         with graph.substituted(self._model, inputs):
-            paging = replace(self._paging, max_context=context)
-            decode_step(self._model, inputs.buffer, paging, k, v, routes, **statics)
+            decode_step(self._model, inputs, replace(self._paging, max_context=context), **statics)
         return {}
 
-
-class _Mixed(_Step):
-    """A mixed step of some rows, with room for prompt tokens."""
-
-    name, dynamic = "mixed", _MIXED
-
-    def __init__(
-        self,
-        model: Decoder,
-        own: graph.Inputs,
-        cache: KVCache,
-        rows: RunningBatch,
-        sizes: MixedSizes,
-        like: graph.GraphFunction | None,
-        compiler: graph.Compiler,
-    ) -> None:
-        self._sizes = sizes
-        with torch.inference_mode(False):
-            self._flat = torch.zeros(MixedBatch.length(sizes), dtype=torch.int64, device=rows.device)
-            batch = MixedBatch.view(self._flat, sizes)._asdict()
-        tensors = rows.tensors(sizes.rows) | {f"prompt.{name}": tensor for name, tensor in batch.items()}
-        super().__init__(model, own, cache, rows, tensors | {"tables": rows.table}, like, compiler)
-
-    def trust_cases(self) -> list[graph.Case]:
-        """See `StepPrograms.trust_cases`."""
-        return mixed_cases(self._flat, self._rows, self._sizes, self._cache, self.vocabulary)
-
-    def launch(self, chunks: list[Chunk], **statics: Any) -> None:
-        pinned = self._rows.device.type == "cuda"
-        self._flat.copy_(lay_out(chunks, self._sizes, self._rows.null_row, pinned), non_blocking=True)
-        self.function(**statics)
-
-    def _body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
-        flags = (statics.get(kind, True) for kind in ("truncated", "greedy"))
-        b, kv = inputs.buffer, (inputs.kv["k"], inputs.kv["v"], inputs.kv.get("routes"))
-        prompt = {name: b[f"prompt.{name}"] for name in MixedBatch._fields}
+    def _mixed_body(self, inputs: graph.Inputs, truncated: bool = True, greedy: bool = True) -> dict[str, Tensor]:
         with graph.substituted(self._model, inputs):
-            mixed_step(self._model, b, prompt, b["tables"], self._paging, *kv, *flags)
+            mixed_step(self._model, inputs, self._paging, truncated, greedy)
         return {}
+
+    def trust_cases(self) -> Work:
+        """See `GeneratorPrograms.trust_cases`."""
+        check = Check(self._rows, self._cache, self._model.config.vocab_size)
+        work = [(program, check.decode_cases(program, size)) for size, program in self._decode.items()]
+        return work + [(program, check.mixed_cases(batch, sizes)) for sizes, (program, batch) in self._mixed.items()]
+
+    def close(self) -> None:
+        """Close all graphs."""
+        for program in [*self._decode.values(), *(program for program, _ in self._mixed.values())]:
+            program.close()

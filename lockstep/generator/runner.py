@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import graph
 from ..types import SamplingParams
 from .kv_cache import KVCache, upload
-from .programs import StepPrograms
+from .programs import GeneratorPrograms
 from .request import Sequence
 from .running_batch import RunningBatch
 from .scheduler import Chunk
@@ -82,10 +82,10 @@ class Runner:
         cache: KVCache,
         rows: RunningBatch,
         max_tokens: int,
-        compiler: graph.Compiler,
+        runtime: graph.Runtime,
     ) -> None:
         self.weights, self.cache, self.rows = weights, cache, rows
-        self.programs = StepPrograms(rows, cache, max_tokens, compiler)
+        self.programs = GeneratorPrograms(rows, cache, max_tokens, runtime)
 
     @torch.inference_mode()
     def decode(self, running: list[Sequence], steps: int) -> Block:
@@ -120,7 +120,7 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
-        """See `StepPrograms.warm_up`."""
+        """See `GeneratorPrograms.warm_up`."""
         self.rows.flush()
         return self.programs.warm_up(self.weights.model, sequences, prompt_tokens, sampling)
 

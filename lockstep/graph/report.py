@@ -6,30 +6,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from .check.against_eager import Verdict
-from .compiler import Compiler
+from .runtime import Runtime
 
 
-def replay_metrics(compiler: Compiler) -> dict[str, int]:
+def replay_metrics(runtime: Runtime) -> dict[str, int]:
     """`recompiles`, `graph_replays` and the replays of each function, since the start."""
-    replays = compiler.replays
+    replays = runtime.replays
     by_function = {f"graph_replays/{name}": count for name, count in sorted(replays.items()) if count}
-    return {"recompiles": compiler.recompiles, "graph_replays": replays.total(), **by_function}
+    return {"recompiles": runtime.recompiles, "graph_replays": replays.total(), **by_function}
 
 
-def refusals(compiler: Compiler) -> list[str]:
+def refusals(runtime: Runtime) -> list[str]:
     """Why stored graphs were refused, each reason once."""
-    lookups = compiler.store.lookups if compiler.store else []
+    lookups = runtime.store.lookups if runtime.store else []
     return list(dict.fromkeys(reason for lookup in lookups for reason in lookup.reasons))
 
 
-def compile_report(compiler: Compiler, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
+def compile_report(runtime: Runtime, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
     """Totals, each function's level, graphs and launches, what the check of it found, and each trace's passes; empty
     where nothing is compiled."""
-    if not compiler.compiles:
+    if not runtime.compiles:
         return {}
-    launches, replays = compiler.launches, compiler.replays
+    launches, replays = runtime.launches, runtime.replays
     functions: dict[str, dict[str, Any]] = {}
-    for function in compiler.functions:
+    for function in runtime.programs:
         name = function.name
         about = functions.setdefault(name, {"level": function.level, "graphs": 0})
         about["graphs"] += len(function.graphs)
@@ -38,12 +38,12 @@ def compile_report(compiler: Compiler, verdicts: Sequence[Verdict] = ()) -> dict
         found = {"checked": verdict.cases, "known": verdict.known, "check_s": verdict.seconds, "faults": verdict.faults}
         functions.setdefault(verdict.function, {}).update(found)
     return {
-        "traces": compiler.captures,
-        "loaded": compiler.loaded,
-        "refused": refusals(compiler),
-        "graphs": sum(len(function.graphs) for function in compiler.functions),
-        "recompiles": compiler.recompiles,
-        "pool_gib": compiler.recorder.reserved_bytes() / 2**30 if compiler.recorder else 0.0,
+        "traces": runtime.captures,
+        "loaded": runtime.loaded,
+        "refused": refusals(runtime),
+        "graphs": sum(len(function.graphs) for function in runtime.programs),
+        "recompiles": runtime.recompiles,
+        "pool_gib": runtime.recorder.reserved_bytes() / 2**30 if runtime.recorder else 0.0,
         "functions": functions,
-        "passes": {title: list(log) for title, log in compiler.nodes.items()},
+        "passes": {title: list(log) for title, log in runtime.builder.nodes.items()},
     }

@@ -23,14 +23,12 @@ def _qwen3(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int = 8, ti
     return ModelConfig(151936, hidden, ffn, layers, heads, kv_heads, 128, tie_word_embeddings=tied)
 
 
-def _llama3(
-    layers: int, hidden: int, ffn: int, heads: int, head_dim: int = 128, factor: float = 0.0, tied: bool = False
-) -> ModelConfig:
+def _llama3(layers: int, hidden: int, ffn: int, heads: int, factor: float = 0.0, tied: bool = False) -> ModelConfig:
     """Llama 3; with a `factor` its frequencies are scaled (3.1 on) and the context is 131,072."""
     scaling = RopeScaling("llama3", factor) if factor else None
     context = 131072 if factor else 8192
     return ModelConfig(
-        128256, hidden, ffn, layers, heads, 8, head_dim, context, 1e-5, 500000.0, tied, family="llama",
+        128256, hidden, ffn, layers, heads, 8, hidden // heads, context, 1e-5, 500000.0, tied, family="llama",
         rope_scaling=scaling,
     )  # fmt: skip
 
@@ -76,7 +74,7 @@ ARCHITECTURES: dict[str, ModelConfig] = {
     "llama3-8b": _llama3(32, 4096, 14336, 32),
     "llama3.1-8b": _llama3(32, 4096, 14336, 32, factor=8.0),
     "llama3.1-70b": _llama3(80, 8192, 28672, 64, factor=8.0),
-    "llama3.2-1b": _llama3(16, 2048, 8192, 32, 64, 32.0, tied=True),
+    "llama3.2-1b": _llama3(16, 2048, 8192, 32, 32.0, tied=True),
     "llama3.2-3b": _llama3(28, 3072, 8192, 24, factor=32.0, tied=True),
     "qwen3-100m": ModelConfig(512, 768, 2304, 14, 12, 4, 64, max_position_embeddings=4096, rope_theta=10000.0),
     "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, tied=True),

@@ -22,7 +22,7 @@ from ..errors import LockstepError, NonFiniteError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate, raise_mismatch
 from ..timings import Span, totals
-from ..trainer import PendingResult, StepResult, learning_rate, pack_shards, packed_slots
+from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards, packed_slots
 from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
@@ -98,19 +98,10 @@ class Loop:
     def _rollouts(
         self, problems: single_turn.Problems, sampling: SamplingParams, domain: int, step: int
     ) -> single_turn.Collected:
-        return single_turn.collect(
-            problems,
-            self.run.policy.encode,
-            self.run.engine.generate,
-            sampling,
-            self.config.seed,
-            domain,
-            step,
-            self.run.task.rewards,
-            self.max_prompt_length,
-            self.run.timings,
-            self.world,
-        )
+        run = self.run
+        how = run.policy.encode, run.engine.generate, run.task.rewards, self.config.seed
+        turn = single_turn.SingleTurn(*how, self.max_prompt_length, run.timings, self.world)
+        return turn.collect(problems, sampling, domain, step)
 
     def _sampled(self, groups: list[RolloutGroup]) -> int:
         """The completion tokens that are to be compared."""
@@ -162,40 +153,23 @@ class Loop:
     def _batches(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:
         if not groups:
             return []
-        train_groups = [
-            TrainGroup(
-                g.prompt_ids,
-                [
-                    TrainSequence(
-                        r.completion.token_ids,
-                        r.advantage,
-                        weights.get(id(r), 0.0),
-                        r.completion.logprobs,
-                        r.completion.model_logprobs,
-                        f"group {g.group} sample {r.completion.identity.sample}",
-                        r.completion.route_digests,
-                    )
-                    for r in g.rollouts
-                ],
-                g.sampling,
-                g.rollouts[0].completion.prompt_route_digests,
-            )
-            for g in groups
-        ]
-        mode, check = self.config.trainer.mode, self.config.parity != "off"
-        dealt = self._dealt([g.group for g in groups], train_groups)
-        return self._packed(dealt, mode=mode, check_parity=check, shapes=self.run.shapes)
+        train_groups = []
+        for g in groups:
+            made = TrainGroup.sampled(f"group {g.group}", g.prompt_ids, [r.completion for r in g.rollouts], g.sampling)
+            for sequence, r in zip(made.sequences, g.rollouts, strict=True):
+                sequence.advantage, sequence.loss_weight = r.advantage, weights.get(id(r), 0.0)
+            train_groups.append(made)
+        t, check = self.config.trainer, self.config.parity != "off"
+        how = Packing(t.max_tokens_per_micro_batch, t.mode, shapes=self.run.shapes)
+        return self._packed([g.group for g in groups], train_groups, how, check)
 
-    def _dealt(self, numbers: Sequence[int], groups: Sequence[TrainGroup]) -> list[list[TrainGroup]]:
-        """The groups of each of the step's shards, by their numbers."""
+    def _packed(
+        self, numbers: Sequence[int], groups: Sequence[TrainGroup], how: Packing, check_parity: bool
+    ) -> list[PackedBatch]:
+        """This rank's micro-batches, as many as every other's, of groups that their numbers deal into shards."""
         count = len(self.shards)
-        return [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
-
-    def _packed(self, shards: list[list[TrainGroup]], **options: Any) -> list[PackedBatch]:
-        """This rank's micro-batches, as many as every other's."""
-        packed = pack_shards(
-            shards, self.own_shards, max_tokens=self.config.trainer.max_tokens_per_micro_batch, **options
-        )
+        shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
+        packed = pack_shards(shards, self.own_shards, how, check_parity)
         for batch in packed if self.algorithm.whole_sequences else ():
             batch.index_sequences()
         return [batch.to(self.device) for batch in packed]
@@ -269,7 +243,7 @@ class Loop:
             for i, (p, ids, w) in enumerate(zip(problems, targets, weights, strict=True))
         ]
         with self.world.deadline(f"warm-up step {step + 1}"):
-            for batch in self._packed(self._dealt(range(len(groups)), groups), check_parity=False):
+            for batch in self._packed(range(len(groups)), groups, Packing(t.max_tokens_per_micro_batch), False):
                 trainer.forward_backward(batch, loss_type=SUPERVISED)
             result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps), sampled=0)
             trainer.gather_weights()

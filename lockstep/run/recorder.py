@@ -114,7 +114,7 @@ class Recorder:
         with self.world.deadline("making and checking graphs", timeouts=10), making:
             warm_up(loop.run)
         if compiler.compiles:
-            graphs = sum(len(function.graphs) for function in compiler.functions)
+            graphs = sum(len(function.graphs) for function in compiler.programs)
             made = f"layers: {compiler.captures} variants compiled"
             if graphs:
                 made = f"graphs: {graphs} made from {compiler.captures} traces and {compiler.loaded} stored graphs"

@@ -13,7 +13,7 @@ from ..config import Attention, GeneratorConfig
 from ..errors import InputError
 from ..graph.torch_private.trace import flat_graph
 from ..models import Decoder, Masks
-from ..user_code import load_function
+from ..user_functions import load_function
 
 _MOST_QUERIES, _LEAST_HEAD = 64, 16  # of the kernel for a GPU, refused everywhere alike
 _PROBED = 130  # positions that a mask is called on: more than two key tiles

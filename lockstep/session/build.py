@@ -25,7 +25,7 @@ from ..distributed import ONE, World
 from ..environments import Problem, PromptLimit, Task, make_task
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
-from ..graph import Compiler, Store, Verdict, compile_report, missing_compiler, replay_metrics
+from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
 from ..machine import bound_threads
 from ..models import Decoder, ModelConfig, load_model, resolve_folder
 from ..models.checks import require_memory
@@ -40,6 +40,7 @@ from ..models.tokenizer import (
 )
 from ..timings import Timings, Watcher
 from ..trainer import BatchShape, Trainer, batch_shapes
+from ..trainer.shapes import holding
 from ..types import SamplingParams
 from .attention import set_attention, whole_tiles
 from .kernel_lists import kernel_list, preload_async
@@ -113,7 +114,6 @@ class Session:
             cache_tokens,
             self.policy.decode,
             self.compiler,
-            timings=self.timings,
         )
 
     def kernel_list(self, *about: object) -> Path | None:
@@ -248,35 +248,29 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     compile = resolve_compile(config.compile, device.type == "cuda")
     if compile.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {compile.cudagraph_mode}; CUDA graphs need a GPU, use none")
-    if compile.backend == "inductor" and (missing := missing_compiler(device)):
-        raise InputError(f"compile.backend is inductor, which needs {missing} on this machine; use eager")
+    require_plugins(compile, device)
     generator = whole_tiles(config.generator, config.attention)
     return resolve_parallel(replace(config, compile=compile, generator=generator), ranks)
 
 
-def make_compiler(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Compiler:
+def make_compiler(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Runtime:
     """What both roles run their functions with; `config` is resolved."""
     peers = world if world.size > 1 else None
-    return Compiler(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=peers)
+    return Runtime(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=peers)
 
 
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
     """What the trainer's batches are padded to, from the longest of the prompts that were looked at and the limit."""
     t, s = config.trainer, config.sampling
-    groups = t.prompts_per_step // max(1, config.parallel.batch_shards)
-    sequences = groups * s.num_generations
+    groups, samples = t.prompts_per_step // max(1, config.parallel.batch_shards), s.num_generations
+    expected = groups * samples * s.max_completion_length  # completion tokens of a shard, if none stops
+    one_batch = groups * longest_prompt + expected <= t.max_tokens_per_micro_batch
     fixed_length = s.ignore_eos and not s.stop and not t.skip_zero_variance and t.mode == "packed"
-    one_batch = groups * longest_prompt + sequences * s.max_completion_length <= t.max_tokens_per_micro_batch
-    return batch_shapes(
-        groups,
-        s.num_generations,
-        longest_prompt,
-        s.max_completion_length,
-        max_len=min(longest_prompt * PROMPT_MARGIN, prompt_limit) + s.max_completion_length,
-        max_tokens=t.max_tokens_per_micro_batch,
-        mode=t.mode,
-        least_completion_tokens=sequences * s.max_completion_length if fixed_length and one_batch else 0,
-    )
+    longest = min(longest_prompt * PROMPT_MARGIN, prompt_limit) + s.max_completion_length
+    sizes = (1, 1) if t.mode == "per_sample" else (groups, samples)
+    bounds = {"max_len": longest, "max_tokens": t.max_tokens_per_micro_batch}
+    shapes = batch_shapes(*sizes, longest_prompt, s.max_completion_length, **bounds)
+    return holding(shapes, expected) if fixed_length and one_batch else shapes
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:

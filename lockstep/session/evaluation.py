@@ -76,17 +76,9 @@ def evaluate(
     sampling = replace(trained, n=n, temperature=temperature)
     check_sampling(sampling, config.seed)
     with llm:
-        groups, *_ = single_turn.collect(
-            problems,
-            llm.policy.encode,
-            _reporting(llm, progress),
-            sampling,
-            config.seed,
-            VALIDATION_DOMAIN,
-            0,
-            task.rewards,
-            config.task.max_prompt_length or None,
-        )
+        parts = llm.policy.encode, _reporting(llm, progress), task.rewards, config.seed
+        turn = single_turn.SingleTurn(*parts, config.task.max_prompt_length or None)
+        groups, *_ = turn.collect(problems, sampling, VALIDATION_DOMAIN, 0)
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
     return settings | _measures(groups, ks, decides, pass_threshold)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..cache import fingerprint, user_folder
-from ..config import GRAPHS, RunConfig
+from ..config import RunConfig
 from ..timings import Timings
 
 KEPT = 64  # lists; and as many notes of which one a configuration last needed
@@ -36,7 +36,7 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
         a function that waits for the kernels and returns the path of their list, or None where none were loaded. Call
         it before anything is launched.
     """
-    if device != "cuda" or ranks > 1 or config.compile.capture not in GRAPHS:
+    if device != "cuda" or ranks > 1 or not config.compile.chosen[0].graphs:
         return lambda: None
     with timings.measured("compile"):
         loading, path = _begun(config)

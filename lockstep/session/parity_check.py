@@ -12,7 +12,7 @@ import torch
 from ..config import MAX_SEED, Attention, CompileConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from ..errors import InputError
 from ..generator import Engine, SharedWeights
-from ..graph import Compiler, Work
+from ..graph import Runtime, Work
 from ..trainer import BatchShape, Trainer, pack
 from ..types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 from .build import Session, resolve
@@ -134,7 +134,8 @@ def _check(session: Session, tokens: int) -> ParityReport:
     shape, kinds = _expected(prompts, sampling, max_tokens)
     trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), compiler=compiler)
     completions = _generated(session, prompts, sampling, trainer, shape, kinds)
-    groups = _groups(prompts, completions, sampling)
+    sampled = enumerate(zip(prompts, completions, sampling, strict=True))
+    groups = [TrainGroup.sampled(f"prompt {g}", *group) for g, group in sampled]
     for batch in pack(groups, max_tokens=max_tokens, check_parity=True, shapes=[shape]):
         score = trainer.forward_backward if compiler.compiles else trainer.check
         score(batch.to(where))
@@ -205,33 +206,13 @@ def _expected(
     return BatchShape(*map(max, zip(*shapes, strict=True))), kinds
 
 
-def _compared(compiler: Compiler) -> str:
+def _compared(compiler: Runtime) -> str:
     if compiler.eager:
         what = "the model's compiled layers" if compiler.layers else "the model"
         return f"{what}, called by both roles"
-    levels = {function.name: function.level for function in compiler.functions}
+    levels = {function.name: function.level for function in compiler.programs}
     decode, mixed, train = (f"{name} ({levels[name]})" for name in ("decode", "mixed", "forward_backward"))
     return f"the graphs {decode} and {mixed} with {train}"
-
-
-def _groups(
-    prompts: list[list[int]], completions: list[list[Completion]], sampling: list[SamplingParams]
-) -> list[TrainGroup]:
-    return [
-        TrainGroup(
-            prompt,
-            [
-                TrainSequence(
-                    *(c.token_ids, 0.0, 0.0, c.logprobs, c.model_logprobs),
-                    *(f"prompt {g} sample {i}", c.route_digests),
-                )
-                for i, c in enumerate(samples)
-            ],
-            params,
-            samples[0].prompt_route_digests,
-        )
-        for g, (prompt, samples, params) in enumerate(zip(prompts, completions, sampling, strict=True))
-    ]
 
 
 def _requests(

@@ -30,7 +30,7 @@ def precompile(config: RunConfig) -> dict[str, Any]:
             "compile.capture is none, so there is nothing to compile; set --compile.capture step (left out, it is step "
             "on a GPU and none on a CPU)"
         )
-    if config.compile.capture == "layer" or set(config.compile.inductor) != {"backward"}:
+    if not config.compile.chosen[0].graphs or set(config.compile.inductor) != {"backward"}:
         raise InputError(
             f"compile.capture is {config.compile.capture} and compile.inductor {list(config.compile.inductor)}: "
             "layers, and regions that both roles share, are compiled where they run and not kept; use step or joint, "

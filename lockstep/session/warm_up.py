@@ -66,9 +66,9 @@ def prepare_validation(run: TrainingSession) -> None:
     """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
     if not run.compiler.eager:
         if run.policy.model.embed.is_cuda:
-            with run.compiler.rehearsal():
+            with run.compiler.warm_up.rehearsal():
                 _make_validation_graphs(run)
-        with run.compiler.making():
+        with run.compiler.warm_up.making():
             _make_validation_graphs(run)
 
 
@@ -98,13 +98,13 @@ def make_ready(
         return []
     if kernels is not None and kernels != session.preloaded:
         _precompile(session, kernels, make_graphs, rehearse_check)
-    with compiler.making():
+    with compiler.warm_up.making():
         make_graphs()
-    shared = compiler.share_regions()
+    shared = compiler.share()
     if check_machine() or shared:
-        for function in compiler.functions:
+        for function in compiler.programs:
             function.close()
-        with compiler.making():
+        with compiler.warm_up.making():
             make_graphs()
     verdicts = [] if verify == "off" else check_against_eager(compiler, trust_cases(), verify, PassedChecks())
     compiler.end_warm_up()
@@ -147,9 +147,9 @@ def _precompile(
     compiler, world = session.compiler, session.world
     try:
         listed = world.from_first(lambda: user_folder.read(path) or ())
-        if all(world.gather(compiler.preload(listed))):
+        if all(world.gather(compiler.warm_up.preload(listed))):
             return
-        with compiler.rehearsal() as kernels:
+        with compiler.warm_up.rehearsal() as kernels:
             make_graphs()
             rehearse_check()
         if world.first:

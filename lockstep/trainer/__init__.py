@@ -1,7 +1,7 @@
 """The policy step: packing with shared prompts, losses, AdamW on flat buffers, and the trainer that joins them."""
 
 from .optimizer import AdamW, learning_rate
-from .packing import pack, pack_shards, packed_slots
+from .packing import Packing, pack, pack_shards, packed_slots
 from .parameters import FlatParameters
 from .result import PendingResult, StepResult
 from .routing import RoutingResult
@@ -13,6 +13,7 @@ __all__ = [
     "BatchShape",
     "FlatParameters",
     "Mismatch",
+    "Packing",
     "PendingResult",
     "RoutingResult",
     "StepResult",

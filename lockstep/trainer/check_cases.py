@@ -22,7 +22,7 @@ from .programs import TrainerPrograms
 from .shapes import BatchShape
 from .step import named
 
-Work = list[tuple[graph.GraphFunction, list[graph.Case]]]
+Work = list[tuple[graph.Program, list[graph.Case]]]
 
 
 def trust_cases(
@@ -36,7 +36,7 @@ def trust_cases(
     with_checks: bool = True,
 ) -> Work:
     """Cases for each of the trainer's functions; the arguments are those of `Trainer.warm_up`."""
-    functions, values = programs.functions, programs.state.values
+    functions, values = programs.by_name, programs.state.values
     vocabulary = programs.model.config.vocab_size
     routed = check_parity and programs.model.config.moe_layers > 0
     drafts = list(_batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,15 @@ from torch import Tensor
 from ..errors import InputError
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
 from .shapes import BatchShape, fit
+
+
+class Packing(NamedTuple):
+    """How groups become micro-batches; see `pack`."""
+
+    max_tokens: int
+    mode: Literal["packed", "per_sample"] = "packed"
+    share_prefix: bool = True
+    shapes: Sequence[BatchShape] = ()
 
 
 def pack(
@@ -44,19 +53,11 @@ def pack(
         ValueError: log-probs (or some sequences' route digests) are missing under `check_parity`, or there are not as
             many as tokens.
     """
-    options: dict[str, Any] = {"max_tokens": max_tokens, "mode": mode, "share_prefix": share_prefix, "shapes": shapes}
-    return pack_shards([groups], [0], check_parity=check_parity, **options)
+    return pack_shards([groups], [0], Packing(max_tokens, mode, share_prefix, shapes), check_parity)
 
 
 def pack_shards(
-    shards: Sequence[list[TrainGroup]],
-    own: Sequence[int],
-    *,
-    max_tokens: int,
-    mode: Literal["packed", "per_sample"] = "packed",
-    check_parity: bool,
-    share_prefix: bool = True,
-    shapes: Sequence[BatchShape] = (),
+    shards: Sequence[list[TrainGroup]], own: Sequence[int], how: Packing, check_parity: bool
 ) -> list[PackedBatch]:
     """`pack` for a step that is dealt into shards: the micro-batches of those of one's own.
 
@@ -67,13 +68,13 @@ def pack_shards(
     Args:
         shards: all of the step's. own: which to return batches of.
     """
-    drafts = [_drafts(groups, max_tokens, mode, share_prefix, shapes) for groups in shards]
+    drafts = [_drafts(groups, how) for groups in shards]
     packed_tokens = sum(draft.used for of_shard in drafts for draft in of_shard)
     batches = []
     for i in range(max(map(len, drafts))):
         one_each = [of_shard[i] if i < len(of_shard) else _nothing() for of_shard in drafts]
         needed = BatchShape(*map(max, zip(*(draft.needed() for draft in one_each), strict=True)))
-        shape = fit(needed, shapes, max_tokens)
+        shape = fit(needed, how.shapes, how.max_tokens)
         for shard in own:
             batch = one_each[shard].batch(shape, check_parity, packed_tokens)
             if not batch.sequences:
@@ -82,18 +83,16 @@ def pack_shards(
     return batches
 
 
-def _drafts(
-    groups: list[TrainGroup], max_tokens: int, mode: str, share_prefix: bool, shapes: Sequence[BatchShape]
-) -> list[_Draft]:
+def _drafts(groups: list[TrainGroup], how: Packing) -> list[_Draft]:
     drafts: list[_Draft] = []
-    limit = shapes[0].tokens if shapes else max_tokens
+    limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
     for group in groups:
         for sequence in group.sequences:
-            _check(group, sequence, max_tokens)
-        for part, tokens in _parts(group, limit, mode == "per_sample", share_prefix):
-            if not drafts or mode == "per_sample" or len(drafts[-1].tokens) + tokens > limit:
+            _check(group, sequence, how.max_tokens)
+        for part, tokens in _parts(group, limit, per_sample, how.share_prefix):
+            if not drafts or per_sample or len(drafts[-1].tokens) + tokens > limit:
                 drafts.append(_Draft())
-            drafts[-1].add(part, share_prefix)
+            drafts[-1].add(part, how.share_prefix)
     return drafts
 
 

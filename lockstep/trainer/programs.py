@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,20 +40,20 @@ class UpdateState:
 
 
 class TrainerPrograms:
-    """The trainer's functions, at the level that the compiler runs each: eagerly on the live tensors, or as graphs, one
-    a bucket of the batch for each way to score it. All levels compute the same bits.
+    """The trainer's programs. As graphs there is one a bucket of the batch for each way to score it; all levels compute
+    the same bits.
 
     Gradients and statistics are added up in place. What a graph returns for a batch lies in its memory, to be used
     before the next call; what was compared (`step.COMPARED`) stays right where it is returned.
 
     Attributes:
         algorithm: the run's. algorithms: it and that of supervised steps, by `loss_type`.
-        functions: by name.
+        by_name: all of them.
     """
 
     def __init__(
         self,
-        compiler: graph.Compiler,
+        runtime: graph.Runtime,
         model: Decoder,
         reference: Decoder | None,
         optimizer: AdamW,
@@ -71,42 +71,25 @@ class TrainerPrograms:
         training = replace(scoring, grad=dict(zip(flat.names, flat.grads, strict=True)))
         self._differentiated = graph.Differentiated(self._train_forward, flat.accumulate)
         baked = self.constants()
-        covered = all(graph.in_package(type(a)) for a in self.algorithms.values())  # others are traced at every start
-        made = [
-            compiler.function(
-                "forward_backward",
-                # Of several ranks each differentiates by weights that it gathers, which are no inputs.
-                self._train_body if isinstance(flat, ShardedParameters) else self._differentiated,
-                training,
-                {"grad", "buffer"},
-                OPEN_SIZES,
-                baked["forward_backward"] if covered else None,
-                step.COMPARED,
-            ),
-            compiler.function(
-                "check", self._check_body, scoring, {"buffer"}, OPEN_SIZES, baked["check"], step.COMPARED
-            ),
-            compiler.function(
-                "optim_step",
-                self._optim_body,
-                self._updating(),
-                {"param", "grad", "optimizer", "buffer"},
-                constants=baked["optim_step"],
-            ),
-        ]
+        if not all(graph.in_package(type(a)) for a in self.algorithms.values()):  # others are traced at every start
+            del baked["forward_backward"]
+        # Of several ranks each differentiates by weights that it gathers, which are no inputs.
+        train = self._train_body if isinstance(flat, ShardedParameters) else self._differentiated
+        self.by_name: dict[str, graph.Program] = {}
+
+        def add(name: str, body: graph.GraphBody, inputs: graph.Inputs, writes: Collection[graph.Role]) -> None:
+            open_sizes = None if name in ("optim_step", "gather_weights") else OPEN_SIZES
+            self.by_name[name] = runtime.program(name, body, inputs, writes, open_sizes, baked.get(name))
+
+        add("forward_backward", train, training, {"grad", "buffer"})
+        add("check", self._check_body, scoring, {"buffer"})
+        add("optim_step", self._optim_body, self._updating(), {"param", "grad", "optimizer", "buffer"})
         if isinstance(flat, ShardedParameters):
-            gathered = baked["gather_weights"]
-            made.append(
-                compiler.function("gather_weights", flat.gather, flat.gathering, {"buffer"}, constants=gathered)
-            )
+            add("gather_weights", flat.gather, flat.gathering, {"buffer"})
         if reference is not None:
-            frozen = graph.module_inputs(reference)
-            made.append(
-                compiler.function(
-                    "reference_logprobs", self._reference_body, frozen, (), OPEN_SIZES, baked["reference_logprobs"]
-                )
-            )
-        self.functions = {function.name: function for function in made}
+            add("reference_logprobs", self._reference_body, graph.module_inputs(reference), ())
+        for name in ("forward_backward", "check"):
+            self.by_name[name].lasting = step.COMPARED
 
     def _updating(self) -> graph.Inputs:
         t = {name: tensor for name, tensor in self.optimizer.tensors()._asdict().items() if tensor is not None}
@@ -145,35 +128,31 @@ class TrainerPrograms:
             "reference_logprobs": model,  # the reference is a copy
         }
 
-    def with_kl(self, loss_type: str) -> bool:
-        """Whether the loss has the KL term."""
-        return self.reference is not None and self.algorithms[loss_type].has_kl
-
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
         """A launch on `batch`, to be checked."""
         return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
     def forward_backward(self, batch: PackedBatch, loss_type: str, with_support: bool) -> dict[str, Tensor]:
-        """See `step.forward_backward`; what it returns, by name."""
+        """See `step.forward`, whose gradients are added up; what it returns, by name."""
         statics = {**statics_of(batch), "loss_type": loss_type, "with_support": with_support}
-        return self.functions["forward_backward"](batch.tensors(), **statics)
+        return self.by_name["forward_backward"](batch.tensors(), **statics)
 
     def check(self, batch: PackedBatch) -> dict[str, Tensor]:
         """See `step.check`; what it returns, by name."""
-        return self.functions["check"](batch.tensors(), **statics_of(batch))
+        return self.by_name["check"](batch.tensors(), **statics_of(batch))
 
     def reference_logprobs(self, batch: PackedBatch) -> Tensor:
         """The reference's log-probs of the tokens (temperature 1, untruncated), [C]."""
-        return self.functions["reference_logprobs"](batch.tensors(), **statics_of(batch))["model_logprob_C"]
+        return self.by_name["reference_logprobs"](batch.tensors(), **statics_of(batch))["model_logprob_C"]
 
     def optim_step(self) -> None:
         """Update at the rate `lr` if the statistics allow it, and write what was found (`step.take`)."""
-        self.functions["optim_step"]()
+        self.by_name["optim_step"]()
 
     def gather_weights(self) -> None:
         """Bring the model's own weights up to date with the shards of them; in one process they are the same."""
-        if "gather_weights" in self.functions:
-            self.functions["gather_weights"]()
+        if "gather_weights" in self.by_name:
+            self.by_name["gather_weights"]()
 
     def _train_body(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
         with self.flat.micro_batch(inputs, step.MAXIMA) as own:
@@ -183,10 +162,13 @@ class TrainerPrograms:
         self, inputs: graph.Inputs, loss_type: str, with_support: bool, **statics: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
-        settings = self.algorithms[loss_type], self.with_kl(loss_type), with_support
         with graph.substituted(self.model, inputs):
-            loss, scored = step.forward(self.model, values, batch, *settings)
+            loss, scored = step.forward(self.model, values, batch, self._objective(loss_type), with_support)
         return loss, scored.tensors()
+
+    def _objective(self, loss_type: str) -> step.Objective:
+        algorithm = self.algorithms[loss_type]
+        return step.Objective(algorithm, self.reference is not None and algorithm.has_kl)
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         batch = batch_of(inputs, **statics)

@@ -6,7 +6,7 @@ A shape is a function of the batch and of the run's configuration: a resumed run
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 MULTIPLE = 16  # of tokens, where nothing else bounds them: keeps rows aligned for the matrix products
 NUM_SHAPES = 7
@@ -53,8 +53,6 @@ def batch_shapes(
     *,
     max_len: int,
     max_tokens: int,
-    mode: Literal["packed", "per_sample"] = "packed",
-    least_completion_tokens: int = 0,
 ) -> list[BatchShape]:
     """The shapes of a run, largest first: one that holds all of a step, if that fits a micro-batch, and smaller ones.
 
@@ -65,10 +63,7 @@ def batch_shapes(
         prompt, completion: tokens of the longest expected prompt, and of the longest completion.
         max_len: bound on a prompt with its completion.
         max_tokens: packed tokens that a micro-batch may have.
-        least_completion_tokens: micro-batches have no fewer completion tokens; shapes for less are left out.
     """
-    if mode == "per_sample":
-        groups = samples = 1
     sequences = groups * samples
     tokens = min(groups * prompt + sequences * (completion - 1), max_tokens)
     # A completion's last token takes no row of the pack.
@@ -77,12 +72,15 @@ def batch_shapes(
     for i in range(NUM_SHAPES):
         scale = 2 ** (-i / SHAPES_PER_OCTAVE)
         own = _rounded(scale * completion_tokens)
-        if shapes and own < least_completion_tokens:
-            break
         shape = BatchShape(min(_rounded(scale * tokens), max_tokens), own, groups + sequences, max_len)
         if shape not in shapes:
             shapes.append(shape)
     return shapes
+
+
+def holding(shapes: list[BatchShape], completion_tokens: int) -> list[BatchShape]:
+    """The largest of a run's shapes, and those that no micro-batch of so many completion tokens is too large for."""
+    return shapes[:1] + [shape for shape in shapes[1:] if shape.completion_tokens >= completion_tokens]
 
 
 def _rounded(size: float) -> int:

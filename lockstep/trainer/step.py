@@ -95,23 +95,24 @@ def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = Non
     )
 
 
+class Objective(NamedTuple):
+    """What is minimized: an algorithm's loss, and whether the KL term from `batch.ref_logprob_C` is added."""
+
+    algorithm: Algorithm
+    with_kl: bool
+
+
 def forward(
-    model: Decoder,
-    values: Tensor,
-    batch: PackedBatch,
-    algorithm: Algorithm,
-    with_kl: bool,
-    with_support: bool,
+    model: Decoder, values: Tensor, batch: PackedBatch, objective: Objective, with_support: bool
 ) -> tuple[Tensor, Scored]:
     """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`.
 
     Args:
-        with_kl: add the KL term, from `batch.ref_logprob_C`.
         with_support: return what the sampled support is made from.
     """
     statistics = named(values)
     rows_CD, scores, routed = _score(model, batch)
-    loss = _loss(statistics, batch, scores, routed, algorithm, with_kl)
+    loss = _loss(statistics, batch, scores, routed, objective)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
     if not with_support:
@@ -136,14 +137,14 @@ def _loss(
     batch: PackedBatch,
     scores: ops.TokenLogprobs,
     routed: routing.Routed | None,
-    algorithm: Algorithm,
-    with_kl: bool,
+    objective: Objective,
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
+    algorithm = objective.algorithm
     given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, *given)
     loss_C, clipped_C = algorithm.loss(values)
-    if with_kl:
+    if objective.with_kl:
         kl_C = algorithm.kl(values, batch.ref_logprob_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
         loss_C = loss_C + algorithm.beta * kl_C

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..config import CompileConfig, LossConfig, OptimizerConfig
+from ..config import LossConfig, OptimizerConfig
 from ..distributed import ONE, World
 from ..errors import InputError
-from ..graph import Compiler
+from ..graph import EAGER, Runtime
 from ..models import Decoder
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
@@ -60,7 +60,7 @@ class Trainer:
         *,
         reference: Decoder | None = None,
         enforce_parity: bool = True,
-        compiler: Compiler | None = None,
+        compiler: Runtime = EAGER,
         world: World = ONE,
     ) -> None:
         if loss.beta > 0 and reference is None:
@@ -92,8 +92,8 @@ class Trainer:
         self._results = Results(len(found_names(self._values)), device)
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
         state = UpdateState(self._values, self._results.rows, self._lr, self._sampled, enforce_parity, balanced)
-        self._compiler = compiler or Compiler(CompileConfig("none"), device)
-        self._compiler.prepare(*filter(None, (model, reference)))
+        self._compiler = compiler
+        compiler.prepare(*filter(None, (model, reference)))
         self.programs = TrainerPrograms(self._compiler, model, reference, self.optimizer, loss, state)
         self.algorithm = self.programs.algorithm
         self._scored: Checked = []  # checked batches and their log-probs
@@ -137,7 +137,7 @@ class Trainer:
         """
         if not self._compiler.compiles:
             return
-        for function in self.programs.functions.values():
+        for function in self.programs.by_name.values():
             function.one_shape = len(shapes) == 1
         assert not self.flat.grad.any() and not self._values.any(), "warm_up in the middle of a step"
         for shape in shapes:
@@ -162,8 +162,6 @@ class Trainer:
     def trust_cases(self, shapes: Sequence[BatchShape], sampling: SamplingParams, **options: Any) -> Work:
         """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""
         self._rate = self._expected = None  # cases write rates and numbers of their own
-        if self._compiler.eager:
-            return []
         return trust_cases(self.programs, self.loss.loss_type, shapes, sampling, **options)
 
     def check(self, batch: PackedBatch) -> None:

@@ -25,11 +25,11 @@ from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, Optimize
 from lockstep.distributed import ONE, World, join
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, FakeRecorder, GraphError, check_against_eager, digest
+from lockstep.graph import FakeRecorder, GraphError, Runtime, check_against_eager, digest
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
-from lockstep.trainer import BatchShape, Trainer, pack_shards
+from lockstep.trainer import BatchShape, Packing, Trainer, pack_shards
 from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
@@ -68,7 +68,7 @@ def rollout(model: Decoder, step: int, groups: int = 5) -> list[TrainGroup]:
 
 def batches(groups: list[TrainGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
     """Of two shards, of several micro-batches each; the second shard has fewer."""
-    packed = pack_shards([groups[::2], groups[1::2]], own, max_tokens=max_tokens, check_parity=True)
+    packed = pack_shards([groups[::2], groups[1::2]], own, Packing(max_tokens), check_parity=True)
     return [batch.to(DEVICE) for batch in packed]
 
 
@@ -137,7 +137,7 @@ def whole_sequences(world: World) -> Any:
     one = run(Trainer(decoder(), OPTIMIZER, loss), ONE)
     recorder = FakeRecorder() if DEVICE.type == "cpu" else None
     config = CompileConfig("step", cudagraph_mode="full")
-    compiler = Compiler(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+    compiler = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
     found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, compiler=compiler), world)
     compiler.close()
     return on_all(world, different(found, one))
@@ -168,14 +168,14 @@ def graphs(world: World) -> Any:
     for name, fields in ways.items():
         config = CompileConfig("step", **fields)
         recorder = FakeRecorder() if DEVICE.type == "cpu" else None
-        compiler = Compiler(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+        compiler = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
         trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, compiler=compiler)
         unlike = different(run(trainer, world, max_tokens=256), eager)
-        made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in compiler.functions}
-        log = [line for title, lines in compiler.nodes.items() if "forward_backward" in title for line in lines]
+        made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in compiler.programs}
+        log = [line for title, lines in compiler.builder.nodes.items() if "forward_backward" in title for line in lines]
         found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
         found[name]["captures"] = on_all(world, compiler.captures)
-        checks = [g.captured.module.graph for f in compiler.functions if f.name == "check" for g in f.graphs.values()]
+        checks = [g.captured.module.graph for f in compiler.programs if f.name == "check" for g in f.graphs.values()]
         found[name]["scoring"] = on_all(world, sorted({str(node.target) for nodes in checks for node in nodes.nodes}))
         compiler.close()
     return found
@@ -184,13 +184,13 @@ def graphs(world: World) -> Any:
 @check
 def a_graph_that_is_wrong_on_one_rank(world: World) -> Any:
     """The check before the first step passes; then eager's update is another on the last rank: all ranks are told."""
-    compiler = Compiler(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    compiler = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
     trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, compiler=compiler)
     shapes = [BatchShape(64, 32, 4, 64)]
     work = [w for w in trainer.trust_cases(shapes, FILTERED, check_parity=True) if w[0].name == "optim_step"]
     (verdict,) = check_against_eager(compiler, work, "strict")
     if world.rank == 1:
-        function = trainer.programs.functions["optim_step"]
+        function = trainer.programs.by_name["optim_step"]
         body = function.body
         function.body = lambda inputs: body(replace(inputs, buffer={**inputs.buffer, "lr": 2 * inputs.buffer["lr"]}))
     try:

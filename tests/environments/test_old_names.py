@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.environments.rewards.loading import MOVED, load_function
+from lockstep.user_functions import MOVED, load_function
 
 
 @pytest.mark.parametrize(("module", "name"), [("gsm8k", "gsm8k_reward"), ("sum_digits", "correct")])

@@ -14,7 +14,7 @@ import torch
 from processes import finished
 from scoring import IDS, PROMPTS, ROWS, TEXTS, length, only_last, score, slow_half
 
-from lockstep.environments.rewards.reward_set import Reward, RewardSet
+from lockstep.environments.rewards.reward_set import Reward, RewardSet, Scoring
 from lockstep.environments.rewards.workers import RewardWorkers
 from lockstep.errors import InputError
 
@@ -77,7 +77,7 @@ def test_async_rewards_run_inside_a_running_loop() -> None:
 def test_the_functions_are_told_as_they_are_called() -> None:
     told: list[str] = []
     rewards = RewardSet([Reward(f.__name__, f) for f in (length, slow_half, only_last)])
-    rewards.score(PROMPTS, TEXTS, IDS, ROWS, tell=told.append)
+    rewards.score(PROMPTS, TEXTS, IDS, ROWS, Scoring(tell=told.append))
     assert told == ["length", "slow_half", "only_last", "slow_half"]  # the last: what is waited for
 
 
@@ -276,7 +276,7 @@ def test_trainer_state_and_what_functions_log() -> None:
 
     rewards = RewardSet([Reward("logs", logs)])
     rewards.check_columns(["answer"])
-    assert rewards.score(PROMPTS, TEXTS, IDS, [{}] * 3, step=7).totals == [7.0] * 3
+    assert rewards.score(PROMPTS, TEXTS, IDS, [{}] * 3, Scoring(step=7)).totals == [7.0] * 3
     assert rewards.logged.metrics == {"length": 3.0} and rewards.logged.extra == {"seen": ["A", "BB", "CCC"]}
     rewards.score(PROMPTS[:1], TEXTS[:1], IDS[:1], [{}])
     assert rewards.logged.extra == {"seen": ["A"]}  # of the last batch alone

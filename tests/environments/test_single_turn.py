@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.environments.base import Problem
 from lockstep.environments.rewards.reward_set import Reward, RewardSet
-from lockstep.environments.single_turn import collect
+from lockstep.environments.single_turn import SingleTurn
 from lockstep.environments.tasks.sum_digits import SumDigits
 from lockstep.errors import InputError
 from lockstep.types import TRAIN_DOMAIN, VALIDATION_DOMAIN, Completion, RolloutGroup, SampleIdentity, SamplingParams
@@ -43,7 +43,8 @@ def _completion(text: str, identity: SampleIdentity) -> Completion:
 
 def run(problems: list[tuple[int, Problem]], texts: list[str], rewards: RewardSet, **options: Any):
     generate, asked = answering(texts)
-    groups, without, counts = collect(problems, encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards, **options)
+    turn = SingleTurn(encode, generate, rewards, 7, **options)
+    groups, without, counts = turn.collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
     assert counts.get("groups_without_reward", 0) == len(without) == len(problems) - len(groups)
     return groups, asked
 
@@ -106,7 +107,7 @@ def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
     generate, _ = answering(["a", "b"])
     with pytest.raises(InputError, match=r"step 4 group 2 \(row 8\): no template"):
         problems = [(2, Problem("p", origin="row 8"))]
-        collect(problems, refuse, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, constant(0.0))
+        SingleTurn(refuse, generate, constant(0.0), 7).collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
 
 
 def test_a_failing_reward_names_the_step_the_groups_and_the_row() -> None:
@@ -119,9 +120,9 @@ def test_validation_is_called_that() -> None:
     generate, _ = answering(["a", "b"])
     problems = [(0, Problem("p"))]
     with pytest.raises(InputError, match="of the 2 completions of validation, groups 0 to 0"):
-        collect(problems, encode, generate, SAMPLING, 7, VALIDATION_DOMAIN, 0, constant(float("nan")))
+        SingleTurn(encode, generate, constant(float("nan")), 7).collect(problems, SAMPLING, VALIDATION_DOMAIN, 0)
     with pytest.raises(InputError, match="^validation group 0: the prompt has no tokens"):
-        collect([(0, Problem(""))], encode, generate, SAMPLING, 7, VALIDATION_DOMAIN, 0, constant(0.0))
+        SingleTurn(encode, generate, constant(0.0), 7).collect([(0, Problem(""))], SAMPLING, VALIDATION_DOMAIN, 0)
 
 
 def sometimes(completions: list[str], value: list[float | None]) -> list[float | None]:
@@ -142,7 +143,7 @@ def test_reward_errors_are_counted_a_function() -> None:
 
     generate, _ = answering(["a", "b"])
     rewards = RewardSet([Reward("broken", broken)], on_error="zero")
-    *_, counts = collect([(0, Problem("p"))], encode, generate, SAMPLING, 7, TRAIN_DOMAIN, 3, rewards)
+    *_, counts = SingleTurn(encode, generate, rewards, 7).collect([(0, Problem("p"))], SAMPLING, TRAIN_DOMAIN, 3)
     assert counts == {"groups_without_reward": 0, "reward_errors/broken": 2}
 
 

@@ -49,7 +49,8 @@ def test_it_tells_how_many_samples_are_finished(model) -> None:
     told: list[str] = []
     watcher = SimpleNamespace(began=lambda phase: None, told=told.append, ended=lambda phase, seconds: None)
     weights, config = SharedWeights(model), GeneratorConfig(steps_per_sync=4, max_num_seqs=2)
-    engine = Engine(weights, config, 16384, timings=Timings(watcher=watcher))
+    engine = Engine(weights, config, 16384)
+    engine.timings = Timings(watcher=watcher)
     run(engine, n=4, ignore_eos=True)
     assert list(dict.fromkeys(told)) == ["0 of 4", "2 of 4", "4 of 4"]
 

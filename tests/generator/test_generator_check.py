@@ -7,7 +7,7 @@ import torch
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, FakeRecorder, GraphError, check_against_eager
+from lockstep.graph import FakeRecorder, GraphError, Runtime, check_against_eager
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.types import SamplingParams
@@ -15,10 +15,10 @@ from lockstep.types import SamplingParams
 SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, n=3, max_completion_length=40)
 
 
-def make(mode: str, cache_tokens: int = 1024, recorder: FakeRecorder | None = None) -> tuple[Compiler, Engine]:
+def make(mode: str, cache_tokens: int = 1024, recorder: FakeRecorder | None = None) -> tuple[Runtime, Engine]:
     config = ModelConfig(97, 32, 48, 2, 2, 1, 16, rope_theta=1e4, max_position_embeddings=256)
     model = initialize(Decoder(config, torch.float32), 0)
-    compiler = Compiler(CompileConfig("step", mode), torch.device("cpu"), recorder=recorder or FakeRecorder())
+    compiler = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=recorder or FakeRecorder())
     engine = Engine(SharedWeights(model), GeneratorConfig(page_size=8), cache_tokens, compiler=compiler)
     engine.warm_up(5, 120, SAMPLING)
     return compiler, engine

@@ -7,7 +7,7 @@ from small import generate, requests, train_groups
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler
+from lockstep.graph import Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.trainer import Trainer, pack
 
@@ -25,7 +25,7 @@ def drawn(config: ModelConfig, device: torch.device) -> Decoder:
 
 
 def assert_roles_agree_over_updates(
-    model: Decoder, compiler: Compiler, config: GeneratorConfig, cache_tokens: int
+    model: Decoder, compiler: Runtime, config: GeneratorConfig, cache_tokens: int
 ) -> None:
     """The trainer finds the generator's bits, before and after an update; closes the compiler."""
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)

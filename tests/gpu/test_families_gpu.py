@@ -9,7 +9,7 @@ import torch
 from both_roles import assert_roles_agree_over_updates, drawn
 
 from lockstep.config import CompileConfig, GeneratorConfig
-from lockstep.graph import Compiler
+from lockstep.graph import Runtime
 from lockstep.models.init import ARCHITECTURES
 
 DEVICE = torch.device("cuda")
@@ -22,4 +22,4 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_generator_and_trainer_agree_over_updates(name: str) -> None:
     model = drawn(MODELS[name], DEVICE)
-    assert_roles_agree_over_updates(model, Compiler(CompileConfig("step", "full"), DEVICE), GeneratorConfig(), 16384)
+    assert_roles_agree_over_updates(model, Runtime(CompileConfig("step", "full"), DEVICE), GeneratorConfig(), 16384)

@@ -9,7 +9,7 @@ from flex_cases import MASKS, Case, Mask, dense, edges
 
 from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig
-from lockstep.graph import Compiler
+from lockstep.graph import Runtime
 from lockstep.models.init import ARCHITECTURES
 from lockstep.session.attention import set_attention
 
@@ -114,5 +114,5 @@ def test_generator_and_trainer_agree_over_updates(cudagraph_mode):
     )
     model = drawn(config, DEVICE)
     set_attention(model, "flex", "flex_cases:dilated")
-    compiler = Compiler(CompileConfig("step", cudagraph_mode), DEVICE)
+    compiler = Runtime(CompileConfig("step", cudagraph_mode), DEVICE)
     assert_roles_agree_over_updates(model, compiler, GeneratorConfig(page_size=64), 65536)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Compiler
+from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
 from lockstep.ops.attention import operator as attention_operator
@@ -90,7 +90,7 @@ def trained(capture: str | None, arch: str) -> tuple[Tensor, Tensor, str]:
     """Gradients of two micro-batches, the weights after an update, and what the fusion did."""
     model = initialize(Decoder(replace(architecture(arch), num_layers=2), torch.bfloat16, DEVICE), 0)
     device = torch.device(DEVICE)
-    compiler = Compiler(CompileConfig(capture), device) if capture else None
+    compiler = Runtime(CompileConfig(capture), device) if capture else EAGER
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
     torch.manual_seed(1)
     groups = []
@@ -103,7 +103,7 @@ def trained(capture: str | None, arch: str) -> tuple[Tensor, Tensor, str]:
             trainer.forward_backward(batch.to(device))
     grads = trainer.flat.grad.clone()
     assert trainer.optim_step(1e-3).applied
-    functions = compiler.functions if compiler else []
+    functions = compiler.programs
     log = [line for f in functions for graph in f.graphs.values() for line in graph.captured.log]
     return grads, trainer.flat.data.clone(), next((line for line in log if line.startswith("fuse")), "")
 

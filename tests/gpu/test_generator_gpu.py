@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler
+from lockstep.graph import Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.ops.decode_update import operator as decode_update_operator
@@ -78,7 +78,7 @@ def test_recorded_blocks_are_eager_single_steps_and_nothing_is_captured_late(cen
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)
-    compiler = Compiler(CompileConfig("step", "full"), DEVICE)
+    compiler = Runtime(CompileConfig("step", "full"), DEVICE)
     config = GeneratorConfig(max_num_seqs=64, max_num_batched_tokens=2048)
     recorded = Engine(SharedWeights(model), config, 40_000, compiler=compiler)
     eager = Engine(SharedWeights(model), replace(config, steps_per_sync=1), 40_000, ahead=0)

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler
+from lockstep.graph import Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, Trainer
@@ -36,7 +36,7 @@ def test_after_a_rehearsal_nothing_is_compiled(compiled: list[str]) -> None:
     # Sizes of no other test's, so that this process has compiled none of it.
     config = ModelConfig(8192, 768, 1536, 2, 6, 3, 128, rope_theta=1e6, max_position_embeddings=2048)
     model = initialize(Decoder(config, torch.bfloat16, CUDA), 0)
-    compiler = Compiler(CompileConfig("step", "full"), CUDA)
+    compiler = Runtime(CompileConfig("step", "full"), CUDA)
     trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), compiler=compiler)
     engine = Engine(SharedWeights(model), GeneratorConfig(), 16_384, compiler=compiler)
     state = [tensor.clone() for tensor in trainer.state()[0].values()]
@@ -45,7 +45,7 @@ def test_after_a_rehearsal_nothing_is_compiled(compiled: list[str]) -> None:
         trainer.warm_up(SHAPES, TOP_P, check_parity=True)
         engine.warm_up(24, 600, TOP_P)
 
-    with compiler.rehearsal():
+    with compiler.warm_up.rehearsal():
         warm_up()
     assert compiled and not any(compiler.launches.values())
     assert all(map(torch.equal, state, trainer.state()[0].values()))

@@ -8,7 +8,7 @@ import torch
 from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler
+from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
@@ -51,12 +51,12 @@ def test_a_result_has_a_fourth_word_for_the_experts(rows: int) -> None:
 
 
 def test_both_roles_choose_the_same_experts_over_updates(census) -> None:
-    eager, captured = rounds(None), rounds(Compiler(CompileConfig("step", "full"), DEVICE))
+    eager, captured = rounds(EAGER), rounds(Runtime(CompileConfig("step", "full"), DEVICE))
     for a, b in zip(eager, captured, strict=True):
         assert census("mixture of experts, captured, eager", a, b) == 0
 
 
-def rounds(compiler: Compiler | None) -> list[torch.Tensor]:
+def rounds(compiler: Runtime) -> list[torch.Tensor]:
     """Three updates; the tokens, log-probabilities and digests of each rollout."""
     model = initialize(Decoder(CONFIG, torch.bfloat16, DEVICE), 0)
     with torch.no_grad():
@@ -84,8 +84,7 @@ def rounds(compiler: Compiler | None) -> list[torch.Tensor]:
         flat = [c for group in completions for c in group]
         made.append(torch.tensor([[c.token_ids, c.route_digests] for c in flat]))
         made.append(torch.tensor([[c.logprobs, c.model_logprobs] for c in flat]))
-    if compiler is not None:
-        compiler.close()
+    compiler.close()
     return made
 
 

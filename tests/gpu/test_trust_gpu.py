@@ -9,7 +9,7 @@ import torch
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, CudaRecorder, GraphError, check_against_eager, compile_report
+from lockstep.graph import CudaRecorder, GraphError, Runtime, check_against_eager, compile_report
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, Trainer
@@ -20,10 +20,10 @@ SHAPES = [BatchShape(2048, 1024, 24, 600), BatchShape(1040, 512, 24, 600)]
 TOP_P = SamplingParams(temperature=0.8, top_p=0.95, n=8, max_completion_length=100)
 
 
-def make(mode: str, recorder: CudaRecorder | None = None) -> tuple[Compiler, Trainer, Engine]:
+def make(mode: str, recorder: CudaRecorder | None = None) -> tuple[Runtime, Trainer, Engine]:
     config = ModelConfig(4096, 512, 1024, 4, 8, 4, 128, rope_theta=1e6, max_position_embeddings=2048)
     model = initialize(Decoder(config, torch.bfloat16, CUDA), 0)
-    compiler = Compiler(CompileConfig("step", mode), CUDA, recorder=recorder)
+    compiler = Runtime(CompileConfig("step", mode), CUDA, recorder=recorder)
     trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), compiler=compiler)
     engine = Engine(SharedWeights(model), GeneratorConfig(), 16_384, compiler=compiler)
     trainer.warm_up(SHAPES, TOP_P, check_parity=True)

@@ -10,7 +10,7 @@ from small import make_model
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, FakeRecorder
+from lockstep.graph import FakeRecorder, Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.types import SampleIdentity, SamplingParams, TrainGroup, TrainSequence
 
@@ -19,12 +19,12 @@ FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_complet
 
 
 @pytest.fixture
-def compiler_of() -> Callable[..., Compiler]:
+def compiler_of() -> Callable[..., Runtime]:
     """`compiler_of(recorded=False, recompute=())`; recorded ones replay in a `FakeRecorder`."""
 
-    def make(recorded: bool = False, recompute: tuple[str, ...] = (), canonicalize: bool = True) -> Compiler:
+    def make(recorded: bool = False, recompute: tuple[str, ...] = (), canonicalize: bool = True) -> Runtime:
         config = CompileConfig("step", "full" if recorded else "none", canonicalize, recompute)
-        return Compiler(config, CPU, recorder=FakeRecorder(), not_graph_safe={})
+        return Runtime(config, CPU, recorder=FakeRecorder(), not_graph_safe={})
 
     return make
 

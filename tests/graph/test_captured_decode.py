@@ -12,7 +12,7 @@ from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
 from lockstep.generator import programs as graphs_module
 from lockstep.generator.programs import row_buckets, token_buckets
-from lockstep.graph import Compiler
+from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder
 from lockstep.types import Completion, SampleIdentity, SamplingParams
 
@@ -24,14 +24,14 @@ KINDS = (
 )
 
 
-def engine(model: Decoder, compiler: Compiler | None, cache_tokens: int = 4096, ahead: int = 0, **fields) -> Engine:
+def engine(model: Decoder, compiler: Runtime, cache_tokens: int = 4096, ahead: int = 0, **fields) -> Engine:
     return Engine(SharedWeights(model), GeneratorConfig(**fields), cache_tokens, compiler=compiler, ahead=ahead)
 
 
-def graphs(compiler: Compiler) -> dict[str, int]:
+def graphs(compiler: Runtime) -> dict[str, int]:
     """How many graphs there are of each function."""
-    found = dict.fromkeys((f.name for f in compiler.functions), 0)
-    for function in compiler.functions:
+    found = dict.fromkeys((f.name for f in compiler.programs), 0)
+    for function in compiler.programs:
         found[function.name] += len(function.graphs)
     return found
 
@@ -66,7 +66,7 @@ def words(completions: list[list[Completion]]) -> list:
 )
 def test_captured_decoding_is_eager_decoding(decoder, compiler_of, dtype, recorded: bool, fields: dict) -> None:
     model, compiler = decoder(dtype), compiler_of(recorded)
-    eager, captured = engine(model, None, **fields), engine(model, compiler, **fields)
+    eager, captured = engine(model, EAGER, **fields), engine(model, compiler, **fields)
     for step in range(2):
         assert words(generate(captured, step=step)) == words(generate(eager, step=step))
     assert captured.scheduler.preemptions == eager.scheduler.preemptions
@@ -79,12 +79,12 @@ def test_captured_decoding_is_eager_decoding(decoder, compiler_of, dtype, record
 def test_each_kind_of_sampling_alone(decoder, compiler_of, kinds) -> None:
     model = decoder()
     captured = words(generate(engine(model, compiler_of()), kinds, count=3))
-    assert captured == words(generate(engine(model, None), kinds, count=3))
+    assert captured == words(generate(engine(model, EAGER), kinds, count=3))
 
 
-def test_rows_without_a_sequence_write_to_nobodys_page(decoder, compiler_of: Callable[..., Compiler]) -> None:
+def test_rows_without_a_sequence_write_to_nobodys_page(decoder, compiler_of: Callable[..., Runtime]) -> None:
     model = decoder()
-    eager, captured, mutant = (engine(model, c) for c in (None, compiler_of(), compiler_of()))
+    eager, captured, mutant = (engine(model, c) for c in (EAGER, compiler_of(), compiler_of()))
     mutant.cache.null_page = 0
     for e in (eager, captured, mutant):
         generate(e, count=5)  # 9 sequences at most, in rows for 16
@@ -94,7 +94,7 @@ def test_rows_without_a_sequence_write_to_nobodys_page(decoder, compiler_of: Cal
     assert not torch.equal(mutant.cache.k[:, 0], eager.cache.k[:, 0])
 
 
-def test_after_warm_up_nothing_is_captured(decoder, compiler_of: Callable[..., Compiler]) -> None:
+def test_after_warm_up_nothing_is_captured(decoder, compiler_of: Callable[..., Runtime]) -> None:
     """Requests of any lengths and arrivals within what was warmed up for, training's and validation's."""
     model, compiler = decoder(), compiler_of(recorded=True)
     captured = engine(model, compiler, ahead=1, max_num_batched_tokens=512)
@@ -113,7 +113,7 @@ def test_after_warm_up_nothing_is_captured(decoder, compiler_of: Callable[..., C
         prompts = [[draw.randrange(97) for _ in range(size)] for size in sizes]
         identities = [SampleIdentity(0, 0, step, g) for g in range(len(prompts))]
         found = captured.generate(prompts, [params] * len(prompts), identities)
-        expected = engine(model, None).generate(prompts, [params] * len(prompts), identities)
+        expected = engine(model, EAGER).generate(prompts, [params] * len(prompts), identities)
         assert words(found) == words(expected)
     assert compiler.recompiles == 0
     assert compiler.replays.total() == compiler.launches.total() - 11 > 20  # each is recorded at its first launch
@@ -126,14 +126,14 @@ def test_prefixes_are_read_by_group_where_that_is_worth_a_kernel(decoder, compil
     params = SamplingParams(n=4, max_completion_length=20, ignore_eos=True)
     captured.warm_up(8, 120, params)
     compiler.end_warm_up()
-    made = [g.captured for f in compiler.functions if f.name == "decode" for g in f.graphs.values()]
+    made = [g.captured for f in compiler.programs if f.name == "decode" for g in f.graphs.values()]
     assert [captured.statics["grouped"] for captured in made] == [True, True, False, False]  # 8, 4, 2 and 1 rows
     arguments = [[3] * 90, [4] * 70], [params] * 2, [SampleIdentity(0, 0, 0, g) for g in range(2)]
-    assert words(captured.generate(*arguments)) == words(engine(model, None).generate(*arguments))
+    assert words(captured.generate(*arguments)) == words(engine(model, EAGER).generate(*arguments))
     assert compiler.recompiles == 0 and captured.scheduler.rows.saved == 3 * 80 + 3 * 64
 
 
-def test_requests_that_arrive_over_time(decoder, compiler_of: Callable[..., Compiler]) -> None:
+def test_requests_that_arrive_over_time(decoder, compiler_of: Callable[..., Runtime]) -> None:
     model, compiler = decoder(), compiler_of(recorded=True)
     captured = engine(model, compiler, ahead=1, max_num_seqs=8, steps_per_sync=4, max_num_batched_tokens=128)
     params = SamplingParams(n=2, top_k=30)
@@ -148,7 +148,7 @@ def test_requests_that_arrive_over_time(decoder, compiler_of: Callable[..., Comp
             ids.append(captured.add_request(prompts[g], wanted[g], SampleIdentity(0, 0, 0, g)))
         done |= dict(captured.step())
     identities = [SampleIdentity(0, 0, 0, g) for g in range(len(prompts))]
-    expected = engine(model, None, steps_per_sync=1).generate(prompts, wanted, identities)
+    expected = engine(model, EAGER, steps_per_sync=1).generate(prompts, wanted, identities)
     assert words([done[i] for i in ids]) == words(expected)
     assert compiler.recompiles == 0 and min(compiler.replays["mixed"], compiler.replays["decode"]) > 10
 
@@ -160,7 +160,7 @@ def test_updated_weights_are_seen_and_a_snapshot_is_another_model(decoder, compi
     snapshot = SnapshotWeights(model)
     with torch.no_grad():
         model.layers[0].down.mul_(1.5)
-    expected = words(generate(engine(model, None)))
+    expected = words(generate(engine(model, EAGER)))
     captured.weights = SharedWeights(model, lambda: 1)  # a new version: no page of the old weights is found
     captured.runner.weights = captured.weights
     assert words(generate(captured)) == expected != first
@@ -181,9 +181,9 @@ def test_buckets_are_few_and_waste_little() -> None:
             assert above - below <= (below / 2 if below >= 32 else below)
 
 
-def test_longer_requests_than_before_are_captured_anew(decoder, compiler_of: Callable[..., Compiler]) -> None:
+def test_longer_requests_than_before_are_captured_anew(decoder, compiler_of: Callable[..., Runtime]) -> None:
     model, compiler = decoder(), compiler_of(recorded=True)
-    captured, eager = engine(model, compiler), engine(model, None)
+    captured, eager = engine(model, compiler), engine(model, EAGER)
     for size in (20, 100):
         arguments = [[3] * size], [SamplingParams(max_completion_length=6)], [SampleIdentity(0, 0, 0, 0)]
         assert words(captured.generate(*arguments)) == words(eager.generate(*arguments))

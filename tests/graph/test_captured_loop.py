@@ -101,7 +101,7 @@ def test_twenty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, com
 
 
 def made(run: build_room.TrainingSession) -> list[int]:
-    return [len(function.graphs) for function in run.compiler.functions]
+    return [len(function.graphs) for function in run.compiler.programs]
 
 
 def test_a_step_whose_completions_are_all_masked_updates_nothing(config) -> None:

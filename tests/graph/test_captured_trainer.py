@@ -13,11 +13,12 @@ from torch import Tensor
 from lockstep.algorithms.sft import SFT
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import (
-    Compiler,
+    EAGER,
     FakeRecorder,
     GraphError,
     GraphLauncher,
     Inputs,
+    Runtime,
     compile_report,
     module_inputs,
     substituted,
@@ -33,7 +34,7 @@ WAYS = {"captured": {}, "recorded": {"recorded": True}, "recomputed": {"recorded
 def three_steps(
     model: Decoder,
     rollout: Callable[..., Any],
-    compiler: Compiler | None,
+    compiler: Runtime,
     reference: Decoder | None = None,
     updates: int = 1,
 ) -> list[Any]:
@@ -66,17 +67,17 @@ def same(a: list[Any], b: list[Any]) -> bool:
 )
 def test_three_captured_steps_are_three_eager_steps(decoder, rollout, compiler_of, way: str, dtype) -> None:
     compiler = compiler_of(**WAYS[way])
-    eager = three_steps(decoder(dtype), rollout, None)
+    eager = three_steps(decoder(dtype), rollout, EAGER)
     assert same(three_steps(decoder(dtype), rollout, compiler), eager)
     launches = compiler.launches
     assert launches["optim_step"] == 3 and launches["forward_backward"] == launches["check"] >= 6
-    recorded = [g for f in compiler.functions for g in f.graphs.values()]
+    recorded = [g for f in compiler.programs for g in f.graphs.values()]
     assert compiler.replays.total() == (launches.total() - len(recorded) if way != "captured" else 0)
 
 
 def test_a_reference_and_later_updates_on_the_support_that_was_sampled(decoder, rollout, compiler_of) -> None:
     compiler = compiler_of(**WAYS["recomputed"])
-    eager = three_steps(decoder(), rollout, None, decoder(seed=1), updates=2)
+    eager = three_steps(decoder(), rollout, EAGER, decoder(seed=1), updates=2)
     assert same(three_steps(decoder(), rollout, compiler, decoder(seed=1), updates=2), eager)
     assert compiler.launches["reference_logprobs"] >= 6
 
@@ -99,7 +100,7 @@ def test_a_graph_serves_every_step_of_its_bucket(decoder, rollout, compiler_of) 
 def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, compiler_of, loss_type: str) -> None:
     """Two updates a rollout, the second at ratios that are not 1."""
 
-    def run(compiler: Compiler | None) -> list[Any]:
+    def run(compiler: Runtime) -> list[Any]:
         model = decoder()
         trainer = Trainer(model, OptimizerConfig(), LossConfig(loss_type), compiler=compiler)
         (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
@@ -111,11 +112,11 @@ def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, comp
         assert results[0].tokens_different == 0 == results[0].clip_ratio
         return [*results, trainer.flat.data]
 
-    assert same(run(compiler_of()), run(None))
+    assert same(run(compiler_of()), run(EAGER))
 
 
 def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rollout, compiler_of) -> None:
-    def run(compiler: Compiler | None) -> list[Any]:
+    def run(compiler: Runtime) -> list[Any]:
         model = decoder()
         trainer = Trainer(model, OptimizerConfig(), LossConfig("dapo"), compiler=compiler)
         groups = rollout(model, 0)
@@ -132,7 +133,7 @@ def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rol
         return [*results, trainer.flat.data]
 
     compiler = compiler_of()
-    assert same(run(compiler), run(None)) and compiler.captures == 3
+    assert same(run(compiler), run(EAGER)) and compiler.captures == 3
 
 
 def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, rollout, compiler_of) -> None:
@@ -151,7 +152,7 @@ def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, r
     assert not trainer.flat.grad.any()
 
 
-def mismatches_of_two(decoder, rollout, compiler: Compiler | None, shapes: list[BatchShape]) -> list[Any]:
+def mismatches_of_two(decoder, rollout, compiler: Runtime, shapes: list[BatchShape]) -> list[Any]:
     """Micro-batches, the first of which has a token whose log-probabilities both differ: what is said of it, and what
     `checked` was before."""
     model = decoder()
@@ -176,8 +177,8 @@ SHAPES = {"several": [], "one": [BatchShape(256, 64, 16, 64)]}
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("mode", ["none", "full", "piecewise"])
 def test_mismatches_of_any_micro_batch_are_named(decoder, rollout, shapes: str, mode: str) -> None:
-    compiler = Compiler(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe={})
-    expected = mismatches_of_two(decoder, rollout, None, SHAPES[shapes])
+    compiler = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe={})
+    expected = mismatches_of_two(decoder, rollout, EAGER, SHAPES[shapes])
     assert [(m.position, m.kind) for m in expected[:2]] == [(1, "sampled"), (1, "model")]
     assert same(mismatches_of_two(decoder, rollout, compiler, SHAPES[shapes]), expected)
 
@@ -210,9 +211,9 @@ def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("mutant", "shapes"), [(unlasting, "several"), (unsaved, "one")])
 def test_keeping_outputs_across_launches_would_be_noticed(decoder, rollout, monkeypatch, mutant, shapes) -> None:
-    expected = mismatches_of_two(decoder, rollout, None, SHAPES[shapes])
+    expected = mismatches_of_two(decoder, rollout, EAGER, SHAPES[shapes])
     mutant(monkeypatch)
-    compiler = Compiler(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe={})
+    compiler = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe={})
     found = mismatches_of_two(decoder, rollout, compiler, SHAPES[shapes])
     assert len(found) != len(expected) or not same(found, expected)
 
@@ -229,7 +230,7 @@ def test_weights_that_moved_are_noticed(decoder, rollout, compiler_of) -> None:
 
 def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout) -> None:
     unsafe = {"lockstep.attention_packed_backward": "it reads lengths on the host"}
-    compiler = Compiler(
+    compiler = Runtime(
         CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe=unsafe
     )
     model = decoder()
@@ -240,7 +241,7 @@ def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout)
 
 
 def test_where_nothing_is_captured_a_function_is_called_on_the_modules_own_tensors(decoder) -> None:
-    compiler, model = Compiler(CompileConfig("none"), torch.device("cpu")), decoder()
+    compiler, model = Runtime(CompileConfig("none"), torch.device("cpu")), decoder()
     embed, hooked = model.embed, []
 
     def body(inputs: Inputs, scale: float) -> dict[str, Tensor]:
@@ -249,11 +250,11 @@ def test_where_nothing_is_captured_a_function_is_called_on_the_modules_own_tenso
             hooked.extend(m for m in model.modules() if m._forward_hooks)
         return {"scaled": inputs.user["x"] * scale}
 
-    function = compiler.function("scaled", body, module_inputs(model))
+    function = compiler.program("scaled", body, module_inputs(model))
     with torch.inference_mode():
         assert torch.equal(function({"x": torch.ones(3)}, scale=2.0)["scaled"], torch.full((3,), 2.0))
     assert function.level == "eager" and not hooked and not function.graphs
-    assert not compiler.compiles and not compiler.functions and compile_report(compiler) == {}
+    assert not compiler.compiles and not compiler.programs and compile_report(compiler) == {}
     other = replace(module_inputs(model), param={name: p * 2 for name, p in model.named_parameters()}, module=None)
     with substituted(model, other):
         assert torch.equal(model.embed, 2 * embed)

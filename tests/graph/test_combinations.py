@@ -11,16 +11,19 @@ import pytest
 import torch
 from two_roles import TwoRoles, compiler_of, needs_inductor, quick_inductor, results
 
-from lockstep.config import CUDAGRAPH_MODES, CompileConfig, RunConfig, resolve_compile, validate
+from lockstep import config as choices
+from lockstep.config import CompileConfig, RunConfig, cudagraph_modes, resolve_compile, validate
 from lockstep.errors import InputError
 from lockstep.graph.capture.layers import LayerCompiler
 from lockstep.graph.check.tolerance import relative_error
 from lockstep.graph.passes.compiled_subgraph import Regions
+from lockstep.graph.torch_private.inductor import compile_module
 from lockstep.timings import Timings
 
 CAPTURES, BACKENDS = ("none", "step", "joint", "layer"), ("none", "eager", "inductor")
 MODES = ("none", "piecewise", "full", "full_and_piecewise")
 PRODUCT = list(itertools.product(CAPTURES, BACKENDS, MODES))
+CUDAGRAPH_MODES = {pair: cudagraph_modes(*pair) for pair in itertools.product(choices.CAPTURES, choices.BACKENDS)}
 ALLOWED = [c for c in PRODUCT if c[2] in CUDAGRAPH_MODES[c[:2]] and not isinstance(CUDAGRAPH_MODES[c[:2]], str)]
 NEAR = 1e-5  # relative to eager's gradient, in norms; measured: under 1e-6
 
@@ -57,7 +60,7 @@ def test_what_cannot_work_is_refused_with_its_reason(capture: str, backend: str,
 def test_what_is_allowed_computes_what_eager_does(capture: str, backend: str, mode: str, eager, regions) -> None:
     assert resolve_compile(CompileConfig(capture, mode, backend=backend), on_gpu=False)  # type: ignore[arg-type]
     if capture in ("none", "layer"):
-        compiled = LayerCompiler(backend) if capture == "layer" else None  # type: ignore[arg-type]
+        compiled = LayerCompiler(compile_module if backend == "inductor" else None) if capture == "layer" else None
         found = results(TwoRoles(call=compiled), eager=True)
     else:
         compiler = compiler_of(capture, backend, mode, regions)

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, digest
+from lockstep.graph import Runtime, digest
 from lockstep.graph.ir.captured import op_name
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
@@ -28,7 +28,7 @@ COMMAND = "python tests/graph/test_digests.py"
 
 def graphs() -> dict[str, dict[str, Any]]:
     """Each function's digest, and how often it calls each operator."""
-    compiler = Compiler(CompileConfig("step"), torch.device("cpu"))
+    compiler = Runtime(CompileConfig("step"), torch.device("cpu"))
     model = initialize(Decoder(architecture("tiny"), torch.float32), 0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=True, compiler=compiler)
     sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
@@ -38,7 +38,7 @@ def graphs() -> dict[str, dict[str, Any]]:
     trainer.optim_step(0.0)
     Engine(SharedWeights(model), GeneratorConfig(), 1024, compiler=compiler).warm_up(1, 64, SamplingParams())
     found = {}
-    for function in compiler.functions:
+    for function in compiler.programs:
         for graph in function.graphs.values():
             calls = Counter(op_name(n) for n in graph.captured.graph.nodes if n.op == "call_function")
             found[function.name] = {"digest": digest(graph.captured), "calls": dict(sorted(calls.items()))}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import LossConfig, OptimizerConfig
-from lockstep.graph import Compiler, GraphError, GraphLauncher
+from lockstep.graph import EAGER, GraphError, GraphLauncher, Runtime
 from lockstep.models import Decoder
 from lockstep.trainer import Trainer, pack
 from lockstep.types import PackedBatch, side_by_side
@@ -49,7 +49,7 @@ CHANGES: dict[str, Change] = {
 
 
 def gradients(
-    model: Decoder, reference: Decoder, groups: list, compiler: Compiler | None, change: Change
+    model: Decoder, reference: Decoder, groups: list, compiler: Runtime, change: Change
 ) -> tuple[list[Tensor], Trainer]:
     """Those of a batch as it was packed, twice, and as it was changed, twice."""
     trainer = Trainer(model, OptimizerConfig(), LossConfig(beta=0.1), reference=reference, compiler=compiler)
@@ -69,11 +69,11 @@ def gradients(
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_batch_that_was_changed_is_launched_as_it_is(decoder, rollout, compiler_of, name: str) -> None:
     groups = rollout(decoder(), 0)
-    expected, _ = gradients(decoder(), decoder(seed=1), groups, None, CHANGES[name])
+    expected, _ = gradients(decoder(), decoder(seed=1), groups, EAGER, CHANGES[name])
     found, trainer = gradients(decoder(), decoder(seed=1), groups, compiler_of(recorded=True), CHANGES[name])
     assert all(map(torch.equal, found, expected))
     assert torch.equal(found[1], found[2]) == (name in ("nothing", "a copy", "moved again"))
-    (graph,) = trainer.programs.functions["forward_backward"].graphs.values()
+    (graph,) = trainer.programs.by_name["forward_backward"].graphs.values()
     assert graph.launches == 4  # one graph, however its batch lies
 
 
@@ -111,7 +111,7 @@ def test_a_wrong_tensor_in_a_moved_batch_is_refused(decoder, rollout, compiler_o
     batch = batch.to(CPU)
     for _ in range(2):
         trainer.forward_backward(batch)
-    (graph,) = trainer.programs.functions["forward_backward"].graphs.values()
+    (graph,) = trainer.programs.by_name["forward_backward"].graphs.values()
     for name, dtype in change.items():
         setattr(batch, name, getattr(batch, name).to(dtype) if dtype else torch.zeros(1, 1, dtype=torch.uint8))
     with pytest.raises(GraphError, match=message):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep import ops
 from lockstep.config import CompileConfig
-from lockstep.graph import Case, Compiler, Differentiated, FakeRecorder, Inputs, module_inputs, substituted
+from lockstep.graph import Case, Differentiated, FakeRecorder, Inputs, Runtime, module_inputs, substituted
 from lockstep.graph.passes.compiled_subgraph import Regions
 from lockstep.graph.torch_private.inductor import missing_compiler
 
@@ -43,7 +43,7 @@ class TwoRoles:
         call: calls the block, for a block that is compiled by itself.
     """
 
-    def __init__(self, compiler: Compiler | None = None, call: Callable[..., Tensor] | None = None) -> None:
+    def __init__(self, compiler: Runtime | None = None, call: Callable[..., Tensor] | None = None) -> None:
         torch.manual_seed(0)
         self.block, self._call = nn.Sequential(Block()), call
         own = module_inputs(self.block)
@@ -54,8 +54,8 @@ class TwoRoles:
         body = Differentiated(self.forward, add_up)
         dynamic = {"x": ("T", None)}
         if compiler is not None:
-            self.train = compiler.function("train", body, training, {"grad", "buffer"}, dynamic)
-            self.generate = compiler.function("generate", self.generated, generating, {"kv"}, dynamic)
+            self.train = compiler.program("train", body, training, {"grad", "buffer"}, dynamic)
+            self.generate = compiler.program("generate", self.generated, generating, {"kv"}, dynamic)
         self._eager = {"train": (body, training), "generate": (self.generated, generating)}
 
     def forward(self, t: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -107,9 +107,12 @@ def results(roles: TwoRoles, eager: bool = False) -> dict[str, Tensor]:
 
 def compiler_of(
     capture: str, backend: str, mode: str = "none", regions: Regions | None = None, **given: Any
-) -> Compiler:
+) -> Runtime:
     config = CompileConfig(capture, mode, backend=backend, **given)
-    return Compiler(config, CPU, recorder=FakeRecorder(), regions=regions)
+    runtime = Runtime(config, CPU, recorder=FakeRecorder())
+    if regions is not None and backend == "inductor":
+        runtime.builder.backend.regions = regions  # type: ignore[attr-defined]
+    return runtime
 
 
 @contextlib.contextmanager

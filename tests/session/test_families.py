@@ -23,7 +23,7 @@ from small import (
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
-from lockstep.graph import Compiler
+from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.ops.native import library
@@ -115,7 +115,7 @@ def rounds(
 ) -> tuple[list, list[int]]:
     """Three on-policy updates: what was generated, and how many tokens differed."""
     model = model or make_model(dtype, config=config)
-    compiler = Compiler(CompileConfig("step"), torch.device("cpu")) if capture == "step" else None
+    compiler = Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
     trainer = Trainer(model, optimizer or OptimizerConfig(), LossConfig(), compiler=compiler)
     weights = SharedWeights(model, lambda: trainer.weights_version)
     engine = Engine(weights, GeneratorConfig(), 16384, compiler=compiler)

@@ -29,7 +29,7 @@ from lockstep.cli.main import main
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from lockstep.errors import InputError
 from lockstep.generator import Engine, KVCache, SharedWeights, SnapshotWeights
-from lockstep.graph import Compiler
+from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.ops.attention import flex
@@ -91,7 +91,7 @@ def test_lists_of_tiles_pass_through_captured_graphs(monkeypatch: pytest.MonkeyP
 
     def run(capture: bool) -> tuple[list, int]:
         model = model_of("mask", torch.bfloat16)
-        compiler = Compiler(CompileConfig("step"), torch.device("cpu")) if capture else None
+        compiler = Runtime(CompileConfig("step"), torch.device("cpu")) if capture else EAGER
         trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
         engine = Engine(SharedWeights(model), GeneratorConfig(page_size=64), 16384, compiler=compiler)
         prompts, sampling = requests(4, length=6)

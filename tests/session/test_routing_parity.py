@@ -26,7 +26,7 @@ from lockstep.config import (
 )
 from lockstep.errors import InputError, ParityError
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
-from lockstep.graph import Compiler, FakeRecorder, check_against_eager
+from lockstep.graph import EAGER, FakeRecorder, Runtime, check_against_eager
 from lockstep.models import Decoder, PackedAttention, Routing
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import init_folder
@@ -45,8 +45,8 @@ TWINS = replace(MOE, moe=MoEConfig(6, 1, 40, router_bias=True))
 SHAPE = BatchShape(512, 128, 16, 200)
 
 
-def compiler_of(capture: str) -> Compiler | None:
-    return Compiler(CompileConfig("step"), torch.device("cpu")) if capture == "step" else None
+def compiler_of(capture: str) -> Runtime:
+    return Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
 
 
 def twins() -> Decoder:
@@ -289,7 +289,7 @@ def test_balancing_needs_experts_chosen_by_a_softmax() -> None:
 def test_graphs_of_experts_pass_the_check_against_eager_and_none_comes_late(check_parity: bool) -> None:
     model = make_model(torch.float32, config=MOE)
     batches = batches_of(model, check_parity=check_parity)
-    compiler = Compiler(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
+    compiler = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
     sampling = SamplingParams(temperature=0.8, top_p=0.9, n=3, max_completion_length=10)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(router_aux_loss_coef=0.01), compiler=compiler)
     engine = Engine(SharedWeights(model), GeneratorConfig(), 1024, compiler=compiler)

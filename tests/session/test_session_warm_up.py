@@ -74,17 +74,18 @@ def test_where_nothing_is_recorded_graphs_are_made_and_not_launched(monkeypatch,
     config = config_of(captured=True)
     run = build(config)
     session_warm_up.warm_up(run)
-    made = [graph for function in run.compiler.functions for graph in function.graphs.values()]
-    assert len(made) >= 5 and not any(graph.launches for graph in made) and not run.compiler.only_making
+    made = [graph for function in run.compiler.programs for graph in function.graphs.values()]
+    assert len(made) >= 5 and not any(graph.launches for graph in made)
+    assert run.compiler.warm_up.launch == run.compiler.warm_up._launch
     Loop(config, run).step(0)
     assert run.compiler.recompiles == 0 < sum(graph.launches for graph in made)
 
 
 def warm_up(run: TrainingSession) -> dict[str, int]:
     """The fewest launches of each function's graphs, as on a device where the first launch of one records it."""
-    run.compiler.nothing_to_record = False
+    run.compiler.warm_up.records = True
     session_warm_up.warm_up(run)
-    return {f.name: min(g.launches for g in f.graphs.values()) for f in run.compiler.functions if f.graphs}
+    return {f.name: min(g.launches for g in f.graphs.values()) for f in run.compiler.programs if f.graphs}
 
 
 def precompile(run: TrainingSession) -> None:
@@ -101,7 +102,7 @@ def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch,
     def fails() -> None:
         raise GraphError("no tensors without memory here")
 
-    monkeypatch.setattr(run.compiler, "rehearsal", fails)
+    monkeypatch.setattr(run.compiler.warm_up, "rehearsal", fails)
     with caplog.at_level(logging.WARNING, "lockstep"):
         precompile(run)
     assert "one by one, which takes longer (GraphError: no tensors without memory here)" in caplog.text
@@ -120,8 +121,9 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
         yield [["module", "kernel", "{}"]]
 
     preloaded: list[list[list[str]]] = []
-    monkeypatch.setattr(run.compiler, "rehearsal", rehearsal)
-    monkeypatch.setattr(run.compiler, "preload", lambda kernels: preloaded.append(list(kernels)) or len(kernels))
+    monkeypatch.setattr(run.compiler.warm_up, "rehearsal", rehearsal)
+    load = lambda kernels: preloaded.append(list(kernels)) or len(kernels)  # noqa: E731
+    monkeypatch.setattr(run.compiler.warm_up, "preload", load)
     for _ in range(2):
         precompile(run)
     run.config = replace(config, generator=replace(config.generator, page_size=32))
@@ -183,7 +185,7 @@ def test_what_was_loaded_beside_the_weights_is_not_loaded_again(monkeypatch, tmp
     run = build(config)
     assert run.preloaded is None
     asked: list[object] = []
-    monkeypatch.setattr(run.compiler, "preload", lambda kernels: asked.append(kernels) or 1)
+    monkeypatch.setattr(run.compiler.warm_up, "preload", lambda kernels: asked.append(kernels) or 1)
     path = kernel_lists.kernel_list("its list")
     for preloaded, times in ((path, 0), (path.with_name("another.json"), 1), (None, 2)):
         run.preloaded = preloaded

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.errors import InputError
-from lockstep.trainer import bucket, pack, pack_shards, packed_slots
+from lockstep.trainer import Packing, bucket, pack, pack_shards, packed_slots
 from lockstep.types import ALIGNMENT, SamplingParams, TrainGroup, TrainSequence
 
 
@@ -164,7 +164,7 @@ def test_shares_are_of_the_packed_tokens_of_all_shards():
     shards = [[first, second], [second]]
     for max_tokens, expected in ((8, [[2 / 3], [1 / 3]]), (6, [[1 / 3, 1 / 3], [1 / 3, 0]])):
         for own in (0, 1):
-            found = pack_shards(shards, [own], max_tokens=max_tokens, check_parity=True)
+            found = pack_shards(shards, [own], Packing(max_tokens), check_parity=True)
             assert [batch.share.item() for batch in found] == pytest.approx(expected[own])
 
 

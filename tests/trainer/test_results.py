@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from updates import LR, NoHostReads, bits, make_trainer, one_batch, same
 
 from lockstep.config import CompileConfig
-from lockstep.graph import Compiler, FakeRecorder, check_against_eager
+from lockstep.graph import FakeRecorder, Runtime, check_against_eager
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.result import ROWS
 from lockstep.types import SamplingParams
@@ -21,8 +21,8 @@ from lockstep.types import SamplingParams
 SHAPES = [BatchShape(320, 224, 16, 160)]
 
 
-def recorded() -> Compiler:
-    return Compiler(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
+def recorded() -> Runtime:
+    return Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
 
 
 @pytest.fixture(params=[lambda: None, recorded], ids=["eager", "recorded"])
@@ -142,7 +142,7 @@ def test_a_rate_that_a_check_wrote_over_is_written_again(make_model, make_groups
             saved = {k: v.clone() for k, v in trainer.state()[0].items()}, trainer.state()[1]
             if checked and i == 0:
                 cases = dict(trainer.trust_cases(SHAPES, SamplingParams(), check_parity=True))
-                for case in cases[trainer.programs.functions["optim_step"]]:
+                for case in cases[trainer.programs.by_name["optim_step"]]:
                     case.load()  # without what puts state back
                 trainer.load_state(*saved)
                 trainer._reset_step()

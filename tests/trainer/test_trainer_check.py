@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Compiler, FakeRecorder, GraphError, Pass, check_against_eager, compile_report, replay_metrics
+from lockstep.graph import FakeRecorder, GraphError, Pass, Runtime, check_against_eager, compile_report, replay_metrics
 from lockstep.graph.ir.captured import is_backward, op_name
 from lockstep.graph.passes.rewrite import rewritten
 from lockstep.models import Decoder, ModelConfig
@@ -22,8 +22,8 @@ TOP_P = SamplingParams(temperature=0.8, top_p=0.9, n=4, max_completion_length=20
 def make(mode: str, passes: tuple[Pass, ...] = (), beta: float = 0.0, dtype: torch.dtype = torch.float32):
     config = ModelConfig(97, 32, 48, 1, 2, 1, 16, rope_theta=1e4, max_position_embeddings=128)
     model = initialize(Decoder(config, dtype), 0)
-    compiler = Compiler(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder())
-    compiler.passes += passes
+    compiler = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder())
+    compiler.builder.passes += passes
     reference = initialize(Decoder(config, dtype), 1) if beta else None
     loss = LossConfig(beta=beta)
     return compiler, Trainer(model, OptimizerConfig(weight_decay=0.1), loss, reference=reference, compiler=compiler)
@@ -106,7 +106,7 @@ def test_batches_fill_their_shapes_and_have_gradients_to_compare() -> None:
 
 
 def test_shapes_beyond_the_warm_up_run_in_pieces() -> None:
-    def one_step(mode: str, compiled: bool) -> tuple[Compiler, Trainer]:
+    def one_step(mode: str, compiled: bool) -> tuple[Runtime, Trainer]:
         compiler, trainer = make(mode)
         trainer.warm_up(SHAPES, TOP_P, check_parity=False, with_checks=False)
         if compiled:
@@ -123,12 +123,12 @@ def test_shapes_beyond_the_warm_up_run_in_pieces() -> None:
     compiler, trainer = one_step("full_and_piecewise", True)
     _, reference = one_step("none", False)
     assert all(map(torch.equal, everything(trainer), everything(reference)))
-    split = {g.captured.split_at for f in compiler.functions if f.name == "forward_backward" for g in f.graphs.values()}
+    split = {g.captured.split_at for f in compiler.programs if f.name == "forward_backward" for g in f.graphs.values()}
     attention = frozenset({"lockstep.attention_packed", "lockstep.attention_packed_backward"})
     assert split == {frozenset(), attention}
     assert compiler.recompiles == 1 and compiler.captures == 2  # the trace of the warm-up serves it
     report = compile_report(compiler)
     assert report["functions"]["forward_backward"]["graphs"] == 3 and report["pool_gib"] > 0
-    assert report["passes"].keys() == compiler.nodes.keys() and report["traces"] == 2
+    assert report["passes"].keys() == compiler.builder.nodes.keys() and report["traces"] == 2
     metrics = replay_metrics(compiler)
     assert metrics["graph_replays"] == metrics["graph_replays/forward_backward"] + metrics["graph_replays/optim_step"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Compiler, FakeRecorder
+from lockstep.graph import FakeRecorder, Runtime
 from lockstep.trainer import BatchShape, Trainer, batch_shapes, pack, packed_slots
 from lockstep.trainer.packing import blank_batch
-from lockstep.trainer.shapes import fit
+from lockstep.trainer.shapes import fit, holding
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=2)
@@ -25,8 +25,8 @@ def test_the_largest_shape_holds_a_whole_step_and_the_others_shrink():
     for larger, smaller in zip(shapes, shapes[1:], strict=False):
         assert 0.78 < smaller.tokens / larger.tokens < 0.81
     assert [s.tokens for s in batch_shapes(5, 8, 145, 100, max_len=245, max_tokens=2000)][:2] == [2000, 1600]
-    assert batch_shapes(5, 8, 145, 100, max_len=245, max_tokens=16384, least_completion_tokens=4000) == shapes[:1]
-    assert batch_shapes(5, 8, 145, 100, max_len=245, max_tokens=999, mode="per_sample")[0] == (256, 112, 2, 245)
+    assert holding(shapes, 4000) == shapes[:1] and holding(shapes, 0) == shapes
+    assert batch_shapes(1, 1, 145, 100, max_len=245, max_tokens=999)[0] == (256, 112, 2, 245)
 
 
 def test_a_batch_takes_the_smallest_shape_that_holds_it_and_a_larger_one_buckets():
@@ -75,9 +75,9 @@ def test_a_sequence_beyond_every_shape_is_packed_alone():
     assert shape_of(batches[1]) == (112, 16, 16, 112)
 
 
-def make_trainer(make_model, dtype=torch.float32, recorded=True, enforce_parity=True) -> tuple[Trainer, Compiler]:
+def make_trainer(make_model, dtype=torch.float32, recorded=True, enforce_parity=True) -> tuple[Trainer, Runtime]:
     config = CompileConfig("step", "full" if recorded else "none")
-    compiler = Compiler(config, CPU, recorder=FakeRecorder(), not_graph_safe={})
+    compiler = Runtime(config, CPU, recorder=FakeRecorder(), not_graph_safe={})
     optimizer = OptimizerConfig(weight_decay=0.1)
     return Trainer(
         make_model(dtype), optimizer, LossConfig(), enforce_parity=enforce_parity, compiler=compiler
@@ -105,7 +105,7 @@ def test_nothing_is_made_after_warm_up_whatever_the_lengths(make_model):
     trainer, compiler = make_trainer(make_model, enforce_parity=False)
     trainer.warm_up(SHAPES, FILTERED, check_parity=True)
     assert compiler.captures == 3  # forward_backward, check, optim_step: one trace each
-    assert sum(len(f.graphs) for f in compiler.functions) == 2 * len(SHAPES) + 1
+    assert sum(len(f.graphs) for f in compiler.programs) == 2 * len(SHAPES) + 1
     compiler.end_warm_up()
     rng, seen = random.Random(1), set()
     for _ in range(30):
@@ -126,7 +126,7 @@ def test_nothing_is_made_after_warm_up_whatever_the_lengths(make_model):
 
 
 def test_later_updates_and_a_reference_are_warmed_up_too(make_model):
-    compiler = Compiler(CompileConfig("step", "full"), CPU, recorder=FakeRecorder(), not_graph_safe={})
+    compiler = Runtime(CompileConfig("step", "full"), CPU, recorder=FakeRecorder(), not_graph_safe={})
     loss, reference = LossConfig(beta=0.1), make_model(seed=1)
     trainer = Trainer(
         make_model(), OptimizerConfig(), loss, reference=reference, enforce_parity=False, compiler=compiler
@@ -168,4 +168,4 @@ def test_one_trace_serves_several_shapes_with_the_bits_of_eager(make_model):
             make_model(torch.bfloat16), OptimizerConfig(weight_decay=0.1), LossConfig(), enforce_parity=False
         )
         assert all(map(torch.equal, run(trainer), run(eager)))
-        assert compiler.captures == 2 and len(compiler.functions[0].graphs) == 3
+        assert compiler.captures == 2 and len(compiler.programs[0].graphs) == 3

@@ -4,6 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.graph import EAGER
 from lockstep.trainer import Trainer, pack
 from lockstep.types import SamplingParams
 
@@ -13,7 +14,7 @@ WARM = SamplingParams(temperature=0.7)
 FILTERED = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.02)
 
 
-def make_trainer(model, *, reference=None, enforce_parity=True, compiler=None, **loss):
+def make_trainer(model, *, reference=None, enforce_parity=True, compiler=EAGER, **loss):
     options = {"reference": reference, "enforce_parity": enforce_parity, "compiler": compiler}
     return Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(**loss), **options)
 

@@ -1,31 +1,66 @@
 """Section `compile`: which ways to capture, run and record graphs go together."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from ...errors import InputError
 from .section import Section, at_least, refuse
 
-_ALL_MODES = ("none", "piecewise", "full", "full_and_piecewise")
-_NO_GRAPH = "it has no graph to run; set compile.capture to step, or compile.backend to none"
-_NO_BACKEND = "nothing would run what is captured; set compile.backend to eager, or compile.capture to none"
 
-# The CUDA graph modes that work under (capture, backend), or why nothing does; docs/compile.md shows this table.
-CUDAGRAPH_MODES: dict[tuple[str, str], tuple[str, ...] | str] = {
-    ("none", "none"): ("none",),
-    ("none", "eager"): _NO_GRAPH,
-    ("none", "inductor"): _NO_GRAPH,
-    ("step", "none"): _NO_BACKEND,
-    ("step", "eager"): _ALL_MODES,
-    ("step", "inductor"): _ALL_MODES,
-    ("joint", "none"): _NO_BACKEND,
-    ("joint", "eager"): _ALL_MODES,
-    ("joint", "inductor"): _ALL_MODES,
-    ("layer", "none"): _NO_BACKEND,
-    ("layer", "eager"): ("none",),
-    ("layer", "inductor"): ("none",),
+class Plugin(NamedTuple):
+    """A way to capture, a backend or a recording; `CompileConfig` takes the names of the tables below.
+
+    Attributes:
+        hook: what `graph` calls, or "module:name" of it, imported when it is chosen; empty for nothing. Of a way to
+            capture it is a function like `graph.capture` or, where `graphs` is false, what `Runtime.layers` is made by;
+            of a backend a `graph.Backend`; of a recording the operators (`namespace.name`) that run between the pieces.
+        graphs: it makes graphs of whole functions, for passes to act on and CUDA graphs to be recorded from.
+        ranks: it works for several processes.
+        by_sizes: what it makes depends on the sizes that were traced, so it is stored for these alone.
+    """
+
+    hook: Any = ""
+    graphs: bool = True
+    ranks: bool = True
+    by_sizes: bool = False
+
+
+CAPTURES = {
+    "none": Plugin(graphs=False),
+    "step": Plugin("lockstep.graph.capture.step:capture"),
+    "joint": Plugin("lockstep.graph.capture.joint:capture_joint", ranks=False, by_sizes=True),
+    "layer": Plugin("lockstep.graph.capture.layers:LayerCompiler", graphs=False, ranks=False),
 }
-GRAPHS = ("step", "joint")  # what captures whole functions, for passes to act on
+BACKENDS = {
+    "none": Plugin(),
+    "eager": Plugin("lockstep.graph.passes.backend:Backend"),
+    "inductor": Plugin("lockstep.graph.passes.inductor:Inductor", by_sizes=True),
+}
+RECORDINGS = {
+    "none": Plugin(),
+    "piecewise": Plugin("lockstep.graph.launch.piecewise:ATTENTION", ranks=False),
+    "full": Plugin(),
+}
+PASSES = ("canonicalize", "recompute", "fit", "reshard", "bucket", "reorder", "fuse")  # in the order of the default
+
+
+def recordings(mode: str) -> tuple[str, str]:
+    """The recordings of shapes that the warm-up meets, and of others: the same but for one `and` another."""
+    first, _, later = mode.partition("_and_")
+    return first, later or first
+
+
+def cudagraph_modes(capture: str, backend: str) -> tuple[str, ...] | str:
+    """The CUDA graph modes that work with these two, or why nothing does; docs/compile.md shows them all."""
+    captured, run = bool(CAPTURES[capture].hook), bool(BACKENDS[backend].hook)
+    if captured != run:
+        return (
+            "nothing would run what is captured; set compile.backend to eager, or compile.capture to none"
+            if captured
+            else "it has no graph to run; set compile.capture to step, or compile.backend to none"
+        )
+    return (*RECORDINGS, "full_and_piecewise") if CAPTURES[capture].graphs else ("none",)
 
 
 @dataclass(frozen=True)
@@ -57,6 +92,9 @@ class CompileConfig(Section):
     inductor: tuple[str, ...] = ("backward",)
     """What backend inductor compiles: `backward` (the backward pass), module paths such as `layers.*` (their forward
     pass, where the generator and the trainer share it), or `all`."""
+    passes: tuple[str, ...] = ()
+    """Passes in their order: the names of shipped ones, `default` for all of these, and functions of your own as
+    module:function or path.py:function. Left out: default."""
     dump: str | None = None
     """Folder to write every captured graph to, with what each pass changed."""
     reshard_after_forward: bool = True
@@ -68,25 +106,57 @@ class CompileConfig(Section):
 
     def check(self) -> None:
         refuse("" in self.recompute, "compile.recompute holds an empty pattern; name a module, an operator or full")
+        for i, name in enumerate(self.passes):
+            refuse(
+                name not in (*PASSES, "default") and ":" not in name,
+                f"compile.passes has no {name!r}; use default, some of {', '.join(PASSES)}, or a function as "
+                "module:function or path.py:function",
+            )
+            refuse(name in self.passes[:i], f"compile.passes has {name!r} twice; name it once")
+        for name, field in (("recompute", "recompute"), ("fit", "activation_memory_gib")):
+            missing = bool(getattr(self, field)) and name not in self.pass_names
+            refuse(missing, f"compile.{field} is set, and compile.passes leaves {name} out; add it, or default")
+
+    @property
+    def pass_names(self) -> tuple[str, ...]:
+        """`passes` with the default written out."""
+        return tuple(n for name in self.passes or ("default",) for n in (PASSES if name == "default" else (name,)))
+
+    @property
+    def chosen(self) -> tuple[Plugin, Plugin]:
+        """The way to capture and the backend, of a resolved configuration."""
+        return CAPTURES[self.capture or "none"], BACKENDS[self.backend_name]
+
+    @property
+    def backend_name(self) -> str:
+        """The backend, of a resolved configuration."""
+        captured = CAPTURES[self.capture or "none"].hook
+        return self.backend if self.backend != "auto" else "eager" if captured else "none"
 
 
 def resolve_compile(c: CompileConfig, on_gpu: bool) -> CompileConfig:
     """`c` with what was left to the device filled in; `InputError` for a combination that cannot work."""
     capture = c.capture or ("step" if on_gpu and c.backend != "none" else "none")
-    mode = c.cudagraph_mode or ("full" if on_gpu and capture in GRAPHS else "none")
+    _check_known("capture", capture, CAPTURES)
+    mode = c.cudagraph_mode or ("full" if on_gpu and CAPTURES[capture].graphs else "none")
     c = replace(c, capture=capture, cudagraph_mode=mode)
+    _check_known("backend", c.backend_name, BACKENDS)
+    for recording in recordings(mode):
+        _check_known("cudagraph_mode", recording, RECORDINGS)
     _check_modes(c)
     _check_passes(c)
     return c
 
 
+def _check_known(name: str, value: str, known: Iterable[str]) -> None:
+    refuse(value not in known, f"compile.{name} is {value!r}; it must be one of {', '.join(known)}")
+
+
 def _check_modes(c: CompileConfig) -> None:
-    assert c.capture is not None
-    backend = ("none" if c.capture == "none" else "eager") if c.backend == "auto" else c.backend
-    modes = CUDAGRAPH_MODES[c.capture, backend]
+    modes = cudagraph_modes(c.capture or "none", c.backend_name)
     if isinstance(modes, str):
-        raise InputError(f"compile.backend is {backend} with compile.capture {c.capture}: {modes}")
-    if c.cudagraph_mode not in modes:
+        raise InputError(f"compile.backend is {c.backend_name} with compile.capture {c.capture}: {modes}")
+    if c.cudagraph_mode not in modes and modes == ("none",):
         raise InputError(
             f"compile.cudagraph_mode is {c.cudagraph_mode}: CUDA graphs are recorded from captured graphs; set "
             f"compile.capture to step or joint, or use {' or '.join(modes)}"
@@ -95,8 +165,8 @@ def _check_modes(c: CompileConfig) -> None:
 
 def _check_passes(c: CompileConfig) -> None:
     """Refuse options of passes that will not run."""
-    default = CompileConfig()
-    if c.inductor != default.inductor and not (c.backend == "inductor" and c.capture in GRAPHS):
+    default, graphs = CompileConfig(), c.chosen[0].graphs
+    if c.inductor != default.inductor and not (c.backend == "inductor" and graphs):
         raise InputError(
             "compile.inductor chooses regions of captured graphs; set compile.backend to inductor and compile.capture "
             "to step or joint"
@@ -106,9 +176,9 @@ def _check_passes(c: CompileConfig) -> None:
             f"compile.inductor is {list(c.inductor)}; name what to compile: backward, all, or modules such as layers.*"
         )
     same = replace(c, capture=None, cudagraph_mode=None, backend="auto", inductor=default.inductor)
-    if c.capture not in GRAPHS and same != default:
+    if not graphs and same != default:
         raise InputError(
-            "compile: canonicalize, recompute, activation_memory_gib, verify, dump, reshard_after_forward, "
+            "compile: canonicalize, recompute, activation_memory_gib, verify, passes, dump, reshard_after_forward, "
             "bucket_collectives and reorder_collectives act on captured graphs; set compile.capture to step or joint"
         )
 
@@ -116,7 +186,7 @@ def _check_passes(c: CompileConfig) -> None:
 def of_generation(c: CompileConfig) -> CompileConfig:
     """`c` without what acts on the trainer's graphs alone: backward passes, and regions that both roles share."""
     default = CompileConfig()
-    kept = "cudagraph_mode", "canonicalize", "verify", "dump"
+    kept = "cudagraph_mode", "canonicalize", "verify", "passes", "dump"
     backend = c.backend if c.capture == "layer" or c.backend != "inductor" else "auto"
     capture = "step" if c.capture == "joint" else c.capture
     return replace(default, capture=capture, backend=backend, **{name: getattr(c, name) for name in kept})

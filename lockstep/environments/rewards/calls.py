@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...user_code import one_line
+from ...user_functions import one_line
 
 RewardFunction = Callable[..., Any]
 Arguments = dict[str, Any]  # by name: lists with one entry a completion, and TRL's three below
@@ -31,6 +31,7 @@ Arguments = dict[str, Any]  # by name: lists with one entry a completion, and TR
 MAX_VALUE, MAX_WEIGHT = 1e38, 1e6
 
 _HERE = Path(__file__).parents[1]
+
 
 # What every reward is offered besides the data's columns, which may not take these names.
 RESERVED_NAMES = ("prompts", "completions", "completion_ids")

@@ -1,12 +1,11 @@
-"""Functions found by name: `module:function` or `path.py:function`; a reward also by the name of a ready one."""
+"""Reward functions found by name: `module:function`, `path.py:function`, or the name of a ready one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ...errors import InputError
-from ...user_code import MOVED as MOVED
-from ...user_code import load_function as load_function
+from ...user_functions import load_function
 from .calls import RewardFunction
 from .reward_set import OnError, Reward, RewardSet
 from .verl import has_verl_signature, verl_reward
@@ -43,7 +42,7 @@ def load_rewards(
 def load_reward(spec: str) -> RewardFunction:
     """The reward function that `spec` names; verl's signature is adapted.
 
-    Raises `InputError` as `load_function` does.
+    Raises `InputError` as `user_functions.load_function` does.
     """
     function = load_function(READY.get(spec, spec), f"reward {spec!r}", f" or a ready one ({', '.join(READY)})")
     return verl_reward(function) if has_verl_signature(function) else function

@@ -45,6 +45,23 @@ class Scores(NamedTuple):
     errors: dict[str, int]
 
 
+class Scoring(NamedTuple):
+    """What is known of completions that are scored, besides what the functions are given.
+
+    Attributes:
+        where: says in messages what they are of, for example "step 3". origins: which data row each is of.
+        groups: equal for the completions of one prompt, which stand together; divides the calls among workers.
+        step: `trainer_state.global_step`.
+        tell: is given the names of the functions that are being called.
+    """
+
+    where: str = ""
+    origins: Sequence[str] = ()
+    groups: Sequence[int] = ()
+    step: int = 0
+    tell: Callable[[str], None] = lambda names: None
+
+
 class _Batch(NamedTuple):
     """The completions of one call: `arguments` by name, and words for messages."""
 
@@ -114,24 +131,17 @@ class RewardSet:
         completions_text: Sequence[str],
         completion_ids: Sequence[list[int]],
         columns_rows: Sequence[dict[str, Any]],
-        where: str = "",
-        origins: Sequence[str] = (),
-        groups: Sequence[int] = (),
-        step: int = 0,
-        tell: Callable[[str], None] = lambda names: None,
+        about: Scoring | None = None,
     ) -> Scores:
-        """Score completions; every argument but `where` has one entry a completion.
-
-        A column goes to the functions when every row has it. `where` says in messages what was scored, for example
-        "step 3", `origins` which data row each is of. `groups` (equal for the completions of one prompt, which stand
-        together) divides the calls among workers. `step` is `trainer_state.global_step`. `tell` is given the names of
-        the functions that are being called.
+        """Score completions; every list has one entry a completion. A column goes to the functions when every row has
+        it.
 
         Raises `InputError` when a function returns no list or one of the wrong length and, unless `on_error` says
         otherwise, when it raises or returns something that is no finite number.
         """
         if not prompts:
             return Scores([], [], {})
+        about = about or Scoring()
         columns = [name for name in columns_rows[0] if all(name in row for row in columns_rows)]
         arguments: Arguments = {name: [row[name] for row in columns_rows] for name in columns}
         arguments["prompts"] = list(prompts)
@@ -139,29 +149,29 @@ class RewardSet:
         arguments["completion_ids"] = list(completion_ids)
         self.logged = Logged(len(prompts))
         offered = {
-            "trainer_state": TrainerState(step),
+            "trainer_state": TrainerState(about.step),
             "log_metric": self.logged.log_metric,
             "log_extra": self.logged.log_extra,
         }
-        batches = self._batches(arguments, where, origins or [""] * len(prompts), groups)
+        batches = self._batches(arguments, len(prompts), about)
         errors: Counter[str] = Counter()
         values: dict[str, list[float | None]] = {reward.name: [] for reward in self.rewards}
         calls = list(itertools.product(self.rewards, batches))
-        for (reward, batch), outcome in zip(calls, self._call(calls, columns, offered, tell), strict=True):
+        for (reward, batch), outcome in zip(calls, self._call(calls, columns, offered, about.tell), strict=True):
             values[reward.name] += self._accept(reward, batch, outcome, errors)
         rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         return Scores(rows, [self._total(row) for row in rows], dict(errors))
 
-    def _batches(self, arguments: Arguments, where: str, origins: Sequence[str], groups: Sequence[int]) -> list[_Batch]:
+    def _batches(self, arguments: Arguments, total: int, about: Scoring) -> list[_Batch]:
         """The whole as one batch, or for workers a batch a prompt."""
-        total = len(origins)
+        groups, origins = about.groups, about.origins or [""] * total
         cuts = [0, total]
         if self._workers is not None and groups:
             cuts = [0, *(i for i in range(1, total) if groups[i] != groups[i - 1]), total]
         return [
             _Batch(
                 {name: values[start:end] for name, values in arguments.items()},
-                f"{end - start} completions" + (f" of {where}" if where else ""),
+                f"{end - start} completions" + (f" of {about.where}" if about.where else ""),
                 origins[start:end],
             )
             for start, end in itertools.pairwise(cuts)

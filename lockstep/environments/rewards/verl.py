@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ...errors import InputError
-from ...user_code import one_line
+from ...user_functions import one_line
 from .calls import Failed, RewardFunction, completion_text, ending_forks, raised
 
 MAX_CONCURRENT_CALLS = 64

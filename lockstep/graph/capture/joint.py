@@ -27,19 +27,21 @@ from ..ir.captured import (
 from ..passes.recompute import saved_bytes
 from ..torch_private import joint as torch_joint
 from ..torch_private import trace as torch_trace
-from .step import Differentiated, check_closure
+from .step import Differentiated, GraphBody, capture, check_closure
 
 
 def capture_joint(
     name: str,
-    body: Differentiated,
+    body: GraphBody,
     inputs: Inputs,
     *,
     statics: Mapping[str, Static] | None = None,
     writes: Collection[Role] = (),
     dynamic: Dynamic | None = None,
 ) -> Captured:
-    """As `capture.step.capture`, forward and backward pass from the partitioned joint graph."""
+    """As `capture.step.capture`, forward and backward pass from the partitioned joint graph where there are both."""
+    if not isinstance(body, Differentiated):
+        return capture(name, body, inputs, statics=statics, writes=writes, dynamic=dynamic)
     statics = dict(statics or {})
     check_closure(name, body.forward)
     layout = _Layout.of(body, inputs, writes)

@@ -7,7 +7,7 @@ decoding, prompts), whatever its index and whatever the sizes, but that a size o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,13 +21,15 @@ class LayerCompiler:
     """Calls layers through `torch.compile(fullgraph=True)`.
 
     Args:
-        backend: eager runs the operators as captured (AOTAutograd's, where there are gradients), and so has eager's
-            bits; inductor compiles the layer, forward and backward, but for our own operators.
+        compile_module: compiles a layer, forward and backward, but for our own operators; None: its operators are run
+            as captured (as AOTAutograd's, where there are gradients), and so have eager's bits.
         compiled: called before each variant is compiled.
     """
 
-    def __init__(self, backend: Literal["eager", "inductor"], compiled: Callable[[], None] = lambda: None) -> None:
-        self._call = torch_layers.compiled_call(backend == "inductor", MAX_VARIANTS, compiled)
+    def __init__(
+        self, compile_module: Callable[..., Any] | None = None, compiled: Callable[[], None] = lambda: None
+    ) -> None:
+        self._call = torch_layers.compiled_call(compile_module, MAX_VARIANTS, compiled)
 
     def __call__(self, layer: nn.Module, *args: Any) -> Tensor:
         """`layer(*args)`.

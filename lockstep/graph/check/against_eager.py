@@ -17,11 +17,11 @@ from typing import Literal
 from torch import Tensor
 
 from ...cache import fingerprint as cache_fingerprint
-from ..compiler import Compiler
-from ..function import GraphFunction
 from ..ir.captured import GraphError, Level, title_of
 from ..ir.text import digest
+from ..program import Program
 from ..ranks import anywhere
+from ..runtime import Runtime
 from ..store.key import body_name
 from .comparison import Case, Comparison
 from .fingerprints import fingerprint, first_difference
@@ -49,11 +49,11 @@ class Verdict:
     faults: tuple[str, ...] = ()
 
 
-Work = Sequence[tuple[GraphFunction, Sequence[Case]]]
+Work = Sequence[tuple[Program, Sequence[Case]]]
 
 
 def check_against_eager(
-    compiler: Compiler,
+    runtime: Runtime,
     work: Work,
     mode: Mode,
     verdicts: PassedChecks | None = None,
@@ -70,23 +70,23 @@ def check_against_eager(
             wrote what its case does not declare.
     """
     functions = [function for function, _ in work]
-    with compiler.timings.measured("verify"):
+    with runtime.timings.measured("verify"):
         state = _State(functions)
         names = dict.fromkeys(function.name for function in functions)
-        found = [_check(compiler, [w for w in work if w[0].name == name], mode, verdicts, state) for name in names]
+        found = [_check(runtime, [w for w in work if w[0].name == name], mode, verdicts, state) for name in names]
         if changed := state.changed():
             raise GraphError(f"the check of captured graphs left {changed} changed: a case must declare what it writes")
     return found
 
 
-def _check(compiler: Compiler, work: Work, mode: Mode, verdicts: PassedChecks | None, state: _State) -> Verdict:
+def _check(runtime: Runtime, work: Work, mode: Mode, verdicts: PassedChecks | None, state: _State) -> Verdict:
     """Check the functions of one name, at lower and lower levels."""
     began, name = time.perf_counter(), work[0][0].name
     faults: list[str] = []
     known = 0
-    while (level := compiler.level(name)) != "eager":
-        fault, known = _first_fault(compiler, work, level, verdicts, state)
-        if fault is not None and compiler.retrace(name):
+    while (level := runtime.warm_up.level(name)) != "eager":
+        fault, known = _first_fault(runtime, work, level, verdicts, state)
+        if fault is not None and runtime.retrace(name):
             _log.warning("%s; it was a stored graph, and is captured anew", fault)
             continue
         if fault is None:
@@ -94,13 +94,13 @@ def _check(compiler: Compiler, work: Work, mode: Mode, verdicts: PassedChecks | 
         if mode == "strict":
             raise GraphError(f"{fault}. compile.verify warn runs the function one level further down instead")
         faults.append(fault)
-        _log.warning("%s; the function now runs one level further down: %s", fault, compiler.lower(name))
+        _log.warning("%s; the function now runs one level further down: %s", fault, runtime.lower(name))
     cases = sum(len(cases) for _, cases in work)
     return Verdict(name, level, cases, known, time.perf_counter() - began, tuple(faults))
 
 
 def _first_fault(
-    compiler: Compiler, work: Work, level: Level, verdicts: PassedChecks | None, state: _State
+    runtime: Runtime, work: Work, level: Level, verdicts: PassedChecks | None, state: _State
 ) -> tuple[str | None, int]:
     """The first case that differs, as a message, and the number of those that were known to pass."""
     known = 0
@@ -112,12 +112,12 @@ def _first_fault(
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
         asked = title_of(function.name, case.statics), body_name(function.body)
         this = cache_fingerprint.key(text, asked, level, case.name, shapes)
-        if verdicts and not anywhere(compiler.peers, not verdicts.passed(this)):
+        if verdicts and not anywhere(runtime.peers, not verdicts.passed(this)):
             known += 1
             continue
         state.note()
-        trial = Comparison(compiler, function, case)
-        if fault := trial.fault(interpret=first) if compiler.peers is None else trial.fault_of_any(compiler.peers):
+        trial = Comparison(runtime, function, case)
+        if fault := trial.fault(interpret=first) if runtime.peers is None else trial.fault_of_any(runtime.peers):
             return f"{captured.title}, case {case.name!r}: {fault}", known
         if verdicts:
             verdicts.add(this, {"function": captured.title, "level": level, "case": case.name})
@@ -127,7 +127,7 @@ def _first_fault(
 class _State:
     """What all functions work on, as it was before the first run; nothing is looked at if there is none."""
 
-    def __init__(self, functions: Iterable[GraphFunction]) -> None:
+    def __init__(self, functions: Iterable[Program]) -> None:
         self._functions = list(functions)
         self._before: dict[str, Tensor] | None = None
 
@@ -141,7 +141,7 @@ class _State:
         return None if self._before is None else first_difference(self._before, _all_state(self._functions))
 
 
-def _all_state(functions: Iterable[GraphFunction]) -> dict[str, Tensor]:
+def _all_state(functions: Iterable[Program]) -> dict[str, Tensor]:
     """A hash of every static input, once for each memory."""
     seen: set[tuple[int, int]] = set()
     hashes: dict[str, Tensor] = {}

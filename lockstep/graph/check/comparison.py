@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiler import Compiler
-from ..function import GraphFunction
 from ..ir.captured import Captured, Inputs, Static, inexact_results
+from ..program import Program
 from ..ranks import Ranks
+from ..runtime import Runtime
 from .bisect import Fault, faulty_replay, faulty_step
 from .fingerprints import Snapshot, fingerprints, first_difference
 from .tolerance import bound, too_far
@@ -54,8 +54,8 @@ class _Seen:
 class Comparison:
     """One case of one function, run in every way from the same state."""
 
-    def __init__(self, compiler: Compiler, function: GraphFunction, case: Case) -> None:
-        self._recorder = compiler.recorder
+    def __init__(self, runtime: Runtime, function: Program, case: Case) -> None:
+        self._recorder = runtime.recorder
         self._function, self._case = function, case
         self._graph = function.graph(case.user, case.statics)
         self._captured = self._graph.captured

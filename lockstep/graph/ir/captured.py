@@ -17,7 +17,7 @@ from .sizes import Sizes
 from .values import Value, value_of
 
 Role = Literal["param", "grad", "buffer", "optimizer", "kv", "user"]
-Level = Literal["full", "piecewise", "captured", "eager"]  # how a function runs, from the fastest down
+Level = str  # how a program runs: a recording by its name (`config.RECORDINGS`), "captured" or "eager"
 Static = bool | int | float | str | None
 Dynamic = Mapping[str, tuple[str | None, ...]]  # input: the names of its open sizes, None for a fixed one
 

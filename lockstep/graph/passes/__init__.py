@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ...timings import Timings
+from ...config import CompileConfig
+from ...user_functions import load_function
 from ..ir.captured import Captured, GraphError, inexact_results
 from ..ir.verify import verify
 from .bucket import bucket
 from .canonicalize import canonicalize
-from .compiled_subgraph import Regions
 from .fuse import fuse
-from .inductor import BACKWARD_PASS, common_digests, inductor, lacking
 from .recompute import fit, recompute, saved_bytes
 from .record import cudagraph
 from .reorder import reorder
@@ -39,50 +38,40 @@ class Pass:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def pipeline(
-    canonical: bool = True,
-    recomputed: Sequence[str] = (),
-    recorded: bool = False,
-    split_at: Collection[str] = (),
-    saved_gib: float = 0.0,
-    resharded: bool = False,
-    bucketed: bool = False,
-    reordered: bool = False,
-    compiled: Sequence[str] = (),
-    regions: Regions | None = None,
-    fused: bool = False,
-) -> list[Pass]:
-    """The passes that a configuration asks for, in order.
+def pipeline(config: CompileConfig, sharded: bool = False, on_gpu: bool = False) -> list[Pass]:
+    """The passes of `config.passes` that the rest of the configuration asks for, in order.
 
     Args:
-        recomputed, saved_gib: see `recompute` and `fit`; nothing and 0 for neither.
-        recorded, split_at: see `cudagraph`.
-        resharded, bucketed, reordered: see `reshard`, `bucket` and `reorder`.
-        compiled, regions: see `inductor`; nothing for none, and regions of their own.
-        fused: see `fuse`; for graphs on a GPU.
+        sharded: graphs are of several processes, with collectives.
+
+    Raises:
+        InputError: a function that `compile.passes` names cannot be found.
     """
-    budget = int(saved_gib * 2**30)
-    passes = [
-        (canonical, _bound("canonicalize", canonicalize)),
-        (bool(recomputed), _bound("recompute", recompute, patterns=tuple(recomputed))),
-        (saved_gib > 0, _bound("fit", fit, budget=budget)),
-        (resharded, _bound("reshard", reshard)),
-        (bucketed, _bound("bucket", bucket)),
-        (reordered, _bound("reorder", reorder)),
-        (fused, _bound("fuse", fuse)),
-        (bool(compiled), _by_inductor(tuple(compiled), regions)),
-        (recorded, _bound("cudagraph", cudagraph, split_at=tuple(sorted(split_at)))),
-    ]
-    return [p for wanted, p in passes if wanted]
+    c, budget = config, int(config.activation_memory_gib * 2**30)
+    shipped = {
+        "canonicalize": _bound("canonicalize", canonicalize) if c.canonicalize else None,
+        "recompute": _bound("recompute", recompute, patterns=tuple(c.recompute)) if c.recompute else None,
+        "fit": _bound("fit", fit, budget=budget) if c.activation_memory_gib > 0 else None,
+        "reshard": _bound("reshard", reshard) if sharded and c.reshard_after_forward else None,
+        "bucket": _bound("bucket", bucket) if sharded and c.bucket_collectives else None,
+        "reorder": _bound("reorder", reorder) if sharded and c.reorder_collectives else None,
+        "fuse": _bound("fuse", fuse) if on_gpu else None,
+    }
+    passes = [shipped[name] if name in shipped else _of_user(name) for name in c.pass_names]
+    return [p for p in passes if p is not None]
+
+
+def recorded(split_at: Collection[str] = ()) -> Pass:
+    """The pass that has a graph recorded; see `cudagraph`."""
+    return _bound("cudagraph", cudagraph, split_at=tuple(sorted(split_at)))
 
 
 def _bound(name: str, rewrite: Callable[..., tuple[Captured, str]], **options: Any) -> Pass:
     return Pass(name, True, partial(rewrite, **options), options)
 
 
-def _by_inductor(choices: tuple[str, ...], regions: Regions | None) -> Pass:
-    regions = Regions(Timings()) if regions is None else regions
-    return Pass("inductor", False, partial(inductor, choices=choices, regions=regions), {"choices": choices})
+def _of_user(spec: str) -> Pass:
+    return Pass(spec.rpartition(":")[2], True, load_function(spec, f"compile.passes {spec!r}"))
 
 
 def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Captured], Captured] = verify) -> Captured:
@@ -104,18 +93,15 @@ def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Capt
 
 
 __all__ = [
-    "BACKWARD_PASS",
     "Pass",
     "bucket",
     "canonicalize",
-    "common_digests",
     "cudagraph",
     "fit",
     "fuse",
-    "inductor",
-    "lacking",
     "pipeline",
     "recompute",
+    "recorded",
     "reorder",
     "reshard",
     "run_passes",

@@ -69,7 +69,7 @@ class Regions:
     """The regions of both roles' graphs, by digest.
 
     Attributes:
-        shared: digests of the stretches of forward passes that both roles have (`Compiler.share_regions`).
+        shared: digests of the stretches of forward passes that both roles have (`Inductor.share`).
         refused: digests of stretches that cannot be compiled, with the reason.
     """
 

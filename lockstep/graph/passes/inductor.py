@@ -9,14 +9,20 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import fx
 
-from ..ir.captured import Captured, is_backward, module_of, mutates, op_name, origins, written
+from ...config import CompileConfig
+from ...timings import Timings
+from ..ir.captured import Captured, GraphError, is_backward, module_of, mutates, op_name, origins, written
 from ..ir.values import tensors_in
+from ..torch_private import inductor as torch_inductor
 from ..torch_private import trace as torch_trace
 from ..torch_private.inductor import Uncompilable
+from . import Pass
+from .backend import Backend
 from .compiled_subgraph import CompiledSubgraph, Regions, digest_of
 from .recompute import UnknownPattern
 from .subgraph import Stretch, makes_no_memory, outlined
@@ -31,26 +37,59 @@ _ADDED_IN_ANY_ORDER = (  # Inductor makes them of atomics
 _BARRED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 
 
-def inductor(captured: Captured, choices: Sequence[str], regions: Regions) -> tuple[Captured, str]:
-    """Compile regions of the graph, each once for all graphs that share `regions`.
+class Inductor(Backend):
+    """Compiles regions of graphs, each once for all graphs.
 
-    Args:
+    Attributes:
         choices: `backward` (the backward pass), module paths such as `layers.*` (their forward pass, as far as
             `regions.shared` has it), or `all`; wildcards as in a shell.
-
-    Raises:
-        UnknownPattern: a path matches no module of a graph that has any.
     """
-    _check_patterns(captured, choices)
-    found: list[Stretch] = []
-    made: dict[Stretch, CompiledSubgraph] = {}
-    for backward in (False, True):  # the backward pass then has what it computes again of the forward pass
-        some = [stretch for stretch in stretches(captured, choices) if stretch.backward == backward]
-        of_these = _regions(some, regions)
-        captured = _with_regions(captured, of_these)
-        found += some
-        made |= of_these
-    return captured, _note(found, made, regions)
+
+    compile_module = staticmethod(torch_inductor.compile_module)
+
+    def __init__(self, config: CompileConfig, device: torch.device, timings: Timings) -> None:
+        self.choices, self.regions = config.inductor, Regions(timings)
+        self.shared = any(choice != BACKWARD_PASS for choice in self.choices)
+        self.passes = [Pass("inductor", False, self.rewrite, {"choices": tuple(self.choices)})]
+
+    @staticmethod
+    def lacks(device: torch.device) -> str | None:
+        return torch_inductor.missing_compiler(device)
+
+    def rewrite(self, captured: Captured) -> tuple[Captured, str]:
+        """Compile regions of the graph.
+
+        Raises:
+            UnknownPattern: a path matches no module of a graph that has any.
+        """
+        _check_patterns(captured, self.choices)
+        found: list[Stretch] = []
+        made: dict[Stretch, CompiledSubgraph] = {}
+        for backward in (False, True):  # the backward pass then has what it computes again of the forward pass
+            some = [stretch for stretch in stretches(captured, self.choices) if stretch.backward == backward]
+            of_these = _regions(some, self.regions)
+            captured = _with_regions(captured, of_these)
+            found += some
+            made |= of_these
+        return captured, _note(found, made, self.regions)
+
+    def settings(self) -> dict[str, Any]:
+        return torch_inductor.settings()
+
+    def check(self, captured: Captured) -> None:
+        """Refuse a model's forward pass in which other calls would be compiled than in the other graphs'."""
+        if missing := _lacking(captured, self.regions.shared):
+            raise GraphError(
+                f"{captured.title}: at these sizes the graph lacks compiled regions of the others "
+                f"({', '.join(missing)}), so its log-probabilities could differ from theirs; set compile.inductor to "
+                "backward"
+            )
+
+    def share(self, traces: Sequence[Captured]) -> bool:
+        """Compile those forward regions that every trace of both roles has; whether there are any."""
+        if self.shared:
+            self.regions.shared = _common_digests(traces, self.choices)
+        return bool(self.regions.shared)
 
 
 def _regions(found: Sequence[Stretch], regions: Regions) -> dict[Stretch, CompiledSubgraph]:
@@ -88,7 +127,7 @@ def _check_patterns(captured: Captured, choices: Sequence[str]) -> None:
 
 
 def stretches(captured: Captured, choices: Sequence[str]) -> Iterator[Stretch]:
-    """What of a graph may be compiled, in order; `choices` as in `inductor`."""
+    """What of a graph may be compiled, in order; `choices` as in `Inductor`."""
     lies_in = origins(captured.graph)
     overwritten = {o for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
     run: list[fx.Node] = []
@@ -103,11 +142,11 @@ def stretches(captured: Captured, choices: Sequence[str]) -> Iterator[Stretch]:
             run.append(node)
 
 
-def common_digests(traces: Sequence[Captured], choices: Sequence[str]) -> frozenset[str]:
+def _common_digests(traces: Sequence[Captured], choices: Sequence[str]) -> frozenset[str]:
     """Of the stretches that the forward pass of every model's graph has; none where one of the roles has no graph.
 
     Args:
-        traces: the graphs of both roles, before or after `inductor`; the generator's write the cache.
+        traces: the graphs of both roles, before or after the pass; the generator's write the cache.
     """
     found: dict[bool, list[frozenset[str]]] = {True: [], False: []}
     for trace in traces:
@@ -118,7 +157,7 @@ def common_digests(traces: Sequence[Captured], choices: Sequence[str]) -> frozen
     return frozenset.intersection(*found[True], *found[False]) if all(found.values()) else frozenset()
 
 
-def lacking(captured: Captured, shared: frozenset[str]) -> frozenset[str]:
+def _lacking(captured: Captured, shared: frozenset[str]) -> frozenset[str]:
     """Those of the shared regions that a model's graph does not have."""
     has = {node.target.digest for node in captured.graph.nodes if isinstance(node.target, CompiledSubgraph)}
     return shared - has if any(map(module_of, captured.graph.nodes)) else frozenset()

@@ -3,53 +3,43 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...cache.fingerprint import origin
+from ..capture.request import Request
 from ..capture.step import Differentiated
-from ..ir.captured import Inputs, InputSpec, Role, Static
 from ..passes import Pass
 from .folder import Key
 
 _PACKAGE = __package__.partition(".")[0]
 
 
-def key_of(
-    name: str,
-    body: Callable[..., Any],
-    inputs: Inputs,
-    specs: Sequence[InputSpec],
-    statics: Mapping[str, Static],
-    writes: Collection[Role],
-    level: str,
-    made_with: Mapping[str, Any],
-    passes: Sequence[Pass],
-) -> Key | None:
+def key_of(request: Request, level: str, made_with: Mapping[str, Any], passes: Sequence[Pass]) -> Key | None:
     """The key of one graph, or None when it depends on code outside this package, which no hash covers.
 
     Args:
-        specs: the inputs, with open sizes by name.
-        made_with: settings of the compiler and constants of the body, by name.
+        made_with: settings of the runtime and constants of the body, by name.
     """
-    bodies = _bodies(body)
+    bodies = _bodies(request.body)
     partial = any(isinstance(b, functools.partial) for b in bodies)
     if partial or not all(map(in_package, (*bodies, *(p.apply for p in passes)))):
         return None
+    specs = request.specs
     home = specs[0].device if specs else None
     graph = {
-        "body": body_name(body),
-        "statics": [[k, repr(v)] for k, v in statics.items()],
+        "body": body_name(request.body),
+        "statics": [[k, repr(v)] for k, v in request.statics.items()],
         "inputs": [
             [s.role, s.name, s.shape, s.stride, str(s.dtype), s.device == home or str(s.device), t.requires_grad]
-            for s, (_, _, t) in zip(specs, inputs.flat(), strict=True)
+            for s, (_, _, t) in zip(specs, request.inputs.flat(), strict=True)
         ],
         "on": home.type if home else "",
-        "writes": sorted(writes),
+        "writes": sorted(request.writes),
         "level": level,
     }
     described = [[p.name, repr(dict(p.options))] for p in passes]
-    return Key(name, graph, {**origin(), "passes": described, **made_with})
+    return Key(request.name, graph, {**origin(), "passes": described, **made_with})
 
 
 def body_name(body: Callable[..., Any]) -> str:

@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 
 from ...ops.operator import sizes_apart
-from . import inductor as torch_inductor
 
 
 class TooMany(Exception):
@@ -22,12 +21,14 @@ class NotWhole(Exception):
     """A module's call cannot be captured as one graph."""
 
 
-def compiled_call(inductor: bool, limit: int, compiled: Callable[[], None]) -> Callable[..., Any]:
+def compiled_call(
+    compile_module: Callable[..., Any] | None, limit: int, compiled: Callable[[], None]
+) -> Callable[..., Any]:
     """`call(module, *args)`, compiled by torch for each kind of module and arguments, sizes and numbers left open.
 
-    Without `inductor` what was captured is run as it is; where gradients are wanted, through AOTAutograd.
-
     Args:
+        compile_module: compiles what was captured, with example inputs; None: it is run as it is or, where gradients
+            are wanted, through AOTAutograd.
         limit: of variants. compiled: called before each is.
 
     Raises:
@@ -38,8 +39,8 @@ def compiled_call(inductor: bool, limit: int, compiled: Callable[[], None]) -> C
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         compiled()
-        if inductor:
-            return torch_inductor.compile_module(module, inputs)
+        if compile_module is not None:
+            return compile_module(module, inputs)
         return _aot_eager(module, inputs) if torch.is_grad_enabled() else module.forward
 
     def call(module: nn.Module, *args: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.graph import Compiler, GraphError, Inputs, capture, digest, dump
+from lockstep.graph import GraphError, Inputs, Runtime, capture, digest, dump
 
 DYNAMIC = {"x": ("T", None), "rows": ("C",)}
 
@@ -28,14 +28,14 @@ def inputs(tokens: int, rows: int) -> Inputs:
     return Inputs({"w": weight}, buffer={"rows_seen": torch.zeros((), dtype=torch.int64)}, user=user)
 
 
-def function_of(compiler: Compiler, tokens: int = 5, rows: int = 3):
+def function_of(compiler: Runtime, tokens: int = 5, rows: int = 3):
     given = inputs(tokens, rows)
     static = Inputs(given.param, buffer=given.buffer)
-    return compiler.function("f", body, static, {"buffer"}, DYNAMIC), static
+    return compiler.program("f", body, static, {"buffer"}, DYNAMIC), static
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_one_trace_serves_every_size_with_the_bits_of_eager(compiler_of: Callable[..., Compiler], recorded: bool):
+def test_one_trace_serves_every_size_with_the_bits_of_eager(compiler_of: Callable[..., Runtime], recorded: bool):
     compiler = compiler_of(recorded)
     function, static = function_of(compiler)
     seen = 0
@@ -56,7 +56,7 @@ def test_equal_sizes_at_the_trace_stay_two():
     assert digest(captured) == digest(capture("f", body, inputs(9, 3), writes={"buffer"}, dynamic=DYNAMIC))
 
 
-def test_a_size_of_one_has_a_trace_of_its_own(compiler_of: Callable[..., Compiler]):
+def test_a_size_of_one_has_a_trace_of_its_own(compiler_of: Callable[..., Runtime]):
     compiler = compiler_of()
     function, _ = function_of(compiler)
     for rows in (1, 4, 1, 3):
@@ -65,7 +65,7 @@ def test_a_size_of_one_has_a_trace_of_its_own(compiler_of: Callable[..., Compile
     assert compiler.captures == 2
 
 
-def test_where_one_shape_is_expected_its_sizes_are_fixed(compiler_of: Callable[..., Compiler]):
+def test_where_one_shape_is_expected_its_sizes_are_fixed(compiler_of: Callable[..., Runtime]):
     compiler = compiler_of()
     function, static = function_of(compiler)
     function.one_shape = True
@@ -98,20 +98,20 @@ def paired(t: Inputs) -> dict[str, Tensor]:
     return {"y": t.user["x"][:, 0] + t.user["rows"]}
 
 
-def test_a_trace_is_not_used_where_what_it_assumed_does_not_hold(compiler_of: Callable[..., Compiler]):
+def test_a_trace_is_not_used_where_what_it_assumed_does_not_hold(compiler_of: Callable[..., Runtime]):
     def halved(t: Inputs) -> dict[str, Tensor]:
         x = t.user["x"]
         return {"y": x * 2 if x.shape[0] > 8 else x * 3}
 
     compiler = compiler_of()
-    function = compiler.function("f", halved, Inputs(), (), {"x": ("T",)})
+    function = compiler.program("f", halved, Inputs(), (), {"x": ("T",)})
     for size, factor in ((10, 2), (20, 2), (4, 3), (5, 3)):
         assert function({"x": torch.ones(size)})["y"].tolist() == [factor] * size
     assert compiler.captures == 3  # 10 and 20 share; 4 and 5 have fixed sizes
 
 
-def test_inputs_that_disagree_about_a_size_are_refused(compiler_of: Callable[..., Compiler]):
-    function = compiler_of().function(
+def test_inputs_that_disagree_about_a_size_are_refused(compiler_of: Callable[..., Runtime]):
+    function = compiler_of().program(
         "f", lambda t: {"y": t.user["x"] + t.user["z"]}, Inputs(), (), dict.fromkeys("xz", "T")
     )
     assert function({"x": torch.ones(3), "z": torch.ones(3)})["y"].tolist() == [2, 2, 2]
@@ -121,7 +121,7 @@ def test_inputs_that_disagree_about_a_size_are_refused(compiler_of: Callable[...
         function({"x": torch.ones(8)[::2], "z": torch.ones(4)})
 
 
-def test_other_static_tensors_share_the_trace(compiler_of: Callable[..., Compiler]):
+def test_other_static_tensors_share_the_trace(compiler_of: Callable[..., Runtime]):
     """Graphs for several numbers of rows: the buffers differ in size, the weights are the same."""
 
     def step(t: Inputs) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def test_other_static_tensors_share_the_trace(compiler_of: Callable[..., Compile
 
     weight, compiler = torch.tensor([1.0, 2.0]), compiler_of(recorded=True)
     states = [torch.zeros(rows, 2) for rows in (8, 4, 2)]
-    first = compiler.function(
+    first = compiler.program(
         "decode", step, Inputs({"w": weight}, buffer={"state": states[0]}), {"buffer"}, {"state": ("R", None)}
     )
     functions = [first, *(first.bound_to(Inputs({"w": weight}, buffer={"state": s})) for s in states[1:])]
@@ -141,7 +141,7 @@ def test_other_static_tensors_share_the_trace(compiler_of: Callable[..., Compile
     assert compiler.captures == 1 and compiler.launches == {"decode": 6} and compiler.replays == {"decode": 3}
 
 
-def test_start_up_is_split_into_phases(compiler_of: Callable[..., Compiler]):
+def test_start_up_is_split_into_phases(compiler_of: Callable[..., Runtime]):
     compiler = compiler_of(recorded=True)
     function, _ = function_of(compiler)
     began = time.perf_counter()
@@ -151,7 +151,7 @@ def test_start_up_is_split_into_phases(compiler_of: Callable[..., Compiler]):
     seconds = compiler.timings.seconds
     assert {"import_tracer", "trace", "passes", "record"} <= seconds.keys() and all(s > 0 for s in seconds.values())
     assert 0.5 * total < sum(seconds.values()) <= total
-    ((title, log),) = compiler.nodes.items()
+    ((title, log),) = compiler.builder.nodes.items()
     assert title == "f()" and log[0].startswith("canonicalize: ")
 
 
@@ -161,13 +161,13 @@ def gathered(t: Inputs) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_making_graphs_launches_only_those_that_are_recorded(compiler_of: Callable[..., Compiler], recorded: bool):
+def test_making_graphs_launches_only_those_that_are_recorded(compiler_of: Callable[..., Runtime], recorded: bool):
     compiler = compiler_of(recorded)
     _, static = function_of(compiler)
-    function = compiler.function("g", gathered, static, {"buffer"}, DYNAMIC)
+    function = compiler.program("g", gathered, static, {"buffer"}, DYNAMIC)
     for tokens, rows in ((5, 3), (8, 4)):
         user = inputs(tokens, rows).user
-        with compiler.making():
+        with compiler.warm_up.making():
             blank = function(user)
         assert static.buffer["rows_seen"].item() == (rows if recorded else 0)
         outputs = function(user)
@@ -176,9 +176,9 @@ def test_making_graphs_launches_only_those_that_are_recorded(compiler_of: Callab
         static.buffer["rows_seen"].zero_()
 
 
-def test_a_graph_whose_shapes_are_computed_is_launched_to_have_them(compiler_of: Callable[..., Compiler]):
+def test_a_graph_whose_shapes_are_computed_is_launched_to_have_them(compiler_of: Callable[..., Runtime]):
     compiler = compiler_of(False)
     function, static = function_of(compiler)
-    with compiler.making():
+    with compiler.warm_up.making():
         outputs = function(inputs(5, 3).user)
     assert static.buffer["rows_seen"].item() == 3 and len(outputs["pad"]) == 10

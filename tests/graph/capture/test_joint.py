@@ -16,10 +16,11 @@ from two_roles import CPU, TwoRoles, batch, compiler_of, results
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import (
-    Compiler,
+    EAGER,
     Differentiated,
     FakeRecorder,
     GraphError,
+    Runtime,
     check_against_eager,
     compile_report,
     digest,
@@ -35,11 +36,11 @@ from lockstep.types import SamplingParams
 MOE = replace(CONFIG, num_layers=2, family="qwen3_moe", moe=MoEConfig(6, 2, 40, dense_layers=(1,)))
 
 
-def joint(mode: str = "none", **given: Any) -> Compiler:
-    return Compiler(CompileConfig("joint", mode, **given), CPU, recorder=FakeRecorder())  # type: ignore[arg-type]
+def joint(mode: str = "none", **given: Any) -> Runtime:
+    return Runtime(CompileConfig("joint", mode, **given), CPU, recorder=FakeRecorder())  # type: ignore[arg-type]
 
 
-def three_steps(model: Decoder, rollout: Callable[..., Any], compiler: Compiler | None, reference: Any) -> list[Any]:
+def three_steps(model: Decoder, rollout: Callable[..., Any], compiler: Runtime, reference: Any) -> list[Any]:
     """Gradients, results and state of three steps."""
     loss = LossConfig(beta=0.1 if reference else 0.0)
     trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), loss, reference=reference, compiler=compiler)
@@ -64,10 +65,10 @@ def same(a: list[Any], b: list[Any]) -> bool:
     ids=["float32", "bfloat16, recorded, recomputed"],
 )
 def test_three_joint_steps_are_three_eager_steps(decoder, rollout, dtype, compiler, with_reference: bool) -> None:
-    def run(compiler: Compiler | None) -> list[Any]:
+    def run(compiler: Runtime) -> list[Any]:
         return three_steps(decoder(dtype), rollout, compiler, decoder(dtype, seed=1) if with_reference else None)
 
-    assert same(run(compiler), run(None))
+    assert same(run(compiler), run(EAGER))
     logs = {
         title: log for title, log in compile_report(compiler)["passes"].items() if log[0].startswith("capture: joint")
     }
@@ -79,13 +80,13 @@ def test_three_joint_steps_are_three_eager_steps(decoder, rollout, dtype, compil
 
 
 def test_a_mixture_of_experts_with_its_own_loss() -> None:
-    def run(compiler: Compiler | None) -> list[Any]:
+    def run(compiler: Runtime) -> list[Any]:
         model = make_model(torch.float32, config=MOE)
         loss = LossConfig(router_aux_loss_coef=0.01)
         trainer = Trainer(model, OptimizerConfig(), loss, compiler=compiler)
         shape = BatchShape(32, 16, 4, 24)
         trainer.warm_up([shape], SamplingParams(), check_parity=False, with_checks=False)
-        case = trainer.trust_cases([shape], SamplingParams(), check_parity=False, with_checks=False) if compiler else []
+        case = trainer.trust_cases([shape], SamplingParams(), check_parity=False, with_checks=False)
         return [model, case]
 
     compiler = joint()
@@ -119,7 +120,9 @@ def test_functions_without_a_backward_pass_are_traced(decoder) -> None:
     compiler = joint()
     engine = Engine(SharedWeights(decoder()), GeneratorConfig(), 1024, compiler=compiler)
     engine.warm_up(2, 32, SamplingParams(max_completion_length=8))
-    assert compiler.captures >= 2 and not any("joint" in line for log in compiler.nodes.values() for line in log)
+    assert compiler.captures >= 2 and not any(
+        "joint" in line for log in compiler.builder.nodes.values() for line in log
+    )
 
 
 def test_a_closed_over_number_is_refused_and_so_is_an_unused_parameter() -> None:
@@ -139,6 +142,6 @@ def test_a_closed_over_number_is_refused_and_so_is_an_unused_parameter() -> None
         (closes_over, "closes over 'factor'"),
         (leaves_one_out, "no gradient reaches param '0.up'"),
     ):
-        function = compiler.function("train", Differentiated(forward, body.accumulate), inputs, {"grad", "buffer"})
+        function = compiler.program("train", Differentiated(forward, body.accumulate), inputs, {"grad", "buffer"})
         with pytest.raises(GraphError, match=message):
             function(given.user)

@@ -24,9 +24,10 @@ from lockstep.config import (
     validate,
 )
 from lockstep.errors import InputError
-from lockstep.graph import Compiler, GraphError, compile_report
+from lockstep.graph import EAGER, GraphError, Runtime, compile_report
 from lockstep.graph.capture import layers
 from lockstep.graph.capture.layers import LayerCompiler
+from lockstep.graph.torch_private.inductor import compile_module
 from lockstep.models.blocks.attention import PagedAttention
 from lockstep.models.config import MoEConfig
 from lockstep.rl.loop import Loop
@@ -70,7 +71,7 @@ def test_a_run_is_the_eager_run_and_compiles_nothing_late() -> None:
 def test_kinds_of_layers_are_variants_and_indices_are_not(rollout) -> None:
     """Three layers, the middle one dense: two kinds, each for training."""
 
-    def gradients(compiler: Compiler | None) -> Tensor:
+    def gradients(compiler: Runtime) -> Tensor:
         model = make_model(torch.float32, config=moe)
         trainer = Trainer(model, OptimizerConfig(), LossConfig(router_aux_loss_coef=0.01), compiler=compiler)
         for packed in pack(groups, max_tokens=44, check_parity=False):
@@ -86,8 +87,8 @@ def test_kinds_of_layers_are_variants_and_indices_are_not(rollout) -> None:
         eos_token_ids=(),
     )
     groups = rollout(make_model(torch.float32, config=moe), 0)
-    compiler = Compiler(CompileConfig("layer"), torch.device("cpu"))
-    assert torch.equal(gradients(compiler), gradients(None)) and compiler.captures == 2
+    compiler = Runtime(CompileConfig("layer"), torch.device("cpu"))
+    assert torch.equal(gradients(compiler), gradients(EAGER)) and compiler.captures == 2
 
 
 class Scale(nn.Module):
@@ -101,7 +102,7 @@ class Scale(nn.Module):
 
 def test_variants_are_counted_bounded_and_shared_with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "MAX_VARIANTS", 2)
-    compiler = Compiler(CompileConfig("layer"), torch.device("cpu"))
+    compiler = Runtime(CompileConfig("layer"), torch.device("cpu"))
     call = compiler.layers
     assert call is not None
     for rows in (4, 2, 9):
@@ -122,7 +123,7 @@ def test_what_cannot_be_captured_whole_is_an_error_that_names_it() -> None:
     with pytest.raises(
         GraphError, match="compile.capture layer: Reads cannot be compiled whole: .*; use compile.capture none"
     ):
-        LayerCompiler("eager")(Reads(), torch.ones(3))
+        LayerCompiler()(Reads(), torch.ones(3))
 
 
 @needs_inductor
@@ -140,7 +141,7 @@ def test_with_inductor_layers_write_their_own_caches(family: str) -> None:
         with torch.no_grad(), quick_inductor():
             return model(tokens, torch.arange(20), attend), k_cache
 
-    eager, found = prefill(type(model.layers[0]).__call__), prefill(LayerCompiler("inductor"))
+    eager, found = prefill(type(model.layers[0]).__call__), prefill(LayerCompiler(compile_module))
     assert all(eager[1].any(-1).flatten(1).any(1)), "every layer's cache is written"
     for x, y in zip(eager, found, strict=True):
         torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)

@@ -16,13 +16,13 @@ from lockstep import ops
 from lockstep.config import CompileConfig
 from lockstep.graph import (
     Case,
-    Compiler,
     FakeRecorder,
     GraphError,
-    GraphFunction,
     Inputs,
     Pass,
     PassedChecks,
+    Program,
+    Runtime,
     backward,
     check_against_eager,
     module_inputs,
@@ -45,7 +45,7 @@ class Block(nn.Module):
 class Step:
     """Two blocks forward and backward, gradients that add up, one row of a large table, a counter."""
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Runtime) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(Block(), Block())
         self.factor = 2.0
@@ -54,7 +54,7 @@ class Step:
         self.table, self.row = torch.randn(9, 6), torch.zeros(1, dtype=torch.int64)
         buffers = {**own.buffer, "row": self.row}
         inputs = Inputs(own.param, self.grad, buffers, kv={"table": self.table})
-        self.function = compiler.function("step", self.body, inputs, {"grad", "kv", "buffer"})
+        self.function = compiler.program("step", self.body, inputs, {"grad", "kv", "buffer"})
 
     def body(self, t: Inputs) -> dict[str, Tensor]:
         with substituted(self.module, t), torch.enable_grad():
@@ -79,9 +79,9 @@ class Step:
         return [t.clone() for t in (*self.module.parameters(), *self.grad.values(), self.table, self.row)]
 
 
-def compiler_at(mode: str, recorder: FakeRecorder | None = None, *passes: Pass) -> Compiler:
-    compiler = Compiler(CompileConfig("step", mode), torch.device("cpu"), recorder=recorder or FakeRecorder())
-    compiler.passes += passes
+def compiler_at(mode: str, recorder: FakeRecorder | None = None, *passes: Pass) -> Runtime:
+    compiler = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=recorder or FakeRecorder())
+    compiler.builder.passes += passes
     return compiler
 
 
@@ -262,10 +262,10 @@ def test_what_passed_is_not_run_again_until_something_changes(tmp_path: Path, mo
 class Scaled:
     """One function of a number that a graph holds; two of them differ in it alone."""
 
-    compiler: Compiler
+    compiler: Runtime
 
     def __post_init__(self) -> None:
-        self.function = self.compiler.function("scaled", self.body, Inputs(), set())
+        self.function = self.compiler.program("scaled", self.body, Inputs(), set())
 
     @staticmethod
     def body(t: Inputs, factor: float) -> dict[str, Tensor]:
@@ -280,8 +280,8 @@ def test_a_graph_that_passed_for_one_function_has_not_passed_for_another(tmp_pat
     asked = Scaled(compiler)
     check_against_eager(compiler, [(asked.function, [asked.case(2.0)])], "strict", verdicts)
     other = Scaled(compiler_at("none"))
-    other.function._known.made = {  # as if a stored graph had been taken for another
-        ((("factor", 3.0), *key[1:]), level): graph for (key, level), graph in asked.function._known.made.items()
+    other.function.made.ready = {  # as if a stored graph had been taken for another
+        ((("factor", 3.0), *key[1:]), level): graph for (key, level), graph in asked.function.made.ready.items()
     }
     with pytest.raises(GraphError, match="differs from eager in output y"):
         check_against_eager(other.compiler, [(other.function, [other.case(3.0)])], "strict", verdicts)
@@ -360,7 +360,7 @@ def test_a_snapshot_is_put_back() -> None:
 def test_functions_of_one_compiler_are_checked_together() -> None:
     compiler = compiler_at("full")
     steps = [Step(compiler), Step(compiler)]
-    work: list[tuple[GraphFunction, list[Case]]] = [(step.function, step.cases()) for step in steps]
+    work: list[tuple[Program, list[Case]]] = [(step.function, step.cases()) for step in steps]
     (verdict,) = check_against_eager(compiler, work, "strict")
     assert (verdict.level, verdict.cases) == ("full", 6)
     compiler.lower("step")

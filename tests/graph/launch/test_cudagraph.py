@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lockstep.config import CompileConfig
-from lockstep.graph import Compiler, CudaRecorder, FakeRecorder, GraphError, GraphLauncher, Inputs
+from lockstep.graph import CudaRecorder, FakeRecorder, GraphError, GraphLauncher, Inputs, Runtime
 
 
 class Counter:
     """`total += x * factor`; returns `total * 2`."""
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Runtime) -> None:
         self.total = torch.zeros(3)
-        self.function = compiler.function("count", self.body, Inputs(buffer={"total": self.total}), {"buffer"})
+        self.function = compiler.program("count", self.body, Inputs(buffer={"total": self.total}), {"buffer"})
 
     @staticmethod
     def body(t: Inputs, factor: int = 1) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def recorded(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def test_every_launch_happens_once(compiler_of: Callable[..., Compiler], recorded: bool) -> None:
+def test_every_launch_happens_once(compiler_of: Callable[..., Runtime], recorded: bool) -> None:
     compiler = compiler_of(recorded)
     counter = Counter(compiler)
     assert counter(1, 2, 3).tolist() == [2, 4, 6] and counter.total.tolist() == [1, 2, 3]
@@ -44,7 +44,7 @@ def test_every_launch_happens_once(compiler_of: Callable[..., Compiler], recorde
     assert compiler.replays["count"] == (4 if recorded else 0)  # the first launch of a graph records it
 
 
-def test_captures_after_warm_up_are_counted(compiler_of: Callable[..., Compiler]) -> None:
+def test_captures_after_warm_up_are_counted(compiler_of: Callable[..., Runtime]) -> None:
     compiler = compiler_of()
     counter = Counter(compiler)
     counter(1, 2, 3)
@@ -55,7 +55,7 @@ def test_captures_after_warm_up_are_counted(compiler_of: Callable[..., Compiler]
     assert (compiler.captures, compiler.recompiles) == (2, 1)
 
 
-def bound(compiler: Compiler) -> tuple[GraphLauncher, Counter]:
+def bound(compiler: Runtime) -> tuple[GraphLauncher, Counter]:
     counter = Counter(compiler)
     counter(0, 0, 0)
     (graph,) = counter.function.graphs.values()
@@ -101,7 +101,7 @@ def test_a_launch_after_close_is_refused(compiler_of, recorded: bool) -> None:
     assert not counter.function.graphs
 
 
-def test_outputs_do_not_outlive_the_next_replay_of_any_graph(compiler_of: Callable[..., Compiler]) -> None:
+def test_outputs_do_not_outlive_the_next_replay_of_any_graph(compiler_of: Callable[..., Runtime]) -> None:
     compiler = compiler_of(recorded=True)
     first, second = Counter(compiler), Counter(compiler)
     kept = first(1, 2, 3)
@@ -114,7 +114,7 @@ def test_outputs_do_not_outlive_the_next_replay_of_any_graph(compiler_of: Callab
     assert again.isnan().all() and copied.tolist() == [2, 4, 6]
 
 
-def test_user_inputs_are_copied_not_referred_to(compiler_of: Callable[..., Compiler]) -> None:
+def test_user_inputs_are_copied_not_referred_to(compiler_of: Callable[..., Runtime]) -> None:
     graph, counter = bound(compiler_of(recorded=True))
     x = torch.ones(3)
     graph({"x": x})
@@ -133,12 +133,12 @@ def test_inference_mode_around_a_launch_changes_nothing(compiler_of, recorded: b
 
 def test_cuda_graphs_need_a_gpu() -> None:
     with pytest.raises(GraphError, match="CUDA graphs need a GPU; the tensors are on cpu"):
-        Compiler(CompileConfig("step", "full"), torch.device("cpu"))
+        Runtime(CompileConfig("step", "full"), torch.device("cpu"))
     with pytest.raises(GraphError, match="need a GPU"):
         CudaRecorder(torch.device("cpu"))
 
 
-def test_a_graph_that_is_to_be_recorded_needs_a_recorder(compiler_of: Callable[..., Compiler]) -> None:
+def test_a_graph_that_is_to_be_recorded_needs_a_recorder(compiler_of: Callable[..., Runtime]) -> None:
     graph, counter = bound(compiler_of(recorded=True))
     with pytest.raises(GraphError, match="a CUDA graph needs a recorder"):
         GraphLauncher(graph.captured, Inputs(buffer={"total": counter.total}, user={"x": torch.ones(3)}))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import CompileConfig
-from lockstep.graph import Compiler, FakeRecorder, Inputs, capture
+from lockstep.graph import FakeRecorder, Inputs, Runtime, capture
 from lockstep.graph.launch.dry_run import dry_run
 
 CPU = torch.device("cpu")
@@ -100,10 +100,10 @@ def test_a_compiler_s_rehearsal_makes_the_graphs_and_launches_none(monkeypatch: 
 
     precompile = pytest.importorskip("lockstep.ops.precompile")
     monkeypatch.setattr(precompile, "compiling_only", compiling_only)
-    compiler = Compiler(CompileConfig(capture="step", cudagraph_mode="full"), CPU, recorder=FakeRecorder())
+    compiler = Runtime(CompileConfig(capture="step", cudagraph_mode="full"), CPU, recorder=FakeRecorder())
     inputs = inputs_of(4, torch.ones(3, 4))
-    function = compiler.function("f", body, Inputs(inputs.param, buffer=inputs.buffer), {"buffer"})
-    with compiler.rehearsal() as kernels:
+    function = compiler.program("f", body, Inputs(inputs.param, buffer=inputs.buffer), {"buffer"})
+    with compiler.warm_up.rehearsal() as kernels:
         first = function(inputs.user)
     assert kernels == ["a kernel"]
     (graph,) = function.graphs.values()

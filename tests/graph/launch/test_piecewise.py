@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.config import CompileConfig
 from lockstep.graph import FakeRecorder, GraphError, Inputs, capture, pipeline, run_passes, verify
 from lockstep.graph.ir.captured import Captured, op_name
 from lockstep.graph.launch.piecewise import ATTENTION, Piecewise, split
+from lockstep.graph.passes import recorded
 
 BETWEEN = frozenset({"lockstep.rms_norm"})  # stands for attention where a model would be in the way
 
@@ -40,7 +42,7 @@ class Toy:
 
     def captured(self) -> Captured:
         captured = capture("toy", self.body, self.inputs, writes={"kv"})
-        return run_passes(captured, pipeline(recorded=True, split_at=BETWEEN))
+        return run_passes(captured, [*pipeline(CompileConfig()), recorded(BETWEEN)])
 
     def arguments(self) -> list[Tensor]:
         return [tensor for _, _, tensor in self.inputs.flat()]
@@ -115,7 +117,7 @@ def test_what_is_dead_may_be_overwritten_within_a_launch() -> None:
 
 def test_without_the_operators_a_graph_is_recorded_whole() -> None:
     captured = capture("f", lambda t: {"y": t.user["x"] * 2}, Inputs(user={"x": torch.ones(2)}))
-    result = run_passes(captured, pipeline(recorded=True, split_at=ATTENTION))
+    result = run_passes(captured, [*pipeline(CompileConfig()), recorded(ATTENTION)])
     assert result.recorded and not result.split_at
     assert result.log[-1] == "cudagraph: 3 -> 3 nodes; whole; 0 static inputs, 1 copied in"
     assert (

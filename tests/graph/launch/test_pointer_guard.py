@@ -41,7 +41,7 @@ def test_a_train_step_asks_for_parameters_and_once_for_all_gradients(decoder, ro
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     trainer.forward_backward(batch)
-    (graph,) = trainer.programs.functions["forward_backward"].graphs.values()
+    (graph,) = trainer.programs.by_name["forward_backward"].graphs.values()
     others = len([spec for spec in graph.captured.inputs if spec.role in ("param", "buffer")])
     assert len(graph._addresses) == others + 1
     trainer.flat.grad.data = trainer.flat.grad.clone()

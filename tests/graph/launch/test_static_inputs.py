@@ -101,7 +101,7 @@ def test_a_packed_batch_is_copied_in_at_once(decoder, rollout, compiler_of) -> N
         for packed in pack(rollout(model, step), max_tokens=256, check_parity=True):
             moved = packed.to(CPU)
             trainer.forward_backward(moved)
-            (graph,) = (g for f in compiler.functions for g in f.graphs.values() if f.name == "forward_backward")
+            (graph,) = (g for f in compiler.programs for g in f.graphs.values() if f.name == "forward_backward")
             given = [getattr(moved, name) for name in graph._user]
             with Copies() as copies:
                 graph._own.fill(given)
@@ -132,7 +132,7 @@ def test_around_its_two_graphs_a_step_launches_one_small_thing(decoder, rollout,
     moved = batch.to(CPU)
     trainer.forward_backward(moved)
     assert trainer.optim_step(1e-2).applied
-    for graph in (g for f in compiler.functions for g in f.graphs.values()):
+    for graph in (g for f in compiler.programs for g in f.graphs.values()):
         monkeypatch.setattr(graph._recording, "replay", lambda: None)
     sampled = int(moved.valid_C.sum())
     with Calls() as calls:

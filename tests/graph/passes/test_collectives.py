@@ -11,7 +11,7 @@ from torch import fx
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.distributed import World
-from lockstep.graph import Captured, Compiler, FakeRecorder, digest, pipeline, run_passes
+from lockstep.graph import Captured, FakeRecorder, Runtime, digest, pipeline, run_passes
 from lockstep.graph.ir.captured import is_backward, module_of, op_name
 from lockstep.graph.passes import reshard, saved_bytes
 from lockstep.graph.passes.collectives import by_layer, first_use, gradient_exchanges, layer_of, weight_gathers
@@ -27,20 +27,20 @@ LAYERS = [f"layers.{i}" for i in range(4)]
 def traced(rank: int = 0, tie: bool = True) -> Captured:
     """The graph of `forward_backward` of a sharded tiny model, its collectives where the trace met them."""
     config = CompileConfig("step", reshard_after_forward=False, bucket_collectives=False, reorder_collectives=False)
-    compiler = Compiler(config, torch.device("cpu"), mesh={"fsdp": 2})
+    compiler = Runtime(config, torch.device("cpu"), mesh={"fsdp": 2})
     model = initialize(Decoder(replace(architecture("tiny"), tie_word_embeddings=tie), torch.float32), 0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler, world=World(rank, 2, 10.0))
     sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
     (batch,) = pack([TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
     programs = trainer.programs
     case = programs.case("", batch, lambda: None, loss_type="grpo", with_support=False)
-    return programs.functions["forward_backward"].graph(case.user, case.statics).captured
+    return programs.by_name["forward_backward"].graph(case.user, case.statics).captured
 
 
 def arranged(rank: int = 0, tie: bool = True, recomputed: tuple[str, ...] = (), **without: bool) -> Captured:
     """That graph after the passes, but those that are set to False."""
-    passes = {"resharded": True, "bucketed": True, "reordered": True} | without
-    return run_passes(traced(rank, tie), pipeline(False, recomputed, **passes))
+    config = CompileConfig(canonicalize=False, recompute=recomputed, **without)
+    return run_passes(traced(rank, tie), pipeline(config, sharded=True))
 
 
 def order_of(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -95,9 +95,9 @@ def test_exchanges_begin_at_once_and_end_when_the_next_has_begun() -> None:
     assert len(computing) > 50  # the last gradients' exchange begins before the first layers' backward pass
 
 
-@pytest.mark.parametrize("without", [{}, {"bucketed": False}, {"resharded": False}])
+@pytest.mark.parametrize("without", [{}, {"bucket_collectives": False}, {"reshard_after_forward": False}])
 def test_reordering_only_moves(without: dict[str, bool]) -> None:
-    moved, before = arranged(**without), arranged(**without, reordered=False)
+    moved, before = arranged(**without), arranged(**without, reorder_collectives=False)
     assert sorted(n.name for n in moved.graph.nodes) == sorted(n.name for n in before.graph.nodes)
     assert [n.name for n in moved.graph.nodes] != [n.name for n in before.graph.nodes]
 
@@ -109,7 +109,7 @@ def test_the_backward_pass_reads_what_was_gathered_for_it() -> None:
 
 
 def test_an_untied_head_is_kept_for_its_backward_pass_and_the_embedding_is_not() -> None:
-    gathers = weight_gathers(arranged(tie=False, bucketed=False, reordered=False))
+    gathers = weight_gathers(arranged(tie=False, bucket_collectives=False, reorder_collectives=False))
     outside = [gather for gather in gathers if gather.layer == ""]
     assert len(outside) == 3 and not any(is_backward(gather.collective) for gather in outside)
 
@@ -126,7 +126,7 @@ def test_weights_are_no_activations() -> None:
 def test_pieces_are_no_way_out_for_sharded_graphs() -> None:
     config = CompileConfig("step", "full")
     for mesh, levels in (({}, ["piecewise", "captured", "eager"]), ({"fsdp": 2}, ["captured", "eager"])):
-        compiler = Compiler(config, torch.device("cpu"), recorder=FakeRecorder(), mesh=mesh)
+        compiler = Runtime(config, torch.device("cpu"), recorder=FakeRecorder(), mesh=mesh)
         assert [compiler.lower("check") for _ in levels] == levels
 
 

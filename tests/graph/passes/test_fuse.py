@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import ops
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import Captured, Compiler, Inputs, capture, pipeline, run_passes
+from lockstep.graph import Captured, Inputs, Runtime, capture, pipeline, run_passes
 from lockstep.graph.ir.captured import op_name
 from lockstep.models import ModelConfig
 from lockstep.ops.attention.operator import attention_packed_backward
@@ -101,10 +101,10 @@ def batch() -> PackedBatch:
 
 def traced(config: ModelConfig, joint: bool = False) -> tuple[Captured, Inputs]:
     """A train step as a GPU gets it, and its inputs, which lie on a CPU."""
-    compiler = Compiler(CompileConfig("joint" if joint else "step", cudagraph_mode="none"), torch.device("cpu"))
+    compiler = Runtime(CompileConfig("joint" if joint else "step", cudagraph_mode="none"), torch.device("cpu"))
     model = make_model(torch.bfloat16, config=config, scale=2.0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
-    function = trainer.programs.functions["forward_backward"]
+    function = trainer.programs.by_name["forward_backward"]
     tokens = batch()
     statics = {**statics_of(tokens), "loss_type": "grpo", "with_support": False}
     with mock.patch.object(FakeTensor, "is_cuda", True), mock.patch.object(FunctionalTensor, "is_cuda", True):
@@ -130,7 +130,7 @@ def gradients(captured: Captured, inputs: Inputs) -> list[Tensor]:
 def test_a_train_step(joint: bool, tied: bool, norms: bool) -> None:
     config = replace(CONFIG, tie_word_embeddings=tied, family="qwen3" if norms else "llama")
     before, inputs = traced(config, joint)
-    after = run_passes(before, pipeline(False, fused=True))
+    after = run_passes(before, pipeline(CompileConfig(canonicalize=False), on_gpu=True))
     have, layers = calls(after), config.num_layers
     assert have["lockstep.rotated_attention_packed_backward"] == layers
     assert have["lockstep.rms_norm_backward_add"] == 2 * layers
@@ -152,11 +152,11 @@ def test_totals_that_are_read_or_added_to_twice_stay_in_place() -> None:
 
     grads = {name: torch.zeros(8) for name in ("twice", "read", "once")}
     captured = capture("sum", body, Inputs(grad=grads, user={"x": torch.randn(8).bfloat16()}), writes={"grad"})
-    have = calls(run_passes(captured, pipeline(fused=True)))
+    have = calls(run_passes(captured, pipeline(CompileConfig(), on_gpu=True)))
     assert have["lockstep.add_gradient"] == 1 and have["aten.add_"] == 3
 
 
 def test_a_cpu_keeps_its_graphs() -> None:
-    assert "fuse" not in [p.name for p in Compiler(CompileConfig("step"), torch.device("cpu")).passes]
-    cuda = Compiler(CompileConfig("step", cudagraph_mode="none"), torch.device("cuda"))
-    assert "fuse" in [p.name for p in cuda.passes]
+    assert "fuse" not in [p.name for p in Runtime(CompileConfig("step"), torch.device("cpu")).builder.passes]
+    cuda = Runtime(CompileConfig("step", cudagraph_mode="none"), torch.device("cuda"))
+    assert "fuse" in [p.name for p in cuda.builder.passes]

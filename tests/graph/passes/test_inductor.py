@@ -117,10 +117,10 @@ def test_one_region_serves_every_shape_and_graph_and_the_pass_says_what_it_did(r
     compiler = compiler_of("step", "inductor", regions=regions)
     roles = TwoRoles(compiler)
     results(roles)
-    log = next(log for title, log in compiler.nodes.items() if title.startswith("train"))
+    log = next(log for title, log in compiler.builder.nodes.items() if title.startswith("train"))
     made = len(regions)
     assert made and f"in {made} regions, {made} different" in log[-1] and log[-1].startswith("inductor: ")
-    assert "nothing to compile" in compiler.nodes["generate()"][-1]
+    assert "nothing to compile" in compiler.builder.nodes["generate()"][-1]
     again = compiler_of("step", "inductor", "full", regions=regions)
     results(TwoRoles(again))
     assert len(regions) == made and compiler.captures == again.captures == 2
@@ -201,7 +201,7 @@ def test_a_region_with_a_fault_is_named(fault: Callable[[Any], Any], message: st
 def test_a_pass_that_hides_a_region_is_refused(regions: Regions) -> None:
     results(TwoRoles(compiler_of("step", "inductor", regions=regions)))
     compiler = compiler_of("step", "inductor", regions=regions)
-    compiler.passes[-1] = Pass("tidy", True, compiler.passes[-1].apply)
+    compiler.builder.passes[-1] = Pass("tidy", True, compiler.builder.passes[-1].apply)
     with pytest.raises(GraphError, match="tidy says that it changes no bits, and may change grad 0.down"):
         results(TwoRoles(compiler))
 
@@ -211,9 +211,9 @@ def test_forward_regions_are_compiled_when_every_graph_of_both_roles_has_them(re
     compiler = compiler_of("step", "inductor", regions=regions, inductor=("0",))
     roles = TwoRoles(compiler)
     eager = results(roles)
-    assert not any(called(g.captured) for f in compiler.functions for g in f.graphs.values())
-    assert "1 left as they are: not in the forward passes of both roles" in compiler.nodes["generate()"][-1]
-    assert compiler.share_regions() and not roles.train.graphs
+    assert not any(called(g.captured) for f in compiler.programs for g in f.graphs.values())
+    assert "1 left as they are: not in the forward passes of both roles" in compiler.builder.nodes["generate()"][-1]
+    assert compiler.share() and not roles.train.graphs
     found = results(roles)
     a, b = (called(f.graph({"x": batch(6)}, {}).captured) for f in (roles.train, roles.generate))
     assert a == b and len(a) == 1 and compiler.captures == 2
@@ -253,13 +253,15 @@ def test_a_run_with_forward_regions_keeps_parity(tmp_path: Path, monkeypatch: py
         metrics, _ = Loop(config, run).step(0)
     assert (metrics["parity/tokens_different"], metrics["recompiles"], metrics["updates"]) == (0, 0, 1)
     assert metrics["parity/tokens_checked"] > 0
-    with_regions = {f.name for f in run.compiler.functions for g in f.graphs.values() if called(g.captured)}
-    assert with_regions == {"forward_backward", "decode", "mixed"} and len(run.compiler.regions) == 1
+    with_regions = {f.name for f in run.compiler.programs for g in f.graphs.values() if called(g.captured)}
+    assert with_regions == {"forward_backward", "decode", "mixed"} and len(run.compiler.builder.backend.regions) == 1
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CompileConfig("step", "none", backend="inductor")
-    monkeypatch.setattr("lockstep.session.build.missing_compiler", lambda _: "a C++ compiler such as g++")
+    monkeypatch.setattr(
+        "lockstep.graph.torch_private.inductor.missing_compiler", lambda _: "a C++ compiler such as g++"
+    )
     with pytest.raises(InputError, match="compile.backend is inductor, which needs a C.. compiler such as g.. on this"):
         resolve(RunConfig(device="cpu", compile=config))
     assert resolve(RunConfig(device="cpu", compile=replace(config, backend="eager"))) is not None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lockstep import ops
+from lockstep.config import CompileConfig
 from lockstep.graph import (
     GraphError,
     Inputs,
@@ -20,7 +21,7 @@ from lockstep.graph import (
     digest,
     dump,
     module_inputs,
-    pipeline,
+    passes,
     run_passes,
     substituted,
 )
@@ -84,6 +85,13 @@ def count(captured, name: str) -> int:
     return sum(op_name(n) == name for n in captured.graph.nodes)
 
 
+def pipeline(
+    canonical: bool = True, patterns: tuple[str, ...] = (), record: bool = False, saved_gib: float = 0.0
+) -> list[Pass]:
+    config = CompileConfig(canonicalize=canonical, recompute=patterns, activation_memory_gib=saved_gib)
+    return passes.pipeline(config) + [passes.recorded()] * record
+
+
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(map(torch.equal, a, b))
 
@@ -95,7 +103,7 @@ def test_no_pass_changes_a_bit(dtype: torch.dtype, patterns: tuple[str, ...], ca
     step = Step(dtype)
     before = step.capture()
     after = run_passes(before, pipeline(canonical, patterns))
-    assert all(p.preserves_numerics for p in pipeline(canonical, patterns, recorded=True))
+    assert all(p.preserves_numerics for p in pipeline(canonical, patterns, record=True))
     assert same(step.results(), step.results(before)) and same(step.results(), step.results(after))
     assert (saved_bytes(after) < saved_bytes(before)) == bool(patterns)
 
@@ -184,7 +192,7 @@ def test_passes_are_switched_one_by_one() -> None:
     assert names() == ["canonicalize"] and names(False) == [] and names(False, (), True) == ["cudagraph"]
     assert names(True, ("full",), True) == ["canonicalize", "recompute", "cudagraph"]
     captured = Step().capture()
-    assert run_passes(captured, pipeline(recorded=True), check=lambda c: c).recorded and not captured.recorded
+    assert run_passes(captured, pipeline(record=True), check=lambda c: c).recorded and not captured.recorded
 
 
 def test_a_pass_that_breaks_the_graph_is_caught() -> None:

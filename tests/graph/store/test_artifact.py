@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Captured, Compiler, Inputs, capture, digest, dump, verify
+from lockstep.graph import Captured, Inputs, Runtime, capture, digest, dump, verify
 from lockstep.graph.ir.captured import is_backward, module_of
 from lockstep.graph.store import artifact, framed_file
 from lockstep.graph.store.artifact import Unstorable, dumps, loads
@@ -24,16 +24,16 @@ from lockstep.graph.store.framed_file import Damaged, unpack
 from lockstep.trainer import Trainer, pack
 
 
-def captured_of(compiler: Compiler) -> dict[str, Captured]:
+def captured_of(compiler: Runtime) -> dict[str, Captured]:
     """One graph of each function."""
-    return {f.name: g.captured for f in compiler.functions for g in f.graphs.values()}
+    return {f.name: g.captured for f in compiler.programs for g in f.graphs.values()}
 
 
 @pytest.fixture
-def made(decoder, rollout, compiler_of) -> Callable[..., Compiler]:
+def made(decoder, rollout, compiler_of) -> Callable[..., Runtime]:
     """A compiler whose functions are a trainer's and a generator's, launched."""
 
-    def make(dtype: torch.dtype, **options: Any) -> Compiler:
+    def make(dtype: torch.dtype, **options: Any) -> Runtime:
         compiler, model = compiler_of(**options), decoder(dtype)
         trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=True, compiler=compiler)
         (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
@@ -50,7 +50,7 @@ def made(decoder, rollout, compiler_of) -> Callable[..., Compiler]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loaded_graph_is_the_captured_one(made, dtype: torch.dtype) -> None:
     compiler = made(dtype, recorded=True)
-    for function in compiler.functions:
+    for function in compiler.programs:
         for bound in function.graphs.values():
             fresh, loaded = bound.captured, loads(dumps(bound.captured))
             assert dumps(loaded) == dumps(fresh) and digest(loaded) == digest(fresh) and dump(loaded) == dump(fresh)

@@ -16,7 +16,8 @@ from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.errors import LockstepError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Compiler, GraphFunction, Inputs, digest
+from lockstep.graph import Inputs, Program, Runtime, digest
+from lockstep.graph.capture.request import Request
 from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.graph.store.baked_constants import flattened
 from lockstep.graph.store.key import key_of
@@ -48,13 +49,12 @@ WANTED = ("forward_backward", "optim_step")
 Key = tuple[str, str]  # the file that a graph is kept in, and the graph's digest
 
 
-def key_and_digest(function: GraphFunction, user: Mapping[str, torch.Tensor], **statics: Any) -> Key:
+def key_and_digest(function: Program, user: Mapping[str, torch.Tensor], **statics: Any) -> Key:
     """Of the graph that a call would launch."""
-    inputs = replace(function.inputs, user=user)
-    specs = inputs.described({})
-    assert function._constants is not None
-    settings = function._compiler.settings(function._constants, {})
-    key = key_of(function.name, function.body, inputs, specs, statics, function._writes, "captured", settings, [])
+    request = replace(function.request(replace(function.inputs, user=user), statics), dynamic={})
+    assert function.constants is not None
+    settings = function._with.builder.settings(function.constants, {})
+    key = key_of(request, "captured", settings, [])
     function.one_shape = True
     assert key is not None, f"{function.name} is not stored"
     return key.file, digest(function.graph(user, statics).captured)
@@ -69,7 +69,7 @@ def traced(
     masks: Masks | None = None,
 ) -> dict[str, Key]:
     """A trainer's graphs."""
-    compiler = Compiler(CompileConfig("step", canonicalize=False), torch.device("cpu"))
+    compiler = Runtime(CompileConfig("step", canonicalize=False), torch.device("cpu"))
     decoders = [initialize(Decoder(model, torch.float32), seed) for seed in range(2)]
     for decoder in decoders:
         decoder.masks = masks
@@ -85,7 +85,7 @@ def traced(
     case = trainer.programs.case("", batch, lambda: None)
     statics = {"forward_backward": {"loss_type": loss.loss_type, "with_support": False} | dict(case.statics)}
     statics |= {"check": dict(case.statics), "reference_logprobs": dict(case.statics), "optim_step": {}}
-    functions = trainer.programs.functions
+    functions = trainer.programs.by_name
     return {
         name: key_and_digest(functions[name], {} if name == "optim_step" else case.user, **statics[name])
         for name in wanted
@@ -100,16 +100,16 @@ def decoded(
     masks: Masks | None = None,
 ) -> dict[str, Key]:
     """A generator's graphs."""
-    compiler = Compiler(CompileConfig("step", canonicalize=False), torch.device("cpu"))
+    compiler = Runtime(CompileConfig("step", canonicalize=False), torch.device("cpu"))
     config = GeneratorConfig(page_size=page_size, max_num_seqs=2, max_num_batched_tokens=128)
     decoder = initialize(Decoder(model, torch.float32), 0)
     decoder.masks = masks
     weights = SharedWeights(decoder)
     Engine(weights, config, cache_tokens, compiler=compiler).warm_up(1, context, SamplingParams())
-    return {f.name: key_and_digest(f, {}, **s) for f in compiler.functions for s in [statics_of(f)]}
+    return {f.name: key_and_digest(f, {}, **s) for f in compiler.programs for s in [statics_of(f)]}
 
 
-def statics_of(function: GraphFunction) -> dict[str, Any]:
+def statics_of(function: Program) -> dict[str, Any]:
     (graph,) = function.graphs.values()
     return dict(graph.captured.statics)
 
@@ -246,7 +246,7 @@ def test_constants_are_flat_and_only_what_json_holds() -> None:
 def test_a_graph_is_of_inputs_with_or_without_gradients() -> None:
     def file(requires_grad: bool) -> str:
         inputs = Inputs(param={"x": torch.ones(3, requires_grad=requires_grad)})
-        key = key_of("f", fingerprint, inputs, inputs.described({}), {}, (), "captured", {}, [])
+        key = key_of(Request("f", fingerprint, inputs, {}), "captured", {}, [])
         assert key is not None
         return key.file
 

@@ -19,8 +19,8 @@ from lockstep.algorithms import ALGORITHMS, TokenValues
 from lockstep.algorithms.grpo import GRPO
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import EAGER, FakeRecorder, Inputs, Runtime, Store, check_against_eager, digest
 from lockstep.graph import Case as TrustCase
-from lockstep.graph import Compiler, FakeRecorder, Inputs, Store, check_against_eager, digest
 from lockstep.graph.store import framed_file
 from lockstep.graph.store.artifact import dumps, loads
 from lockstep.models import Decoder
@@ -29,22 +29,22 @@ from lockstep.trainer import Trainer, pack
 from lockstep.types import SampleIdentity, SamplingParams
 
 CPU = torch.device("cpu")
-Made = Callable[..., Compiler]
+Made = Callable[..., Runtime]
 
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Made:
     """`compiler(mode="none", **CompileConfig fields)`: each call as another process, over one folder."""
 
-    def make(mode: str = "none", **options: Any) -> Compiler:
+    def make(mode: str = "none", **options: Any) -> Runtime:
         config = CompileConfig("step", mode, **options)  # type: ignore[arg-type]
         recorder = FakeRecorder() if mode != "none" else None
-        return Compiler(config, CPU, recorder=recorder, not_graph_safe={}, store=Store(tmp_path))
+        return Runtime(config, CPU, recorder=recorder, not_graph_safe={}, store=Store(tmp_path))
 
     return make
 
 
-def work(model: Decoder, rollout: Callable[..., Any], compiler: Compiler) -> list[Any]:
+def work(model: Decoder, rollout: Callable[..., Any], compiler: Runtime) -> list[Any]:
     """Two steps of training, one batch of them only checked, and completions of many lengths: all that they leave."""
     trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), compiler=compiler)
     seen: list[Any] = []
@@ -82,7 +82,7 @@ def test_the_second_start_traces_nothing_and_has_the_same_bits(
     before = work(decoder(dtype), rollout, cold)
     after = work(decoder(dtype), rollout, warm)
     assert same(before, after) and warm.captures == 0 < cold.captures and cold.loaded == 0
-    graphs = [{f.name: [digest(g.captured) for g in f.graphs.values()] for f in c.functions} for c in (cold, warm)]
+    graphs = [{f.name: [digest(g.captured) for g in f.graphs.values()] for f in c.programs} for c in (cold, warm)]
     assert graphs[0] == graphs[1] and warm.loaded >= cold.captures and warm.replays == cold.replays
     assert {"load_graphs"} <= warm.timings.seconds.keys() and not {
         "trace",
@@ -92,7 +92,7 @@ def test_the_second_start_traces_nothing_and_has_the_same_bits(
     assert outcomes == [{"absent"}, {"loaded"}] and warm.recompiles == 0
 
 
-def train_step(model: Decoder, rollout: Callable[..., Any], compiler: Compiler, **loss: Any) -> None:
+def train_step(model: Decoder, rollout: Callable[..., Any], compiler: Runtime, **loss: Any) -> None:
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     Trainer(model, OptimizerConfig(), LossConfig(**loss), compiler=compiler).forward_backward(batch)
 
@@ -115,11 +115,11 @@ def test_what_changed_is_named_and_the_old_graph_stays(decoder, rollout, compile
 def test_what_is_weighed_by_sizes_is_made_for_these(decoder, rollout, compiler: Made) -> None:
     """A larger batch must not run what keeps its budget on a smaller one alone."""
 
-    def fitted(budget_mib: float, max_tokens: int) -> tuple[Compiler, tuple[str, ...]]:
+    def fitted(budget_mib: float, max_tokens: int) -> tuple[Runtime, tuple[str, ...]]:
         own = compiler(activation_memory_gib=budget_mib / 1024)
         trainer = Trainer(model := decoder(), OptimizerConfig(), LossConfig(), compiler=own)
         trainer.forward_backward(pack(rollout(model, 0), max_tokens=max_tokens, check_parity=True)[0])
-        return own, next(log for title, log in own.nodes.items() if title.startswith("forward_backward("))
+        return own, next(log for title, log in own.builder.nodes.items() if title.startswith("forward_backward("))
 
     def kept_mib(log: tuple[str, ...]) -> tuple[float, float]:
         found = re.search(r"([\d.]+) -> ([\d.]+) MiB kept", log[-1])
@@ -140,11 +140,11 @@ def test_what_is_weighed_by_sizes_is_made_for_these(decoder, rollout, compiler: 
 def test_compiled_regions_are_for_a_number_of_threads(compiler: Made) -> None:
     constants, sizes = {"page_size": 16}, {"T": 5}
     eager, compiled = compiler(), compiler(backend="inductor")
-    assert eager.settings(constants, sizes).keys() == {"capture", "backend", "mesh", "constants.page_size"}
-    found = compiled.settings(constants, sizes)
+    assert eager.builder.settings(constants, sizes).keys() == {"capture", "backend", "mesh", "constants.page_size"}
+    found = compiled.builder.settings(constants, sizes)
     assert found["threads"] == torch.get_num_threads() and found["sizes.T"] == 5
     with torch._inductor.config.patch("cpp.threads", 3):
-        assert compiled.settings(constants, sizes)["inductor"] != found["inductor"]
+        assert compiled.builder.settings(constants, sizes)["inductor"] != found["inductor"]
 
 
 def test_a_dump_shows_every_pass_so_it_is_traced(decoder, rollout, compiler: Made, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_code_that_no_hash_covers_is_not_stored(compiler: Made, tmp_path: Path) 
     def body(t: Inputs) -> dict[str, torch.Tensor]:
         return {"y": t.user["x"] * 2}
 
-    compiler().function("f", body, Inputs(), constants={})({"x": torch.ones(3)})
+    compiler().program("f", body, Inputs(), constants={})({"x": torch.ones(3)})
     assert not (tmp_path / "graphs").exists()
 
 
@@ -178,7 +178,7 @@ def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, roll
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=warm)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     with caplog.at_level(logging.WARNING, "lockstep.graph"):
-        function = trainer.programs.functions["forward_backward"]
+        function = trainer.programs.by_name["forward_backward"]
         case = trainer.programs.case(
             "one", batch, lambda: trainer.flat.grad.zero_(), loss_type="grpo", with_support=False
         )
@@ -216,7 +216,7 @@ for edit in (UndeclaredGain, WithGain):
     edit.__module__ = GRPO.__module__  # an edit of the package
 
 
-def gradient(model: Decoder, rollout: Callable[..., Any], loss: LossConfig, compiler: Compiler | None) -> torch.Tensor:
+def gradient(model: Decoder, rollout: Callable[..., Any], loss: LossConfig, compiler: Runtime) -> torch.Tensor:
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     trainer = Trainer(model, OptimizerConfig(), loss, compiler=compiler)
     trainer.forward_backward(batch)
@@ -248,7 +248,7 @@ def test_a_loss_of_one_s_own_is_traced_at_every_start(
     for gain in (1.0, 5.0):
         restarted(tmp_path, monkeypatch, f"VALUE = {gain}\n")
         found.append(gradient(decoder(), rollout, LossConfig(), own := compiler()))
-        assert torch.equal(found[-1], gradient(decoder(), rollout, LossConfig(), None))
+        assert torch.equal(found[-1], gradient(decoder(), rollout, LossConfig(), EAGER))
         assert (own.captures, own.loaded) == (1, 0)
     assert not torch.equal(*found)
 
@@ -275,7 +275,7 @@ def test_an_edited_helper_of_a_mask_is_seen(
             set_attention(own, "flex", f"{file}:near")
         found.append(gradient(model, rollout, LossConfig(), graphs))
         made.append((graphs.captures, graphs.loaded))
-        assert torch.equal(found[-1], gradient(eager, rollout, LossConfig(), None))
+        assert torch.equal(found[-1], gradient(eager, rollout, LossConfig(), EAGER))
     assert made == [(1, 0), (1, 0), (1, 0), (0, 1)]
     assert torch.equal(found[0], found[3])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(found[:3], 2))
@@ -283,7 +283,7 @@ def test_an_edited_helper_of_a_mask_is_seen(
 
 def test_a_loss_cannot_read_what_is_not_in_the_key(decoder, rollout, compiler: Made, monkeypatch) -> None:
     monkeypatch.setitem(ALGORITHMS, "grpo", UndeclaredGain)
-    for own in (None, compiler()):
+    for own in (EAGER, compiler()):
         with pytest.raises(AttributeError, match="gain"):
             gradient(decoder(), rollout, LossWithGain(gain=5.0), own)
 
@@ -293,7 +293,7 @@ def test_a_setting_that_a_loss_reads_is_in_the_key(decoder, rollout, compiler: M
     for gain in (1.0, 5.0):
         own = compiler()
         found = gradient(decoder(), rollout, LossWithGain(gain=gain), own)
-        assert torch.equal(found, gradient(decoder(), rollout, LossWithGain(gain=gain), None))
+        assert torch.equal(found, gradient(decoder(), rollout, LossWithGain(gain=gain), EAGER))
         assert (own.captures, own.loaded) == (1, 0)
     assert own.store is not None
     assert own.store.lookups[0].reasons == ("constants.loss.gain was '1.0' and is '5.0'",)

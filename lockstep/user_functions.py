@@ -1,4 +1,4 @@
-"""Code of the user's, found by name: `module:function` or `path.py:function`; and its values in messages."""
+"""Functions of a user's own, found by name: `module:function` or `path.py:function`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from typing import Any
 from .errors import InputError
 
 MAX_TEXT = 300  # characters of a user's text in a message
+MOVED = {  # modules of rewards, by the names that configurations of older versions have
+    "lockstep.tasks.gsm8k": "lockstep.environments.tasks.gsm8k",
+    "lockstep.tasks.mathematics": "lockstep.environments.rewards.mathematics",
+    "lockstep.tasks.sum_digits": "lockstep.environments.tasks.sum_digits",
+}
 
 
 def load_function(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Callable[..., Any]:
-    """What `spec` names, module:function or path.py:function (or of another `kind`); `what` names it in errors.
+    """The function that `spec` names, module:function or path.py:function; errors say `what` it is, and of which
+    `kind`.
 
     A module may stand in the current folder, as for `python -m`. Raises `InputError` when the spec has another form,
     the file or module cannot be imported, or it has no such function.
@@ -46,13 +52,6 @@ def load_function(spec: str, what: str, other_forms: str = "", kind: str = "func
     return function
 
 
-MOVED = {  # modules of rewards, by the names that configurations of older versions have
-    "lockstep.tasks.gsm8k": "lockstep.environments.tasks.gsm8k",
-    "lockstep.tasks.mathematics": "lockstep.environments.rewards.mathematics",
-    "lockstep.tasks.sum_digits": "lockstep.environments.tasks.sum_digits",
-}
-
-
 def _import_module(name: str) -> ModuleType:
     here = os.getcwd()
     if here not in sys.path:
@@ -61,7 +60,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as a module of its own, once a path, so that what is taken from it shares its state."""
+    """Import a file as a module of its own, once a path, so that two of its functions share its state."""
     if not path.is_file():
         raise FileNotFoundError(f"file {path} does not exist")
     name = f"_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"

@@ -1,0 +1,203 @@
+"""Making graphs: loaded as they were stored or captured, rewritten and verified; once for several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cache.fingerprint import origin
+from ..config import RECORDINGS, CompileConfig
+from ..errors import InputError
+from ..timings import Timings
+from .capture.request import Request
+from .ir.captured import Captured, Level
+from .ir.text import write_stages
+from .ir.verify import verify
+from .passes import pipeline, recorded, run_passes
+from .passes.backend import Backend
+from .ranks import Ranks, made_by_first
+from .store.baked_constants import Constants, flattened
+from .store.folder import Key, Store
+from .store.key import key_of
+from .torch_private import trace as torch_trace
+
+
+def load_hook(hook: Any) -> Any:
+    """What a `config.Plugin` names as "module:name"; anything else is the hook itself."""
+    if not isinstance(hook, str):
+        return hook
+    module, _, name = hook.partition(":")
+    return getattr(import_module(module), name) if module else None
+
+
+def require_plugins(config: CompileConfig, device: torch.device) -> None:
+    """Raise `InputError` when this machine lacks what the chosen backend needs, or a pass cannot be found."""
+    backend: type[Backend] = load_hook(config.chosen[1].hook) or Backend
+    if missing := backend.lacks(device):
+        raise InputError(f"compile.backend is {config.backend}, which needs {missing} on this machine; use eager")
+    pipeline(config)
+
+
+@dataclass
+class Made:
+    """Graphs of one function, whatever tensors it is bound to, by `Request.key`.
+
+    Attributes:
+        traces: as they were traced here, after the passes that all levels share.
+        ready: those, or stored ones, by key and level, ready to run.
+        loaded: how many of `ready` were stored. retracing: stored ones are not wanted.
+    """
+
+    traces: dict[tuple, Captured] = field(default_factory=dict)
+    ready: dict[tuple[tuple, Level], Captured] = field(default_factory=dict)
+    loaded: int = 0
+    retracing: bool = False
+
+    def forget_stages(self) -> None:
+        """Drop the graphs from before the passes."""
+        for graphs in (self.traces, self.ready):
+            for key, captured in graphs.items():
+                graphs[key] = replace(captured, before=None)
+
+
+@dataclass
+class GraphBuilder:
+    """Makes the graphs of both roles.
+
+    Args:
+        not_graph_safe: see `verify`.
+        timings: host seconds in `load_graphs`, `import_tracer`, `trace`, `passes` and `store_graphs`.
+        store: where graphs are kept between processes; None: nowhere.
+        mesh: the sizes of the device mesh's dimensions, which graphs depend on.
+        peers: the other processes that capture the same graphs, until the warm-up ends; None: there are none.
+
+    Attributes:
+        captures: traces made so far, each for every value of a function's open sizes; or variants of layers.
+        loaded: graphs that were not traced, as they were stored.
+        nodes: for each trace its title with what each pass did to the number of nodes.
+    """
+
+    config: CompileConfig
+    device: torch.device
+    not_graph_safe: Mapping[str, str]
+    timings: Timings
+    store: Store | None
+    mesh: Mapping[str, int]
+    peers: Ranks | None
+    captures: int = 0
+    loaded: int = 0
+    nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config, (way, run) = self.config, self.config.chosen
+        self._capture = load_hook(way.hook)
+        self.backend: Backend = (load_hook(run.hook) or Backend)(config, self.device, self.timings)
+        sharded = any(size > 1 for size in self.mesh.values())
+        self.passes = pipeline(config, sharded, self.device.type == "cuda") + self.backend.passes
+        # A dump shows every pass, and what roles share is decided for graphs that are made together.
+        self.store = None if config.dump or self.backend.shared else self.store
+        self._by_sizes = way.by_sizes or run.by_sizes or config.activation_memory_gib > 0  # it is for bytes as traced
+
+    def graph(self, request: Request, level: Level, made: Made) -> Captured:
+        """A graph at a level: as it was made before, as it was stored, or made."""
+        key = request.key
+        if (key, level) not in made.ready:
+            stored = self._key(request, level)
+            made.ready[key, level] = self._once(request, level, stored, made)
+        return made.ready[key, level]
+
+    def _once(self, request: Request, level: Level, stored: Key | None, made: Made) -> Captured:
+        """Of several processes the first makes it, and the others take what it made."""
+
+        def make() -> Captured:
+            return self._load(request, stored, made) or self._make(request, level, stored, made)
+
+        if self.peers is None:
+            return make()
+        about: dict[str, Any] = {"level": level, "writes": sorted(request.writes), "origin": origin()}
+        about |= {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in request.specs}
+        found = made_by_first(self.peers, request.title, about, request.device, make)
+        return found if self.peers.first else self._taken(found)
+
+    def _taken(self, found: Captured) -> Captured:
+        """A graph that was not traced here."""
+        self._verify(found)
+        self.loaded += 1
+        self.nodes[found.title] = found.log
+        return found
+
+    def _load(self, request: Request, stored: Key | None, made: Made) -> Captured | None:
+        if stored is None or self.store is None or request.key in made.traces or made.retracing:
+            return None
+        with self.timings.measured("load_graphs"):
+            found = self.store.load(stored, request.title, request.device)
+            if found is not None:
+                made.loaded += 1
+                self._taken(found)
+        return found
+
+    def _make(self, request: Request, level: Level, stored: Key | None, made: Made) -> Captured:
+        key = request.key
+        if key not in made.traces:
+            made.traces[key] = self.rewritten(self._traced(request))
+        ready = self._at(level, made.traces[key])
+        if stored is not None and self.store is not None:
+            with self.timings.measured("store_graphs"):
+                self.store.save(stored, ready)
+        if self.config.dump:
+            write_stages(ready, Path(self.config.dump))
+        return ready
+
+    def _traced(self, request: Request) -> Captured:
+        self.captures += 1
+        with self.timings.measured("import_tracer"):
+            torch_trace.import_tracer()
+        with self.timings.measured("trace"):
+            return self._capture(
+                request.name,
+                request.body,
+                request.inputs,
+                statics=request.statics,
+                writes=request.writes,
+                dynamic=request.dynamic,
+            )
+
+    def rewritten(self, captured: Captured) -> Captured:
+        """A trace after the passes that all levels share."""
+        with self.timings.measured("passes"):
+            captured = run_passes(captured, self.passes, self._verify)
+        self.nodes[captured.title] = captured.log
+        self.backend.check(captured)
+        return captured
+
+    def _at(self, level: Level, captured: Captured) -> Captured:
+        """A trace made ready to run at a level."""
+        if level not in RECORDINGS:
+            return captured
+        with self.timings.measured("passes"):
+            to_record = recorded(load_hook(RECORDINGS[level].hook) or ())
+            return run_passes(captured, [to_record], lambda c: self._verify(c) if c.recorded else c)
+
+    def _verify(self, captured: Captured) -> Captured:
+        return verify(captured, self.not_graph_safe)
+
+    def _key(self, request: Request, level: Level) -> Key | None:
+        if self.store is None or request.constants is None:
+            return None
+        settings = self.settings(request.constants, request.sizes)
+        return key_of(request, level, settings, self.passes)
+
+    def settings(self, constants: Constants, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """What a graph depends on besides its function and the machine.
+
+        Args:
+            sizes: the values of its open sizes at the trace.
+        """
+        c, by_sizes = self.config, {"sizes": sizes} if self._by_sizes else {}
+        ways = {"capture": c.capture, "backend": c.backend_name, "mesh": dict(self.mesh)}
+        return {**ways, **self.backend.settings(), **flattened({"constants": constants, **by_sizes})}

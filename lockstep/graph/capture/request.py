@@ -1,0 +1,56 @@
+"""One graph that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..ir.captured import Dynamic, Inputs, InputSpec, Role, Static, title_of
+from .step import GraphBody
+
+
+@dataclass(frozen=True)
+class Request:
+    """A function with the inputs, the statics and the open sizes of one graph of it; see `capture`.
+
+    Attributes:
+        constants: every Python value that the body takes from elsewhere than its arguments and that a trace bakes in,
+            by name; None: unknown, and the graph is not kept for other processes.
+    """
+
+    name: str
+    body: GraphBody
+    inputs: Inputs
+    statics: Mapping[str, Static]
+    writes: Collection[Role] = ()
+    dynamic: Dynamic | None = None
+    constants: Mapping[str, Any] | None = None
+
+    @cached_property
+    def specs(self) -> tuple[InputSpec, ...]:
+        """The inputs, with open sizes by name."""
+        return self.inputs.described(self.dynamic or {})
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The values of the open sizes."""
+        return self.inputs.open_sizes(self.specs)
+
+    @property
+    def key(self) -> tuple:
+        """What graphs of one function are told apart by."""
+        return (*self.statics.items(), self.specs)
+
+    @property
+    def title(self) -> str:
+        """Name and statics, for messages."""
+        return title_of(self.name, self.statics)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph lies."""
+        return self.specs[0].device if self.specs else torch.device("cpu")

@@ -1,0 +1,155 @@
+"""A device computation: a function of named tensors that runs eagerly, or as graphs, and which of them is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+
+from torch import Tensor, no_grad
+
+from ..types import SideBySide
+from .builder import GraphBuilder, Made
+from .capture.request import Request
+from .capture.step import GraphBody
+from .ir.captured import Captured, Dynamic, Inputs, Level, Role, Static
+from .launch.cudagraph import GraphRecorder
+from .launch.launcher import GraphLauncher
+from .store.baked_constants import Constants
+from .warm_up import WarmUp
+
+_shape = attrgetter("shape")
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What programs are made and launched with."""
+
+    builder: GraphBuilder
+    warm_up: WarmUp
+    recorder: GraphRecorder | None
+    programs: list[Program]
+
+
+@dataclass(eq=False)
+class Program:
+    """A function of named tensors, at the level that the runtime runs it: eagerly, or as graphs, one for each
+    combination of statics and user shapes. A graph for other values of open sizes is bound to the trace that there is.
+
+    Attributes:
+        body, inputs: the function, and the static tensors that it is bound to.
+        writes, dynamic: see `capture`. constants: see `Request`.
+        made: what was traced, shared with the programs that this one is `bound_to` other tensors.
+        lasting: names of small outputs that stay right while other graphs are launched; see `Outputs`.
+        one_shape: no second shape is expected, so the first is traced with fixed sizes, in half the time.
+        graphs: those made so far, by key.
+    """
+
+    _with: Toolchain
+    name: str
+    body: GraphBody
+    inputs: Inputs
+    writes: Collection[Role] = ()
+    dynamic: Dynamic = field(default_factory=dict)
+    constants: Constants | None = None
+    made: Made = field(default_factory=Made)
+    lasting: Collection[str] = ()
+    one_shape: bool = False
+    graphs: dict[tuple, GraphLauncher] = field(default_factory=dict)
+    _by_layout: dict[tuple, GraphLauncher] = field(default_factory=dict)  # the same, without a look at each tensor
+
+    def __post_init__(self) -> None:
+        assert not self.inputs.user, "user inputs come with each call"
+        if self.level != "eager":
+            self._with.programs.append(self)
+
+    @property
+    def level(self) -> Level:
+        """How it runs now, where it has no graph yet."""
+        return self._with.warm_up.level(self.name)
+
+    def __call__(
+        self, user: Mapping[str, Tensor] | None = None, *, times: int = 1, **statics: Static
+    ) -> dict[str, Tensor]:
+        """Launch `times` times, capturing first if the key is new. About the outputs' lifetime see `GraphLauncher`."""
+        user = user or {}
+        if self.level == "eager":
+            return self._eager(user, times, statics)
+        return self._with.warm_up.launch(self.graph(user, statics), user, times)
+
+    def _eager(self, user: Mapping[str, Tensor], times: int, statics: Mapping[str, Static]) -> dict[str, Tensor]:
+        assert not self._with.warm_up.rehearsing, f"{self.name} has no graph to rehearse"
+        inputs = replace(self.inputs, user=user)
+        with no_grad():
+            for _ in range(times):
+                outputs = self.body(inputs, **statics)
+        return dict(outputs)
+
+    def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
+        """The graph for such inputs, made if the key is new."""
+        if not isinstance(user, SideBySide):
+            return self._graph(user, statics)
+        known = (*statics.items(), user.layout)
+        if known not in self._by_layout:
+            self._by_layout[known] = self._graph(user, statics)
+        return self._by_layout[known]
+
+    def _graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
+        key = (*statics.items(), *user, *map(_shape, user.values()))
+        if key not in self.graphs:
+            self._with.warm_up.graph_made()
+            inputs = replace(self.inputs, user=user)
+            captured = self._captured(inputs, statics)
+            self.graphs[key] = GraphLauncher(captured, inputs, self._with.recorder, self.lasting)
+        return self.graphs[key]
+
+    def bound_to(self, inputs: Inputs) -> Program:
+        """The same function of other static tensors. Traces serve both, where only open sizes differ."""
+        return replace(self, inputs=inputs, one_shape=False, graphs={}, _by_layout={})
+
+    def request(self, inputs: Inputs, statics: Mapping[str, Static]) -> Request:
+        """A graph of it for these inputs."""
+        return Request(self.name, self.body, inputs, statics, self.writes, self.dynamic, self.constants)
+
+    def _captured(self, inputs: Inputs, statics: Mapping[str, Static]) -> Captured:
+        """A graph that holds for these inputs, made if there is none; with fixed sizes if an open one's does not."""
+        builder, wanted = self._with.builder, self.request(inputs, statics)
+        fixed = replace(wanted, dynamic={})
+        keys, given = {key for key, _ in self.made.ready}, tuple(statics.items())
+        known = any(key[: len(given)] == given for key in keys)
+        one_shape = self.one_shape and not builder.backend.shared  # both roles' sizes are open, or neither's
+        if fixed.key in keys or (one_shape and not known):
+            return builder.graph(fixed, self.level, self.made)
+        found = builder.graph(wanted, self.level, self.made)
+        return builder.graph(fixed, self.level, self.made) if found.sizes.broken(wanted.sizes) else found
+
+    @property
+    def traces(self) -> list[Captured]:
+        """What was traced for this function and those of other tensors, after the passes that all levels share."""
+        return list(self.made.traces.values())
+
+    def rewrite(self) -> None:
+        """Close the graphs, and run the passes on every trace anew."""
+        self.close()
+        self.made.ready.clear()
+        for key, captured in self.made.traces.items():
+            (_, as_captured), *_ = captured.stages()
+            self.made.traces[key] = self._with.builder.rewritten(as_captured)
+
+    def retrace(self) -> bool:
+        """Want no more stored graphs, for this function and those of other tensors; whether there were any."""
+        had, self.made.loaded, self.made.retracing = self.made.loaded > 0, 0, True
+        return had
+
+    def forget_stages(self) -> None:
+        """Drop the graphs from before the passes: many small objects, which slow every garbage collection."""
+        self.made.forget_stages()
+        for graph in self.graphs.values():
+            graph.captured = replace(graph.captured, before=None)
+
+    def close(self) -> None:
+        """Close the graphs; a later call records anew."""
+        for graph in self.graphs.values():
+            graph.close()
+        self.graphs.clear()
+        self._by_layout.clear()

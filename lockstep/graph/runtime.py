@@ -1,0 +1,173 @@
+"""The one way to compute on a device: programs, the level that each runs at, and their graphs' lives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..config import RECORDINGS, CompileConfig, recordings, resolve_compile
+from ..timings import Timings
+from .builder import GraphBuilder, load_hook
+from .capture.step import GraphBody
+from .ir.captured import Dynamic, Inputs, Level, Role
+from .ir.verify import NOT_GRAPH_SAFE
+from .launch.cudagraph import CudaRecorder, GraphRecorder
+from .program import Program, Toolchain
+from .ranks import Ranks
+from .store.baked_constants import Constants
+from .store.folder import Store
+from .warm_up import WarmUp
+
+
+@dataclass(eq=False)
+class Runtime:
+    """What both roles compute with: one configuration, one list of passes, one pool of CUDA graphs.
+
+    Attributes:
+        recorder: what makes CUDA graphs; by default the device's own.
+        not_graph_safe, store, mesh, peers: see `GraphBuilder`.
+        timings: where the time spent is added up: what `GraphBuilder` says, `compile` (`WarmUp.rehearsal`), `record`
+            (each graph's first launch) and `verify` (the comparison with eager, `check_against_eager`).
+        eager: no program is captured; each is called as it is.
+        layers: calls a model's layers, where these are what is compiled.
+        programs: those with graphs, made by `program`.
+    """
+
+    config: CompileConfig
+    device: torch.device
+    recorder: GraphRecorder | None = None
+    not_graph_safe: Mapping[str, str] = field(default_factory=lambda: NOT_GRAPH_SAFE)
+    timings: Timings = field(default_factory=Timings)
+    store: Store | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    peers: Ranks | None = None
+
+    def __post_init__(self) -> None:
+        self.config = config = resolve_compile(self.config, self.device.type == "cuda")
+        way, mode = config.chosen[0], config.cudagraph_mode
+        assert mode is not None
+        self.recorder = None if mode == "none" else self.recorder or CudaRecorder(self.device)
+        about = self.not_graph_safe, self.timings, self.store, self.mesh, self.peers
+        self.builder = GraphBuilder(config, self.device, *about)
+        self.eager = not way.graphs
+        sharded = any(size > 1 for size in self.mesh.values())
+        known = [name for name, recording in RECORDINGS.items() if name != "none" and (recording.ranks or not sharded)]
+        first, later = recordings("eager" if self.eager else mode if self.recorder else "captured")
+        records = self.recorder is not None or self.device.type != "cpu"
+        self.warm_up = WarmUp([*known[::-1], "captured", "eager"], first, later, self.timings, records)
+        make_layers = load_hook(way.hook) if self.eager else None
+        self.layers = make_layers and make_layers(self.builder.backend.compile_module, self._layer_made)
+        self.programs: list[Program] = []
+
+    def program(
+        self,
+        name: str,
+        body: GraphBody,
+        inputs: Inputs,
+        writes: Collection[Role] = (),
+        dynamic: Dynamic | None = None,
+        constants: Constants | None = None,
+    ) -> Program:
+        """`body` as a program bound to the static tensors of `inputs`; see `capture.step.capture` and `Program`."""
+        tools = Toolchain(self.builder, self.warm_up, self.recorder, self.programs)
+        return Program(tools, name, body, inputs, writes, dynamic or {}, constants)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether anything is: programs, or layers."""
+        return not self.eager or self.layers is not None
+
+    def prepare(self, *models: nn.Module) -> None:
+        """Have the models' layers compiled, where layers are what is."""
+        for model in models if self.layers is not None else ():
+            model.call_layer = self.layers  # type: ignore[assignment]
+
+    def _layer_made(self) -> None:
+        self.builder.captures += 1
+        self.warm_up.graph_made()
+
+    def share(self) -> bool:
+        """Have the backend rewrite what every trace of both roles has; whether there is any.
+
+        Called when both have made their graphs. If there is any, all graphs are closed, and made with it when next
+        needed.
+        """
+        shared = self.builder.backend.share([trace for program in self.programs for trace in program.traces])
+        for program in self.programs if shared else ():
+            program.rewrite()
+        return shared
+
+    def lower(self, name: str) -> Level:
+        """From now on every program of this name runs one level further down; returns that. Pieces are no level of
+        sharded graphs, whose collectives may begin in one and end in another."""
+        for program in self._named(name):
+            program.close()
+        return self.warm_up.lower(name)
+
+    def retrace(self, name: str) -> bool:
+        """Let go of the stored graphs of every program of this name, and capture anew from here on; whether there were
+        any."""
+        programs = self._named(name)
+        had = any([program.retrace() for program in programs])
+        if self.peers is not None:
+            had = self.peers.gather(had)[0]  # the first has the store
+        for program in programs if had else ():
+            program.made.ready.clear()
+            program.close()
+        return had
+
+    def _named(self, name: str) -> list[Program]:
+        return [program for program in self.programs if program.name == name]
+
+    def end_warm_up(self) -> None:
+        """From here on a new graph counts as a recompile; what only a check needs is let go of."""
+        self.warm_up.ended = True
+        self.peers = self.builder.peers = None  # what is made late is made where it is needed
+        for program in self.programs:
+            program.forget_stages()
+
+    @property
+    def captures(self) -> int:
+        """Traces made so far, or variants of layers."""
+        return self.builder.captures
+
+    @property
+    def loaded(self) -> int:
+        """Graphs that were not traced, as they were stored."""
+        return self.builder.loaded
+
+    @property
+    def recompiles(self) -> int:
+        """Graphs that were made after `end_warm_up`, each for a choice of statics and sizes."""
+        return self.warm_up.late
+
+    @property
+    def launches(self) -> Counter[str]:
+        """Runs of each program so far."""
+        return self._count("launches")
+
+    @property
+    def replays(self) -> Counter[str]:
+        """Those of them that replayed a CUDA graph."""
+        return self._count("replays")
+
+    def _count(self, what: str) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for program in self.programs:
+            for graph in program.graphs.values():
+                total[program.name] += getattr(graph, what)
+        return total
+
+    def close(self) -> None:
+        """Close every graph, then the pool. Do so before a process group is destroyed."""
+        for program in self.programs:
+            program.close()
+        if self.recorder is not None:
+            self.recorder.close()
+
+
+EAGER = Runtime(CompileConfig("none"), torch.device("cpu"))  # calls every program as it is, on any device

@@ -1,0 +1,103 @@
+"""Levels: how each program runs, and what its launches do while graphs are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..timings import Timings
+from .ir.captured import Level
+from .launch.launcher import GraphLauncher
+
+Launch = Callable[[GraphLauncher, Mapping[str, Tensor], int], dict[str, Tensor]]
+
+
+class WarmUp:
+    """The time in which graphs are made, of the shapes that are to come, and how programs run then and after it.
+
+    Args:
+        levels: all that there are, from the fastest down.
+        first, later: how graphs run that are made within, and after it.
+        records: a graph's first launch leaves something behind: a recording, or compiled kernels.
+
+    Attributes:
+        ended: it is over; see `Runtime.end_warm_up`.
+        late: graphs that were made since, each for a choice of statics and sizes, and layers' variants.
+        launch: what is done with a graph that is called.
+    """
+
+    def __init__(self, levels: Sequence[Level], first: Level, later: Level, timings: Timings, records: bool) -> None:
+        self._levels, self._first, self._later = levels, first, later
+        self._timings, self.records = timings, records
+        self._lowered: dict[str, Level] = {}
+        self.ended, self.late = False, 0
+        self.launch: Launch = self._launch
+
+    def level(self, name: str) -> Level:
+        """How a graph of this program runs that is made now."""
+        return self._lowered.get(name) or (self._later if self.ended else self._first)
+
+    def lower(self, name: str) -> Level:
+        """From now on programs of this name run one level further down; returns that."""
+        self._lowered[name] = self._levels[self._levels.index(self.level(name)) + 1]
+        return self._lowered[name]
+
+    def graph_made(self) -> None:
+        """Count a new graph, or a new variant of a layer."""
+        self.late += self.ended
+
+    @property
+    def rehearsing(self) -> bool:
+        """Whether nothing is launched now."""
+        return self.launch is _rehearse
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[list[Any]]:
+        """Within, programs make their graphs and launch none (what they return is zero), and by the end the kernels of
+        those graphs are compiled, side by side; launches of any other Triton kernel are left out too. Yields what is
+        then a list of these kernels, for `preload`."""
+        from ..ops.precompile import compiling_only
+
+        with self._timings.measured("compile"), compiling_only() as kernels, self._launching(_rehearse):
+            yield kernels
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Within, programs make their graphs, and launch only those whose first launch leaves something behind. What
+        others return is zero."""
+        with self._launching(self._launch if self.records else self._make):
+            yield
+
+    @contextmanager
+    def _launching(self, launch: Launch) -> Iterator[None]:
+        before, self.launch = self.launch, launch
+        try:
+            yield
+        finally:
+            self.launch = before
+
+    def _launch(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
+        if graph.launches or not self.records:
+            return graph(user, times)
+        with self._timings.measured("record"):
+            return graph(user, times)
+
+    def _make(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
+        blank = graph.blank()
+        return self._launch(graph, user, times) if blank is None else blank
+
+    def preload(self, kernels: Iterable[Any]) -> int:
+        """Load kernels that a rehearsal listed in another process; how many there were."""
+        if not kernels:
+            return 0
+        from ..ops.precompile import preload
+
+        with self._timings.measured("compile"):
+            return preload(kernels)
+
+
+def _rehearse(graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
+    return graph.rehearse(user)
