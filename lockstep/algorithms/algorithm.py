@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import LossConfig
 from .advantage import Rewards, group_advantages
-from .losses import TokenValues, corrected_kl, kl_k3
+from .losses import KL_ESTIMATORS, TokenValues, corrected_kl, truncated_weight
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Algorithm:
     """
 
     beta: float = 0.0
+    kl_estimator: str = "k3"
+    use_kl_in_reward: bool = False
+    importance_sampling_mode: str | None = None
+    importance_sampling_clip_max: float = 3.0
     use_bias_correction_kl: bool = True
     router_aux_loss_coef: float = 0.0
 
@@ -68,9 +72,30 @@ class Algorithm:
 
     def kl(self, values: TokenValues, ref_logprob_C: Tensor) -> Tensor:
         """Estimate of the KL divergence from the reference, nats a token."""
+        estimator = KL_ESTIMATORS[self.kl_estimator]
         if self.use_bias_correction_kl:
-            return corrected_kl(values, ref_logprob_C)
-        return kl_k3(values.model_logprob_C, ref_logprob_C)
+            return corrected_kl(values, ref_logprob_C, estimator)
+        return estimator(values.model_logprob_C, ref_logprob_C)
+
+    def corrected_loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
+        """`loss`, or with `importance_sampling_mode` a weight times the loss of an update that begins at the weights of
+        now: the weight stands for the way from what sampled, in place of the loss's own ratio (decoupled PPO, arXiv
+        2110.00641)."""
+        if self.importance_sampling_mode is None:
+            return self.loss(values)
+        weight_C, cut_C = truncated_weight(values, self.importance_sampling_mode, self.importance_sampling_clip_max)
+        loss_C, clipped_C = self.loss(values._replace(old_logprob_C=values.logprob_C.detach()))
+        return weight_C * loss_C, clipped_C | cut_C
+
+    @property
+    def indexes_sequences(self) -> bool:
+        """Whether the loss needs to know which tokens are of one sequence."""
+        return self.whole_sequences or (self.importance_sampling_mode or "").startswith("sequence")
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL divergence from the reference, where there is one, is added to the loss."""
+        return self.has_kl and not self.use_kl_in_reward
 
 
 def mean_over_tokens(lengths: Sequence[int]) -> list[float]:

@@ -7,12 +7,15 @@ an overflow: the loss is then infinite or NaN, and the step is not applied.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]  # of the model's and the reference's log-probs, nats a token
 
 
 class TokenValues(NamedTuple):
@@ -55,6 +58,16 @@ def clipped_surrogate(
     return -advantage_C * torch.exp(bounded_C), clipped_C
 
 
+def kl_k1(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
+    """`model - ref`: unbiased, of either sign. Without a correction its gradient in a loss is 0 in the mean."""
+    return model_logprob_C - ref_logprob_C
+
+
+def kl_k2(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
+    """Half the square of `kl_k1`: biased, never negative; on its own samples its gradient is that of the divergence."""
+    return 0.5 * (model_logprob_C - ref_logprob_C).square()
+
+
 def kl_k3(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
     """Estimate of KL(model || reference) from the model's own samples, nats a token, never negative.
 
@@ -65,12 +78,32 @@ def kl_k3(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
     return torch.expm1(difference_C) - difference_C
 
 
-def corrected_kl(values: TokenValues, ref_logprob_C: Tensor) -> Tensor:
-    """`kl_k3` times the probability of the token in the model over that in the distribution it was sampled from.
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
-    In the mean over the tokens that a position can have, it is KL(model || reference) of that position, and its
-    gradient is the gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): at any temperature and after any number of
-    updates. Where filters left tokens out, their part of the sum is missing.
+
+def corrected_kl(values: TokenValues, ref_logprob_C: Tensor, estimator: KLEstimator = kl_k3) -> Tensor:
+    """The estimate times the probability of the token in the model over that in the distribution it was sampled from.
+
+    In the mean over the tokens that a position can have, it is (k1, k3) KL(model || reference) of that position, and
+    its gradient is the gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): at any temperature and after any number
+    of updates. Where filters left tokens out, their part of the sum is missing.
     """
     weight_C = torch.exp(values.model_logprob_C - values.old_logprob_C)
-    return weight_C * kl_k3(values.model_logprob_C, ref_logprob_C)
+    return weight_C * estimator(values.model_logprob_C, ref_logprob_C)
+
+
+def truncated_weight(values: TokenValues, mode: str, clip_max: float) -> tuple[Tensor, Tensor]:
+    """The probability of what was sampled, now over then, cut at `clip_max` or left out above; and where it is.
+
+    Of the token or, in the modes sequence_*, of its whole sequence. There is no gradient. Where nothing has changed it
+    is exactly 1. (TRL's `vllm_importance_sampling_mode`; arXiv 2510.18855 leaves out, IcePop.)
+    """
+    log_ratio_C = (values.logprob_C - values.old_logprob_C).detach()
+    if mode.startswith("sequence"):
+        log_ratio_C = values.sequence_sum(log_ratio_C)
+    bound = math.log(clip_max)
+    above_C = log_ratio_C > bound
+    weight_C = torch.exp(log_ratio_C.clamp(max=bound))
+    if mode.endswith("mask"):
+        weight_C = torch.where(above_C, 0.0, weight_C)
+    return weight_C, above_C & (values.advantage_C != 0)

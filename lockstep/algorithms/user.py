@@ -44,9 +44,10 @@ def _wrong(algorithm: Algorithm, config: LossConfig) -> str:
         return f"weights of two sequences are {one_line(weights)}; they must be two"
     rows = sum(_LENGTHS) + _PADDING
     logprob_C, ends = torch.linspace(-3, -1, rows).requires_grad_(), [0, *_LENGTHS[:1], sum(_LENGTHS)]
-    index = torch.tensor(ends, dtype=torch.int32) if algorithm.whole_sequences else None
+    index = torch.tensor(ends, dtype=torch.int32) if algorithm.indexes_sequences else None
     advantage_C = torch.tensor([1.0] * _LENGTHS[0] + [-1.0] * _LENGTHS[1] + [0.0] * _PADDING)
-    loss_C, clipped_C = algorithm.loss(TokenValues(logprob_C, logprob_C, torch.full((rows,), -2.0), advantage_C, index))
+    values = TokenValues(logprob_C, logprob_C, torch.full((rows,), -2.0), advantage_C, index)
+    loss_C, clipped_C = algorithm.corrected_loss(values)
     for name, found, dtype in (("loss", loss_C, torch.float32), ("clipped", clipped_C, torch.bool)):
         if not isinstance(found, torch.Tensor) or found.shape != (rows,) or found.dtype != dtype:
             return f"its {name} is {_described(found)}; it must be {dtype}, one a token ([{rows}] here)"

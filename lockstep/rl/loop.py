@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from statistics import mean, pstdev
 from typing import Any
 
 import torch
 
 from ..algorithms import SUPERVISED, supervised
+from ..algorithms.losses import KL_ESTIMATORS
 from ..config import RunConfig
 from ..environments import single_turn
 from ..errors import LockstepError, NonFiniteError
@@ -70,6 +72,10 @@ class Loop:
             generated = groups + without_reward
             self._latest = (generated, None)
             sampled = self._sampled(generated)
+            reference: dict[str, float] = {}
+            if config.loss.beta > 0 and config.loss.use_kl_in_reward:
+                with self.world.deadline(f"the reference in step {step + 1}"):
+                    reference["kl"] = self._kl_off_rewards(groups)
             with timings.measured("advantages"):
                 self._advantages(groups)
             with timings.measured("pack"):
@@ -88,8 +94,10 @@ class Loop:
                 self._require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)
             self._count_idle(step, trained=bool(batches))
         counts["updates"] = sum(r.applied for r in results)
+        if config.loss.importance_sampling_mode is not None:
+            counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
-        return counts | self._metrics(groups, result, [*batches, *checks], version), groups
+        return counts | self._metrics(groups, result, [*batches, *checks], version) | reference, groups
 
     def _collect(self, step: int) -> single_turn.Collected:
         problems = [(g, self.run.task.train_problem(step, g)) for g in range(self.config.trainer.prompts_per_step)]
@@ -120,6 +128,23 @@ class Loop:
             for r, advantage in zip(group.rollouts, advantages, strict=True):
                 r.advantage = advantage
 
+    def _kl_off_rewards(self, groups: list[RolloutGroup]) -> float:
+        """Take the KL divergence from the reference off each reward, `beta` times its estimates' sum over the
+        completion; returns the mean estimate a token."""
+        found: dict[str, float] = {}
+        for batch in self._batches(groups, {}):
+            self.run.trainer.reference_logprobs(batch)
+            estimate = KL_ESTIMATORS[self.config.loss.kl_estimator]
+            kl_C = estimate(batch.old_model_logprob_C, batch.ref_logprob_C)[batch.valid_C]
+            for sequence, tokens in zip(batch.sequences, _split(kl_C.tolist(), batch), strict=True):
+                found[sequence.request] = math.fsum(tokens)
+        for of_rank in self.world.gather(found):
+            found |= of_rank
+        for group in groups:
+            for r in group.rollouts:
+                r.reward -= self.config.loss.beta * found[f"group {group.group} sample {r.completion.identity.sample}"]
+        return math.fsum(found.values()) / sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+
     def _pack(
         self, groups: list[RolloutGroup], without_reward: list[RolloutGroup]
     ) -> tuple[list[PackedBatch], list[PackedBatch]]:
@@ -129,7 +154,7 @@ class Loop:
         advantages (`skip_zero_variance`), or without a reward.
         """
         config, weights = self.config, self._weights(groups)
-        skip = config.trainer.skip_zero_variance and config.loss.beta == 0
+        skip = config.trainer.skip_zero_variance and not config.loss.kl_in_loss
         trained: list[RolloutGroup] = []
         skipped: list[RolloutGroup] = []
         for g in groups:
@@ -170,7 +195,7 @@ class Loop:
         count = len(self.shards)
         shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
         packed = pack_shards(shards, self.own_shards, how, check_parity)
-        for batch in packed if self.algorithm.whole_sequences else ():
+        for batch in packed if self.algorithm.indexes_sequences else ():
             batch.index_sequences()
         return [batch.to(self.device) for batch in packed]
 
@@ -190,7 +215,7 @@ class Loop:
         trainer = self.run.trainer
         with self.run.timings.measured("forward_backward", on_device=True):
             for batch in batches:
-                if first and self.config.loss.beta > 0:
+                if first and self.config.loss.kl_in_loss:
                     trainer.reference_logprobs(batch)
                 trainer.forward_backward(batch, keep_support=first and not last)
                 batch.check_parity = False
@@ -308,6 +333,13 @@ class Loop:
     @staticmethod
     def _packed_tokens(groups: list[RolloutGroup]) -> int:
         return sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
+
+
+def _split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
+    """A batch's values a completion token, sequence by sequence."""
+    rest = iter(values)
+    for sequence in batch.sequences:
+        yield list(islice(rest, len(sequence.token_ids)))
 
 
 def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:

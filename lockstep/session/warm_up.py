@@ -125,7 +125,7 @@ def _make_validation_graphs(run: TrainingSession) -> None:
 
 def _batches(config: RunConfig) -> dict[str, Any]:
     """What the trainer has to know of the batches to come."""
-    skips = config.trainer.skip_zero_variance and config.loss.beta == 0
+    skips = config.trainer.skip_zero_variance and not config.loss.kl_in_loss
     check_parity, masks = config.parity != "off", config.loss.mask_truncated_completions
     return {
         "check_parity": check_parity,

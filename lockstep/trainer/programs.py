@@ -168,7 +168,7 @@ class TrainerPrograms:
 
     def _objective(self, loss_type: str) -> step.Objective:
         algorithm = self.algorithms[loss_type]
-        return step.Objective(algorithm, self.reference is not None and algorithm.has_kl)
+        return step.Objective(algorithm, self.reference is not None and algorithm.kl_in_loss)
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         batch = batch_of(inputs, **statics)

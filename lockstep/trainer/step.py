@@ -143,7 +143,7 @@ def _loss(
     algorithm = objective.algorithm
     given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, *given)
-    loss_C, clipped_C = algorithm.loss(values)
+    loss_C, clipped_C = algorithm.corrected_loss(values)
     if objective.with_kl:
         kl_C = algorithm.kl(values, batch.ref_logprob_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))

@@ -106,7 +106,7 @@ class Trainer:
             keep_support: store the sampled support in `batch.support_C`, for later updates on the same batch; those
                 run with `batch.check_parity` off, as the weights are no longer the generator's.
         """
-        if self.algorithm.whole_sequences and batch.cu_completions is None:
+        if self.algorithm.indexes_sequences and batch.cu_completions is None:
             batch.index_sequences()
         with_support = keep_support and batch.truncated and batch.support_C is None
         scored = self.programs.forward_backward(batch, loss_type or self.loss.loss_type, with_support)

@@ -77,7 +77,7 @@ class Case:
         per_token = [rows(x[:, None].expand(-1, LIMIT)) for x in (advantages, weights)]
         logp = rows(self.logp, -3.0)
         values = TokenValues(logp, logp, rows(self.old), per_token[0], cu)
-        loss, clipped = algorithm.loss(values)
+        loss, clipped = algorithm.corrected_loss(values)
         assert not clipped[-5:].any(), "padding is clipped"
         if config.beta:
             loss = loss + config.beta * algorithm.kl(values, rows(self.ref))
@@ -254,6 +254,9 @@ def test_every_setting_is_read_by_those_who_are_said_to() -> None:
             LossConfig("gspo", sapo_temperature_pos=2.0),
             "loss.sapo_temperature_pos has no effect on",
         ),
+        (LossConfig(kl_estimator="k1"), "loss.kl_estimator has no effect without loss.beta"),
+        (LossConfig(use_kl_in_reward=True), "loss.use_kl_in_reward has no effect without loss.beta"),
+        (LossConfig(importance_sampling_clip_max=2.0), "loss.importance_sampling_clip_max has no effect without"),
         (LossConfig("sapo", sapo_temperature_pos=0.0), "loss.sapo_temperature_pos is 0.0; it must be between"),
     ],
 )
@@ -267,3 +270,49 @@ def test_trls_sequence_level_is_gspo() -> None:
     config = LossConfig(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)
     config.validate()
     assert algorithm_of(config) == algorithm_of(LossConfig("gspo", epsilon=3e-4, epsilon_high=4e-4))
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_truncated_importance_sampling(transformers_logits: Tensor, name: str, mode: Any) -> None:
+    """A weight in place of the loss's own ratio, cut or left out above 1.2; exactly 1 where nothing has moved."""
+    c, config = Case(transformers_logits, 0), LossConfig(name)
+    weighed = replace(config, importance_sampling_mode=mode, importance_sampling_clip_max=1.2)
+    log_ratio = (c.logp - c.old).detach() * c.real
+    if mode.startswith("sequence"):
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(c.logp)
+    weight = log_ratio.exp().clamp(max=1.2)
+    if mode.endswith("mask"):
+        weight = torch.where(log_ratio.exp() > 1.2, 0.0, weight)
+    scale = -weight * plain_advantages(name, c.rewards)[:, None].float() * c.mask
+    now = c.logp - c.logp.detach()  # 0, with a gradient
+    if name == "cispo":
+        plain = (scale * c.logp).sum() / c.mask.sum()
+    elif name == "grpo":
+        plain = ((scale * now.exp()).sum(1) / c.lengths).mean()
+    else:  # one ratio a sequence, whose gradient is of all its tokens
+        whole = ((now * c.real).sum(1) / c.lengths).exp()
+        plain = ((scale * whole[:, None]).sum(1) / c.lengths).mean()
+    assert_same(c, c.ours(algorithm_of(weighed), weighed), plain)
+    assert c.clipped.any()
+    c.old = c.logp.detach()
+    one, other = (c.ours(algorithm_of(x), x) for x in (weighed, config))
+    assert torch.equal(one, other) and not c.clipped.any()
+    assert torch.equal(*(torch.autograd.grad(x, c.logits, retain_graph=True)[0] for x in (one, other)))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_estimates_of_the_divergence(estimator: Any) -> None:
+    """Of the tokens that a position can have, weighed, k1 and k3 are the divergence, and so is their gradient; k2's
+    gradient is it without a weight."""
+    draw = torch.Generator().manual_seed(2)
+    logits = torch.randn(9, dtype=torch.float64, generator=draw).requires_grad_()
+    model, ref = torch.log_softmax(logits, 0), torch.randn(9, dtype=torch.float64, generator=draw).log_softmax(0)
+    drawn = torch.log_softmax(logits.detach() / 0.7, 0) if estimator != "k2" else model.detach()
+    exact = (model.exp() * (model - ref)).sum()
+    algorithm = algorithm_of(LossConfig(beta=0.1, kl_estimator=estimator, use_bias_correction_kl=estimator != "k2"))
+    found = (drawn.exp() * algorithm.kl(TokenValues(model, model, drawn, torch.zeros(9)), ref)).sum()
+    if estimator != "k2":
+        torch.testing.assert_close(found, exact)
+    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, exact)]
+    torch.testing.assert_close(*gradients)

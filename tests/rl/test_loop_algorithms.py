@@ -18,7 +18,9 @@ from lockstep.config import (
     TaskConfig,
     TrainerConfig,
 )
+from lockstep.rl.loop import Loop
 from lockstep.run.train import train
+from lockstep.session.build import build
 
 REWARD = """
 def letters(completion_ids, **_):
@@ -67,3 +69,23 @@ def test_graphs_and_a_resumption_change_no_bit(config: RunConfig, tmp_path: Path
     found, expected = metrics(tmp_path / "graphs"), metrics(tmp_path / "eager")
     assert [m["loss"] for m in found] == [m["loss"] for m in expected] and len(found) == 3
     assert all(m["parity/tokens_different"] == 0 < m["parity/tokens_checked"] and m["updates"] == 2 for m in found)
+
+
+def test_kl_in_the_reward(config: RunConfig) -> None:
+    """In the first step the reference is the policy; after it rewards are less by beta times the estimates' sum."""
+    loss = LossConfig(beta=0.5, use_kl_in_reward=True, kl_estimator="k1")
+    made = replace(config, loss=loss, parallel=replace(config.parallel, batch_shards=3))
+    loop = Loop(made, build(made))
+    first, groups = loop.step(0)
+    assert first["kl"] == 0 and all(r.reward == r.rewards["letters"] for g in groups for r in g.rollouts)
+    second, groups = loop.step(1)
+    taken = sum(r.rewards["letters"] - r.reward for g in groups for r in g.rollouts)
+    tokens = sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+    assert second["kl"] != 0 and taken == pytest.approx(0.5 * second["kl"] * tokens, rel=1e-6)
+    assert second["parity/tokens_different"] == 0 == second["parity/tokens_not_covered"]
+
+
+def test_weights_that_are_cut_are_counted(config: RunConfig) -> None:
+    loss = LossConfig(importance_sampling_mode="sequence_mask", importance_sampling_clip_max=1.01)
+    found = Loop(made := replace(config, loss=loss), build(made)).step(0)[0]
+    assert found["clip_ratio"] == 0 < found["importance_sampling/clip_ratio"] < 1

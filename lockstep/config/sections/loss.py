@@ -24,6 +24,9 @@ READ_BY: dict[str, tuple[str, ...]] = {
 }
 
 
+ImportanceSampling = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
 @dataclass(frozen=True)
 class LossConfig(Section):
     """The policy loss and the advantage estimate."""
@@ -46,6 +49,17 @@ class LossConfig(Section):
     """dppo: total variation, or KL divergence (the paper's epsilon for that is 0.05)."""
     beta: float = at_least(0, default=0.0)
     """Weight of the KL divergence from the frozen initial model, of both at temperature 1 and without filters."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """The estimate of that divergence from a token's log-probs: their difference d (k1), d^2 / 2 (k2), or e^-d - 1 + d
+    (k3)."""
+    use_kl_in_reward: bool = False
+    """Take beta times the sum of the estimates over a completion off its reward, instead of adding it to the loss."""
+    importance_sampling_mode: ImportanceSampling | None = None
+    """For the updates after a rollout's first: weigh the loss by the ratio of the weights of now to those that sampled,
+    of tokens or of whole sequences, cut at importance_sampling_clip_max or left out above it, in place of the loss's
+    own ratio and clip. In the first update the weight is exactly 1."""
+    importance_sampling_clip_max: float = at_least(1, default=3.0)
+    """The largest such weight."""
     use_bias_correction_kl: bool = True
     """Weigh each token's KL estimate by its probability in the model over that in the distribution it was sampled from:
     unbiased at every temperature, its gradient too; what filters (top_k, top_p, min_p) left out is missing. Off: the
@@ -70,6 +84,11 @@ class LossConfig(Section):
         """`loss_type`, the alias resolved."""
         return "gspo" if self.importance_sampling_level == "sequence" else self.loss_type
 
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.beta > 0 and not self.use_kl_in_reward
+
     def check(self) -> None:
         refuse(
             self.loss_type not in LOSS_TYPES and ":" not in self.loss_type,
@@ -90,5 +109,10 @@ class LossConfig(Section):
         for name, readers in READ_BY.items():
             if self.algorithm in LOSS_TYPES and self.algorithm not in readers:
                 yield name, f"on loss_type {self.algorithm}; use {' or '.join(readers)}, or remove it"
+        if self.beta == 0:
+            yield "kl_estimator", "without loss.beta; set that above 0, or remove it"
+            yield "use_kl_in_reward", "without loss.beta; set that above 0, or remove it"
+        if self.importance_sampling_mode is None:
+            yield "importance_sampling_clip_max", "without loss.importance_sampling_mode; give one, or remove it"
         if self.overlong_buffer == 0:
             yield "overlong_penalty", "without loss.overlong_buffer; set that above 0, or remove the penalty"
