@@ -134,7 +134,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "generate parity_check precompile",
         "evaluation",
     ),
-    "rl": ("loop", "sft_warmup"),
+    "rl": ("dynamic_sampling", "loop", "sft_warmup"),
     "run": ("checkpoint closing crash display lock metrics trackers", "resume timeline", "report", "recorder", "train"),
     "cli": ("chat flags", "commands", "main"),
 }

@@ -29,11 +29,13 @@ from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
     PackedBatch,
+    Rollout,
     RolloutGroup,
     SamplingParams,
     TrainGroup,
     TrainSequence,
 )
+from .dynamic_sampling import collect_with_signal
 
 _TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync")  # phases whose seconds are metrics
 
@@ -52,6 +54,7 @@ class Loop:
         self.device = run.policy.model.embed.device
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
         self.idle_steps = 0
+        self.prompts_used = 0  # of the task's, which a checkpoint keeps
         self.spans: list[Span] = []  # of the latest step
         self.max_prompt_length = run.prompt_limit.tokens
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
@@ -100,16 +103,43 @@ class Loop:
         return counts | self._metrics(groups, result, [*batches, *checks], version) | reference, groups
 
     def _collect(self, step: int) -> single_turn.Collected:
-        problems = [(g, self.run.task.train_problem(step, g)) for g in range(self.config.trainer.prompts_per_step)]
-        return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
+        prompts = self.config.trainer.prompts_per_step
+        if not self.config.loss.dynamic_sampling:
+            self.prompts_used = (step + 1) * prompts
+            problems = [(g, self.run.task.train_problem(step, g)) for g in range(prompts)]
+            return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
+
+        def sample(wanted: list[tuple[int, int]]) -> single_turn.Collected:
+            places = [(number, divmod(self.prompts_used + i, prompts)) for number, i in wanted]
+            problems = [(number, self.run.task.train_problem(*place)) for number, place in places]
+            return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step, required=len(problems) == prompts)
+
+        most = self.config.loss.max_num_gen_batches * prompts
+        found, used = collect_with_signal(prompts, most, sample, self._has_signal)
+        self.prompts_used += used
+        return found
+
+    def _has_signal(self, group: RolloutGroup) -> bool:
+        """Whether there is something to learn from a group, of its samples that are not masked."""
+        return self.algorithm.keep([r.reward for r in group.rollouts if self._counts(r)])
+
+    def _counts(self, rollout: Rollout) -> bool:
+        """Whether a sample is trained on."""
+        masks = self.config.loss.mask_truncated_completions
+        return not (masks and rollout.completion.finish_reason == "length")
 
     def _rollouts(
-        self, problems: single_turn.Problems, sampling: SamplingParams, domain: int, step: int
+        self,
+        problems: single_turn.Problems,
+        sampling: SamplingParams,
+        domain: int,
+        step: int,
+        required: bool = True,
     ) -> single_turn.Collected:
         run = self.run
         how = run.policy.encode, run.engine.generate, run.task.rewards, self.config.seed
         turn = single_turn.SingleTurn(*how, self.max_prompt_length, run.timings, self.world)
-        return turn.collect(problems, sampling, domain, step)
+        return turn.collect(problems, sampling, domain, step, required)
 
     def _sampled(self, groups: list[RolloutGroup]) -> int:
         """The completion tokens that are to be compared."""
@@ -167,9 +197,8 @@ class Loop:
         """Each rollout's weight a token in the policy loss, normalized over the whole step: skipped groups count, as
         that loss of theirs has no gradient, and masked completions count among the sequences. The load-balancing loss
         has a weight of 1 over what is trained on."""
-        loss = self.config.loss
         rollouts = [r for g in groups for r in g.rollouts]
-        kept = [r for r in rollouts if not (loss.mask_truncated_completions and r.completion.finish_reason == "length")]
+        kept = [r for r in rollouts if self._counts(r)]
         lengths = [len(r.completion.token_ids) for r in kept]
         limit = self.config.sampling.max_completion_length
         weights = self.algorithm.weights(lengths, len(rollouts), limit)

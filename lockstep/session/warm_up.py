@@ -130,7 +130,7 @@ def _batches(config: RunConfig) -> dict[str, Any]:
     return {
         "check_parity": check_parity,
         "num_iterations": config.trainer.num_iterations,
-        "with_checks": check_parity and (skips or masks),
+        "with_checks": check_parity and (skips or masks or config.loss.dynamic_sampling),
     }
 
 

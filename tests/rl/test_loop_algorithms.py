@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,13 @@ REWARD = """
 def letters(completion_ids, **_):
     "The share of lower-case letters."
     return [sum(97 <= t < 123 for t in ids) / len(ids) for ids in completion_ids]
+
+def some(prompts, completion_ids, **_):
+    "The same, of every second prompt; all samples of the others are alike."
+    return [bool(len(p) % 4) * x for p, x in zip(prompts, letters(completion_ids))]
+
+def equal(completion_ids, **_):
+    return [1.0] * len(completion_ids)
 """
 
 
@@ -89,3 +97,45 @@ def test_weights_that_are_cut_are_counted(config: RunConfig) -> None:
     loss = LossConfig(importance_sampling_mode="sequence_mask", importance_sampling_clip_max=1.01)
     found = Loop(made := replace(config, loss=loss), build(made)).step(0)[0]
     assert found["clip_ratio"] == 0 < found["importance_sampling/clip_ratio"] < 1
+
+
+def rewarded_by(config: RunConfig, function: str, **loss: Any) -> RunConfig:
+    path = config.task.reward[0].rsplit(":", 1)[0]
+    task = replace(config.task, reward=(f"{path}:{function}",))
+    return replace(config, task=task, loss=LossConfig("dapo", dynamic_sampling=True, **loss), steps=2)
+
+
+def test_steps_are_full_and_no_prompt_is_used_twice_or_left_out(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second prompt has no signal: those of further ones take their place, in order, over the steps."""
+    made = rewarded_by(config, "some")
+    loop = Loop(made, run := build(made))
+    asked: list[tuple[int, int]] = []
+    of_task = run.task.train_problem
+    monkeypatch.setattr(run.task, "train_problem", lambda *place: (asked.append(place), of_task(*place))[1])
+    for step in range(2):
+        before = len(asked)
+        found, groups = loop.step(step)
+        assert len(groups) == 3 and all(len({r.reward for r in g.rollouts}) > 1 for g in groups)
+        assert sorted(g.group % 3 for g in groups) == [0, 1, 2] and any(g.group >= 3 for g in groups)
+        assert found["dynamic_sampling/prompts"] == len(asked) - before > 3
+        assert found["frac_reward_zero_std"] == 0 == found["parity/tokens_not_covered"]
+        assert found["parity/tokens_checked"] > sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+    assert asked == [divmod(i, 3) for i in range(len(asked))] and loop.prompts_used == len(asked)
+
+
+def test_a_resumption_goes_on_with_the_next_prompt(config: RunConfig, tmp_path: Path) -> None:
+    made = replace(rewarded_by(config, "some"), compile=CompileConfig("none"))
+    train(made, tmp_path / "whole", resume=False)
+    train(replace(made, steps=1), tmp_path / "parts", resume=False)
+    train(made, tmp_path / "parts", resume=True)
+    assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
+    assert (tmp_path / "whole/rollouts.jsonl").read_text() == (tmp_path / "parts/rollouts.jsonl").read_text()
+
+
+def test_a_step_without_signals_ends_at_the_bound(config: RunConfig) -> None:
+    made = rewarded_by(config, "equal", max_num_gen_batches=2)
+    found, groups = (loop := Loop(made, build(made))).step(0)
+    assert (found["dynamic_sampling/prompts"], found["dynamic_sampling/rounds"], loop.prompts_used) == (6, 2, 6)
+    assert [g.group for g in groups] == [3, 4, 5] and found["updates"] == 0 == found["parity/tokens_not_covered"]

@@ -21,6 +21,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "sapo_temperature_neg": ("sapo",),
     "divergence_type": ("dppo",),
     "normalize_advantages": ("rloo",),
+    "dynamic_sampling": tuple(name for name in LOSS_TYPES if name != "reinforce_pp"),
 }
 
 
@@ -73,6 +74,11 @@ class LossConfig(Section):
     """dapo: the last this many tokens before max_completion_length cost a linear penalty; 0 is off."""
     overlong_penalty: float = between(0, 1e6, default=1.0)
     """dapo: the penalty at max_completion_length."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal, before penalties, by those of further prompts until the step is full;
+    DAPO's paper does. They are checked and not trained on."""
+    max_num_gen_batches: int = between(2, 1000, default=10)
+    """dynamic_sampling: a step uses at most this many times prompts_per_step prompts; then it is trained as it is."""
     router_aux_loss_coef: float = at_least(0, default=0.0)
     """Weight of the load-balancing loss of a mixture of experts, of the tokens that an update trains on; 0 is off."""
     mask_truncated_completions: bool = False
@@ -112,6 +118,8 @@ class LossConfig(Section):
         if self.beta == 0:
             yield "kl_estimator", "without loss.beta; set that above 0, or remove it"
             yield "use_kl_in_reward", "without loss.beta; set that above 0, or remove it"
+        if not self.dynamic_sampling:
+            yield "max_num_gen_batches", "without loss.dynamic_sampling; turn that on, or remove it"
         if self.importance_sampling_mode is None:
             yield "importance_sampling_clip_max", "without loss.importance_sampling_mode; give one, or remove it"
         if self.overlong_buffer == 0:

@@ -37,6 +37,7 @@ SOFTMAX = replace(DENSE, family="qwen3_moe", moe=MoEConfig(4, 2, 16), rope_scali
 NOT_IN_THE_GRAPH = {  # and so not in its key, or every change of them would trace anew
     *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.lr_scheduler", "loss.scale_rewards"),
     *("loss.overlong_buffer", "loss.overlong_penalty", "loss.mask_truncated_completions"),
+    *("loss.dynamic_sampling", "loss.max_num_gen_batches", "loss.normalize_advantages"),
 }
 OTHER = {"qwen3": "llama", "qwen3_moe": "llama", "deepseek_v3": "qwen3", "llama3": "linear", "none": "group"} | {
     "grpo": "dapo",
