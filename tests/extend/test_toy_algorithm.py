@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lockstep
 from lockstep.algorithms import Algorithm, TokenValues, algorithm_of
 from lockstep.config import (
     CheckpointConfig,
@@ -121,3 +122,10 @@ def test_what_is_wrong_with_one_is_said_at_once(tmp_path: Path, name: str, messa
     config.validate()
     with pytest.raises(InputError, match=rf"loss\.loss_type '.*wrong\.py:{name}'.*{message}"):
         algorithm_of(config)
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    page = (Path(lockstep.__file__).parents[1] / "docs" / "algorithms.md").read_text()
+    (tmp_path / "my_algorithm.py").write_text(page.split("```python\n")[1].split("```")[0])
+    algorithm: Any = algorithm_of(LossConfig(f"{tmp_path / 'my_algorithm.py'}:Mine", epsilon=0.3))
+    assert (algorithm.epsilon, algorithm.strength, algorithm.indexes_sequences) == (0.3, 0.5, True)
