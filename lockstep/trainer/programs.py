@@ -61,7 +61,7 @@ class TrainerPrograms:
         state: UpdateState,
     ) -> None:
         self.model, self.reference, self.optimizer, self.state = model, reference, optimizer, state
-        self.algorithm, self.supervised = algorithm_of(loss), supervised(loss)
+        self.loss_type, self.algorithm, self.supervised = loss.loss_type, algorithm_of(loss), supervised(loss)
         self.algorithms: dict[str, Algorithm] = {SUPERVISED: self.supervised, loss.loss_type: self.algorithm}
         self.flat = flat = optimizer.flat
         moe = model.config.moe if model.config.moe_layers else None
@@ -73,14 +73,14 @@ class TrainerPrograms:
         baked = self.constants()
         if not all(graph.in_package(type(a)) for a in self.algorithms.values()):  # others are traced at every start
             del baked["forward_backward"]
-        # Of several ranks each differentiates by weights that it gathers, which are no inputs.
-        train = self._train_body if isinstance(flat, ShardedParameters) else self._differentiated
         self.by_name: dict[str, graph.Program] = {}
 
         def add(name: str, body: graph.GraphBody, inputs: graph.Inputs, writes: Collection[graph.Role]) -> None:
             open_sizes = None if name in ("optim_step", "gather_weights") else OPEN_SIZES
             self.by_name[name] = runtime.program(name, body, inputs, writes, open_sizes, baked.get(name))
 
+        # Of several ranks each differentiates by weights that it gathers, which are no inputs.
+        train = self._train_body if isinstance(flat, ShardedParameters) else self._differentiated
         add("forward_backward", train, training, {"grad", "buffer"})
         add("check", self._check_body, scoring, {"buffer"})
         add("optim_step", self._optim_body, self._updating(), {"param", "grad", "optimizer", "buffer"})
@@ -162,13 +162,11 @@ class TrainerPrograms:
         self, inputs: graph.Inputs, loss_type: str, with_support: bool, **statics: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
-        with graph.substituted(self.model, inputs):
-            loss, scored = step.forward(self.model, values, batch, self._objective(loss_type), with_support)
-        return loss, scored.tensors()
-
-    def _objective(self, loss_type: str) -> step.Objective:
         algorithm = self.algorithms[loss_type]
-        return step.Objective(algorithm, self.reference is not None and algorithm.kl_in_loss)
+        objective = step.Objective(algorithm, self.reference is not None and algorithm.kl_in_loss)
+        with graph.substituted(self.model, inputs):
+            loss, scored = step.forward(self.model, values, batch, objective, with_support)
+        return loss, scored.tensors()
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         batch = batch_of(inputs, **statics)
