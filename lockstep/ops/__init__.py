@@ -51,6 +51,7 @@ from .records import (
     SampleKeys,
 )
 from .rope.operator import qk_norm_rope, rope_table
+from .sequence.operator import sequence_sum
 
 __all__ = [
     "ALONE",
@@ -112,6 +113,7 @@ __all__ = [
     "router_probabilities",
     "sample",
     "sample_key",
+    "sequence_sum",
     "silu_mul",
     "square_sums",
     "support_mask",
