@@ -215,8 +215,8 @@ class Recorder:
         """What the run's bits depend on besides its configuration: names, versions, and words of its arithmetic."""
         if self._numerics is None:
             with loop.run.timings.measured("golden_words"):
-                embed = loop.run.policy.model.embed
-                found = golden.words(embed.device, embed.dtype)
+                model = loop.run.policy.model
+                found = golden.words(model.embed.device, model.embed.dtype, model.config)
             self._numerics = loop.run.trainer.numerics() | {"c_library": ops.cpu_build(), "words": found}
         return self._numerics
 

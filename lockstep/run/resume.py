@@ -97,7 +97,8 @@ def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         return [_was(name, then, now) for name in then if name in now and then[name] != now[name]]
     names = ["dtype", "threads"] + ["device"] * (now["operators"] == "cuda")
     changed = [_was(name, then, now) for name in names if then[name] != now[name]]
-    words = [name for name in now["words"] if then["words"].get(name) != now["words"][name]]
+    both = [name for name in now["words"] if name in then["words"]]  # earlier versions wrote fewer
+    words = [name for name in both if then["words"][name] != now["words"][name]]
     if words:
         facts = [name for name in now if name not in ("words", *names) and then.get(name) != now[name]]
         why = "; ".join(_was(name, then, now) for name in facts) or "the versions are the same"
