@@ -298,6 +298,8 @@ class Recorder:
         if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
             write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
             error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
+        if error is None:  # what a check found before is mended
+            (self.run_dir / FAILURE_FILE).unlink(missing_ok=True)
         for file in (self._metrics, self._rollouts):
             if file is not None:
                 file.close()
