@@ -1,5 +1,31 @@
-"""`python -m lockstep`: the same as the `lockstep` command."""
+"""The `lockstep` command and `python -m lockstep`, which are the same."""
 
-from .cli.main import entry
+from __future__ import annotations
 
-entry()
+import signal
+import sys
+from typing import NoReturn
+
+
+def entry() -> NoReturn:
+    """The command as a process. Ctrl-C ends it with exit code 130 and no traceback, from its first import to its end,
+    however often it comes."""
+    try:
+        from .cli.main import entry as command
+
+        command()
+    except KeyboardInterrupt:
+        _ignore_interrupts()
+        print("lockstep: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _ignore_interrupts() -> None:
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:  # another in between
+        _ignore_interrupts()
+
+
+if __name__ == "__main__":
+    entry()

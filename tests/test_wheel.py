@@ -65,7 +65,7 @@ def test_an_installed_wheel_runs_the_first_command(wheel: Path, tmp_path: Path) 
     where = "import lockstep; from lockstep.ops import cpu_backend; print(lockstep.__file__, cpu_backend())"
     file, backend = python("-c", where, cwd=work, **at).split()
     assert Path(file).is_relative_to(site) and (backend == "native") == (library.built is not None)
-    command = "import sys; from lockstep.cli.main import entry; sys.exit(entry())"  # as the script `lockstep` does
+    command = "import sys; from lockstep.__main__ import entry; sys.exit(entry())"  # as the script `lockstep` does
     assert "entry" in (next(site.glob("*.dist-info")) / "entry_points.txt").read_text()
     shown = python("-c", command, *FIRST, "--run-dir", "run", cwd=work, **at)
     run = work / "run"

@@ -67,10 +67,12 @@ def _files(folder: Path, config: ModelConfig) -> list[Path]:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Every file that a model folder consists of: those in it that are not hidden, and shards further down."""
+    """Every file that a model folder consists of: those in it that are not hidden, further chat templates, and shards
+    further down."""
     path = weights_path(folder)
     shards = _placed(path).values() if path.suffix == ".json" else ()
-    beside = (file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+    files = (*folder.iterdir(), *folder.glob("additional_chat_templates/*"))
+    beside = (str(file.relative_to(folder)) for file in files if file.is_file() and not file.name.startswith("."))
     return sorted({*beside, *(str(PurePath(shard)) for shard in shards)})
 
 

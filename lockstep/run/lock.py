@@ -15,26 +15,39 @@ from ..errors import InputError
 LOCK_FILE = ".lock"  # holds who has the lock; left behind by a process that was killed, it locks nothing
 
 _log = logging.getLogger("lockstep")
+_open: set[int] = set()  # lock files of this process, which a copy of it does not keep
+
+
+def _close_in_copy() -> None:
+    while _open:
+        os.close(_open.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_copy)
 
 
 @contextlib.contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """Within, no other process can hold this folder. The lock is the kernel's (`flock`) and ends with the process.
+    """Within, no other process can hold this folder. The lock is the kernel's (`flock`) and ends with the process,
+    whatever copies of it go on.
 
     Raises:
         InputError: another process has it, which is named; or the folder cannot be written.
     """
     path = run_dir / LOCK_FILE
     file = _locked(path)
+    _open.add(file)
     try:
         with contextlib.suppress(OSError):  # a full disk: held, if without a name
             os.truncate(file, 0)
             os.write(file, f"process {os.getpid()} on {platform.node()}".encode())
         yield
     finally:
-        with contextlib.suppress(OSError):
-            path.unlink()  # before it is free, so that whoever waits for no file does not get this one
-        os.close(file)
+        if file in _open:  # not in a copy of the process
+            with contextlib.suppress(OSError):
+                path.unlink()  # before it is free, so that whoever waits for no file does not get this one
+            _open.remove(file)
+            os.close(file)
 
 
 def _locked(path: Path) -> int:

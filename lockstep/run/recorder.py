@@ -218,8 +218,8 @@ class Recorder:
         """What the run's bits depend on besides its configuration: names, versions, and words of its arithmetic."""
         if self._numerics is None:
             with loop.run.timings.measured("golden_words"):
-                embed = loop.run.policy.model.embed
-                found = golden.words(embed.device, embed.dtype)
+                model = loop.run.policy.model
+                found = golden.words(model.embed.device, model.embed.dtype, model.config)
             self._numerics = loop.run.trainer.numerics() | {"c_library": ops.cpu_build(), "words": found}
         return self._numerics
 
@@ -301,6 +301,8 @@ class Recorder:
         if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
             write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
             error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
+        if error is None:  # what a check found before is mended
+            (self.run_dir / FAILURE_FILE).unlink(missing_ok=True)
         for file in (self._metrics, self._rollouts):
             if file is not None:
                 file.close()

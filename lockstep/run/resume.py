@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 from ..config import RunConfig, yaml_file
 from ..errors import InputError
 from ..models import describe_folder
+from ..user_functions import one_line
 from . import checkpoint
-from .metrics import METRICS_FILE, read_lines, to_json
+from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines, to_json
 
+SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # every step's metrics have them
 CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
 _DATA_FIELDS = ("task.data", "task.validation_data", "attention_mask", "loss.loss_type")
 
@@ -52,14 +55,15 @@ def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
 def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint | None:
     """The newest whole checkpoint in `run_dir`; None when the run has no step yet. Writes nothing.
 
-    Raises `InputError` when a run that has steps has no whole checkpoint, and when `now` (see `inputs`) is not what
-    the checkpoint was made with.
+    Raises `InputError` when a run that has steps has no whole checkpoint, when `now` (see `inputs`) is not what the
+    checkpoint was made with, and when a line of metrics or rollouts cannot be read.
     """
     metrics = run_dir / METRICS_FILE
     done = sum(1 for _ in read_lines(metrics)) if metrics.exists() else 0
     loaded = checkpoint.latest(run_dir / CHECKPOINTS)
     if loaded is not None:
         _require_same(run_dir, loaded, now)
+        _require_records(run_dir, loaded.step)
     elif done or (run_dir / FINAL_MODEL).exists():
         raise InputError(
             f"--resume {run_dir}: the run has {done} steps and no whole checkpoint to go on from; begin again with "
@@ -98,7 +102,8 @@ def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         return [_was(name, then, now) for name in then if name in now and then[name] != now[name]]
     names = ["dtype", "threads"] + ["device"] * (now["operators"] == "cuda")
     changed = [_was(name, then, now) for name in names if then[name] != now[name]]
-    words = [name for name in now["words"] if then["words"].get(name) != now["words"][name]]
+    both = [name for name in now["words"] if name in then["words"]]  # earlier versions wrote fewer
+    words = [name for name in both if then["words"][name] != now["words"][name]]
     if words:
         facts = [name for name in now if name not in ("words", *names) and then.get(name) != now[name]]
         why = "; ".join(_was(name, then, now) for name in facts) or "the versions are the same"
@@ -126,6 +131,23 @@ def _require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mappi
                 f"--resume {run_dir}: {what} was {_words(before)} when {loaded.path.name} was saved and is "
                 f"{_words(after)}; put it back (relative paths start where the command runs), or begin a new run"
             )
+
+
+def _require_records(run_dir: Path, steps: int) -> None:
+    """The lines of steps before the checkpoint have what the summary is made from, finite numbers."""
+    if (run_dir / ROLLOUTS_FILE).exists():
+        for _ in read_lines(run_dir / ROLLOUTS_FILE):
+            pass
+    if not (metrics := run_dir / METRICS_FILE).exists():
+        return
+    for number, record in enumerate(read_lines(metrics), start=1):
+        for field in SUMMARIZED if record["step"] < steps else ():
+            value: Any = record.get(field)
+            if type(value) not in (int, float) or not abs(value) < sys.float_info.max:
+                raise InputError(
+                    f"{metrics}, line {number}: {field} is {one_line(value, repr)}, not a number; delete the line, "
+                    "which then counts as lost"
+                )
 
 
 def _require_same_config(

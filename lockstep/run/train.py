@@ -13,6 +13,7 @@ from ..rl.loop import Loop
 from ..session.build import build, resolve
 from ..session.signals import ended_by_signals, raise_received
 from . import resume as resuming
+from .checkpoint import LoadedCheckpoint
 from .crash import noted
 from .display import Display
 from .recorder import Recorder
@@ -35,16 +36,17 @@ def train(
     if world.size > 1:
         world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
     run_dir = run_dir.absolute()  # rewards may change the working directory
+    recorder = Recorder(config, run_dir, world)
+    loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
     with noted(run_dir) if world.first else contextlib.nullcontext(), _display(config, world) as display:
-        return _train(config, run_dir, resume, world, other_numerics, display)
+        return _train(recorder, resume, loaded, other_numerics, display)
 
 
 def _train(
-    config: RunConfig, run_dir: Path, resume: bool, world: World, other_numerics: bool, display: Display
+    recorder: Recorder, resume: bool, loaded: LoadedCheckpoint | None, other_numerics: bool, display: Display
 ) -> dict[str, Any]:
-    recorder = Recorder(config, run_dir, world)
+    config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
     display.startup("importing", recorder.imports_s)
-    loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
     loop = Loop(config, build(config, world, display))
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)

@@ -11,29 +11,41 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..models import Decoder, ModelConfig, PackedAttention
+from ..models.config import MLAConfig, MoEConfig
 from ..ops.tables import linear_table
 
 _DECODER = ModelConfig(512, 128, 384, 2, 4, 2, 32, max_position_embeddings=2048, rope_theta=10000.0)
+_ODD = replace(_DECODER, vocab_size=509, hidden_size=131, intermediate_size=395)  # rows that fill no whole vectors
+_EXPERTS = replace(_ODD, family="qwen3_moe", moe=MoEConfig(6, 2, 89))
+_LATENT = replace(_ODD, family="deepseek_v3", num_kv_heads=1, head_dim=14, mla=MLAConfig(37, 22, 14, 29, 41))
+_WINDOWS = replace(_ODD, sliding_window=20, sliding_layers=(1,))
 _ROWS, _DEPTH, _TOKENS = 17, 512, 75  # a shared prompt and the rest of two sequences, longer than a tile of keys
 
 
-def words(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """What each kind of computation gives on this device in this compute dtype, 16 hexadecimal digits each."""
+def words(device: torch.device, dtype: torch.dtype, config: ModelConfig = _DECODER) -> dict[str, str]:
+    """What each kind of computation gives on this device in this compute dtype, 16 hexadecimal digits each.
+
+    On a CPU also gradients of whole decoders, among them one of each kind that `config` is, and drawn tokens: there
+    every library chooses its instructions anew in each process. On a GPU their kernels would have to be compiled.
+    """
     used = set(linear_table.used)
     with torch.no_grad():
         found = {name: _hash(tensors) for name, tensors in _results(device, dtype)}
+        if device.type == "cpu":
+            found |= {name: _hash(tensors) for name, tensors in _cpu_results(dtype, config)}
     linear_table.used.intersection_update(used)  # of what is launched here, the run need not launch anything
     return found
 
 
 def _hash(tensors: tuple[Tensor, ...]) -> str:
-    data = b"".join(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    data = b"".join(tensor.flatten().cpu().view(torch.uint8).numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -49,6 +61,18 @@ def _results(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tu
     scores = _scores(device, dtype)
     yield "log", scores[1:]  # the entropies and the log-probabilities under filters, of sums and their logarithms
     yield "decoder", scores[:1]
+
+
+def _cpu_results(dtype: torch.dtype, config: ModelConfig) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    kinds = {"gradients": _ODD}
+    kinds |= {"experts": _EXPERTS} if config.moe_layers else {}
+    kinds |= {"latent": _LATENT} if config.mla is not None else {}
+    kinds |= {"windows": _WINDOWS} if any(config.windows) else {}
+    for name, decoder in kinds.items():
+        yield name, _gradients(_filled(decoder, dtype))
+    x = _fixed(_ROWS, 2 * _DEPTH + 5, seed=96)
+    yield "sums", (x.sum(), x.sum(-1), x.sum(-1, dtype=torch.float64), x.softmax(-1), x.exp())  # float32 in any dtype
+    yield "sample", _sample(dtype)
 
 
 def _fixed(*shape: int, seed: int) -> Tensor:
@@ -98,14 +122,45 @@ def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def _scores(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Log-probabilities of a decoder with fixed weights, the model's own; then under filters, and entropies."""
-    model = Decoder(_DECODER, dtype, device)
+    found = _scored(_filled(_DECODER, dtype, device), device)
+    return found.model_logprob_C, found.logprob_C, found.entropy_C
+
+
+def _gradients(model: Decoder) -> tuple[Tensor, ...]:
+    """Of each parameter, of a sum of weighted exponentials and squares of both log-probabilities; on the CPU."""
+    with torch.enable_grad():
+        found = _scored(model, torch.device("cpu"))
+        weights = _fixed(_TOKENS, seed=99)
+        terms = torch.exp(found.logprob_C / 16) + torch.square(found.model_logprob_C)
+        return torch.autograd.grad((weights * terms).sum(), list(model.parameters()))
+
+
+def _sample(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Tokens drawn with and without filters, and their log-probabilities; on the CPU."""
+    hidden, weight = _fixed(_ROWS, 131, seed=97).to(dtype), _fixed(509, 131, seed=98).to(dtype) / 16
+    keys = torch.tensor([ops.sample_key(7, 0, 3, group, 1) for group in range(_ROWS)])
+    places = ops.SampleKeys(keys, torch.arange(_ROWS) * 1000)
+    temperature, min_p = torch.full((_ROWS,), 1.5), torch.zeros(_ROWS)
+    top_k, top_p = torch.arange(_ROWS, dtype=torch.int32) * 20, torch.ones(_ROWS)
+    filters = ops.Filters(temperature, top_k, top_p, min_p)
+    return ops.sample(hidden, weight, places, filters, True, False)  # with filters, not greedy
+
+
+def _filled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """A decoder with fixed weights."""
+    model = Decoder(config, dtype, device)
     for seed, parameter in enumerate(model.parameters(), start=11):
         values = _fixed(*parameter.shape, seed=seed)
         parameter.copy_(1 + values / 16 if parameter.dim() == 1 else values / 16)
-    tokens = torch.arange(_TOKENS, device=device) * 37 % _DECODER.vocab_size
-    hidden = model(tokens, torch.arange(_TOKENS, device=device), PackedAttention(_layout(device)))
+    return model
+
+
+def _scored(model: Decoder, device: torch.device) -> ops.TokenLogprobs:
+    """Of every token the next, which is fixed, under filters."""
+    tokens = torch.arange(_TOKENS, device=device) * 37 % model.config.vocab_size
+    attend = PackedAttention(_layout(device), model.masks)
+    hidden = model(tokens, torch.arange(_TOKENS, device=device), attend)
     temperature, top_p, min_p = (torch.full((_TOKENS,), number, device=device) for number in (0.7, 0.9, 0.01))
     top_k = torch.full((_TOKENS,), 50, dtype=torch.int32, device=device)
     filters = ops.Filters(temperature, top_k, top_p, min_p)
-    found = ops.token_logprobs(hidden, model.lm_head, tokens.roll(-1), filters, truncated=True)
-    return found.model_logprob_C, found.logprob_C, found.entropy_C
+    return ops.token_logprobs(hidden, model.lm_head, tokens.roll(-1), filters, truncated=True)

@@ -9,6 +9,7 @@ import sys
 from decimal import Decimal
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from processes import finished
@@ -17,6 +18,9 @@ from scoring import IDS, PROMPTS, ROWS, TEXTS, length, only_last, score, slow_ha
 from lockstep.environments.rewards.reward_set import Reward, RewardSet, Scoring
 from lockstep.environments.rewards.workers import RewardWorkers
 from lockstep.errors import InputError
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
 
 # What a function is given.
 
@@ -45,6 +49,57 @@ def test_a_function_that_changes_its_lists_does_not_disturb_the_next() -> None:
         return [0.0] * count
 
     assert score(destroyer, length)[1] == [1.0, 2.0, 3.0]
+
+
+def test_what_a_function_does_to_its_arguments_stays_with_it() -> None:
+    prompts = [[{"role": "user", "content": "p"}]] * 3
+    ids, rows = [[1], [2, 2], [3, 3, 3]], [{"answer": {"parts": [1]}}] * 3
+    seen = []
+
+    def destroyer(prompts, completions, completion_ids, answer):
+        for prompt, completion, own, parts in zip(prompts, completions, completion_ids, answer, strict=True):
+            prompt.extend(completion)
+            completion[0]["content"] = prompt[0]["content"] = "edited"
+            own.pop()
+            parts["parts"].append(2)
+        return [0.0] * len(prompts)
+
+    def sees(prompts, completions, completion_ids, answer):
+        seen.append((prompts, completions, completion_ids, answer))
+        return [0.0] * len(prompts)
+
+    RewardSet([Reward("destroyer", destroyer), Reward("sees", sees)]).score(prompts, TEXTS, ids, rows)
+    assert (
+        prompts == [[{"role": "user", "content": "p"}]] * 3 and ids == IDS and rows == [{"answer": {"parts": [1]}}] * 3
+    )
+    completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    assert seen == [(prompts, completions, ids, [{"parts": [1]}] * 3)]
+
+
+def test_what_a_function_sets_of_torch_ends_with_its_call() -> None:
+    def state() -> list[Any]:
+        return [
+            *(torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_num_threads()),
+            *(torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), torch.backends.mkldnn.enabled),
+            *(torch.are_deterministic_algorithms_enabled(), torch.tensor(2.0**-130).mul(1).item() == 0),
+        ]
+
+    def sets(completions):
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_float32_matmul_precision("medium")
+        torch.set_autocast_enabled("cpu", True)
+        torch.backends.mkldnn.enabled = False
+        torch.use_deterministic_algorithms(True)
+        torch.set_flush_denormal(True)
+        raise ValueError("half-way")
+
+    before = state()
+    with pytest.raises(InputError, match="raised ValueError: half-way"):
+        score(sets)
+    assert state() == before
 
 
 # Combining.
@@ -264,6 +319,19 @@ def test_async_functions_run_at_the_same_time() -> None:
     assert score(waits, frees).totals == [3.0] * 3
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_async_function_that_stops_the_loop_is_named(inside: bool) -> None:
+    async def stops(completions):
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(5)
+
+    async def called() -> None:
+        score(stops)
+
+    with pytest.raises(InputError, match="reward stops did not finish, as an async reward stopped the event loop"):
+        asyncio.run(called()) if inside else score(stops)
+
+
 # TRL's further arguments.
 
 
@@ -280,6 +348,20 @@ def test_trainer_state_and_what_functions_log() -> None:
     assert rewards.logged.metrics == {"length": 3.0} and rewards.logged.extra == {"seen": ["A", "BB", "CCC"]}
     rewards.score(PROMPTS[:1], TEXTS[:1], IDS[:1], [{}])
     assert rewards.logged.extra == {"seen": ["A"]}  # of the last batch alone
+
+
+def test_logged_arrays_are_recorded_as_lists() -> None:
+    mine = [[1]]
+
+    def logs(completions, log_extra):
+        log_extra("array", [numpy.zeros(2), torch.ones(2), {"deep": numpy.float32(0.5)}])
+        log_extra("list", mine * 3)
+        mine[0].append(2)
+        return [0.0] * len(completions)
+
+    rewards = RewardSet([Reward("logs", logs)])
+    rewards.score(PROMPTS, TEXTS, IDS, [{}] * 3)
+    assert rewards.logged.extra == {"array": [[0.0, 0.0], [1.0, 1.0], {"deep": 0.5}], "list": [[1]] * 3}
 
 
 def test_a_column_of_that_name_is_the_datas() -> None:
@@ -299,6 +381,12 @@ def test_a_column_of_that_name_is_the_datas() -> None:
             r"raised ValueError: log_metric\('a', ...\) takes a finite number, not nan",
         ),
         ((("a", 1.0), ("b", [1])), r"raised ValueError: log_extra\('b', ...\) has 1 values for 3 completions"),
+        ((("a", 1.0), ("b", ["\ud83d"] * 3)), r"log_extra\('b', ...\) cannot be recorded: .*surrogates not allowed"),
+        ((("a", 1.0), ("b", [{"\ud83d": 1}] * 3)), r"log_extra\('b', ...\) cannot be recorded: .*surrogates"),
+        ((("a", 1.0), ("\ud83d", [1] * 3)), r"log_extra\('\\\\?ud83d', ...\) cannot be recorded: .*surrogates"),
+        ((("a", 1.0), ("b", [CIRCLE] * 3)), r"log_extra\('b', ...\) cannot be recorded: it is nested too deep"),
+        ((("a", 1.0), ("b", [10**5000] * 3)), r"log_extra\('b', ...\) cannot be recorded: Exceeds the limit"),
+        ((("\ud83d", 1.0), ("b", [1] * 3)), r"log_metric\('\\\\?ud83d', ...\) cannot be recorded: .*surrogates"),
     ],
 )
 def test_what_cannot_be_logged(value: Any, message: str) -> None:

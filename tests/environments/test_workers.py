@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,6 +117,26 @@ def test_a_call_that_takes_too_long_is_stopped(source: Path) -> None:
             score(load_rewards([f"{source}:fragile"], workers=pool), ["loop"], (0,))
     finally:
         pool.close()
+
+
+def test_an_interrupt_ends_a_call_that_hangs(source: Path, tmp_path: Path) -> None:
+    """Without a limit of time, with further calls waiting; the processes can be used again."""
+    pool = RewardWorkers(2)
+    ready = score(load_rewards([f"{source}:process"], workers=pool)).totals
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before, began = signal.signal(signal.SIGALRM, interrupt), time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            score(load_rewards([f"{source}:fragile"], workers=pool), ["loop"] * 6)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 30 and not any(runs(int(process)) for process in ready)
+    assert score(load_rewards([f"{source}:length"], workers=pool)).totals == [1.0, 2.0, 3.0, 4.0, 1.0, 2.0]
+    pool.close()
 
 
 def test_a_function_that_cannot_be_loaded_there_is_named(source: Path, workers: RewardWorkers) -> None:

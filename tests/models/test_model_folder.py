@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from lockstep import ops
 from lockstep.cache.tokenizers import KeptTokenizer
 from lockstep.errors import InputError, LockstepError
-from lockstep.models import Decoder, PackedAttention, load_model, resolve_folder, save_model
+from lockstep.models import Decoder, PackedAttention, describe_folder, load_model, resolve_folder, save_model
 from lockstep.models.folder import read_config
 from lockstep.models.init import ARCHITECTURES, init_folder
 
@@ -414,3 +414,13 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(InputError, match="there is no such folder"):
         resolve_folder(model)
+
+
+def test_a_folder_is_described_with_its_further_chat_templates(tmp_path: Path) -> None:
+    """`transformers` renders with `default` of them where there is no other template."""
+    (tmp_path / "model.safetensors").touch()
+    before = describe_folder(str(tmp_path))["files"]
+    template = tmp_path / "additional_chat_templates" / "default.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ messages[0].content }}")
+    assert describe_folder(str(tmp_path))["files"].keys() - before == {"additional_chat_templates/default.jinja"}

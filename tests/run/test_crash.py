@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 from processes import finished
 
+from lockstep.__main__ import entry
 from lockstep.ops.native import library
 from lockstep.run import crash
 
@@ -61,6 +63,25 @@ def test_missing_operators_are_said_once(caplog: pytest.LogCaptureFixture) -> No
         library.warn_if_missing()
         library.warn_if_missing()
     assert [record.message.split(" (")[0] for record in caplog.records] == ["the C operators are missing"]
+
+
+def test_ctrl_c_anywhere_ends_the_command_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While its modules are imported, say, or once more after the first."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lockstep.cli.main.entry", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit, match="130"):
+            entry()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "lockstep: interrupted\n"
 
 
 def test_ctrl_c_after_the_outcome_changes_nothing() -> None:

@@ -55,6 +55,23 @@ def test_a_killed_process_keeps_nobody_out(tmp_path: Path, other: int) -> None:
     assert not (tmp_path / LOCK_FILE).exists()
 
 
+def test_a_copy_of_the_process_does_not_keep_the_folder(tmp_path: Path) -> None:
+    """A reward function's child lives on, say, when the run has been killed."""
+    end, other_end = os.pipe()
+    with held(tmp_path):
+        copy = os.fork()
+        if copy == 0:
+            os.close(other_end)
+            os.read(end, 1)  # until the test is over
+            os._exit(0)
+        os.close(next(iter(lock._open)))  # as the end of this process would, without a word
+        lock._open.clear()
+        with held(tmp_path):
+            pass
+    os.close(other_end)
+    assert os.waitpid(copy, 0)[1] == 0
+
+
 def test_a_lock_that_was_deleted_under_the_next_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder deletes the file and lets go of it between the opening and the locking of the next."""
     flock, path = lock.fcntl.flock, tmp_path / LOCK_FILE

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import RunConfig, TaskConfig
+from lockstep.config import RunConfig, TaskConfig, recipes
+from lockstep.errors import InputError
 from lockstep.run import resume
+from lockstep.run.crash import CRASH_FILE
 from lockstep.run.metrics import to_json
+from lockstep.run.recorder import FAILURE_FILE, Recorder
+from lockstep.run.train import train
 
 
 def recorded(data: Path | str) -> Any:
@@ -71,3 +75,38 @@ def test_the_configuration_is_standard_json() -> None:
     settings = resume.inputs(config)["config"]
     assert settings["steps"] == 4 and settings["sampling.stop"] == []
     to_json(settings)
+
+
+@pytest.mark.parametrize("value", ['"text"', "null", "true", "[1]", "1" + "0" * 400, '"NaN"'])
+def test_a_metric_that_is_no_number_is_named_before_anything_is_written(tmp_path: Path, value: str) -> None:
+    good = to_json(dict.fromkeys(resume.SUMMARIZED, 0.5))[1:]
+    bad = good.replace('"time/sync": 0.5', f'"time/sync": {value}')
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, ' + good + '\n{"step": 1, ' + bad + "\n")
+    resume._require_records(tmp_path, 1)  # the second line is of a step that is redone
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: time/sync is .*, not a number; delete the line"):
+        resume._require_records(tmp_path, 2)
+    path.write_text('{"step": 0}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 1: time/generate is None, not a number"):
+        resume._require_records(tmp_path, 1)
+    path.unlink()
+    (tmp_path / "rollouts.jsonl").write_text("nonsense\n")
+    with pytest.raises(InputError, match=r"rollouts\.jsonl, line 1"):
+        resume._require_records(tmp_path, 1)
+
+
+def test_a_refused_resume_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / CRASH_FILE).write_text("how it ended")
+    with pytest.raises(InputError, match="the run has 1 steps and no whole checkpoint"):
+        train(recipes.sum_digits(None), tmp_path, resume=True)
+    assert (tmp_path / CRASH_FILE).read_text() == "how it ended"
+
+
+def test_evidence_of_an_earlier_failure_goes_when_the_run_is_done(tmp_path: Path) -> None:
+    (tmp_path / FAILURE_FILE).write_text("{}")
+    recorder = Recorder(recipes.sum_digits(None), tmp_path)
+    recorder._finish(KeyboardInterrupt())
+    assert (tmp_path / FAILURE_FILE).exists()
+    recorder._finish(None)
+    assert not (tmp_path / FAILURE_FILE).exists()

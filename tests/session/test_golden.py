@@ -13,12 +13,14 @@ import torch
 from processes import finished
 
 from lockstep import ops
+from lockstep.ops.activation import operator as activation
+from lockstep.ops.logprobs import philox
 from lockstep.ops.tables import linear_table
 from lockstep.run import resume
 from lockstep.session import golden
 
 CPU = torch.device("cpu")
-KINDS = ["product", "exp", "norm", "attention", "AdamW", "log", "decoder"]
+KINDS = ["product", "exp", "norm", "attention", "AdamW", "log", "decoder", "gradients", "sums", "sample"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,9 +34,35 @@ def test_words_are_a_function_of_the_arithmetic(dtype: torch.dtype) -> None:
     assert len(set(first.values())) == len(KINDS)
     with ops.native.library.using(None):
         other = golden.words(CPU, dtype)
-    computed_in_c = {torch.float32: set(KINDS) - {"AdamW"}, torch.bfloat16: {"log", "decoder"}}[dtype]
+    computed_in_c = {
+        torch.float32: set(KINDS) - {"AdamW", "sums"},
+        torch.bfloat16: {"log", "decoder", "sample"},
+    }[dtype]
     differ = {kind for kind in KINDS if other[kind] != first[kind]}
     assert differ == (computed_in_c if ops.cpu_backend() == "native" else set())
+
+
+def test_a_decoder_with_other_blocks_has_words_of_them() -> None:
+    odd = {"experts": golden._EXPERTS, "latent": golden._LATENT, "windows": golden._WINDOWS}
+    found = {name: golden.words(CPU, torch.float32, config) for name, config in odd.items()}
+    assert {name: list(words)[len(KINDS) - 2 : -2] for name, words in found.items()} == {name: [name] for name in odd}
+    assert len({words[name] for name, words in found.items()}) == 3
+
+
+def test_a_step_whose_backward_pass_is_another_has_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = golden.words(CPU, torch.float32)
+    backward = activation.silu_mul_backward
+    monkeypatch.setattr(activation, "silu_mul_backward", lambda *args: backward(*args) * 1.001)
+    after = golden.words(CPU, torch.float32)
+    assert [kind for kind in KINDS if after[kind] != before[kind]] == ["gradients"]
+
+
+def test_tokens_from_other_random_numbers_have_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ops.native.library.using(None):
+        before = golden.words(CPU, torch.float32)
+        monkeypatch.setattr(philox, "ROUNDS", 9)
+        after = golden.words(CPU, torch.float32)
+    assert [kind for kind in KINDS if after[kind] != before[kind]] == ["sample"]
 
 
 def off_by_one_word(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +70,7 @@ def off_by_one_word(operator: Callable[..., Any]) -> Callable[..., Any]:
 
     def turned(*args: Any, **options: Any) -> Any:
         result = operator(*args, **options)
-        result.view(-1)[:1].view(torch.uint8)[0] ^= 1
+        result.data.view(-1)[:1].view(torch.uint8)[0] ^= 1
         return result
 
     return turned
@@ -95,6 +123,29 @@ def test_a_library_told_to_use_other_instructions_is_seen() -> None:
         assert other_words != words
 
 
+_SUMS = """
+import hashlib, torch
+from lockstep.session import golden
+torch.manual_seed(0)
+x = torch.randn(8, 250, 250)
+sums = hashlib.sha256(torch.cat((torch.bmm(x, x.transpose(1, 2)).flatten(), x.sum(-1).flatten())).numpy().tobytes())
+found = golden.words(torch.device("cpu"), torch.float32)
+print(sums.hexdigest(), found["gradients"])
+"""
+
+
+@pytest.mark.parametrize("setting", ["ATEN_CPU_CAPABILITY=avx2", "MKL_CBWR=COMPATIBLE"])
+def test_a_library_told_to_differentiate_by_other_instructions_is_seen(setting: str) -> None:
+    def outcome(**environment: str) -> list[str]:
+        done = finished([sys.executable, "-c", _SUMS], env=os.environ | environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    (sums, words), (other_sums, other_words) = outcome(), outcome(**dict([setting.split("=")]))
+    if other_sums != sums:  # where the CPU has other instructions
+        assert other_words != words
+
+
 THEN = {"torch": "2.12", "dtype": "torch.float32", "device": "AVX2", "operators": "native", "threads": 1}
 WORDS = {"product": "a", "exp": "b"}
 
@@ -109,6 +160,7 @@ WORDS = {"product": "a", "exp": "b"}
             {"words": {"product": "x", "exp": "c"}, "torch": "2.13"},
             ["product, exp of fixed numbers have other words (torch was '2.12' and is '2.13')"],
         ),
+        ({}, {"words": WORDS | {"gradients": "d"}}, []),  # an earlier version's checkpoint
         ({}, {"threads": 2}, ["threads was 1 and is 2"]),
         ({"operators": "cuda"}, {"operators": "cuda", "device": "H100"}, ["device was 'AVX2' and is 'H100'"]),
         ({"words": None}, {"torch": "2.13"}, ["torch was '2.12' and is '2.13'"]),

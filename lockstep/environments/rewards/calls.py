@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
@@ -61,17 +62,41 @@ class Logged:
         return {name: sum(values) / len(values) for name, values in self._values.items()}
 
     def log_metric(self, name: str, value: float) -> None:
-        """Raises `ValueError` for a value that is no finite number."""
+        """Raises `ValueError` for a value that is no finite number, or a name that is no text."""
         number = _value(value)
         if not isinstance(number, float):
             raise ValueError(f"log_metric({name!r}, ...) takes a finite number, not {one_line(value, repr)}")
-        self._values.setdefault(str(name), []).append(number)
+        self._values.setdefault(_recorded(str(name), "log_metric", name), []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Raises `ValueError` for another number of values than there are completions."""
+        """Raises `ValueError` for another number of values than there are completions, or what JSON cannot hold."""
         if len(values) != self._count:
             raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for {self._count} completions")
-        self.extra[str(column)] = list(values)
+        name = _recorded(str(column), "log_extra", column)
+        self.extra[name] = [_recorded(value, "log_extra", column) for value in values]
+
+
+def _recorded(value: Any, method: str, name: Any) -> Any:
+    """A copy of what a function logged, as JSON can hold it: arrays and tensors as lists, other objects as their text.
+
+    Raises `ValueError` for text that is no Unicode, numbers of thousands of digits, and what contains itself.
+    """
+    try:
+        plain = _plain(value)
+        json.dumps(plain, ensure_ascii=False).encode()
+        return plain
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else one_line(error)
+        raise ValueError(f"{method}({name!a}, ...) cannot be recorded: {reason}") from None
+
+
+def _plain(value: Any) -> Any:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
 
 
 @dataclass(frozen=True)
@@ -143,9 +168,18 @@ def _started(function: RewardFunction, arguments: Arguments) -> Any:
     """The function's result, its coroutine, or its failure."""
     try:
         with ending_forks():
-            return function(**{name: list(v) if isinstance(v, list) else v for name, v in arguments.items()})
+            return function(**{name: _own(name, value) for name, value in arguments.items()})
     except BaseException as error:
         return raised(error, function)
+
+
+def _own(name: str, value: Any) -> Any:
+    """Lists and objects of a function's own, which it may change: the run and other functions keep theirs."""
+    if name == "completion_ids":  # long, and nothing but numbers
+        return [list(ids) for ids in value]
+    if isinstance(value, list):
+        return [_own("", inner) for inner in value]
+    return {key: _own("", inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 async def _finished(coroutine: Any, function: RewardFunction) -> Any:
@@ -193,12 +227,19 @@ def _run(coroutines: list[Any]) -> list[Any]:
     async def gathered() -> list[Any]:
         return await asyncio.gather(*coroutines)
 
+    def run() -> list[Any]:
+        try:
+            return asyncio.run(gathered())
+        except RuntimeError as error:  # not of a function's own: those are results
+            reason = f"did not finish, as an async reward stopped the event loop that they share ({error})"
+            return [Failed(reason, fatal=True)] * len(coroutines)
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(gathered())
+        return run()
     with ThreadPoolExecutor(1) as pool:  # the caller is inside a loop, as in a notebook
-        return pool.submit(asyncio.run, gathered()).result()
+        return pool.submit(run).result()
 
 
 def raised(error: BaseException, function: RewardFunction) -> Failed:

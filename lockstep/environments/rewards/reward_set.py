@@ -197,8 +197,11 @@ class RewardSet:
             began(range(len(calls)))
             specs = [reward.spec or "" for reward, _ in calls]  # there is one, as __init__ made sure
             return self._workers.call_all(list(zip(specs, given, counts, strict=True)))
+        from . import torch_settings  # not in workers, which need no torch
+
         functions = [reward.function for reward, _ in calls]
-        return call_all(list(zip(functions, given, counts, strict=True)), began)
+        with torch_settings.kept():
+            return call_all(list(zip(functions, given, counts, strict=True)), began)
 
     def _accept(self, reward: Reward, batch: _Batch, outcome: Outcome, errors: Counter[str]) -> list[float | None]:
         """The call's values, with `on_error` applied to the failures among them."""

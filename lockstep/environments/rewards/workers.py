@@ -13,7 +13,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pickle import PicklingError
@@ -44,7 +44,13 @@ class RewardWorkers:
     def call_all(self, calls: Sequence[tuple[str, Arguments, int]]) -> list[Outcome]:
         """Call the function of each (spec, arguments, number of completions) and wait for all of them."""
         with ThreadPoolExecutor(self._count) as pool:
-            return list(pool.map(self._call, calls))
+            futures = [pool.submit(self._call, call) for call in calls]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:  # Ctrl-C or a signal: a call that hangs would hold up the run's end
+                while wait([future for future in futures if not future.cancel()], 0.1).not_done:
+                    self.close()
+                raise
 
     def close(self) -> None:
         """End the processes; a later call starts new ones."""
@@ -81,11 +87,11 @@ class _Worker:
         """Kill the process."""
         process, self._process = self._process, None
         self._loaded.clear()
-        if self._channel is not None:
-            self._channel.close()
         if process is not None:
             process.kill()
             process.wait()
+        if self._channel is not None:
+            self._channel.close()
 
     def _start(self) -> None:
         ours, theirs = Pipe()
