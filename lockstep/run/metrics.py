@@ -157,7 +157,8 @@ class MetricsWriter:
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         if path.exists():
-            _keep_before(path, start_step)
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                file.writelines(line for line, record in _lines(path) if record["step"] < start_step)
         self._path = path
         with writing(path):
             self._file = path.open("ab", buffering=0)
@@ -198,13 +199,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                     f"{path}, line {number}: not a JSON object with a whole number `step` ({error}); delete the line"
                 ) from error
             yield line, record
-
-
-def _keep_before(path: Path, step: int) -> None:
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        for line, record in _lines(path):
-            if record["step"] < step:
-                file.write(line)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

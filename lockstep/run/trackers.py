@@ -10,20 +10,10 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..config import MetricsConfig
 from ..errors import InputError, LockstepError
-
-
-class Tracker(Protocol):
-    """Where metrics go, a step at a time."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of step `step`."""
-
-    def close(self) -> None:
-        """Write what is still held back."""
 
 
 class Trackers:
@@ -35,7 +25,7 @@ class Trackers:
         Raises `InputError` when a package is missing or Weights & Biases cannot start.
         """
         require_packages(config.trackers)
-        self._open: dict[str, Tracker] = {}
+        self._open: dict[str, TensorBoard | WandB] = {}
         for name in config.trackers:
             self._open[name] = TensorBoard(run_dir) if name == "tensorboard" else WandB(config, run_dir, settings)
 

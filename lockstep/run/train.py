@@ -35,7 +35,9 @@ def train(
     if world.size > 1:
         world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
     run_dir = run_dir.absolute()  # rewards may change the working directory
-    with noted(run_dir) if world.first else contextlib.nullcontext(), _display(config, world) as display:
+    stream = None if world.first else io.StringIO()  # the progress is of the first rank alone
+    display = Display(config.steps, config.metrics.progress, stream)
+    with noted(run_dir) if world.first else contextlib.nullcontext(), display:
         return _train(config, run_dir, resume, world, other_numerics, display)
 
 
@@ -86,13 +88,6 @@ def _checked(config: RunConfig, world: World) -> RunConfig:
     """`config` for this machine and so many processes, with all that it needs installed."""
     require_packages(config.metrics.trackers)
     return resolve(config, world.size)
-
-
-def _display(config: RunConfig, world: World) -> Display:
-    """The run's progress; of the first rank alone."""
-    if world.first:
-        return Display(config.steps, live=config.metrics.progress)
-    return Display(config.steps, live=False, stream=io.StringIO())
 
 
 def _is_due(done: int, interval: int, steps: int) -> bool:
