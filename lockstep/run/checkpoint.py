@@ -87,7 +87,10 @@ def save(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: 
         files = fingerprints(temporary, sorted(path.name for path in temporary.iterdir()))
         _write_json(temporary / _MANIFEST, _sealed({"format": _FORMAT, "step": step, "files": files}))
         _fsync(temporary)
-        _publish(temporary, target)
+        if target.exists():  # of the same step: a damaged one, usually
+            _retire(target)
+        os.rename(temporary, target)
+        _fsync(folder)
         _prune(folder, step, keep_last)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -177,14 +180,6 @@ def _verified(path: Path, step: int) -> LoadedCheckpoint:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
     return LoadedCheckpoint(path=path, step=step, state=state, files=tuple(files))
-
-
-def _publish(temporary: Path, target: Path) -> None:
-    """Rename into place. A checkpoint of the same step (a damaged one, usually) steps aside first."""
-    if target.exists():
-        _retire(target)
-    os.rename(temporary, target)
-    _fsync(target.parent)
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
