@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.models.init import architecture
-from lockstep.ops import attention_packed
+from lockstep.ops import Packed, attention_packed
 from lockstep.ops.linear import cublas
 from lockstep.ops.tables import linear_table
 from lockstep.trainer import Trainer
@@ -80,7 +80,7 @@ def attention_times(arch: str, repeats: int, device: str) -> dict[str, list[floa
             out = torch.nn.functional.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=True)
             gradients(out, batched)
 
-    runs = {"ours": lambda: gradients(attention_packed(*packed, *layout, length), packed)}
+    runs = {"ours": lambda: gradients(attention_packed(*packed, Packed(*layout, length)), packed)}
     for name, kernel in LIBRARIES[device].items():
         runs[name] = lambda kernel=kernel: library(kernel)
     for run in runs.values():

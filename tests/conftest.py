@@ -27,7 +27,7 @@ settings.register_profile("thorough", max_examples=5000)  # pytest --hypothesis-
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: Python's collector, which a trace starts again and again, passes over it."""
+    """What was imported and collected stays, so the garbage collector, which a trace starts often, leaves it out."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

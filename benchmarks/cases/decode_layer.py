@@ -88,7 +88,9 @@ class Stack:
     def _fused(self) -> dict:
         return {
             "qkv": lambda x, w: ops.norm_linear(x, self.norm, w[0], EPS),
-            "rope": lambda x, w: ops.qk_norm_rope_write_kv(x, self.heads(), *self.cache, self.slots).flatten(1),
+            "rope": lambda x, w: ops.qk_norm_rope_write_kv(
+                x, self.heads(), ops.KVPages(*self.cache), self.slots
+            ).flatten(1),
             "o": lambda x, w: ops.linear_add(x, w[1], self.residual),
             "gate_up": lambda x, w: ops.norm_gate_up(x, self.norm, w[2], EPS),
             "down": lambda x, w: ops.linear_add(x, w[3], self.residual),

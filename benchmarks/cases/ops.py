@@ -146,7 +146,7 @@ def logprobs(bench: Bench, models: dict[str, ModelConfig]) -> None:
 
             def ours(temperature: float, top_p: float, h=hidden, w=weight, t=targets, g=grad) -> tuple[Tensor, ...]:
                 columns = sampling_columns(len(t), temperature, top_p)
-                out = ops.token_logprobs(h, w, t, *columns, None, top_p < 1)
+                out = ops.token_logprobs(h, w, t, ops.Filters(*columns), None, top_p < 1)
                 return torch.autograd.grad(out.logprob_C, (h, w), g)
 
             other, other_bytes = {"cross_entropy": bench.time([torch_s], 1)}, peak_bytes(torch_s)
@@ -189,14 +189,14 @@ def sampling(bench: Bench, models: dict[str, ModelConfig]) -> None:
     from lockstep.ops.logprobs import triton as kernels
 
     def drawn(logits: Tensor, temperature: float, top_p: float) -> Run:
-        columns, rows = sampling_columns(len(logits), temperature, top_p), len(logits)
-        keys = torch.tensor([philox.sample_key(0, 0, 0, 0, i) for i in range(rows)]).to(DEVICE)
-        position = torch.arange(rows, device=DEVICE)
+        filters, rows = ops.Filters(*sampling_columns(len(logits), temperature, top_p)), len(logits)
+        key = torch.tensor([philox.sample_key(0, 0, 0, 0, i) for i in range(rows)]).to(DEVICE)
+        keys = ops.SampleKeys(key, torch.arange(rows, device=DEVICE))
 
         def run() -> tuple[Tensor, ...]:
-            lse, kept_lse, threshold, _ = kernels.statistics(logits, *columns, None, top_p < 1, False)
-            token = kernels.draw(logits, columns[0], threshold, keys, position, False)
-            return token, *kernels.scores(logits, token, columns[0], lse, kept_lse)
+            stats = kernels.statistics(logits, filters, None, top_p < 1, False)
+            token = kernels.draw(logits, filters.temperature_C, stats.threshold_C, keys, False)
+            return token, *kernels.scores(logits, token, filters.temperature_C, stats)
 
         return run
 

@@ -142,7 +142,7 @@ class Engine:
 
     def trust_cases(self) -> Work:
         """Launches on which the graphs of the warm-ups are to be checked against eager; before the first request."""
-        return self.runner.programs.trust_cases()
+        return self.runner.trust_cases()
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         """Queue a request; returns its id. `InputError` when it could never run."""

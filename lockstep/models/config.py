@@ -20,7 +20,7 @@ def _require_sizes(config: object, names: tuple[str, ...], of: str = "") -> None
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Layers whose feed-forward is a mixture of experts; the fields from `sigmoid` to `scale` are `ops.route`'s.
+    """Layers whose feed-forward is a mixture of experts; those from `sigmoid` to `scale` are `ops.RouteSettings`'s.
 
     Attributes:
         dense_layers: those that keep the plain feed-forward.

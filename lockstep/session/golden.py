@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..models import Decoder, ModelConfig
-from ..models.blocks.attention import PackedAttention
+from ..models import Decoder, ModelConfig, PackedAttention
 from ..ops.tables import linear_table
 
 _DECODER = ModelConfig(512, 128, 384, 2, 4, 2, 32, max_position_embeddings=2048, rope_theta=10000.0)
@@ -69,18 +68,17 @@ def _cancel(x_RK: Tensor, weight_NK: Tensor) -> None:
     x_RK[::2, second] = -x_RK[::2, first]
 
 
-def _layout(device: torch.device) -> PackedAttention:
+def _layout(device: torch.device) -> ops.Packed:
     """Two sequences; the second begins with the first 5 tokens of the first."""
     numbers = [0, _TOKENS - 9, _TOKENS], [0, 0], [0, 5]
     ends, start, length = (torch.tensor(n, dtype=torch.int32, device=device) for n in numbers)
-    return PackedAttention(ends, start, length, max_len=_TOKENS)
+    return ops.Packed(ends, start, length, max_len=_TOKENS)
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> Tensor:
     shapes = {4: (_TOKENS, 4, 32), 5: (_TOKENS, 2, 32), 6: (_TOKENS, 2, 32)}
     q, k, v = (_fixed(*shape, seed=seed).to(device, dtype) for seed, shape in shapes.items())
-    layout = _layout(device)
-    return ops.attention_packed(q, k, v, layout.cu_seqlens, layout.prefix_start_S, layout.prefix_len_S, layout.max_len)
+    return ops.attention_packed(q, k, v, _layout(device))
 
 
 def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -92,8 +90,9 @@ def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     steps = torch.tensor([2.0, 2.0], device=device)
     rate, scale = (torch.tensor(number, device=device) for number in (0.001, 1.75))
     applied = torch.ones((), dtype=torch.bool, device=device)
-    settings = (2 * ops.SQUARES_BLOCK, 0.9, 0.999, 1e-8, 0.01)
-    ops.adamw(weights, grad, master, first, second, steps, rate, scale, applied, *settings)
+    settings = ops.AdamWSettings(2 * ops.SQUARES_BLOCK, 0.9, 0.999, 1e-8, 0.01)
+    state, step = ops.AdamWState(weights, grad, master, first, second, steps), ops.AdamWStep(rate, scale, applied)
+    ops.adamw(state, step, settings)
     return squares, weights, master, first, second
 
 
@@ -104,9 +103,9 @@ def _scores(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         values = _fixed(*parameter.shape, seed=seed)
         parameter.copy_(1 + values / 16 if parameter.dim() == 1 else values / 16)
     tokens = torch.arange(_TOKENS, device=device) * 37 % _DECODER.vocab_size
-    hidden = model(tokens, torch.arange(_TOKENS, device=device), _layout(device))
+    hidden = model(tokens, torch.arange(_TOKENS, device=device), PackedAttention(_layout(device)))
     temperature, top_p, min_p = (torch.full((_TOKENS,), number, device=device) for number in (0.7, 0.9, 0.01))
     top_k = torch.full((_TOKENS,), 50, dtype=torch.int32, device=device)
-    rows = temperature, top_k, top_p, min_p
-    found = ops.token_logprobs(hidden, model.lm_head, tokens.roll(-1), *rows, truncated=True)
+    filters = ops.Filters(temperature, top_k, top_p, min_p)
+    found = ops.token_logprobs(hidden, model.lm_head, tokens.roll(-1), filters, truncated=True)
     return found.model_logprob_C, found.logprob_C, found.entropy_C

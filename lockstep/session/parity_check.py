@@ -152,10 +152,7 @@ def _check(session: Session, tokens: int) -> ParityReport:
         where.type,
         str(decoder.embed.dtype).removeprefix("torch."),
         _compared(runtime),
-        result.routing.choices_checked if result.routing else None,
-        result.routing.tokens_different if result.routing else None,
-        result.routing.prompt_tokens_checked if result.routing else None,
-        result.routing.prompt_tokens_different if result.routing else None,
+        *(result.routing.compared if result.routing else ()),
     )
 
 

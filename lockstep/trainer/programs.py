@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import graph
 from ..algorithms.losses import LOSSES, LossSettings
-from ..config import LossType
+from ..config import LossConfig, LossType
 from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
@@ -56,10 +56,11 @@ class TrainerPrograms:
         model: Decoder,
         reference: Decoder | None,
         optimizer: AdamW,
-        loss: LossSettings,
+        loss: LossConfig,
         state: UpdateState,
     ) -> None:
-        self.model, self.reference, self.optimizer, self.loss, self.state = model, reference, optimizer, loss, state
+        self.model, self.reference, self.optimizer, self.state = model, reference, optimizer, state
+        self.loss, self.loss_type = LossSettings.of(loss), loss.loss_type
         self.flat = flat = optimizer.flat
         moe = model.config.moe if model.config.moe_layers else None
         self.experts = moe.num_experts if moe else 0

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..algorithms.losses import LossSettings
 from ..config import LossConfig, LossType, OptimizerConfig
 from ..distributed import ONE, World
 from ..errors import InputError
@@ -94,8 +93,7 @@ class Trainer:
         state = UpdateState(self._values, self._results.rows, self._lr, self._sampled, enforce_parity, balanced)
         self._runtime = runtime
         runtime.prepare(*filter(None, (model, reference)))
-        settings = LossSettings.of(loss)
-        self.programs = TrainerPrograms(self._runtime, model, reference, self.optimizer, settings, state)
+        self.programs = TrainerPrograms(self._runtime, model, reference, self.optimizer, loss, state)
         self._scored: Checked = []  # checked batches and their log-probs
 
     def forward_backward(
@@ -159,10 +157,13 @@ class Trainer:
             self._results.reset()
             self._reset_step()
 
-    def trust_cases(self, shapes: Sequence[BatchShape], sampling: SamplingParams, **options: Any) -> Work:
+    def trust_cases(
+        self, shapes: Sequence[BatchShape], sampling: SamplingParams, with_checks: bool = True, **options: Any
+    ) -> Work:
         """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""
         self._rate = self._expected = None  # cases write rates and numbers of their own
-        return trust_cases(self.programs, self.loss.loss_type, shapes, sampling, **options)
+        work = trust_cases(self.programs, shapes, sampling, **options)
+        return [cases for cases in work if with_checks or cases[0].name != "check"]
 
     def check(self, batch: PackedBatch) -> None:
         """Compare the batch's log-probs with the generator's and train on nothing."""

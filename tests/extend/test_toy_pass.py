@@ -63,11 +63,11 @@ def trained(runtime: Runtime) -> tuple[Trainer, torch.Tensor]:
 
 
 def test_a_pass_of_ones_own_rewrites_every_graph_and_keeps_the_bits(tmp_path: Path) -> None:
-    config = compile_with("default", own("swap_operands"))
+    config, (_, eager) = compile_with("default", own("swap_operands")), trained(EAGER)
     for _ in range(2):  # the second start traces again: nothing tells whether the pass is what it was
         runtime = Runtime(config, torch.device("cpu"), store=Store(tmp_path))
         trainer, found = trained(runtime)
-        assert torch.equal(found, trained(EAGER)[1])
+        assert torch.equal(found, eager)
         assert (runtime.captures, runtime.loaded) == (2, 0)
     logs = runtime.builder.nodes.values()
     assert [[line.partition(":")[0] for line in log] for log in logs] == [["canonicalize", "swap_operands"]] * 2
@@ -83,6 +83,16 @@ def test_a_pass_that_changes_bits_is_named_with_the_node() -> None:
     (work, *_) = trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False)
     with pytest.raises(GraphError, match=r"forward_backward.*lose_a_gradient differs from the step before in grad "):
         check_against_eager(runtime, [work], "strict")
+
+
+def forget_the_note(captured: Captured) -> Captured:
+    return captured
+
+
+def test_a_pass_that_returns_something_else_is_told_what_it_returns() -> None:
+    runtime = Runtime(compile_with(own("forget_the_note")), torch.device("cpu"))
+    with pytest.raises(GraphError, match="forget_the_note returned a Captured; a pass returns the new graph"):
+        trained(runtime)
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def test_rows_move_on_as_on_a_cpu(rows: int) -> None:
         expected = decode_update_operator.decode_slots(state[5], state[6], table, 16, 1000)
         found = ops.decode_slots(on_gpu[5], on_gpu[6], table.to(DEVICE), 16, 1000)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
-        ops.advance_rows(*state)
-        ops.advance_rows(*on_gpu)
+        for x in (state, on_gpu):
+            ops.advance_rows(ops.Drawn(*x[:3]), ops.DecodeRows(*x[3:9]), *x[9:])
         assert all(torch.equal(a.cpu(), b) for a, b in zip(on_gpu, state, strict=True))
 
 

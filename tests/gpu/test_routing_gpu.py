@@ -45,8 +45,8 @@ def test_a_result_has_a_fourth_word_for_the_experts(rows: int) -> None:
     ]
     on_gpu = [t.to(DEVICE) for t in state]
     for _ in range(3):
-        ops.advance_rows(*state)
-        ops.advance_rows(*on_gpu)
+        for x in (state, on_gpu):
+            ops.advance_rows(ops.Drawn(*x[:3]), ops.DecodeRows(*x[3:9]), *x[9:])
         assert all(torch.equal(a.cpu(), b) for a, b in zip(on_gpu, state, strict=True))
 
 

@@ -80,14 +80,13 @@ def test_lists_of_tiles_pass_through_captured_graphs(monkeypatch: pytest.MonkeyP
     """On a GPU layers with one window share lists that an operator of its own makes, open sizes and all."""
     calls = []
 
-    def packed(tokens: int, heads: int, kv_heads: int, *layout: Any) -> list[torch.Tensor]:
+    def packed(*arguments: Any) -> list[torch.Tensor]:
         calls.append("packed")
-        return flex._tiles_packed(*layout[:3], tokens, heads, kv_heads, *layout[3:])
+        return flex._tiles_packed(*arguments)
 
-    def paged(tokens: int, heads: int, k_cache: torch.Tensor, *layout: Any) -> list[torch.Tensor]:
+    def paged(by: ops.Paged, sizes: ops.FlexSizes, k_cache: torch.Tensor, window: int) -> list[torch.Tensor]:
         calls.append("paged")
-        pages, page_size, kv_heads = k_cache.shape[:3]
-        return flex._tiles_paged(*layout[:3], tokens, heads, kv_heads, pages, page_size, *layout[3:])
+        return flex._tiles_paged(by, sizes, *k_cache.shape[:2], window)
 
     def run(capture: bool) -> tuple[list, int]:
         model = model_of("mask", torch.bfloat16)

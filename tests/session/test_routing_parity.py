@@ -14,6 +14,7 @@ import pytest
 import torch
 from small import CONFIG, compare, generate, make_model, requests, train_groups
 
+from lockstep import ops
 from lockstep.config import (
     CompileConfig,
     GeneratorConfig,
@@ -169,7 +170,7 @@ def checked(
 def route(model: Decoder, batch: PackedBatch) -> tuple[list[Routing], int]:
     """What the routers find, and how many rows are valid."""
     routes: list[Routing] = []
-    attend = PackedAttention(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
+    attend = PackedAttention(ops.Packed(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len))
     model(batch.tokens_T, batch.positions_T, attend, routes)
     return routes, int(batch.cu_seqlens[-1])
 

@@ -10,11 +10,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.cache import user_folder
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.errors import LockstepError
 from lockstep.graph import GraphError
+from lockstep.models import Decoder
+from lockstep.models.init import architecture
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.tables import linear_table
 from lockstep.rl.loop import Loop
@@ -191,3 +194,16 @@ def test_what_was_loaded_beside_the_weights_is_not_loaded_again(monkeypatch, tmp
         run.preloaded = preloaded
         session_warm_up.make_ready(run, lambda: None, list, path)
         assert len(asked) == times
+
+
+def test_the_products_of_a_model_are_those_of_its_weights() -> None:
+    def named(arch: str) -> list[str]:
+        return list(map(str, session_warm_up.products(Decoder(architecture(arch), torch.float32, "meta"))))
+
+    dense = ["linear 1x128x128", "linear 1x128x384", "linear 1x256x128", "linear 1x768x128", "linear_fp32 1x512x128"]
+    assert named("tiny") == named("tiny-llama") == dense
+    assert set(named("tiny-deepseek-v3")) == {
+        *("linear 1x176x128", "linear 1x192x96", "linear 1x64x32", "linear 1x32x64", "linear 1x128x128"),
+        *("linear 1x768x128", "linear 1x128x384", "linear 1x384x128", "linear 1x128x192"),
+        *("linear_fp32 1x8x128", "linear_fp32 1x512x128"),
+    }

@@ -16,9 +16,7 @@ from ..ir.values import tensors_in
 from ..ir.verify import overlapping
 from .cudagraph import GraphRecorder, Recording
 from .dry_run import dry_run
-from .outputs import Outputs
-from .pointer_guard import Addresses
-from .static_inputs import OwnInputs
+from .memory import Addresses, Outputs, OwnInputs
 
 
 class GraphLauncher:

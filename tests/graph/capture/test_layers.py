@@ -13,6 +13,7 @@ from small import CONFIG, FAMILIES, make_model
 from torch import Tensor, nn
 from two_roles import needs_inductor, quick_inductor
 
+from lockstep import ops
 from lockstep.config import (
     CompileConfig,
     LossConfig,
@@ -136,7 +137,8 @@ def test_with_inductor_layers_write_their_own_caches(family: str) -> None:
         k_cache, v_cache = (torch.zeros(model.config.num_layers, 3, 16, heads, size) for size in (key, value))
         starts, context = torch.tensor([0, 12, 20]).int(), torch.tensor([12, 8]).int()
         slots = torch.cat((torch.arange(12), 16 + torch.arange(8)))
-        attend = PagedAttention(k_cache, v_cache, slots, torch.tensor([[0], [1]]).int(), starts, context, 12, 64)
+        paged = ops.Paged(torch.tensor([[0], [1]]).int(), starts, context, 12, 64)
+        attend = PagedAttention(ops.KVPages(k_cache, v_cache), slots, paged)
         model.call_layer = call
         with torch.no_grad(), quick_inductor():
             return model(tokens, torch.arange(20), attend), k_cache

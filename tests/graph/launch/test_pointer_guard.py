@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.graph import GraphError
-from lockstep.graph.launch.pointer_guard import Addresses
+from lockstep.graph.launch.memory import Addresses
 from lockstep.trainer import Trainer, pack
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config import LossConfig, OptimizerConfig
-from lockstep.graph.launch.static_inputs import OwnInputs
+from lockstep.graph.launch.memory import OwnInputs
 from lockstep.trainer import Trainer, pack
 from lockstep.types import side_by_side
 
