@@ -207,11 +207,6 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         temporary.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json` of a run folder."""
-    write_json(run_dir / SUMMARY_FILE, summary)
-
-
 def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
     """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it."""
     for group in groups:

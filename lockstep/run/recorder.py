@@ -28,12 +28,12 @@ from .display import Display
 from .metrics import (
     METRICS_FILE,
     ROLLOUTS_FILE,
+    SUMMARY_FILE,
     MetricsWriter,
     read_lines,
     replacing,
     rollout_records,
     write_json,
-    write_summary,
     writing,
 )
 from .report import write_report
@@ -310,7 +310,7 @@ class Recorder:
             "next": closing.next_command(self.config, self._shown_dir, self._prompt),
         }
         self.summary["total_s"] = self._total_seconds()
-        write_summary(self.run_dir, self.summary)
+        write_json(self.run_dir / SUMMARY_FILE, self.summary)
         with writing(self.run_dir / "report.html"):
             write_report(self.run_dir)
         self._open_files.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,20 @@ class Trackers:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send step `step`'s numbers to each; what is no number stays out."""
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-        for name in list(self._open):
-            self._try(name, lambda tracker: tracker.log(step, numbers))
+        self._each(lambda tracker: tracker.log(step, numbers))
 
     def close(self) -> None:
         """Close each."""
-        for name in list(self._open):
-            self._try(name, lambda tracker: tracker.close())
+        self._each(lambda tracker: tracker.close())
         self._open.clear()
 
-    def _try(self, name: str, action: Any) -> None:
-        try:
-            action(self._open[name])
-        except Exception as error:  # a full disk, a server that is gone, a bug of the package's: none ends a run
-            del self._open[name]
-            warnings.warn(f"metrics.trackers: {name} failed and is off from here on: {error}", stacklevel=3)
+    def _each(self, action: Callable[[Any], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # a full disk, a server that is gone, a bug of the package's: none ends a run
+                del self._open[name]
+                warnings.warn(f"metrics.trackers: {name} failed and is off from here on: {error}", stacklevel=3)
 
 
 def require_packages(names: tuple[str, ...]) -> None:
