@@ -9,6 +9,12 @@ class InputError(LockstepError):
     """Bad input: a flag, file, row, model folder or reward. The command line exits with code 2."""
 
 
+def refuse(when: bool, message: str) -> None:
+    """Raise `InputError`, where something is wrong."""
+    if when:
+        raise InputError(message)
+
+
 class PromptTooLong(InputError):
     """A prompt that no tokenizer makes short enough for the model's context; `size` is in bytes."""
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .errors import InputError
+
 
 def read_json(path: Path) -> Any:
     """What the file holds; a byte order mark is let pass.
@@ -20,3 +22,16 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def read_object(path: Path) -> dict:
+    """The JSON object that a file of a model folder holds; `InputError` when it does not."""
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing (is this a Hugging Face model folder?)") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+    return value

@@ -22,7 +22,7 @@ from ..config import (
 from ..config.yaml_file import suggest
 from ..errors import InputError
 from ..machine import launched
-from ..run.closing import closing
+from ..run.closing import aligned, closing
 from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Train
 
 if TYPE_CHECKING:
@@ -249,17 +249,7 @@ def _init(flags: Init) -> Outcome:
     from ..models.init import init_folder
 
     summary = init_folder(flags.arch, flags.out, flags.seed, flags.tokenizer, flags.vocab_size)
-    return Outcome(summary, [_table(summary)])
-
-
-def _table(values: dict[str, Any]) -> str:
-    """The scalars of `values`, aligned, one a line."""
-    rows = {key: value for key, value in values.items() if value is not None and not isinstance(value, (dict, list))}
-    width = max(map(len, rows), default=0)
-    return "".join(
-        f"{key:<{width}}  {value:.4g}\n" if isinstance(value, float) else f"{key:<{width}}  {value}\n"
-        for key, value in rows.items()
-    )
+    return Outcome(summary, [aligned({name: str(value) for name, value in summary.items()})])
 
 
 COMMANDS: dict[type, Callable[[Any], Outcome]] = {

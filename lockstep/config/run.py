@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from ..errors import InputError
+from ..errors import InputError, refuse
 from .sections.checkpoint import CheckpointConfig
 from .sections.compile import RECORDINGS, CompileConfig, recordings, resolve_compile
 from .sections.generator import GeneratorConfig
@@ -13,7 +13,7 @@ from .sections.metrics import MetricsConfig
 from .sections.optimizer import OptimizerConfig
 from .sections.parallel import ParallelConfig
 from .sections.sampling import SamplingConfig
-from .sections.section import MAX_SEED, Section, at_least, between, refuse
+from .sections.section import MAX_SEED, Section, at_least, between
 from .sections.task import DATA_TASKS, TaskConfig
 from .sections.trainer import TrainerConfig
 

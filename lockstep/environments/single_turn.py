@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from ..distributed import ONE, World
@@ -66,8 +67,8 @@ class SingleTurn:
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
         own = self.world.mesh.fsdp.own(problems)
         found = self.world.share(lambda: self._of(own, sampling, domain, step, where))
-        groups = sorted((group for of_rank in found for group in of_rank.groups), key=_number)
-        without = sorted((group for of_rank in found for group in of_rank.without_reward), key=_number)
+        groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
+        without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
         counts: Counter[str] = Counter()
         for of_rank in found:
             counts.update(of_rank.counts)
@@ -119,10 +120,6 @@ class SingleTurn:
         if self.max_prompt_length is not None and len(ids) > self.max_prompt_length:
             raise InputError(f"{where}: the prompt has {len(ids)} tokens; at most {self.max_prompt_length} are allowed")
         return ids
-
-
-def _number(group: RolloutGroup) -> int:
-    return group.group
 
 
 def _score(groups: list[RolloutGroup], rewards: RewardSet, about: Scoring) -> Collected:

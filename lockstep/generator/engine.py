@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..config import GeneratorConfig
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..graph import EAGER, Runtime
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
 from .check_cases import Work
@@ -79,11 +80,7 @@ class Engine:
     ) -> list[list[Completion]]:
         """Complete each prompt `sampling.n` times; sample i has `identity.sample == i`. All or nothing: when it
         raises, none of these requests is left behind."""
-        assert not self._pending, "generate() runs its own requests to the end; others are queued"
-        ids: list[int] = []
-        try:
-            for prompt, params, identity in zip(prompt_ids, sampling, identities, strict=True):
-                ids.append(self.add_request(prompt, params, identity))
+        with self._queued(prompt_ids, sampling, identities) as ids:
             done: dict[int, list[Completion]] = {}
             total = sum(params.n for params in sampling)
             while len(done) < len(ids):
@@ -91,30 +88,34 @@ class Engine:
                 unfinished = sum(list(samples.values()).count(None) for samples in self._pending.values())
                 self.timings.tell(f"{total - unfinished} of {total}")
             return [done[i] for i in ids]
-        except BaseException:
+
+    @contextmanager
+    def _queued(
+        self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
+    ) -> Iterator[list[int]]:
+        """The requests' ids; what is unfinished in the end is aborted."""
+        assert not self._pending, "it runs its own requests to the end; others are queued"
+        ids: list[int] = []
+        try:
+            for prompt, params, identity in zip(prompt_ids, sampling, identities, strict=True):
+                ids.append(self.add_request(prompt, params, identity))
+            yield ids
+        finally:
             for i in ids:
                 self.abort(i)
-            raise
 
     def stream(
         self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
     ) -> Iterator[tuple[int, int, list[int], Completion | None]]:
         """As `generate`, telling of each sample as it grows: the prompt's index, the sample, its tokens so far, and
         its completion once it is finished. Closing the iterator aborts what is left."""
-        assert not self._pending, "stream() runs its own requests to the end; others are queued"
-        ids: list[int] = []
-        try:
-            for prompt, params, identity in zip(prompt_ids, sampling, identities, strict=True):
-                ids.append(self.add_request(prompt, params, identity))
+        with self._queued(prompt_ids, sampling, identities) as ids:
             while self._pending:
                 sampled = self._advance()
                 for s in sampled:
                     done = self._pending[s.request_id][s.identity.sample]
                     yield ids.index(s.request_id), s.identity.sample, s.token_ids, done
                 self._collect(sampled)
-        finally:
-            for i in ids:
-                self.abort(i)
 
     def warm_up(self, sequences: int, tokens: int, sampling: SamplingParams) -> None:
         """Make the graphs for up to so many sequences at once, each of up to `tokens` tokens with its prompt.
@@ -194,8 +195,7 @@ class Engine:
         else:
             self._flight.append(block)
             self.scheduler.clock += block.steps
-        while len(self._flight) > self.ahead:
-            self._read(self._flight.popleft())
+        self.drain(self.ahead)
         grown, self._grown = self._grown, []
         return list(dict.fromkeys(grown))
 
@@ -240,14 +240,12 @@ class Engine:
                 self.scheduler.preempt(self.scheduler.running[-1])
         return 0
 
-    def drain(self) -> None:
-        """Wait for everything that was launched and read its results; the next `step` returns what they finish."""
-        while self._flight:
-            self._read(self._flight.popleft())
-
-    def _read(self, block: Block) -> None:
-        with self.timings.measured("read"):
-            self._take_in(block)
+    def drain(self, ahead: int = 0) -> None:
+        """Wait for everything that was launched, but for the last `ahead` blocks, and read its results; the next `step`
+        returns what they finish."""
+        while len(self._flight) > ahead:
+            with self.timings.measured("read"):
+                self._take_in(self._flight.popleft())
 
     def _take_in(self, block: Block) -> None:
         block.read_prompts()
@@ -306,24 +304,22 @@ class Engine:
     def check(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
         """Raise `InputError` when such a request could never run; it is called prompt `group` + 1."""
         where = f"prompt {group + 1}"
-        if not prompt_ids:
-            raise InputError(f"{where}: the prompt has no tokens")
+        refuse(not prompt_ids, f"{where}: the prompt has no tokens")
         vocabulary = self.model_config.vocab_size
         outside = [t for t in prompt_ids if not 0 <= t < vocabulary]
         if outside:
             raise InputError(f"{where}: token id {outside[0]} is outside the model's vocabulary of {vocabulary}")
-        if sampling.n < 1 or sampling.max_completion_length < 1:
-            raise InputError(f"{where}: n and max_completion_length must be at least 1")
-        if sampling.stop and self.detokenize is None:
-            raise InputError(f"{where}: stop strings need a tokenizer")
-        length = len(prompt_ids) + sampling.max_completion_length
-        if length > self.model_config.max_position_embeddings:
-            raise InputError(
-                f"{where}: prompt of {len(prompt_ids)} tokens plus {sampling.max_completion_length} new ones exceeds "
-                f"the model's context of {self.model_config.max_position_embeddings}; shorten one of them"
-            )
-        if self.cache.pages_for(length) > self.cache.num_pages:
-            raise InputError(
-                f"{where}: {length} tokens do not fit the KV cache of "
-                f"{self.cache.num_pages * self.cache.page_size}; raise generator.kv_cache_tokens"
-            )
+        least = min(sampling.n, sampling.max_completion_length)
+        refuse(least < 1, f"{where}: n and max_completion_length must be at least 1")
+        refuse(bool(sampling.stop) and self.detokenize is None, f"{where}: stop strings need a tokenizer")
+        length, context = len(prompt_ids) + sampling.max_completion_length, self.model_config.max_position_embeddings
+        refuse(
+            length > context,
+            f"{where}: prompt of {len(prompt_ids)} tokens plus {sampling.max_completion_length} new ones exceeds "
+            f"the model's context of {context}; shorten one of them",
+        )
+        refuse(
+            self.cache.pages_for(length) > self.cache.num_pages,
+            f"{where}: {length} tokens do not fit the KV cache of "
+            f"{self.cache.num_pages * self.cache.page_size}; raise generator.kv_cache_tokens",
+        )

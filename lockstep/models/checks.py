@@ -27,9 +27,16 @@ _LIMITS = {"num_hidden_layers": 10_000} | dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 100_000
 )
 _LARGEST = 2**31 - 1  # of any size
-_NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
-_FLAGS = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_sliding_window")
 _MAPPINGS = ("rope_parameters", "rope_scaling")
+_KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("rms_norm_eps", "rope_theta", "routed_scaling_factor"), is_positive, "a number above 0"),
+    (
+        ("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_sliding_window"),
+        lambda value: isinstance(value, bool),
+        "true or false",
+    ),
+    (_MAPPINGS, lambda value: isinstance(value, dict), "an object"),
+)
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -53,16 +60,11 @@ def check_fields(values: dict[str, Any], where: str) -> None:
             refuse(name, "an integer above 0" if least else "an integer, 0 or above")
         if name in there and there[name] > limit:
             raise InputError(f"{where}: {name} is too large; it must be at most {limit:,}")
-    for name in _NUMBERS:
-        if not is_positive(there.get(name, 1)):
-            refuse(name, "a number above 0")
-    for name in _FLAGS:
-        if not isinstance(there.get(name, False), bool):
-            refuse(name, "true or false")
     _check_layers(there, refuse)
-    for name in _MAPPINGS:
-        if not isinstance(there.get(name, {}), dict):
-            refuse(name, "an object")
+    for names, fits, wanted in _KINDS:
+        for name in names:
+            if name in there and not fits(there[name]):
+                refuse(name, wanted)
     for name in _TOKENS:
         ids = there.get(name, [])
         if not all(map(_is_integer, ids if isinstance(ids, list) else [ids])):

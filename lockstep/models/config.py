@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import InputError
+from ..errors import InputError, refuse
 from .blocks.rope import RopeScaling, YarnScaling
 
 FamilyName = Literal["qwen3", "qwen3_moe", "llama", "deepseek_v3"]
+
+
+def _require_sizes(config: object, names: tuple[str, ...], of: str = "") -> None:
+    """Raise `InputError` for the first of these fields that is below 1; None is absent."""
+    for name in names:
+        value = getattr(config, name)
+        refuse(value is not None and value < 1, f"model config: {of}{name} is {value}; it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,18 @@ class MoEConfig:
     router_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_experts_per_token", "intermediate_size", "groups", "kept_groups"):
-            if getattr(self, name) < 1:
-                raise InputError(f"model config: moe {name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_experts % self.groups or self.kept_groups > self.groups:
-            raise InputError(
-                f"model config: {self.num_experts} experts in {self.groups} groups, {self.kept_groups} of them kept: "
-                "groups must be of one size, and no more kept than there are"
-            )
+        sizes = "num_experts", "num_experts_per_token", "intermediate_size", "groups", "kept_groups"
+        _require_sizes(self, sizes, "moe ")
+        refuse(
+            self.num_experts % self.groups > 0 or self.kept_groups > self.groups,
+            f"model config: {self.num_experts} experts in {self.groups} groups, {self.kept_groups} of them kept: "
+            "groups must be of one size, and no more kept than there are",
+        )
         eligible = self.num_experts // self.groups * self.kept_groups
-        if self.num_experts_per_token > eligible:
-            raise InputError(
-                f"model config: num_experts_per_token is {self.num_experts_per_token}, of {eligible} eligible experts"
-            )
+        refuse(
+            self.num_experts_per_token > eligible,
+            f"model config: num_experts_per_token is {self.num_experts_per_token}, of {eligible} eligible experts",
+        )
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,7 @@ class MLAConfig:
     interleaved: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim", "q_rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"model config: mla {name} is {value}; it must be at least 1")
+        _require_sizes(self, ("kv_rank", "nope_dim", "rope_dim", "v_dim", "q_rank"), "mla ")
 
     @property
     def key_dim(self) -> int:
@@ -110,17 +113,20 @@ class ModelConfig:
     sliding_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            if getattr(self, name) < 1:
-                raise InputError(f"model config: {name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_heads % self.num_kv_heads:
-            raise InputError(
-                f"model config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise InputError(f"model config: head_dim is {self.head_dim}; rotary embedding needs an even number")
-        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
-            raise InputError(f"model config: rope_theta is {self.rope_theta}; yarn scaling needs a number above 1")
+        sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
+        _require_sizes(self, sizes)
+        refuse(
+            self.num_heads % self.num_kv_heads > 0,
+            f"model config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+        )
+        refuse(
+            self.head_dim < 2 or self.head_dim % 2 > 0,
+            f"model config: head_dim is {self.head_dim}; rotary embedding needs an even number",
+        )
+        refuse(
+            isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1,
+            f"model config: rope_theta is {self.rope_theta}; yarn scaling needs a number above 1",
+        )
         if self.sliding_layers:
             self._check_windows()
         if self.mla is not None and (self.num_kv_heads, self.head_dim) != (1, self.mla.rope_dim):
@@ -130,15 +136,16 @@ class ModelConfig:
             )
 
     def _check_windows(self) -> None:
-        if self.sliding_window < 1:
-            raise InputError(f"model config: sliding_window is {self.sliding_window}; it must be at least 1")
+        _require_sizes(self, ("sliding_window",))
         layers = set(range(self.num_layers))
-        if self.family not in ("qwen3", "qwen3_moe") or not layers.issuperset(self.sliding_layers):
-            raise InputError(
-                f"model config: sliding_layers is {self.sliding_layers} in {self.num_layers} of {self.family}"
-            )
-        if self.family == "qwen3_moe" and layers != set(self.sliding_layers):
-            raise InputError("model config: sliding_layers must be all layers of a qwen3_moe, or none")
+        refuse(
+            self.family not in ("qwen3", "qwen3_moe") or not layers.issuperset(self.sliding_layers),
+            f"model config: sliding_layers is {self.sliding_layers} in {self.num_layers} of {self.family}",
+        )
+        refuse(
+            self.family == "qwen3_moe" and layers != set(self.sliding_layers),
+            "model config: sliding_layers must be all layers of a qwen3_moe, or none",
+        )
 
     @property
     def qk_norm(self) -> bool:

@@ -10,6 +10,22 @@ from ..errors import InputError
 from .blocks.rope import YarnScaling, rope_of_hf, scaling_from_hf, scaling_to_hf
 from .config import MLAConfig, ModelConfig, MoEConfig
 
+# Fields of ours that are integers, and what config.json calls them.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+}
+_MLA_SIZES = {
+    "kv_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+}
+
 
 @dataclass(frozen=True)
 class _Raw:
@@ -67,28 +83,26 @@ def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
             raise InputError(f"{where}: {key} is {values[key]!r}; supported: {allowed[0]!r}")
     raw = _Raw(values, where)
     rope = rope_of_hf(values, where)
-    eos = values.get("eos_token_id")
-    fields: dict[str, Any] = {
-        "num_heads": raw.integer("num_attention_heads"),
-        "num_kv_heads": raw.integer("num_key_value_heads", "num_attention_heads"),
-        "head_dim": values.get("head_dim") or raw.integer("hidden_size") // raw.integer("num_attention_heads"),
-    }
+    fields = {ours: raw.integer(theirs) for ours, theirs in _SIZES.items()}
+    fields["num_kv_heads"] = raw.integer("num_key_value_heads", "num_attention_heads")
+    fields["head_dim"] = values.get("head_dim") or fields["hidden_size"] // fields["num_heads"]
     return ModelConfig(
-        vocab_size=raw.integer("vocab_size"),
-        hidden_size=raw.integer("hidden_size"),
-        intermediate_size=raw.integer("intermediate_size"),
-        num_layers=raw.integer("num_hidden_layers"),
-        max_position_embeddings=raw.integer("max_position_embeddings"),
         rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0),
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        eos_token_ids=end_of_sequence(values),
         bos_token_id=values.get("bos_token_id"),
         pad_token_id=values.get("pad_token_id"),
         family=name,
         rope_scaling=scaling_from_hf(values, where),
         **fields | family.read(raw),
     )
+
+
+def end_of_sequence(values: dict[str, Any]) -> tuple[int, ...]:
+    """The tokens in a parsed config.json's or generation_config.json's field, which may be one, a list or null."""
+    ids = values.get("eos_token_id")
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -105,12 +119,8 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": eos[0] if isinstance(eos, list) and len(eos) == 1 else eos,
         "pad_token_id": config.pad_token_id,
         "head_dim": config.head_dim,
-        "hidden_size": config.hidden_size,
         "initializer_range": 0.02,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
@@ -120,7 +130,6 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
         "use_cache": True,
-        "vocab_size": config.vocab_size,
         **family.write(config),
     }
 
@@ -191,14 +200,9 @@ def _read_deepseek_v3(raw: _Raw) -> dict[str, Any]:
     rope = rope_of_hf(raw.values, raw.where)
     if rope.get("mscale_all_dim") and not isinstance(scaling_from_hf(raw.values, raw.where), YarnScaling | None):
         raise InputError(f"{raw.where}: mscale_all_dim is {rope['mscale_all_dim']!r}; it is supported with yarn only")
-    mla = MLAConfig(
-        raw.integer("kv_lora_rank"),
-        raw.integer("qk_nope_head_dim"),
-        raw.integer("qk_rope_head_dim"),
-        raw.integer("v_head_dim"),
-        None if get("q_lora_rank") is None else raw.integer("q_lora_rank"),
-        bool(get("rope_interleave", True)),
-    )
+    sizes = {ours: raw.integer(theirs) for ours, theirs in _MLA_SIZES.items()}
+    q_rank = None if get("q_lora_rank") is None else raw.integer("q_lora_rank")
+    mla = MLAConfig(**sizes, q_rank=q_rank, interleaved=bool(get("rope_interleave", True)))
     moe = MoEConfig(
         raw.integer("n_routed_experts", "num_local_experts"),
         raw.integer("num_experts_per_tok"),
@@ -220,11 +224,8 @@ def _write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
     assert mla is not None and moe is not None
     return {
         "num_key_value_heads": config.num_heads,
-        "kv_lora_rank": mla.kv_rank,
+        **{theirs: getattr(mla, ours) for ours, theirs in _MLA_SIZES.items()},
         "q_lora_rank": mla.q_rank,
-        "qk_nope_head_dim": mla.nope_dim,
-        "qk_rope_head_dim": mla.rope_dim,
-        "v_head_dim": mla.v_dim,
         "rope_interleave": mla.interleaved,
         "n_routed_experts": moe.num_experts,
         "n_shared_experts": moe.shared_experts,

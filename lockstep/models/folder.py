@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,12 +15,13 @@ from torch import Tensor
 
 from ..cache.file_hashes import fingerprints
 from ..errors import InputError, LockstepError
+from ..json_file import read_object
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
-from .families import from_hf, require_family, to_hf, without_nulls
-from .shards import file_names, read_object, read_tensors, weights_path
-from .weight_map import HEAD, WeightSlice, fused_experts, weight_map
+from .families import end_of_sequence, from_hf, require_family, to_hf, without_nulls
+from .shards import cut, file_names, read_tensors, weights_path
+from .weight_map import HEAD, fused_experts, weight_map
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -77,8 +77,7 @@ def read_config(folder: Path) -> ModelConfig:
     if generation.exists():
         values = read_object(generation)
         check_fields(values, str(generation))
-        eos = values.get("eos_token_id")
-        more = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        more = end_of_sequence(values)
         check_end_of_sequence(more, config.vocab_size, str(generation))
         config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
     return config
@@ -176,7 +175,7 @@ def save_model(
     _write_json(folder / "generation_config.json", _generation_config(model.config))
     tensors = _tensors(model)
     pieces = [(piece, piece.of(tensors)) for piece in weight_map(model.config)]
-    shards = _shards(pieces, max_shard_bytes)
+    shards = list(cut(((item, item[1].nbytes) for item in pieces), max_shard_bytes))
     placed: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
@@ -184,7 +183,7 @@ def save_model(
         _write_tensors(folder / name, file, metadata or {})
         placed |= dict.fromkeys(file, name)
     if len(shards) > 1:
-        total = sum(t.numel() * t.element_size() for _, t in pieces)
+        total = sum(rows.nbytes for _, rows in pieces)
         _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
 
 
@@ -198,19 +197,6 @@ def all_or_nothing(folder: Path) -> Iterator[None]:
             for path in folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise
-
-
-def _shards(pieces: list[tuple[WeightSlice, Tensor]], limit: int) -> list[list[tuple[WeightSlice, Tensor]]]:
-    shards: list[list[tuple[WeightSlice, Tensor]]] = [[]]
-    used = 0.0
-    for piece, tensor in pieces:
-        size = math.prod(tensor.shape) * tensor.element_size()
-        if shards[-1] and used + size > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append((piece, tensor))
-        used += size
-    return shards
 
 
 def _generation_config(config: ModelConfig) -> dict:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
+from typing import TypeVar
 
 from torch import Tensor
 
 from ..errors import InputError
-from ..json_file import read_json
+from ..json_file import read_object
 from .config import ModelConfig
 from .weight_map import HEAD, fused_experts, is_left_out, weight_map
 
-
-def read_object(path: Path) -> dict:
-    """The JSON object that a file of the folder holds; `InputError` when it does not."""
-    try:
-        value = read_json(path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing (is this a Hugging Face model folder?)") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
-    return value
+T = TypeVar("T")
 
 
 def weights_path(folder: Path) -> Path:
@@ -98,6 +88,19 @@ def _what_is_there(path: Path) -> str:
     except OSError as error:
         return f"cannot be read, {error.strerror}"  # a loop of links, a folder that may not be entered
     return "a folder, not a file" if path.is_dir() else "not a regular file"
+
+
+def cut(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+    """The items, each given with its size, in parts of up to `limit` together, or of a single one."""
+    part: list[T] = []
+    used = 0
+    for item, size in sizes:
+        if part and used + size > limit:
+            yield part
+            part, used = [], 0
+        part.append(item)
+        used += size
+    yield part
 
 
 class _Once:

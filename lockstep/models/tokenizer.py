@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cache.tokenizers import kept
 from ..errors import InputError, LockstepError, PromptTooLong
-from ..json_file import read_json
+from ..json_file import read_json, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,12 +98,7 @@ def _check_object_files(folder: Path) -> None:
         path = folder / name
         if not path.exists():
             continue
-        try:
-            value = read_json(path)
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: cannot be read as JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise InputError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+        value = read_object(path)
         if field is not None and field not in value:
             raise InputError(f"{path}: there is no field {field}; it is not a tokenizer of the tokenizers library")
         if path.read_bytes().startswith(codecs.BOM_UTF8):

@@ -135,11 +135,12 @@ def _interleaved(m: MLAConfig) -> dict[str, tuple[int, int]]:
     return {f"self_attn.{name}": heads for name, heads in names.items()} if m.interleaved else {}
 
 
-def _mlp(theirs: str, ours: str, width: int, hidden: int) -> list[_Rows]:
+def _mlp(theirs: str, ours: str, width: int, hidden: int, index: int = 0) -> list[_Rows]:
+    """Of a feed-forward, or of expert `index` among those in one parameter."""
     return [
-        (f"{theirs}.gate_proj", f"{ours}gate_up", 0, width),
-        (f"{theirs}.up_proj", f"{ours}gate_up", width, width),
-        (f"{theirs}.down_proj", f"{ours}down", 0, hidden),
+        (f"{theirs}.gate_proj", f"{ours}gate_up", 2 * index * width, width),
+        (f"{theirs}.up_proj", f"{ours}gate_up", (2 * index + 1) * width, width),
+        (f"{theirs}.down_proj", f"{ours}down", index * hidden, hidden),
     ]
 
 
@@ -147,11 +148,7 @@ def _experts(moe: MoEConfig, hidden: int) -> list[_Rows]:
     f = moe.intermediate_size
     rows: list[_Rows] = [("mlp.gate", "moe.router", 0, moe.num_experts)]
     for e in range(moe.num_experts):
-        rows += [
-            (f"mlp.experts.{e}.gate_proj", "moe.experts.gate_up", 2 * e * f, f),
-            (f"mlp.experts.{e}.up_proj", "moe.experts.gate_up", (2 * e + 1) * f, f),
-            (f"mlp.experts.{e}.down_proj", "moe.experts.down", e * hidden, hidden),
-        ]
+        rows += _mlp(f"mlp.experts.{e}", "moe.experts.", f, hidden, e)
     if moe.shared_experts:
         rows += _mlp("mlp.shared_experts", "moe.shared.", moe.shared_experts * f, hidden)
     return rows

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..cache.file_hashes import fingerprints
 from ..errors import LockstepError
 from ..json_file import read_json
+from ..models.shards import cut
 
 _FORMAT = 1
 _SHARD_BYTES = 1 << 30
@@ -86,7 +87,10 @@ def save(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: 
         files = fingerprints(temporary, sorted(path.name for path in temporary.iterdir()))
         _write_json(temporary / _MANIFEST, _sealed({"format": _FORMAT, "step": step, "files": files}))
         _fsync(temporary)
-        _publish(temporary, target)
+        if target.exists():  # of the same step: a damaged one, usually
+            _retire(target)
+        os.rename(temporary, target)
+        _fsync(folder)
         _prune(folder, step, keep_last)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -125,23 +129,11 @@ def _name_of(file: str) -> str | None:
 def _write_tensors(folder: Path, stem: str, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    for index, keys in enumerate(_shards(tensors), start=1):
+    sizes = ((key, tensor.nbytes) for key, tensor in tensors.items())
+    for index, keys in enumerate(cut(sizes, _SHARD_BYTES), start=1):
         path = folder / f"{stem}-{index:05d}{_SUFFIX}"
         save_file(_on_host({key: tensors[key] for key in keys}), path)
         _fsync(path)
-
-
-def _shards(tensors: dict[str, Tensor]) -> Iterator[list[str]]:
-    """Split the keys, in order, so that each part's tensors take at most `_SHARD_BYTES` (or are a single one)."""
-    part: list[str] = []
-    size = 0
-    for key, tensor in tensors.items():
-        if part and size + tensor.nbytes > _SHARD_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(key)
-        size += tensor.nbytes
-    yield part
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -188,14 +180,6 @@ def _verified(path: Path, step: int) -> LoadedCheckpoint:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
     return LoadedCheckpoint(path=path, step=step, state=state, files=tuple(files))
-
-
-def _publish(temporary: Path, target: Path) -> None:
-    """Rename into place. A checkpoint of the same step (a damaged one, usually) steps aside first."""
-    if target.exists():
-        _retire(target)
-    os.rename(temporary, target)
-    _fsync(target.parent)
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:

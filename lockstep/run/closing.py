@@ -76,7 +76,7 @@ def closing(summary: Mapping[str, Any]) -> str:
         "report": str(run_dir / "report.html"),
         "next": summary.get("next"),
     }
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def interrupted(run_dir: Path, processes: int) -> str:
@@ -92,9 +92,10 @@ def interrupted(run_dir: Path, processes: int) -> str:
     else:
         rows["again"] = f"{start} train --config {shlex.quote(str(run_dir / 'config.yaml'))}"
         rows["from"] = "the start: it saved no checkpoints; add --checkpoint.interval N to go on from one"
-    return _aligned(rows)
+    return aligned(rows)
 
 
-def _aligned(rows: Mapping[str, str | None]) -> str:
+def aligned(rows: Mapping[str, str | None]) -> str:
+    """A line a name with its text, where there is one."""
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {text}\n" for name, text in rows.items() if text)

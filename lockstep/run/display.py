@@ -20,7 +20,29 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 
-class FailsafeStream:
+class _Stream:
+    """A text stream that writes to another."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream: Any = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`."""
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush."""
+        self._try(self._stream.flush)
+
+    def _try(self, action: Any, *arguments: Any) -> None:
+        """Call what may fail."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class FailsafeStream(_Stream):
     """A text stream that writes to `stream` until that fails, and from then on to nowhere.
 
     Whoever reads a run's output may go away (`lockstep train 2>&1 | head`, a closed terminal); the run goes on. The
@@ -29,17 +51,8 @@ class FailsafeStream:
 
     def __init__(self, stream: IO[str] | None) -> None:
         """`stream` is None where Python was started without one (`2>&-`)."""
-        self._stream: Any = io.StringIO() if stream is None else stream
+        super().__init__(io.StringIO() if stream is None else stream)
         self._failed = stream is None
-
-    def write(self, text: str) -> int:
-        """Write `text`, or drop it."""
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush, or do nothing."""
-        self._try(self._stream.flush)
 
     def isatty(self) -> bool:
         """Whether someone is watching."""
@@ -56,40 +69,23 @@ class FailsafeStream:
             self._failed = True
             _discard(self._stream)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
-
-class RequiredStream:
+class RequiredStream(_Stream):
     """Standard output: what cannot be written to it ends the command.
 
     Raises `BrokenPipeError` when its reader has gone, and `LockstepError` for any other failure. The file descriptor
     is then pointed at the null device, for the flush at exit.
     """
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write `text`."""
-        return self._try(self._stream.write, text)
-
-    def flush(self) -> None:
-        """Flush."""
-        self._try(self._stream.flush)
-
-    def _try(self, action: Any, *arguments: Any) -> Any:
+    def _try(self, action: Any, *arguments: Any) -> None:
         try:
-            return action(*arguments)
+            action(*arguments)
         except (OSError, ValueError) as error:  # ValueError: a character that its encoding lacks
             if isinstance(error, OSError):
                 _discard(self._stream)
             if isinstance(error, BrokenPipeError):
                 raise
             raise LockstepError(f"standard output cannot be written: {error}") from error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _discard(stream: Any) -> None:

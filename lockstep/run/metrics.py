@@ -157,7 +157,8 @@ class MetricsWriter:
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         if path.exists():
-            _keep_before(path, start_step)
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                file.writelines(line for line, record in _lines(path) if record["step"] < start_step)
         self._path = path
         with writing(path):
             self._file = path.open("ab", buffering=0)
@@ -200,22 +201,10 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield line, record
 
 
-def _keep_before(path: Path, step: int) -> None:
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        for line, record in _lines(path):
-            if record["step"] < step:
-                file.write(line)
-
-
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write one JSON object to `path`, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
-
-
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json` of a run folder."""
-    write_json(run_dir / SUMMARY_FILE, summary)
 
 
 def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:

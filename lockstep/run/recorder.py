@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,12 +28,12 @@ from .display import Display
 from .metrics import (
     METRICS_FILE,
     ROLLOUTS_FILE,
+    SUMMARY_FILE,
     MetricsWriter,
     read_lines,
     replacing,
     rollout_records,
     write_json,
-    write_summary,
     writing,
 )
 from .report import write_report
@@ -71,6 +71,7 @@ class Recorder:
         self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
         self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
         self.imports_s = imports
+        self._open_files = ExitStack()  # closes what is open of these
         self._timeline: Timeline | None = None
         self._metrics: MetricsWriter | None = None
         self._rollouts: MetricsWriter | None = None
@@ -100,10 +101,12 @@ class Recorder:
                     self.inputs  # noqa: B018 (as soon as the model is read)
             with timings.measured("trackers"):
                 self._trackers = Trackers(self.config.metrics, self.run_dir, yaml_file.flat(self.config))
+                self._open_files.callback(self._trackers.close)
         imports = Span("import", self.began, self.imports_s)
         self._count_startup(self.began, {imports.name: imports.seconds} | timings.seconds)
         if self.world.first:
             self._timeline = Timeline(self.run_dir / TIMELINE_FILE, f"lockstep {self.run_dir.name}", self.began)
+            self._open_files.callback(self._timeline.close)
         self.trace([imports])
 
     def warm_up_graphs(self, loop: Loop, display: Display) -> None:
@@ -148,11 +151,11 @@ class Recorder:
         self.trace()
         if not self.world.first:
             return
-        self._metrics = MetricsWriter(self.run_dir / METRICS_FILE, start)
+        self._metrics = self._open_files.enter_context(MetricsWriter(self.run_dir / METRICS_FILE, start))
         for record in read_lines(self.run_dir / METRICS_FILE):
             self._account(record)
         self._absent = start - len(self._rewards)
-        self._rollouts = MetricsWriter(self.run_dir / ROLLOUTS_FILE, start)
+        self._rollouts = self._open_files.enter_context(MetricsWriter(self.run_dir / ROLLOUTS_FILE, start))
 
     def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool = False) -> int:
         """Put the run where `loaded` left it; returns the steps it had done.
@@ -303,9 +306,6 @@ class Recorder:
             error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
         if error is None:  # what a check found before is mended
             (self.run_dir / FAILURE_FILE).unlink(missing_ok=True)
-        for file in (self._metrics, self._rollouts):
-            if file is not None:
-                file.close()
         ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
         self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
         self.summary |= {"steps_done": self._absent + len(self._rewards), "validation": self.validations}
@@ -315,13 +315,10 @@ class Recorder:
             "next": closing.next_command(self.config, self._shown_dir, self._prompt),
         }
         self.summary["total_s"] = self._total_seconds()
-        write_summary(self.run_dir, self.summary)
+        write_json(self.run_dir / SUMMARY_FILE, self.summary)
         with writing(self.run_dir / "report.html"):
             write_report(self.run_dir)
-        if self._trackers is not None:
-            self._trackers.close()
-        if self._timeline is not None:
-            self._timeline.close()
+        self._open_files.close()
 
     def _total_seconds(self) -> float:
         """Of the whole run so far: this process, and those whose steps it goes on from."""

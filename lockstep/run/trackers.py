@@ -8,22 +8,12 @@ from __future__ import annotations
 import importlib.util
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..config import MetricsConfig
 from ..errors import InputError, LockstepError
-
-
-class Tracker(Protocol):
-    """Where metrics go, a step at a time."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of step `step`."""
-
-    def close(self) -> None:
-        """Write what is still held back."""
 
 
 class Trackers:
@@ -35,28 +25,27 @@ class Trackers:
         Raises `InputError` when a package is missing or Weights & Biases cannot start.
         """
         require_packages(config.trackers)
-        self._open: dict[str, Tracker] = {}
+        self._open: dict[str, TensorBoard | WandB] = {}
         for name in config.trackers:
             self._open[name] = TensorBoard(run_dir) if name == "tensorboard" else WandB(config, run_dir, settings)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send step `step`'s numbers to each; what is no number stays out."""
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-        for name in list(self._open):
-            self._try(name, lambda tracker: tracker.log(step, numbers))
+        self._each(lambda tracker: tracker.log(step, numbers))
 
     def close(self) -> None:
         """Close each."""
-        for name in list(self._open):
-            self._try(name, lambda tracker: tracker.close())
+        self._each(lambda tracker: tracker.close())
         self._open.clear()
 
-    def _try(self, name: str, action: Any) -> None:
-        try:
-            action(self._open[name])
-        except Exception as error:  # a full disk, a server that is gone, a bug of the package's: none ends a run
-            del self._open[name]
-            warnings.warn(f"metrics.trackers: {name} failed and is off from here on: {error}", stacklevel=3)
+    def _each(self, action: Callable[[Any], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # a full disk, a server that is gone, a bug of the package's: none ends a run
+                del self._open[name]
+                warnings.warn(f"metrics.trackers: {name} failed and is off from here on: {error}", stacklevel=3)
 
 
 def require_packages(names: tuple[str, ...]) -> None:

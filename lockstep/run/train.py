@@ -38,7 +38,9 @@ def train(
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
     loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
-    with noted(run_dir) if world.first else contextlib.nullcontext(), _display(config, world) as display:
+    stream = None if world.first else io.StringIO()  # the progress is of the first rank alone
+    display = Display(config.steps, config.metrics.progress, stream)
+    with noted(run_dir) if world.first else contextlib.nullcontext(), display:
         return _train(recorder, resume, loaded, other_numerics, display)
 
 
@@ -88,13 +90,6 @@ def _checked(config: RunConfig, world: World) -> RunConfig:
     """`config` for this machine and so many processes, with all that it needs installed."""
     require_packages(config.metrics.trackers)
     return resolve(config, world.size)
-
-
-def _display(config: RunConfig, world: World) -> Display:
-    """The run's progress; of the first rank alone."""
-    if world.first:
-        return Display(config.steps, live=config.metrics.progress)
-    return Display(config.steps, live=False, stream=io.StringIO())
 
 
 def _is_due(done: int, interval: int, steps: int) -> bool:

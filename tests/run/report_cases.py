@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from lockstep.config import RunConfig, TaskConfig, yaml_file
-from lockstep.run.metrics import SECTIONS, MetricsWriter, write_json, write_summary
+from lockstep.run.metrics import SECTIONS, SUMMARY_FILE, MetricsWriter, write_json
 from lockstep.run.report import write_report
 
 HOSTILE = "</pre><script>alert(1)</script>&\"'<img src=x onerror=alert(1)>"
@@ -83,7 +83,7 @@ def make_run(folder: Path, steps: int = 5, different: int = 0, config: RunConfig
         HOSTILE: HOSTILE,
         "warmup": None,
     }
-    write_summary(folder, summary | STARTUP | {"environment": {"torch": "9.9"}, "compile": COMPILE})
+    write_json(folder / SUMMARY_FILE, summary | STARTUP | {"environment": {"torch": "9.9"}, "compile": COMPILE})
     write_json(folder / "parity.json", {"identical": different == 0, "device": HOSTILE})
     return folder
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lockstep.errors import InputError, LockstepError
 from lockstep.run.metrics import (
     SECTIONS,
+    SUMMARY_FILE,
     MetricsWriter,
     listed,
     read_lines,
@@ -23,7 +24,6 @@ from lockstep.run.metrics import (
     title_of,
     to_json,
     write_json,
-    write_summary,
 )
 from lockstep.types import Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
 
@@ -150,8 +150,8 @@ def test_a_file_that_the_disk_refuses_stays_as_it_was(tmp_path: Path) -> None:
 
 
 def test_summary_is_replaced_whole(tmp_path: Path) -> None:
-    write_summary(tmp_path, {"total_s": 1.0})
-    write_summary(tmp_path, {"total_s": 2.0, "loss": math.inf})
+    write_json(tmp_path / SUMMARY_FILE, {"total_s": 1.0})
+    write_json(tmp_path / SUMMARY_FILE, {"total_s": 2.0, "loss": math.inf})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"total_s": 2.0, "loss": "Infinity"}
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 

@@ -15,7 +15,7 @@ from report_cases import HOSTILE, Outline, make_run, read
 
 from lockstep.config import RunConfig
 from lockstep.config.recipes import RECIPES
-from lockstep.run.metrics import SECTIONS, MetricsWriter, write_json, write_summary
+from lockstep.run.metrics import SECTIONS, SUMMARY_FILE, MetricsWriter, write_json
 from lockstep.run.report import write_comparison, write_report
 from lockstep.run.report.curves import CHARTED
 from lockstep.run.report.timeline import NAMES
@@ -82,7 +82,7 @@ def test_a_typical_step_is_drawn(tmp_path: Path) -> None:
 def test_start_up_is_split(tmp_path: Path) -> None:
     seconds = {"import": 2.0, "trace": 5.0, "gate": 0.001, "other": 1.0, "of another version": 1.999}
     make_run(tmp_path)
-    write_summary(tmp_path, {f"startup/{phase}": value for phase, value in seconds.items()})
+    write_json(tmp_path / SUMMARY_FILE, {f"startup/{phase}": value for phase, value in seconds.items()})
     text = read(tmp_path).text
     at = text.index("tracing graphs")
     assert text[at : at + 12 : 3] == ["tracing graphs", "imports", "of another version", "the rest"]

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
-from ...errors import InputError
-from .section import Section, at_least, refuse
+from ...errors import InputError, refuse
+from .section import Section, at_least
 
 
 class Plugin(NamedTuple):

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .section import Section, at_least, between, refuse
+from ...errors import refuse
+from .section import Section, at_least, between
 
 LOSS_TYPES = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),

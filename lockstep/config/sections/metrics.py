@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .section import Section, refuse
+from ...errors import refuse
+from .section import Section
 
 
 @dataclass(frozen=True)

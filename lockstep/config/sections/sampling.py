@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from .section import Section, at_least, between, refuse
+from ...errors import refuse
+from .section import Section, at_least, between
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import field, fields
 from typing import TypeVar
 
-from ...errors import InputError
+from ...errors import InputError, refuse
 
 _T = TypeVar("_T")
 MAX_SEED = 2**63 - 1
@@ -19,12 +19,6 @@ def between(low: float, high: float, *, default: _T) -> _T:
 def at_least(low: float, *, default: _T) -> _T:
     """A field that takes finite numbers from `low` up."""
     return between(low, math.inf, default=default)
-
-
-def refuse(when: bool, message: str) -> None:
-    """Raise `InputError`, where something is wrong."""
-    if when:
-        raise InputError(message)
 
 
 def check_range(path: str, value: object, low: float, high: float) -> None:

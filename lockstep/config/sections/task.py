@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...errors import InputError
-from .section import MAX_SEED, Section, at_least, between, refuse
+from ...errors import InputError, refuse
+from .section import MAX_SEED, Section, at_least, between
 
 DATA_TASKS = ("gsm8k", "dataset")  # the tasks that read rows, and the fields that act on rows
 _DATA_FIELDS = (

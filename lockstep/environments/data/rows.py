@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -135,14 +135,11 @@ def read_problems(
     if not len(source):
         raise InputError(f"{field} {data} has no rows")
     names: dict[str, None] = {}
-    for problem in _all(source, form):
+    for index, row in enumerate(source):
+        problem = form.problem(row, source.origin(index))
         check(problem)
         names |= dict.fromkeys(problem.columns)
     return Problems(source, form, tuple(names), range(len(source)), f"{field} {data}")
-
-
-def _all(source: Source, form: RowFormat) -> Iterator[Problem]:
-    return (form.problem(row, source.origin(index)) for index, row in enumerate(source))
 
 
 def _size_if_over(encode: Encode, problem: Problem, limit: int) -> str | None:

@@ -12,7 +12,7 @@ import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import InputError
 
@@ -27,22 +27,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class Source(Protocol):
-    """Rows by their number, counted from 0."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Row]:
-        """All rows in order, which is faster than asking for each."""
-
-    def row(self, index: int) -> Row:
-        """Row `index`."""
-
-    def origin(self, index: int) -> str:
-        """Where row `index` stands, for messages: "train.jsonl line 3"."""
-
-
-def open_source(data: str, split: str, field: str = "task.data") -> Source:
+def open_source(data: str, split: str, field: str = "task.data") -> JsonLines | ArrowRows:
     """The rows of a JSON lines, JSON, CSV or parquet file, of a folder (saved by `datasets`, or of data files), or of a
     hub id, which may name its configuration as "id:configuration"; `split` is for the last two.
 
@@ -205,6 +190,9 @@ def _require_data_files(label: str, folder: Path) -> None:
         f"{label} is a folder without data files; name a .jsonl or .parquet file, a folder of such files, "
         "or a folder that datasets saved"
     )
+
+
+Source = JsonLines | ArrowRows
 
 
 class _RepeatedKey(ValueError):

@@ -67,11 +67,6 @@ def share_of_numbers(numbers: list[int]) -> Share:
     return share_of(draw("held out", *sorted(numbers)))
 
 
-def is_held_out(numbers: list[int]) -> bool:
-    """Whether these numbers are never trained on."""
-    return share_of_numbers(numbers) != "train"
-
-
 def correct(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
     """1.0 when the last tagged integer is the answer."""
     tags = [_tagged_integers(c) for c in completions]

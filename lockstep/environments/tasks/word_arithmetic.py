@@ -47,11 +47,6 @@ def share_of_steps(steps: Steps) -> Share:
     return share_of(draw("word arithmetic", *steps))
 
 
-def is_held_out(steps: Steps) -> bool:
-    """Whether stories with these numbers are never trained on."""
-    return share_of_steps(steps) != "train"
-
-
 def _steps(*key: int | str) -> Steps:
     steps = [10 + draw(*key, "first") % 51]
     for i in range(2 + draw(*key, "count") % 2):

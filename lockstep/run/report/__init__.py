@@ -143,7 +143,8 @@ def _time(record: Record) -> str:
 
 def _startup(summary: dict[str, Any]) -> list[tuple[str, float]]:
     """Seconds by phase, longest first; what is under a hundredth goes to the rest."""
-    phases = {name.removeprefix("startup/"): float(s) for name, s in summary.items() if _startup_phase(name, s)}
+    measured = {name.removeprefix("startup/"): s for name, s in summary.items() if name.startswith("startup/")}
+    phases = {name: float(seconds) for name, seconds in measured.items() if _positive(seconds)}
     total, rest = sum(phases.values()), phases.pop("other", 0.0)
     shown = {name: seconds for name, seconds in phases.items() if seconds >= total / 100}
     rest += sum(phases.values()) - sum(shown.values())
@@ -152,10 +153,6 @@ def _startup(summary: dict[str, Any]) -> list[tuple[str, float]]:
         for name, seconds in sorted(shown.items(), key=lambda part: -part[1])
     ]
     return [*split, (STARTUP["other"], rest)] if rest > 0 else split
-
-
-def _startup_phase(name: str, seconds: Any) -> bool:
-    return name.startswith("startup/") and _positive(seconds)
 
 
 def _positive(value: Any) -> bool:

@@ -157,7 +157,8 @@ def _line(plot: _Plot, line: list[_Dot | None], index: int, series: Series, smoo
             averages = moving_average([d.y for d in run], max(5, len(run) // 12))
             parts.append(_polyline(plot, [(d.x, y) for d, y in zip(run, averages, strict=True)], style))
         if series.marks or len(run) == 1:
-            parts += [_circle(plot, dot, index) for dot in run]
+            circle = f'<circle class="f{index % COLOURS}" cx="{{:.1f}}" cy="{{:.1f}}" r="2.6"/>'
+            parts += [circle.format(plot.x(dot.x), plot.y(dot.y)) for dot in run]
     return "".join(parts)
 
 
@@ -181,10 +182,6 @@ def _band(plot: _Plot, run: list[_Dot], index: int) -> str:
 
 def _polyline(plot: _Plot, points: Points, style: str) -> str:
     return f'<polyline class="{style}" points="{" ".join(plot.at(*xy) for xy in points)}"/>'
-
-
-def _circle(plot: _Plot, dot: _Dot, index: int) -> str:
-    return f'<circle class="f{index % COLOURS}" cx="{plot.x(dot.x):.1f}" cy="{plot.y(dot.y):.1f}" r="2.6"/>'
 
 
 def _readings(plot: _Plot, names: Sequence[str], lines: Sequence[Sequence[_Dot | None]]) -> str:

@@ -26,15 +26,11 @@ def learning(record: Record) -> str:
     if series := _finite(record.validations):
         title = "Held-out problems, greedy"
         charts.append(card(title, line_chart(series) + legend(series), "validation/..."))
-    functions = {name: record.metric(name) for name in record.metric_names if _of_function(name)}
+    functions = {name: record.metric(name) for name in record.metric_names if listed(name) == "rewards/<fn>/mean"}
     if len(functions) > 1 and (series := _finite(functions)):
         charts.append(card("Each reward function", line_chart(series) + legend(series), "rewards/..."))
     style = "wide" if len(charts) < 3 else "grid"
     return section(LEARNING, f'<div class="{style}">{"".join(charts)}</div>' if charts else "")
-
-
-def _of_function(name: str) -> bool:
-    return listed(name) == "rewards/<fn>/mean"
 
 
 def _finite(metrics: dict[str, list[tuple[float, float]]]) -> list[Series]:

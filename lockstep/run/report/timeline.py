@@ -31,7 +31,8 @@ _LABELLED = 0.12  # of the width, from which on a bar has its name on it
 
 def typical_step(path: Path) -> str:
     """A card with the step of median length in the timeline at `path`; nothing without one."""
-    steps = [(process, span) for process, span in read_timeline(path) if _is_step(span)]
+    spans = read_timeline(path)
+    steps = [(of, s) for of, s in spans if s.name == "step" and not s.on_device and s.seconds > 0]
     if not steps:
         return ""
     middle = median_low(span.seconds for _, span in steps)
@@ -52,10 +53,6 @@ def typical_step(path: Path) -> str:
     lead = f'<p class="dim">{which}, of median length among {len(steps):,} recorded: {duration(step.seconds)}</p>'
     drawn = [span for spans in lanes.values() for span in spans]
     return card("A typical step", lead + shown + _axis(step.seconds) + _key(drawn), path.name, style="whole")
-
-
-def _is_step(span: Span) -> bool:
-    return span.name == "step" and not span.on_device and span.seconds > 0
 
 
 def _within(span: Span, other: Span) -> bool:
