@@ -277,7 +277,7 @@ def test_a_loss_cannot_read_what_is_not_in_the_key(decoder, rollout, runtime: Ma
 
 def test_a_setting_that_a_loss_reads_is_in_the_key(decoder, rollout, runtime: Made, monkeypatch) -> None:
     settings = make_dataclass("LossSettings", [("gain", float)], bases=(losses.LossSettings,), frozen=True)
-    monkeypatch.setattr("lockstep.trainer.trainer.LossSettings", settings)
+    monkeypatch.setattr("lockstep.trainer.programs.LossSettings", settings)
     monkeypatch.setitem(losses.LOSSES, "grpo", with_gain)
     for gain in (1.0, 5.0):
         own = runtime()
