@@ -44,7 +44,11 @@ GIB = 2**30
 
 
 def make_runtime(way: str, device: torch.device) -> Runtime:
-    config = WAYS[way]
+    return runtime_of(WAYS[way], device)
+
+
+def runtime_of(config: CompileConfig | None, device: torch.device) -> Runtime:
+    """On a CPU with a recorder that stands in for CUDA graphs."""
     if config is None:
         return EAGER
     recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
@@ -123,7 +127,7 @@ def timed(
     """Median milliseconds: in all; of the host, to the end of its launches; and of that without the driver's part. The
     host's from an idle device, where it has waited and its caches are cold, and `queued` behind a run that the device
     is at."""
-    driver = driver or Driver(None)
+    driver = driver or Driver(EAGER)
     total = [seconds(run, device.type) for _ in range(repeats)]
     host: dict[str, list[float]] = {"": [], "queued_": []}
     python: dict[str, list[float]] = {"": [], "queued_": []}

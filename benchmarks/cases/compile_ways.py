@@ -18,12 +18,11 @@ import traceback
 from typing import Any, NamedTuple
 
 import torch
-from cases.capture import Memory, timed, train_batch
+from cases.capture import Memory, runtime_of, timed, train_batch
 from common import Report, random_model
 from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import EAGER, FakeRecorder, Runtime
 from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.graph.check.tolerance import BOUNDS, relative_error
 from lockstep.models import Decoder
@@ -51,13 +50,6 @@ class Evidence(NamedTuple):
     gradient: Tensor
 
 
-def make_runtime(config: CompileConfig | None, device: torch.device) -> Runtime:
-    if config is None:
-        return EAGER
-    recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
-    return Runtime(config, device, recorder=FakeRecorder() if recorded_on_cpu else None)
-
-
 def one_step(trainer: Trainer, batch: PackedBatch) -> Evidence:
     """Gradients from zero, and an update of rate 0."""
     scored = trainer.programs.forward_backward(batch, "grpo", False)
@@ -72,7 +64,7 @@ def one_step(trainer: Trainer, batch: PackedBatch) -> Evidence:
 def timed_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tuple[Evidence, dict[str, Any]]:
     """What the first step left behind, and the figures of the way."""
     device = source.embed.device
-    runtime = make_runtime(WAYS[way], device)
+    runtime = runtime_of(WAYS[way], device)
     with Memory(device) as memory:
         trainer = Trainer(copy.deepcopy(source), OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=runtime)
         began = time.perf_counter()

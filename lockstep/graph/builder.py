@@ -12,6 +12,7 @@ import torch
 
 from ..cache.fingerprint import origin
 from ..config import PASSES, RECORDINGS, CompileConfig, recordings
+from ..distributed import World
 from ..errors import InputError
 from ..timings import Timings
 from .capture.request import Request
@@ -20,7 +21,7 @@ from .ir.text import write_stages
 from .ir.verify import verify
 from .passes import pipeline, recorded, run_passes
 from .passes.backend import Backend
-from .ranks import Ranks, made_by_first
+from .ranks import made_by_first
 from .store.baked_constants import Constants, flattened
 from .store.folder import Key, Store
 from .store.key import key_of
@@ -73,7 +74,7 @@ class GraphBuilder:
         timings: host seconds in `load_graphs`, `import_tracer`, `trace`, `passes` and `store_graphs`.
         store: where graphs are kept between processes; None: nowhere.
         mesh: the sizes of the device mesh's dimensions, which graphs depend on.
-        peers: the other processes that capture the same graphs, until the warm-up ends; None: there are none.
+        peers: the other processes that capture the same graphs, until the warm-up ends.
 
     Attributes:
         captures: traces made so far, each for every value of a function's open sizes; or variants of layers.
@@ -86,7 +87,7 @@ class GraphBuilder:
     timings: Timings
     store: Store | None
     mesh: Mapping[str, int]
-    peers: Ranks | None
+    peers: World
     captures: int = 0
     loaded: int = 0
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class GraphBuilder:
         def make() -> Captured:
             return self._load(request, stored, made) or self._make(request, level, stored, made)
 
-        if self.peers is None:
+        if self.peers.size == 1:
             return make()
         about: dict[str, Any] = {"level": level, "writes": sorted(request.writes), "origin": origin()}
         about |= {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in request.specs}

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from ..config import RECORDINGS, CompileConfig, recordings, resolve_compile
+from ..distributed import ONE, World
 from ..timings import Timings
 from .builder import GraphBuilder, load_hook
 from .capture.step import GraphBody
 from .ir.captured import Dynamic, Inputs, Level, Role
 from .launch.cudagraph import CudaRecorder, GraphRecorder
 from .program import Program, Toolchain
-from .ranks import Ranks
 from .store.baked_constants import Constants
 from .store.folder import Store
 from .warm_up import WarmUp
@@ -42,7 +42,7 @@ class Runtime:
     timings: Timings = field(default_factory=Timings)
     store: Store | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
-    peers: Ranks | None = None
+    peers: World = ONE
 
     def __post_init__(self) -> None:
         self.config = config = resolve_compile(self.config, self.device.type == "cuda")
@@ -110,8 +110,7 @@ class Runtime:
         any."""
         programs = self._named(name)
         had = any([program.retrace() for program in programs])
-        if self.peers is not None:
-            had = self.peers.gather(had)[0]  # the first has the store
+        had = self.peers.gather(had)[0]  # the first has the store
         for program in programs if had else ():
             program.made.ready.clear()
             program.close()
@@ -123,7 +122,7 @@ class Runtime:
     def end_warm_up(self) -> None:
         """From here on a new graph counts as a recompile; what only a check needs is let go of."""
         self.warm_up.ended = True
-        self.peers = self.builder.peers = None  # what is made late is made where it is needed
+        self.peers = self.builder.peers = ONE  # what is made late is made where it is needed
         for program in self.programs:
             program.forget_stages()
 

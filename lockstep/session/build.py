@@ -253,8 +253,7 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
 
 def make_runtime(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Runtime:
     """What both roles run their functions with; `config` is resolved."""
-    peers = world if world.size > 1 else None
-    return Runtime(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=peers)
+    return Runtime(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=world)
 
 
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:

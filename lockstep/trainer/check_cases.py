@@ -32,9 +32,8 @@ def trust_cases(
     *,
     check_parity: bool,
     num_iterations: int = 1,
-    with_checks: bool = True,
 ) -> Work:
-    """Cases for each of the trainer's functions; the arguments are those of `Trainer.warm_up`."""
+    """Cases for each of the trainer's programs; the arguments are those of `Trainer.warm_up`."""
     functions, values = programs.by_name, programs.state.values
     vocabulary = programs.model.config.vocab_size
     routed = check_parity and programs.model.config.moe_layers > 0
@@ -53,8 +52,7 @@ def trust_cases(
     if "gather_weights" in functions:
         gather = functions["gather_weights"]
         work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs))]))
-    if with_checks:
-        work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
+    work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
     if "reference_logprobs" in functions:
         work.append((functions["reference_logprobs"], [programs.case(*b, lambda: None) for b in batches]))
     return work

@@ -20,7 +20,7 @@ CHOSEN = ["causal", "window of 100", "dilated in a window", "rows without keys"]
 @pytest.fixture(autouse=True)
 def fresh():
     torch.manual_seed(0)
-    torch.runtime.reset()  # torch bounds how often one piece of code is compiled
+    torch.compiler.reset()  # torch bounds how often one piece of code is compiled
     with torch.no_grad():
         yield
 
@@ -70,7 +70,7 @@ def test_other_tiles_are_caught(census, monkeypatch):
     case = case_of(300)
     whole = case.packed(Mask())
     triton_flex._attend.cache_clear()
-    torch.runtime.reset()
+    torch.compiler.reset()
     monkeypatch.setitem(triton_flex.OPTIONS, "fwd_BLOCK_N", 32)
     assert census("CONTROL flex: key tiles of 32", case.packed(Mask()), whole) > 0
     triton_flex._attend.cache_clear()

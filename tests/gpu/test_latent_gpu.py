@@ -78,7 +78,7 @@ def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
     case = make([300], heads=32)
     whole = packed(case)
     for tile in ((16, 4, 2), (32, 8, 1), (32, 8, 2), (64, 8, 1), (64, 4, 1)):
-        monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(*tile))
+        monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(*tile))
         assert census("latent attention: other tiles", packed(case), whole) == 0
     monkeypatch.setattr(mla_triton, "KEY_SPLIT", 128)
     assert census("CONTROL latent attention: splits of 128", packed(case)[128:], whole[128:]) > 0
@@ -145,7 +145,7 @@ TILES = [(64, 8, 2), (64, 8, 1), (32, 8, 2)]
 def test_time_of_decode(monkeypatch, tile):
     from lockstep.ops.mla import triton as mla_triton
 
-    monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(*tile))
+    monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(*tile))
     sequences, context, page = 64, 1024, 16
     q = torch.randn(sequences, HEADS, RANK, device=DEVICE).bfloat16()
     q_rope = torch.randn(sequences, HEADS, ROPE_DIM, device=DEVICE).bfloat16()
@@ -163,7 +163,7 @@ def test_time_of_decode(monkeypatch, tile):
 def test_time_of_packed(monkeypatch, tile):
     from lockstep.ops.mla import triton as mla_triton
 
-    monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(*tile))
+    monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(*tile))
     case = make([1024] * 4)
     flops = 2 * 4 * 1024 * 1025 / 2 * HEADS * (2 * RANK + ROPE_DIM)
     assert shown(f"4 x 1024 tokens, tile {tile}", captured_milliseconds(lambda: packed(case), 3), flops, 0) < 8

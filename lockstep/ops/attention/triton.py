@@ -11,7 +11,6 @@ M query rows of a program, G query heads of a kv head, L keys of a tile.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,16 +20,18 @@ from torch import Tensor
 from ..records import ALONE, KVPages, Packed, Paged, PrefixGroups
 from . import triton_decode
 from .reference import KEY_SPLIT, KEY_TILE
-from .triton_tiles import LONG, MIN_BLOCK, Keys, Queries, attend, empty_state, load_query_parts, merge_states, rows_last
-
-
-class AttentionTile(NamedTuple):
-    """How the kernel runs: query rows of a program, warps, pipeline stages."""
-
-    query_rows: int
-    warps: int
-    stages: int
-
+from .triton_tiles import (
+    LONG,
+    MIN_BLOCK,
+    AttentionTile,
+    Keys,
+    Queries,
+    attend,
+    empty_state,
+    load_query_parts,
+    merge_states,
+    rows_last,
+)
 
 TILE = AttentionTile(64, 4, 3)
 LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG` keys

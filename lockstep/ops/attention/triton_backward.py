@@ -23,7 +23,6 @@ M query rows of a tile, L keys of a tile, C groups of heads.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,73 +31,24 @@ from torch import Tensor
 
 from ..records import AttentionGradient, Packed
 from .triton_tiles import (
+    LN_2,
     LONG,
     MIN_BLOCK,
+    AttentionTile,
     Keys,
     Queries,
+    Rows,
     find_tile,
-    key_rows,
     load_key_parts,
-    load_queries,
     load_query_parts,
+    over_keys,
+    over_queries,
     rows_last,
-    scores,
 )
 
-LN_2 = tl.constexpr(math.log(2))
-
-
-class AttentionBackwardTile(NamedTuple):
-    """How one kernel runs: query rows and keys of a tile, warps, pipeline stages."""
-
-    query_rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-DQ_TILE, DKV_TILE = AttentionBackwardTile(64, 32, 4, 2), AttentionBackwardTile(64, 64, 4, 2)
-LONG_DQ_TILE, LONG_DKV_TILE = (
-    AttentionBackwardTile(128, 64, 8, 3),
-    AttentionBackwardTile(64, 128, 8, 2),
-)  # above `LONG` keys
-SMALL_TILE = AttentionBackwardTile(32, 32, 4, 1)  # of either kernel, for float32 and for head dims above 128
-
-
-@triton.jit
-def _over_keys(
-    dq_MH,
-    dq_MP,  # if ROPE_DIM > 0
-    q,  # [M, H], and [M, P] if ROPE_DIM > 0
-    grad_MH,
-    lse_M,
-    delta_M,
-    position_M,
-    begin,
-    end,
-    keys,
-    scale,
-    MASKED: tl.constexpr,  # some row does not see some of the keys
-    HEAD_DIM: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """dQ with the keys at positions `begin` to `end` added."""
-    BLOCK_H: tl.constexpr = grad_MH.shape[1]
-    for start in range(begin, end, BLOCK_L):
-        position_L = start + tl.arange(0, BLOCK_L)
-        row_L = key_rows(position_L, end, keys.table_ptr, keys.prefix, keys.shared, keys.own, 0)
-        k_LH, v_LH, k_LP = load_key_parts(keys, row_L, position_L < end, MASKED, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
-        p_ML = tl.exp2(scores(q[0], q[1], k_LH, k_LP, ROPE_DIM) * scale - lse_M[:, None])
-        if MASKED:
-            p_ML = tl.where(position_L[None, :] <= position_M[:, None], p_ML, 0.0)
-        dp_ML = tl.dot(grad_MH, tl.trans(v_LH), input_precision="ieee")
-        ds_ML = (p_ML * (dp_ML - delta_M[:, None])).to(k_LH.dtype)
-        dq_MH = tl.dot(ds_ML, k_LH, dq_MH, input_precision="ieee")
-        if ROPE_DIM > 0:
-            dq_MP = tl.dot(ds_ML, k_LP, dq_MP, input_precision="ieee")
-    return dq_MH, dq_MP
+DQ_TILE, DKV_TILE = AttentionTile(64, 4, 2, keys=32), AttentionTile(64, 4, 2, keys=64)
+LONG_DQ_TILE, LONG_DKV_TILE = AttentionTile(128, 8, 3, keys=64), AttentionTile(64, 8, 2, keys=128)  # above `LONG` keys
+SMALL_TILE = AttentionTile(32, 4, 1, keys=32)  # of either kernel, for float32 and for head dims above 128
 
 
 @triton.jit(do_not_specialize=["tokens", "segments"])
@@ -195,11 +145,11 @@ def _query_kernel(
     begin = 0
     if IS_LONG:
         begin = seen_by_all
-        dq_MH, dq_MP = _over_keys(
+        dq_MH, dq_MP = over_keys(
             dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, 0, seen_by_all, keys, scale, False, HEAD_DIM, BLOCK_L,
             ROPE_DIM, BLOCK_P,
         )  # fmt: skip
-    dq_MH, dq_MP = _over_keys(
+    dq_MH, dq_MP = over_keys(
         dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, begin, seen, keys, scale, True, HEAD_DIM, BLOCK_L,
         ROPE_DIM, BLOCK_P,
     )  # fmt: skip
@@ -207,67 +157,6 @@ def _query_kernel(
     if ROPE_DIM > 0:
         mask_MP = inside_M[:, None] & (p < ROPE_DIM)[None, :]
         tl.store(dq_rope_ptr + offset_MP, (dq_MP * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MP)
-
-
-class Rows(NamedTuple):
-    """In a kernel: what the forward and the first kernel left of a kv head's query rows."""
-
-    grad_ptr: Any
-    grad_stride: Any
-    lse_ptr: Any
-    delta_ptr: Any
-
-
-@triton.jit
-def _over_queries(
-    dk_LH,
-    other_LX,  # dV; if ROPE_DIM > 0, dK of the rotated part
-    keys,  # [L, H], values [L, H], and the rotated part [L, P] if ROPE_DIM > 0
-    row_L,
-    visible_L,
-    begin,
-    stop,
-    end,
-    queries,
-    rows,
-    scale,
-    MASK: tl.constexpr,  # "causal": a query sees keys up to its row; "visible": those of visible_L; "none": all
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,  # if ROPE_DIM > 0
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """The gradients with the query rows (token * G + head) of the tiles that start in `begin` to `stop` added, those
-    below `end`; products are transposed, keys first."""
-    k_LH, v_LH, k_LP = keys
-    BLOCK_H: tl.constexpr = k_LH.shape[1]
-    for start in range(begin, stop, BLOCK_M):
-        row_M = start + tl.arange(0, BLOCK_M)
-        token_M, head_M = row_M // GROUP, row_M % GROUP
-        inside_M, statistic_M = row_M < end, row_M
-        if ROPE_DIM > 0:
-            statistic_M = token_M.to(tl.int64) * HEADS + head_M
-        q_MH, q_MP = load_query_parts(queries, token_M, head_M, inside_M, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
-        grad_MH = load_queries(rows.grad_ptr, token_M, head_M, rows.grad_stride, HEAD_DIM, inside_M, HEAD_DIM, BLOCK_H)
-        lse_M = tl.load(rows.lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
-        delta_M = tl.load(rows.delta_ptr + statistic_M, mask=inside_M, other=0.0)
-        p_LM = tl.exp2(scores(k_LH, k_LP, q_MH, q_MP, ROPE_DIM) * scale - lse_M[None, :])
-        if MASK == "causal":
-            p_LM = tl.where(row_L[:, None] <= token_M[None, :], p_LM, 0.0)
-        if MASK == "visible":
-            p_LM = tl.where(visible_L[:, None], p_LM, 0.0)
-        if ROPE_DIM == 0:
-            other_LX = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, other_LX, input_precision="ieee")
-        dp_LM = tl.dot(v_LH, tl.trans(grad_MH), input_precision="ieee")
-        ds_LM = p_LM * (dp_LM - delta_M[None, :])
-        if ROPE_DIM > 0:
-            ds_LM = ds_LM * (scale * LN_2)  # beside dV, which has no such factor
-            dk_LH = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, dk_LH, input_precision="ieee")
-            other_LX = tl.dot(ds_LM.to(q_MH.dtype), q_MP, other_LX, input_precision="ieee")
-        dk_LH = tl.dot(ds_LM.to(q_MH.dtype), q_MH, dk_LH, input_precision="ieee")
-    return dk_LH, other_LX
 
 
 @triton.jit
@@ -361,12 +250,12 @@ def _key_kernel(
     if IS_LONG:
         after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
         stop = tl.minimum(after, rows_end)
-    dk_LH, dv_LX = _over_queries(
+    dk_LH, dv_LX = over_queries(
         dk_LH, dv_LX, keys, row_L, visible_L, begin, stop, rows_end, queries, rows, scale, "causal", GROUP, HEADS,
         HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P,
     )  # fmt: skip
     if IS_LONG:
-        dk_LH, dv_LX = _over_queries(
+        dk_LH, dv_LX = over_queries(
             dk_LH, dv_LX, keys, row_L, visible_L, after, rows_end, rows_end, queries, rows, scale, "none", GROUP, HEADS,
             HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P,
         )  # fmt: skip
@@ -387,7 +276,7 @@ def _key_kernel(
         run = tl.load(cu_seqlens_ptr + child) * GROUP
         rows_end = tl.load(cu_seqlens_ptr + run_end) * GROUP
         rows_end = tl.where((shared < last) & (shared + length > first), rows_end, run)
-        dk_LH, dv_LX = _over_queries(
+        dk_LH, dv_LX = over_queries(
             dk_LH, dv_LX, keys, row_L, visible_L, run, rows_end, rows_end, queries, rows, scale, "visible", GROUP,
             HEADS, HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P,
         )  # fmt: skip
@@ -398,7 +287,7 @@ def _key_kernel(
     _store_keys(dv_ptr, dv_LX, row_L, row_L < end, tokens, dv_stride, WIDTH, ROPE_DIM)
 
 
-def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionBackwardTile, AttentionBackwardTile]:
+def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTile, AttentionTile]:
     """For dQ, and for dK and dV."""
     if dtype.itemsize > 2 or head_dim > 128:
         return SMALL_TILE, SMALL_TILE
@@ -427,7 +316,7 @@ def packed_into(grads: tuple[Tensor, ...], x: AttentionGradient, by: Packed) -> 
         head_dim**-0.5 * math.log2(math.e),
     )
 
-    def options(tile: AttentionBackwardTile) -> dict[str, int]:
+    def options(tile: AttentionTile) -> dict[str, int]:
         return {
             "GROUP": group,
             "HEAD_DIM": head_dim,

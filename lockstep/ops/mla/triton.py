@@ -9,7 +9,7 @@ Shape suffixes: T tokens, S sequences, N heads, R latent rank, P rotated dim.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,19 +17,10 @@ from torch import Tensor
 
 from ..attention.reference import KEY_SPLIT, KEY_TILE
 from ..attention.triton import _attention_kernel
-from ..attention.triton_tiles import MIN_BLOCK, rows_last
+from ..attention.triton_tiles import MIN_BLOCK, AttentionTile, rows_last
 from ..records import Latent, Packed, Paged
 
-
-class LatentTile(NamedTuple):
-    """How the kernel runs: query rows of a program, warps, pipeline stages."""
-
-    query_rows: int
-    warps: int
-    stages: int
-
-
-TILE = LatentTile(64, 8, 2)
+TILE = AttentionTile(64, 8, 2)
 
 
 def block(width: int) -> int:

@@ -9,27 +9,18 @@ Shape suffixes: T tokens, S segments, N heads, R latent rank, P rotated dim.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from ..attention.triton_backward import _key_kernel, _query_kernel
-from ..attention.triton_tiles import rows_last
+from ..attention.triton_tiles import AttentionTile, rows_last
 from ..records import Latent, Packed
 from .triton import block, rotated
 
-
-class LatentBackwardTile(NamedTuple):
-    """How one kernel runs: query rows and keys of a tile, warps."""
-
-    query_rows: int
-    keys: int
-    warps: int
-
-
-QUERY_TILE, KEY_TILE = LatentBackwardTile(32, 32, 8), LatentBackwardTile(32, 32, 8)  # larger ones spill registers
+QUERY_TILE, KEY_TILE = AttentionTile(32, 8, 1, keys=32), AttentionTile(32, 8, 1, keys=32)  # larger ones spill registers
 GROUP = 16  # heads that a program of the second kernel does, if they divide by it
 
 
@@ -45,7 +36,7 @@ def packed(
     def floats(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q_TNR.device)
 
-    def options(tile: LatentBackwardTile) -> dict[str, Any]:
+    def options(tile: AttentionTile) -> dict[str, Any]:
         return {
             **rotated(q_rope_TNP, k_rope_TP),
             "HEAD_DIM": rank,
@@ -55,7 +46,7 @@ def packed(
             "BLOCK_S": triton.next_power_of_2(segments + 1),
             "IS_LONG": False,
             "num_warps": tile.warps,
-            "num_stages": 1,
+            "num_stages": tile.stages,
             "enable_fp_fusion": True,
         }
 

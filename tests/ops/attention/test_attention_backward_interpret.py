@@ -153,6 +153,6 @@ class Interpreted:
     @pytest.mark.parametrize(("query_rows", "keys", "long"), [(64, 64, 0), (16, 64, 512), (64, 16, 0), (128, 32, 0)])
     def test_tiles(self, query_rows, keys, long, monkeypatch):
         monkeypatch.setattr(kernels, "LONG", long)
-        monkeypatch.setattr(kernels, "SMALL_TILE", kernels.AttentionBackwardTile(query_rows, keys, 4, 1))
+        monkeypatch.setattr(kernels, "SMALL_TILE", kernels.AttentionTile(query_rows, 4, 1, keys))
         self.run("groups, one of them split", 1, 1, 16)
         self.run("parts of a prompt", 3, 1, 16)

@@ -69,7 +69,7 @@ class Interpreted:
     def test_other_tiles_change_no_bit(self, monkeypatch):
         case = Case([150], heads=3)
         whole = packed(case)
-        monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(16, 4, 1))
+        monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(16, 4, 1))
         assert same_bits(packed(case), whole)
         monkeypatch.setattr(mla_triton, "KEY_SPLIT", 1 << 20)
         assert same_bits(packed(case)[:SPLIT], whole[:SPLIT]), "one split needs no merging"
