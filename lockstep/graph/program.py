@@ -31,7 +31,7 @@ class Toolchain:
     programs: list[Program]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Program:
     """A function of named tensors, at the level that the runtime runs it: eagerly, or as graphs, one for each
     combination of statics and user shapes. A graph for other values of open sizes is bound to the trace that there is.
@@ -45,7 +45,7 @@ class Program:
         graphs: those made so far, by key.
     """
 
-    _with: Toolchain
+    tools: Toolchain
     name: str
     body: GraphBody
     inputs: Inputs
@@ -61,12 +61,12 @@ class Program:
     def __post_init__(self) -> None:
         assert not self.inputs.user, "user inputs come with each call"
         if self.level != "eager":
-            self._with.programs.append(self)
+            self.tools.programs.append(self)
 
     @property
     def level(self) -> Level:
         """How it runs now, where it has no graph yet."""
-        return self._with.warm_up.level(self.name)
+        return self.tools.warm_up.level(self.name)
 
     def __call__(
         self, user: Mapping[str, Tensor] | None = None, *, times: int = 1, **statics: Static
@@ -75,10 +75,10 @@ class Program:
         user = user or {}
         if self.level == "eager":
             return self._eager(user, times, statics)
-        return self._with.warm_up.launch(self.graph(user, statics), user, times)
+        return self.tools.warm_up.launch(self.graph(user, statics), user, times)
 
     def _eager(self, user: Mapping[str, Tensor], times: int, statics: Mapping[str, Static]) -> dict[str, Tensor]:
-        assert not self._with.warm_up.rehearsing, f"{self.name} has no graph to rehearse"
+        assert not self.tools.warm_up.rehearsing, f"{self.name} has no graph to rehearse"
         inputs = replace(self.inputs, user=user)
         with no_grad():
             for _ in range(times):
@@ -97,10 +97,10 @@ class Program:
     def _graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
         key = (*statics.items(), *user, *map(_shape, user.values()))
         if key not in self.graphs:
-            self._with.warm_up.graph_made()
+            self.tools.warm_up.graph_made()
             inputs = replace(self.inputs, user=user)
             captured = self._captured(inputs, statics)
-            self.graphs[key] = GraphLauncher(captured, inputs, self._with.recorder, self.lasting)
+            self.graphs[key] = GraphLauncher(captured, inputs, self.tools.recorder, self.lasting)
         return self.graphs[key]
 
     def bound_to(self, inputs: Inputs) -> Program:
@@ -113,7 +113,7 @@ class Program:
 
     def _captured(self, inputs: Inputs, statics: Mapping[str, Static]) -> Captured:
         """A graph that holds for these inputs, made if there is none; with fixed sizes if an open one's does not."""
-        builder, wanted = self._with.builder, self.request(inputs, statics)
+        builder, wanted = self.tools.builder, self.request(inputs, statics)
         fixed = replace(wanted, dynamic={})
         keys, given = {key for key, _ in self.made.ready}, tuple(statics.items())
         known = any(key[: len(given)] == given for key in keys)
@@ -134,7 +134,7 @@ class Program:
         self.made.ready.clear()
         for key, captured in self.made.traces.items():
             (_, as_captured), *_ = captured.stages()
-            self.made.traces[key] = self._with.builder.rewritten(as_captured)
+            self.made.traces[key] = self.tools.builder.rewritten(as_captured)
 
     def retrace(self) -> bool:
         """Want no more stored graphs, for this function and those of other tensors; whether there were any."""

@@ -22,7 +22,7 @@ from .store.folder import Store
 from .warm_up import WarmUp
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Runtime:
     """What both roles compute with: one configuration, one list of passes, one pool of CUDA graphs.
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from updates import LR, NoHostReads, bits, make_trainer, one_batch, same
 
 from lockstep.config import CompileConfig
-from lockstep.graph import FakeRecorder, Runtime, check_against_eager
+from lockstep.graph import EAGER, FakeRecorder, Runtime, check_against_eager
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.result import ROWS
 from lockstep.types import SamplingParams
@@ -25,7 +25,7 @@ def recorded() -> Runtime:
     return Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
 
 
-@pytest.fixture(params=[lambda: None, recorded], ids=["eager", "recorded"])
+@pytest.fixture(params=[lambda: EAGER, recorded], ids=["eager", "recorded"])
 def trained(request: pytest.FixtureRequest, make_model, make_groups, record) -> Callable[..., tuple[Trainer, Callable]]:
     """`trained()`: a trainer, and what adds up the gradients of one batch."""
 

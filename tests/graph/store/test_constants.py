@@ -55,7 +55,7 @@ def key_and_digest(function: Program, user: Mapping[str, torch.Tensor], **static
     """Of the graph that a call would launch."""
     request = replace(function.request(replace(function.inputs, user=user), statics), dynamic={})
     assert function.constants is not None
-    settings = function._with.builder.settings(function.constants, {})
+    settings = function.tools.builder.settings(function.constants, {})
     key = key_of(request, "captured", settings, [])
     function.one_shape = True
     assert key is not None, f"{function.name} is not stored"
