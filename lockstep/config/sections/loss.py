@@ -17,7 +17,6 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "epsilon_high": (*_CLIPPED, "cispo"),
     "scale_rewards": ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo"),
     "overlong_buffer": ("dapo",),
-    "overlong_penalty": ("dapo",),
     "sapo_temperature_pos": ("sapo",),
     "sapo_temperature_neg": ("sapo",),
     "divergence_type": ("dppo",),
