@@ -11,8 +11,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import INITIALIZER_RANGE, architecture
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
+def arguments(description: str, prog: str | None = None) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(prog, description=description)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs after one warm-up (default: 5)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
@@ -79,25 +79,34 @@ def graph_us(run: Callable[[], object], replays: int = 10, samples: int = 7) -> 
     whose times mean nothing here, of one call."""
     if not torch.cuda.is_available():
         return 1e6 * seconds(run, "cpu")
+    graph = cuda_graph([run])
+    graph.replay()
+    return statistics.median(1e6 * replay_s(graph, replays) for _ in range(samples))
+
+
+def cuda_graph(runs: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A graph of these calls in turn; the first is called once before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run()
+        runs[0]()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    times = []
-    for _ in range(samples):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / replays)
-    return statistics.median(times)
+        for run in runs:
+            run()
+    return graph
+
+
+def replay_s(graph: torch.cuda.CUDAGraph, replays: int = 1) -> float:
+    """Seconds of one of so many replays, by the device's clock."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / replays
 
 
 def alternate(runs: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, list[float]]:
@@ -124,8 +133,34 @@ def finish(name: str, figures: dict[str, Any], rows: list[list[str]], path: Path
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+@dataclass
+class Report:
+    """What a case of `run.py` has found so far.
+
+    Attributes:
+        figures: of the JSON file.
+        tables: printed at the end, each with its heads first.
+        notes: lines below them.
+    """
+
+    name: str
+    path: Path | None
+    figures: dict[str, Any] = field(default_factory=dict)
+    tables: list[list[list[str]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def save(self) -> None:
+        """After every part, so that what ends a long benchmark early costs only the rest."""
+        save(self.name, self.figures, self.path)
+
+    def finish(self) -> None:
+        for table in self.tables:
+            finish(self.name, self.figures, table, self.path)
+        print("\n".join(self.notes), end="\n" * bool(self.notes))
+
+
 def save(name: str, figures: dict[str, Any], path: Path | None) -> None:
-    """Write the JSON file; after every part, so that what ends a long benchmark early costs only the rest."""
+    """Write the JSON file."""
     if path is not None:
         write_json({"benchmark": name, **_provenance(), **figures}, path)
 

@@ -42,6 +42,7 @@ from lockstep.ops.fused.backward import add_gradient, rms_norm_add, rotated_atte
 from lockstep.ops.linear import cublas, hopper_async
 from lockstep.ops.linear import triton as linear_triton
 from lockstep.ops.moe import triton_grouped as grouped_kernels
+from lockstep.ops.records import AttentionGradient, Packed, Rotation
 from lockstep.ops.tables.linear_table import Choice
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
@@ -176,8 +177,9 @@ def joined(model: Decoder, tokens: int = 4736) -> None:
     head = norm.new_empty(c.head_dim) if c.qk_norm else None
     lse, table = torch.empty(c.num_kv_heads, tokens, c.num_heads // c.num_kv_heads), torch.empty(tokens, c.head_dim)
     layout = [torch.empty(48 + extra, dtype=torch.int32) for extra in (1, 0, 0)]
-    rotation = qkv, head, head, table, c.num_heads, c.num_kv_heads, c.rms_norm_eps
-    rotated_attention_packed(torch.empty_like(q), q, k, v, torch.empty_like(q), lse, *layout, LENGTHS[0], *rotation)
+    rotation = Rotation(head, head, table, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
+    gradient = AttentionGradient(torch.empty_like(q), q, k, v, torch.empty_like(q), lse)
+    rotated_attention_packed(gradient, Packed(*layout, LENGTHS[0]), qkv, rotation)
 
 
 @torch.no_grad()

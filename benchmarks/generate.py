@@ -89,13 +89,13 @@ MIXED_CASE, SMALL_MIXED_CASE = Mixed(64, 8, (32, 1024), (16, 1024), 256), Mixed(
 def make_engine(model: Decoder, sequences: int, length: int, sampling: SamplingParams) -> Engine:
     """Captured and warmed up on a GPU, eager on a CPU; no prefix is left over from one call to the next."""
     device = model.embed.device
-    compiler = Runtime(CompileConfig("step", cudagraph_mode="full"), device) if device.type == "cuda" else EAGER
+    runtime = Runtime(CompileConfig("step", cudagraph_mode="full"), device) if device.type == "cuda" else EAGER
     config = GeneratorConfig(prefix_caching=False, max_num_seqs=sequences)
     tokens = plan_cache_tokens(config, model.config, model.embed.dtype, device, sequences, length)
-    engine = Engine(SharedWeights(model), config, tokens, compiler=compiler)
+    engine = Engine(SharedWeights(model), config, tokens, runtime=runtime)
     engine.warm_up(sequences, length, sampling)
-    if compiler.compiles:
-        compiler.end_warm_up()
+    if runtime.compiles:
+        runtime.end_warm_up()
     return engine
 
 
@@ -137,7 +137,7 @@ def mixed(model: Decoder, case: Mixed) -> dict[str, Any]:
         rates.append(saturated_rate(engine, shapes, base, arrival, 2 * turn + 1))
     ratios = [rate / of for rate, of in zip(rates, fixed, strict=True)]
     found = {"mixed_tokens_per_s": rates, "fixed_tokens_per_s": fixed, "ratio": ratios}
-    recompiles = engine.compiler.recompiles
+    recompiles = engine.runtime.recompiles
     return {name: statistics.median(of) for name, of in found.items()} | {"ratios": ratios, "recompiles": recompiles}
 
 

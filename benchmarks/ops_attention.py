@@ -1,4 +1,4 @@
-"""The attention section of `ops.py`."""
+"""The attention section of the case `ops`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def packed_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int
     grad = normal(*q.shape)
 
     def ours() -> Tensor:
-        return ops.attention_packed(q, k, v, cu_seqlens, zeros, zeros, length)
+        return ops.attention_packed(q, k, v, ops.Packed(cu_seqlens, zeros, zeros, length))
 
     batched = [
         x.detach().view(batch, length, *x.shape[1:]).transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)
@@ -100,7 +100,9 @@ def gradient_errors(c: ModelConfig, length: int) -> dict[str, float]:
 
     doubles = [x.detach().double().requires_grad_() for x in leaves]
     exact = torch.autograd.grad(library(SDPBackend.MATH, *doubles), doubles, grad.double())
-    ours = torch.autograd.grad(ops.attention_packed(*leaves, cu_seqlens, zeros, zeros, length), leaves, grad)
+    ours = torch.autograd.grad(
+        ops.attention_packed(*leaves, ops.Packed(cu_seqlens, zeros, zeros, length)), leaves, grad
+    )
     theirs = torch.autograd.grad(library(REFERENCE, *leaves), leaves, grad)
     return {
         name: max(error(a, e) for a, e in zip(found, exact, strict=True))
@@ -118,7 +120,7 @@ def decode_case(bench: Bench, case: str, c: ModelConfig, batch: int, length: int
     lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
 
     def ours() -> Tensor:
-        return ops.attention_paged(q, *caches, table, steps, lengths, 1, length)
+        return ops.attention_paged(q, ops.KVPages(*caches), ops.Paged(table, steps, lengths, 1, length))
 
     kv_rows = [x[table.long()].flatten(1, 2)[:, :length].transpose(1, 2).contiguous() for x in caches]
     queries = q.unsqueeze(2)
@@ -143,7 +145,9 @@ def shared_case(bench: Bench, case: str, c: ModelConfig, groups: int, samples: i
     shared_len = torch.full((batch,), shared, dtype=torch.int32, device=DEVICE)
 
     def run(*group: Tensor) -> Tensor:
-        return ops.attention_paged(q, *caches, table, steps, lengths, 1, length, *group)
+        return ops.attention_paged(
+            q, ops.KVPages(*caches), ops.Paged(table, steps, lengths, 1, length), ops.PrefixGroups(*group)
+        )
 
     assert torch.equal(run(), run(members, shared_len))
     others = {"ours, ungrouped": bench.time([run])}

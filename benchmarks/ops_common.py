@@ -1,16 +1,15 @@
-"""What the sections of `ops.py` share: timing in CUDA graphs, the table, errors against float64."""
+"""What the cases of operators share: timing in CUDA graphs, the table, errors against float64."""
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import cuda_graph, replay_s, seconds, summary
 from torch import Tensor
 
 ON_GPU = torch.cuda.is_available()
@@ -38,40 +37,14 @@ class Bench:
     def time_all(self, systems: dict[str, list[Run]], least: int = 4) -> dict[str, dict[str, float]]:
         """`time` of each system, taken in turn, so that a clock that drifts meets all alike."""
         if not ON_GPU:
-            return {name: self._summary([_wall(runs[0]) for _ in range(2)]) for name, runs in systems.items()}
-        graphs = {name: self._graph(runs * math.ceil(least / len(runs))) for name, runs in systems.items()}
+            return {name: summary([seconds(runs[0], "cpu") for _ in range(2)]) for name, runs in systems.items()}
+        calls = {name: runs * math.ceil(least / len(runs)) for name, runs in systems.items()}
+        graphs = {name: cuda_graph(runs) for name, runs in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in systems}
         for _ in range(self.repeats + WARM_ROUNDS):
-            for name, (graph, calls) in graphs.items():
-                times[name].append(self._replay(graph) / calls)
-        return {name: self._summary(found[WARM_ROUNDS:]) for name, found in times.items()}
-
-    @staticmethod
-    def _graph(runs: list[Run]) -> tuple[torch.cuda.CUDAGraph, int]:
-        """A graph of these calls, and their number."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            runs[0]()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for run in runs:
-                run()
-        return graph, len(runs)
-
-    @staticmethod
-    def _summary(times: list[float]) -> dict[str, float]:
-        return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
-
-    @staticmethod
-    def _replay(graph: torch.cuda.CUDAGraph) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+            for name, graph in graphs.items():
+                times[name].append(replay_s(graph) / len(calls[name]))
+        return {name: summary(found[WARM_ROUNDS:]) for name, found in times.items()}
 
     def add(
         self,
@@ -105,12 +78,6 @@ class Bench:
             row = [r["op"], r["case"], *numbers[:2], name, numbers[2], ratios[0], numbers[3], ratios[1], *errors]
             rows.append(["" if cell == "nan" else cell for cell in row])
         return rows
-
-
-def _wall(run: Run) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:

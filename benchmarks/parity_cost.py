@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capture import make_compiler, train_batch
+from cases.capture import make_runtime, train_batch
 from common import arguments, finish, graph_us, random_model, save, seconds, summary
 from generate import CASES, Ours, random_prompts
 from seed_workload import ours as rl_steps
@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.models.init import architecture
-from lockstep.ops import attention_packed
+from lockstep.ops import Packed, attention_packed
 from lockstep.ops.linear import cublas
 from lockstep.ops.tables import linear_table
 from lockstep.trainer import Trainer
@@ -80,7 +80,7 @@ def attention_times(arch: str, repeats: int, device: str) -> dict[str, list[floa
             out = torch.nn.functional.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=True)
             gradients(out, batched)
 
-    runs = {"ours": lambda: gradients(attention_packed(*packed, *layout, length), packed)}
+    runs = {"ours": lambda: gradients(attention_packed(*packed, Packed(*layout, length)), packed)}
     for name, kernel in LIBRARIES[device].items():
         runs[name] = lambda kernel=kernel: library(kernel)
     for run in runs.values():
@@ -109,8 +109,8 @@ def parts(arch: str, checked: bool, repeats: int, device: str) -> dict[str, list
     """A round of generation, and a train step on the same work."""
     model = random_model(arch, device)
     case = CASES["seed, top-p" if device == "cuda" else "cpu"]
-    compiler = make_compiler("CUDA graph", model.embed.device)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
+    runtime = make_runtime("CUDA graph", model.embed.device)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=runtime)
     generate = Ours(model, case, random_prompts(case.prompts, lambda: case.prompt))  # weights stay now
     batch = train_batch(model, case.prompts, case.prompt, case.new).to(model.embed.device)
     batch.check_parity = checked
@@ -124,7 +124,7 @@ def parts(arch: str, checked: bool, repeats: int, device: str) -> dict[str, list
         run()
         run()
         times[name] = [seconds(run, device) for _ in range(repeats)]
-    compiler.close()
+    runtime.close()
     return times
 
 

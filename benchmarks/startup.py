@@ -60,8 +60,8 @@ def make_graphs(folder: Path, part: str) -> dict[str, float]:
         sequences = seed_workload.PROMPTS * seed_workload.SAMPLES
         run.engine.warm_up(sequences, run.shapes[0].max_len, run.sampling)
     seconds = time.perf_counter() - began
-    traces = run.compiler.captures
-    run.compiler.close()
+    traces = run.runtime.captures
+    run.runtime.close()
     return {"making_s": seconds, "traces": traces}
 
 

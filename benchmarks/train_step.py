@@ -42,8 +42,8 @@ class Ours:
     def __init__(self, model: Decoder, made: list[TrainGroup]) -> None:
         self.device = model.embed.device
         on_gpu = self.device.type == "cuda"
-        compiler = Runtime(CompileConfig("step", cudagraph_mode="full"), self.device) if on_gpu else EAGER
-        self.trainer = Trainer(model, OptimizerConfig(learning_rate=LEARNING_RATE), LossConfig(), compiler=compiler)
+        runtime = Runtime(CompileConfig("step", cudagraph_mode="full"), self.device) if on_gpu else EAGER
+        self.trainer = Trainer(model, OptimizerConfig(learning_rate=LEARNING_RATE), LossConfig(), runtime=runtime)
         self.groups = made
         prompt, completion = len(made[0].prompt_ids), len(made[0].sequences[0].token_ids)
         bounds = {"max_len": prompt + completion, "max_tokens": MAX_TOKENS}

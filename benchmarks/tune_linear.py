@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 import triton
+from cases.decode_layer import BANDWIDTH, DEVICE, DTYPE, EPS, Stack, contract, stock
 from common import arguments, finish, graph_us
-from decode_layer import BANDWIDTH, DEVICE, DTYPE, EPS, Stack, contract, stock
 from torch import Tensor
 
 from lockstep import ops
@@ -104,7 +104,7 @@ class LayerProblem:
             def call(name: str, y: Tensor, residual: Tensor, weight: dict[str, Tensor] = weight) -> Tensor:
                 return product(LAYER[name], chosen[name], y, weight[name], s.norm, residual)
 
-            q = ops.qk_norm_rope_write_kv(call("qkv", x, x), s.heads(), *s.cache, s.slots)
+            q = ops.qk_norm_rope_write_kv(call("qkv", x, x), s.heads(), ops.KVPages(*s.cache), s.slots)
             x = call("o", q.flatten(1), x)
             x = call("down", call("gate_up", x, x), x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they star
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lockstep")
 settings.register_profile("thorough", max_examples=5000)  # pytest --hypothesis-profile thorough
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, so the garbage collector, which a trace starts often, leaves it out."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

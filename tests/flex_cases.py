@@ -76,21 +76,20 @@ class Case:
         self.q, self.k, self.v = wide(heads), wide(kv_heads), wide(kv_heads)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-        """The operator's, or `ops.kernels.flex`'s; `args` are the layout and the mask."""
-        *layout, window, _ = args
-        if self.module is None:
-            tiles = ops.flex_tiles_packed(len(q), q.shape[1], k.shape[1], *layout, window)
-            return ops.flex_packed(q, k, v, *args, tiles)
-        tiles = self.module.tiles_packed(*layout[:3], len(q), q.shape[1], k.shape[1], layout[3], window)
-        return self.module.packed(q, k, v, *args, tiles)
+        """The operator's, or `triton_flex`'s; `args` are the layout and the mask."""
+        *layout, window, name = args
+        by, sizes = ops.Packed(*layout), ops.FlexSizes(len(q), q.shape[1], k.shape[1])
+        tiles = (self.module.tiles_packed if self.module else ops.flex_tiles_packed)(by, sizes, window)
+        return (self.module.packed if self.module else ops.flex_packed)(q, k, v, by, ops.FlexMask(window, name, tiles))
 
     def _paged(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-        *layout, _, max_context_len, window, _ = args
+        *layout, window, name = args
+        by, sizes, cache = ops.Paged(*layout), ops.FlexSizes(len(q), q.shape[1], k.shape[2]), ops.KVPages(k, v)
         if self.module is None:
-            tiles = ops.flex_tiles_paged(len(q), q.shape[1], k, *layout, max_context_len, window)
-            return ops.flex_paged(q, k, v, *args, tiles)
-        sizes = len(q), q.shape[1], k.shape[2], *k.shape[:2], max_context_len, window
-        return self.module.paged(q, k, v, *args, self.module.tiles_paged(*layout, *sizes))
+            tiles = ops.flex_tiles_paged(by, sizes, k, window)
+            return ops.flex_paged(q, cache, by, ops.FlexMask(window, name, tiles))
+        tiles = self.module.tiles_paged(by, sizes, *k.shape[:2], window)
+        return self.module.paged(q, cache, by, ops.FlexMask(window, name, tiles))
 
     def int32(self, *values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

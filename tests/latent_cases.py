@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lockstep import ops
+
 PAGE_SIZE = 16
 
 
@@ -25,7 +27,7 @@ class Case:
 
     Attributes:
         inputs: absorbed queries [T, N, R], rotated queries [T, N, P], latents [T, R], rotated keys [T, P].
-        layout: cu_seqlens, prefix_start_S, prefix_len_S, max_len.
+        layout: the packing.
     """
 
     def __init__(
@@ -52,7 +54,12 @@ class Case:
         self.inputs = queries, rotated[:, :heads], wide(tokens, rank, spread=1.0), rotated[:, heads]
         bounds = int32(0, *accumulate(lengths), device=device), int32(*[0] * len(lengths), device=device)
         longest = max(a + b for a, b in zip(lengths, self.prefixes, strict=True))
-        self.layout = (*bounds, int32(*self.prefixes, device=device), longest)
+        self.layout = ops.Packed(*bounds, int32(*self.prefixes, device=device), longest)
+
+    @property
+    def latents(self) -> ops.Latent:
+        """The inputs with the scale."""
+        return ops.Latent(*self.inputs, self.scale)
 
     @staticmethod
     def like(case: Case, rows: list[int]) -> Case:
@@ -81,7 +88,7 @@ class Case:
             cache, table = self.cache(end)
             q, q_rope = (x[start:end] for x in self.inputs[:2])
             bounds = int32(0, end - start, device=self.device), int32(end, device=self.device), end - start, end
-            chunks.append(paged(q, q_rope, cache, self.scale, table, *bounds))
+            chunks.append(paged(q, q_rope, cache, self.scale, ops.Paged(table, *bounds)))
         return torch.cat(chunks)
 
     def decoded(self, paged: Callable[..., Tensor], rows: list[int]) -> Tensor:
@@ -91,7 +98,8 @@ class Case:
         starts = torch.arange(len(rows) + 1, device=self.device).int()
         contexts = int32(*rows, device=self.device) + 1
         tables = table.expand(len(rows), -1).contiguous()
-        return paged(q, q_rope, cache, self.scale, tables, starts, contexts, 1, len(self.inputs[2]))
+        by = ops.Paged(tables, starts, contexts, 1, len(self.inputs[2]))
+        return paged(q, q_rope, cache, self.scale, by)
 
 
 def _exact(case: Case, q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:

@@ -22,15 +22,15 @@ HELP = """
 import importlib, io, sys
 from contextlib import redirect_stdout
 sys.path.insert(0, sys.argv[1])
-for name in sys.argv[2:]:
-    sys.argv = [name, "--help"]
+for command in sys.argv[2:]:
+    name, *_ = sys.argv = [*command.split(), "--help"]
     text = io.StringIO()
     try:
         with redirect_stdout(text):
             importlib.import_module(name).main()
     except SystemExit as end:
-        assert end.code == 0, (name, end.code)
-    assert "--json" in text.getvalue() or name in ("all", "learning_page"), name
+        assert end.code == 0, (command, end.code)
+    assert "--json" in text.getvalue() or command in ("all", "run", "learning_page"), command
 """
 
 
@@ -42,7 +42,7 @@ def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_script_explains_itself() -> None:
     pytest.importorskip("triton")
-    done = run("-c", HELP, str(FOLDER), *SCRIPTS)
+    done = run("-c", HELP, str(FOLDER), *SCRIPTS, *(f"run {path.stem}" for path in (FOLDER / "cases").glob("*.py")))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -205,7 +205,7 @@ def test_the_floor_of_the_seed_workload_is_bytes_and_operations(scripts: None, m
 
 
 def test_what_does_not_hold_of_a_setting_is_said(scripts: None) -> None:
-    settings = importlib.import_module("settings")
+    settings = importlib.import_module("cases.settings")
     case = settings.Case(same="plain", other="beta")
     good = {"steps": settings.STEPS, "tokens_checked": 9, "tokens_different": 0, "identical": True, "recompiles": 0}
     others = {"plain": {"weights_sha256": "a"}, "beta": {"weights_sha256": "b"}}

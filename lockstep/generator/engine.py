@@ -36,7 +36,7 @@ class Engine:
         config: engine settings.
         cache_tokens: capacity of the KV cache (`plan_cache_tokens`).
         detokenize: token ids to text; needed for stop strings and for `Completion.text`.
-        compiler: what runs the steps; by default eagerly. In its `timings` launches (`prefill`, `decode`) and the
+        runtime: what runs the steps; by default eagerly. In its `timings` launches (`prefill`, `decode`) and the
             reading of their results (`read`) are measured.
         ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
             where nothing would be won, 0 on a CPU.
@@ -48,7 +48,7 @@ class Engine:
         config: GeneratorConfig,
         cache_tokens: int,
         detokenize: Callable[[list[int]], str] | None = None,
-        compiler: Runtime = EAGER,
+        runtime: Runtime = EAGER,
         ahead: int | None = None,
     ) -> None:
         model = weights.model
@@ -65,9 +65,9 @@ class Engine:
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
         self.scheduler = Scheduler(config, self.cache, rows)
-        self.compiler, self.timings = compiler, compiler.timings
-        compiler.prepare(model)
-        self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, compiler)
+        self.runtime, self.timings = runtime, runtime.timings
+        runtime.prepare(model)
+        self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, runtime)
         self.ahead = (AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
         self._flight: deque[Block] = deque()  # launched, and not read yet
         self._grown: list[Sequence] = []  # by what was read
@@ -122,7 +122,7 @@ class Engine:
         Nothing is captured later while requests stay within this, whatever their lengths and arrivals; call it once for
         each kind of sampling. Where nothing is compiled it does nothing.
         """
-        if self.compiler.layers is not None:
+        if self.runtime.layers is not None:
             self._compile_layers()
         if sequences < 1:
             return
@@ -141,7 +141,7 @@ class Engine:
 
     def trust_cases(self) -> Work:
         """Launches on which the graphs of the warm-ups are to be checked against eager; before the first request."""
-        return self.runner.programs.trust_cases()
+        return self.runner.trust_cases()
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         """Queue a request; returns its id. `InputError` when it could never run."""

@@ -49,9 +49,9 @@ def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool,
     b, kv = inputs.buffer, inputs.kv
     position, table = b["position"], b["table"]
     slots, context = ops.decode_slots(position, b["remaining"], table, paging.page_size, paging.null_page)
-    groups, shared_len = (b["groups"], b["shared_len"]) if grouped else (None, None)
-    lengths = b["cu_seqlens"], context, 1, paging.max_context
-    attend = PagedAttention(kv["k"], kv["v"], slots, table, *lengths, groups, shared_len, model.masks)
+    groups = ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.ALONE
+    paged = ops.Paged(table, b["cu_seqlens"], context, 1, paging.max_context)
+    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, groups, model.masks)
     hidden, route = _forward(model, b["token"], position, attend, kv.get("routes"))
     _draw(model, b, hidden, route, truncated, greedy)
 
@@ -72,17 +72,14 @@ def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, 
     position = torch.cat((own_position, prompt["position"]))
     entry = torch.cat((own_row, prompt["row"])) * table.shape[1] + position // page_size
     slots = table.flatten().index_select(0, entry).long() * page_size + position % page_size
-    attend = PagedAttention(
-        kv["k"],
-        kv["v"],
-        slots,
+    paged = ops.Paged(
         table.index_select(0, torch.cat((own_row, prompt["segment_row"]))),
         torch.cat((row, prompt["segment_start"])).int(),
         torch.cat((own_position + 1, prompt["segment_context"])).int(),
         SEGMENT,
         paging.max_context,
-        masks=model.masks,
     )
+    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, masks=model.masks)
     tokens = torch.cat((b["token"], prompt["token"]))
     hidden, route = _forward(model, tokens, position, attend, kv.get("routes"), prompt["source"])
     _draw(model, b, hidden, route, truncated, greedy)
@@ -111,7 +108,8 @@ def _forward(
 
 def _draw(model: Decoder, b: State, hidden: Tensor, route: Tensor | None, truncated: bool, greedy: bool) -> None:
     """Sample, store the results, and leave each row ready for the next step: idle once it has its last token."""
-    filters = b["temperature"], b["top_k"], b["top_p"], b["min_p"]
-    drawn = ops.sample(hidden, model.lm_head, b["key"], b["position"] + 1, *filters, truncated, greedy)
+    filters = ops.Filters(b["temperature"], b["top_k"], b["top_p"], b["min_p"])
+    keys = ops.SampleKeys(b["key"], b["position"] + 1)
+    drawn = ops.sample(hidden, model.lm_head, keys, filters, truncated, greedy)
     state = (b[name] for name in ("stop", "token", "position", "remaining", "results", "next_result"))
-    ops.advance_rows(*drawn, *state, route)
+    ops.advance_rows(ops.Drawn(*drawn), ops.DecodeRows(*state), route)

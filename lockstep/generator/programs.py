@@ -169,76 +169,18 @@ class BucketSizes(ExactSizes):
                 yield rows, {"truncated": truncated, "greedy": greedy, "grouped": grouped}
 
 
-class GeneratorPrograms:
-    """The generator's programs, each of the sizes that suit the level that it runs at; graphs are made when they are
-    first needed, or before that in `warm_up`.
-
-    Args:
-        max_tokens: prompt tokens that a step may have.
-    """
-
-    def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int, runtime: graph.Runtime) -> None:
-        self._rows, self._cache, self._runtime = rows, cache, runtime
-        if runtime.eager:
-            self.sizes = ExactSizes(rows, cache, max_tokens)
-        else:  # a graph of one row is another function than one of any number: it would have other compiled regions
-            least = min(2, rows.count) if runtime.builder.backend.shared else 1
-            self.sizes = BucketSizes(rows, cache, max_tokens, least)
-        self._of: dict[int, _Steps] = {}  # by model
-
-    def decode(self, model: Decoder, rows: int, steps: int) -> None:
-        """Run decode steps of the first `rows` rows, a number that `sizes.rows_for` gave."""
-        truncated, greedy = self._rows.truncated > 0, self._rows.greedy > 0
-        grouped = self.sizes.grouped(rows, truncated, greedy)
-        self._steps(model).decode(rows)(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
-
-    def mixed(self, model: Decoder, chunks: list[Chunk]) -> int:
-        """Run a mixed step of these chunks; returns of how many rows."""
-        sizes = self.sizes.mixed(chunks)
-        self._launch_mixed(model, sizes, chunks)
-        return sizes.rows
-
-    def _launch_mixed(self, model: Decoder, sizes: MixedSizes, chunks: list[Chunk]) -> None:
-        program, batch = self._steps(model).mixed(sizes)
-        pinned = self._rows.device.type == "cuda"
-        batch.copy_(lay_out(chunks, sizes, self._rows.null_row, pinned), non_blocking=True)
-        program({}, **self.sizes.mixed_sampling())
-
-    def _steps(self, model: Decoder) -> _Steps:
-        if id(model) not in self._of:
-            self._of[id(model)] = _Steps(model, self._rows, self._cache, self.sizes, self._runtime)
-        return self._of[id(model)]
-
-    def warm_up(self, model: Decoder, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
-        """Make the graphs for up to so many sequences, with no row in use, the largest first.
-
-        Args:
-            prompt_tokens: of the longest prompt.
-
-        Returns:
-            Prompt tokens that a step may have from now on; more are run in several steps.
-        """
-        for sizes in self.sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
-            self._rows.begin()
-            self._launch_mixed(model, sizes, [])
-        for rows, statics in self.sizes.decodes_to_make(sequences, prompt_tokens, sampling):
-            self._rows.begin()
-            self._steps(model).decode(rows)({}, **statics)
-        return self.sizes.max_tokens
-
-    def trust_cases(self) -> Work:
-        """Launches on which the graphs that there are, are to be checked against eager."""
-        return [work for steps in self._of.values() for work in steps.trust_cases()]
-
-    def close(self) -> None:
-        """Close all graphs: their tensors are replaced."""
-        for steps in self._of.values():
-            steps.close()
-        self._of.clear()
+def sizes_of(rows: RunningBatch, cache: KVCache, max_tokens: int, runtime: graph.Runtime) -> ExactSizes:
+    """The sizes that suit the level at which steps run; they may have so many prompt tokens."""
+    if runtime.eager:
+        return ExactSizes(rows, cache, max_tokens)
+    # A graph of one row is another function than one of any number: it would have other compiled regions.
+    least = min(2, rows.count) if runtime.builder.backend.shared else 1
+    return BucketSizes(rows, cache, max_tokens, least)
 
 
-class _Steps:
-    """The steps of one model, as programs of the tensors of so many rows."""
+class Steps:
+    """The steps of one model, as programs of the tensors of so many rows; graphs are made when they are first needed,
+    or before that in `warm_up`."""
 
     def __init__(
         self, model: Decoder, rows: RunningBatch, cache: KVCache, sizes: ExactSizes, runtime: graph.Runtime
@@ -249,15 +191,44 @@ class _Steps:
         self._decode: dict[int, graph.Program] = {}  # by rows
         self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with what their batches are copied into
 
-    def decode(self, rows: int) -> graph.Program:
-        """Decode steps of so many rows."""
+    def decode(self, rows: int, steps: int) -> None:
+        """Run decode steps of the first `rows` rows, a number that `ExactSizes.rows_for` gave."""
+        truncated, greedy = self._rows.truncated > 0, self._rows.greedy > 0
+        grouped = self._sizes.grouped(rows, truncated, greedy)
+        self._decode_program(rows)(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
+
+    def mixed(self, chunks: list[Chunk], sizes: MixedSizes) -> None:
+        """Run a mixed step of these chunks."""
+        program, batch = self._mixed_program(sizes)
+        pinned = self._rows.device.type == "cuda"
+        batch.copy_(lay_out(chunks, sizes, self._rows.null_row, pinned), non_blocking=True)
+        program({}, **self._sizes.mixed_sampling())
+
+    def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
+        """Make the graphs for up to so many sequences, with no row in use, the largest first.
+
+        Args:
+            prompt_tokens: of the longest prompt.
+
+        Returns:
+            Prompt tokens that a step may have from now on; more are run in several steps.
+        """
+        for sizes in self._sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
+            self._rows.begin()
+            self.mixed([], sizes)
+        for rows, statics in self._sizes.decodes_to_make(sequences, prompt_tokens, sampling):
+            self._rows.begin()
+            self._decode_program(rows)({}, **statics)
+        return self._sizes.max_tokens
+
+    def _decode_program(self, rows: int) -> graph.Program:
         if rows not in self._decode:
             like = next(iter(self._decode.values()), None)
             self._decode[rows] = self._program("decode", like, self._rows.tensors(rows))
         return self._decode[rows]
 
-    def mixed(self, sizes: MixedSizes) -> tuple[graph.Program, Tensor]:
-        """A mixed step with room for prompt tokens, and the memory of its `MixedBatch`."""
+    def _mixed_program(self, sizes: MixedSizes) -> tuple[graph.Program, Tensor]:
+        """A program, and the memory of its `MixedBatch`."""
         if sizes in self._mixed:
             return self._mixed[sizes]
         with torch.inference_mode(False):
@@ -291,7 +262,7 @@ class _Steps:
         return {}
 
     def trust_cases(self) -> Work:
-        """See `GeneratorPrograms.trust_cases`."""
+        """Launches on which the graphs that there are, are to be checked against eager."""
         check = Check(self._rows, self._cache, self._model.config.vocab_size)
         work = [(program, check.decode_cases(program, size)) for size, program in self._decode.items()]
         return work + [(program, check.mixed_cases(batch, sizes)) for sizes, (program, batch) in self._mixed.items()]

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import graph
+from ..models import Decoder
 from ..types import SamplingParams
+from .check_cases import Work
 from .kv_cache import KVCache, upload
-from .programs import GeneratorPrograms
+from .programs import Steps, sizes_of
 from .request import Sequence
 from .running_batch import RunningBatch
 from .scheduler import Chunk
@@ -85,17 +87,18 @@ class Runner:
         runtime: graph.Runtime,
     ) -> None:
         self.weights, self.cache, self.rows = weights, cache, rows
-        self.programs = GeneratorPrograms(rows, cache, max_tokens, runtime)
+        self._sizes, self._runtime = sizes_of(rows, cache, max_tokens, runtime), runtime
+        self._steps: dict[int, Steps] = {}  # by model
 
     @torch.inference_mode()
     def decode(self, running: list[Sequence], steps: int) -> Block:
         """Run decode steps of the running sequences."""
         rows, model, version = self.rows, self.weights.model, self.weights.version
-        size = self.programs.sizes.rows_for(len(running))
+        size = self._sizes.rows_for(len(running))
         rows.compact(size)
         rows.flush()
         rows.begin()
-        self.programs.decode(model, size, steps)
+        self._steps_of(model).decode(size, steps)
         return self._block(size, steps, version)
 
     @torch.inference_mode()
@@ -103,8 +106,14 @@ class Runner:
         """Run prompt tokens, and one token of every sequence that runs already."""
         self.rows.flush()
         self.rows.begin()
-        version = self.weights.version
-        return self._block(self.programs.mixed(self.weights.model, chunks), 1, version, chunks)
+        version, sizes = self.weights.version, self._sizes.mixed(chunks)
+        self._steps_of(self.weights.model).mixed(chunks, sizes)
+        return self._block(sizes.rows, 1, version, chunks)
+
+    def _steps_of(self, model: Decoder) -> Steps:
+        if id(model) not in self._steps:
+            self._steps[id(model)] = Steps(model, self.rows, self.cache, self._sizes, self._runtime)
+        return self._steps[id(model)]
 
     def _block(self, rows: int, steps: int, version: int, chunks: Iterable[Chunk] = ()) -> Block:
         sequences, words = self.rows.sequences[:rows], _on_host(self.rows.results[:rows])
@@ -120,11 +129,17 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
-        """See `GeneratorPrograms.warm_up`."""
+        """See `Steps.warm_up`."""
         self.rows.flush()
-        return self.programs.warm_up(self.weights.model, sequences, prompt_tokens, sampling)
+        return self._steps_of(self.weights.model).warm_up(sequences, prompt_tokens, sampling)
+
+    def trust_cases(self) -> Work:
+        """See `Steps.trust_cases`."""
+        return [work for steps in self._steps.values() for work in steps.trust_cases()]
 
     def widen(self, tokens: int) -> None:
         """Make room for sequences of so many tokens. All results must have been read."""
-        self.programs.close()
+        for steps in self._steps.values():
+            steps.close()
+        self._steps.clear()
         self.rows.widen(self.cache.pages_for(tokens))

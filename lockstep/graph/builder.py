@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..cache.fingerprint import origin
-from ..config import RECORDINGS, CompileConfig
+from ..config import PASSES, RECORDINGS, CompileConfig, recordings
+from ..distributed import World
 from ..errors import InputError
 from ..timings import Timings
 from .capture.request import Request
@@ -20,7 +21,7 @@ from .ir.text import write_stages
 from .ir.verify import verify
 from .passes import pipeline, recorded, run_passes
 from .passes.backend import Backend
-from .ranks import Ranks, made_by_first
+from .ranks import made_by_first
 from .store.baked_constants import Constants, flattened
 from .store.folder import Key, Store
 from .store.key import key_of
@@ -70,11 +71,10 @@ class GraphBuilder:
     """Makes the graphs of both roles.
 
     Args:
-        not_graph_safe: see `verify`.
         timings: host seconds in `load_graphs`, `import_tracer`, `trace`, `passes` and `store_graphs`.
         store: where graphs are kept between processes; None: nowhere.
         mesh: the sizes of the device mesh's dimensions, which graphs depend on.
-        peers: the other processes that capture the same graphs, until the warm-up ends; None: there are none.
+        peers: the other processes that capture the same graphs, until the warm-up ends.
 
     Attributes:
         captures: traces made so far, each for every value of a function's open sizes; or variants of layers.
@@ -84,11 +84,10 @@ class GraphBuilder:
 
     config: CompileConfig
     device: torch.device
-    not_graph_safe: Mapping[str, str]
     timings: Timings
     store: Store | None
     mesh: Mapping[str, int]
-    peers: Ranks | None
+    peers: World
     captures: int = 0
     loaded: int = 0
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -99,8 +98,12 @@ class GraphBuilder:
         self.backend: Backend = (load_hook(run.hook) or Backend)(config, self.device, self.timings)
         sharded = any(size > 1 for size in self.mesh.values())
         self.passes = pipeline(config, sharded, self.device.type == "cuda") + self.backend.passes
-        # A dump shows every pass, and what roles share is decided for graphs that are made together.
-        self.store = None if config.dump or self.backend.shared else self.store
+        # A dump shows every pass, what roles share is decided for graphs that are made together, and of other code
+        # nothing tells whether it is the same as before.
+        modes = [RECORDINGS[name] for name in recordings(config.cudagraph_mode or "none")]
+        shipped = all(p.shipped for p in (way, run, *modes)) and set(config.pass_names) <= set(PASSES)
+        if config.dump or self.backend.shared or not shipped:
+            self.store = None
         self._by_sizes = way.by_sizes or run.by_sizes or config.activation_memory_gib > 0  # it is for bytes as traced
 
     def graph(self, request: Request, level: Level, made: Made) -> Captured:
@@ -117,7 +120,7 @@ class GraphBuilder:
         def make() -> Captured:
             return self._load(request, stored, made) or self._make(request, level, stored, made)
 
-        if self.peers is None:
+        if self.peers.size == 1:
             return make()
         about: dict[str, Any] = {"level": level, "writes": sorted(request.writes), "origin": origin()}
         about |= {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in request.specs}
@@ -126,7 +129,7 @@ class GraphBuilder:
 
     def _taken(self, found: Captured) -> Captured:
         """A graph that was not traced here."""
-        self._verify(found)
+        verify(found)
         self.loaded += 1
         self.nodes[found.title] = found.log
         return found
@@ -170,7 +173,7 @@ class GraphBuilder:
     def rewritten(self, captured: Captured) -> Captured:
         """A trace after the passes that all levels share."""
         with self.timings.measured("passes"):
-            captured = run_passes(captured, self.passes, self._verify)
+            captured = run_passes(captured, self.passes)
         self.nodes[captured.title] = captured.log
         self.backend.check(captured)
         return captured
@@ -181,10 +184,7 @@ class GraphBuilder:
             return captured
         with self.timings.measured("passes"):
             to_record = recorded(load_hook(RECORDINGS[level].hook) or ())
-            return run_passes(captured, [to_record], lambda c: self._verify(c) if c.recorded else c)
-
-    def _verify(self, captured: Captured) -> Captured:
-        return verify(captured, self.not_graph_safe)
+            return run_passes(captured, [to_record], lambda c: verify(c) if c.recorded else c)
 
     def _key(self, request: Request, level: Level) -> Key | None:
         if self.store is None or request.constants is None:

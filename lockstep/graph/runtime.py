@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from ..config import RECORDINGS, CompileConfig, recordings, resolve_compile
+from ..distributed import ONE, World
 from ..timings import Timings
 from .builder import GraphBuilder, load_hook
 from .capture.step import GraphBody
 from .ir.captured import Dynamic, Inputs, Level, Role
-from .ir.verify import NOT_GRAPH_SAFE
 from .launch.cudagraph import CudaRecorder, GraphRecorder
 from .program import Program, Toolchain
-from .ranks import Ranks
 from .store.baked_constants import Constants
 from .store.folder import Store
 from .warm_up import WarmUp
@@ -29,7 +28,7 @@ class Runtime:
 
     Attributes:
         recorder: what makes CUDA graphs; by default the device's own.
-        not_graph_safe, store, mesh, peers: see `GraphBuilder`.
+        store, mesh, peers: see `GraphBuilder`.
         timings: where the time spent is added up: what `GraphBuilder` says, `compile` (`WarmUp.rehearsal`), `record`
             (each graph's first launch) and `verify` (the comparison with eager, `check_against_eager`).
         eager: no program is captured; each is called as it is.
@@ -40,19 +39,17 @@ class Runtime:
     config: CompileConfig
     device: torch.device
     recorder: GraphRecorder | None = None
-    not_graph_safe: Mapping[str, str] = field(default_factory=lambda: NOT_GRAPH_SAFE)
     timings: Timings = field(default_factory=Timings)
     store: Store | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
-    peers: Ranks | None = None
+    peers: World = ONE
 
     def __post_init__(self) -> None:
         self.config = config = resolve_compile(self.config, self.device.type == "cuda")
         way, mode = config.chosen[0], config.cudagraph_mode
         assert mode is not None
         self.recorder = None if mode == "none" else self.recorder or CudaRecorder(self.device)
-        about = self.not_graph_safe, self.timings, self.store, self.mesh, self.peers
-        self.builder = GraphBuilder(config, self.device, *about)
+        self.builder = GraphBuilder(config, self.device, self.timings, self.store, self.mesh, self.peers)
         self.eager = not way.graphs
         sharded = any(size > 1 for size in self.mesh.values())
         known = [name for name, recording in RECORDINGS.items() if name != "none" and (recording.ranks or not sharded)]
@@ -113,8 +110,7 @@ class Runtime:
         any."""
         programs = self._named(name)
         had = any([program.retrace() for program in programs])
-        if self.peers is not None:
-            had = self.peers.gather(had)[0]  # the first has the store
+        had = self.peers.gather(had)[0]  # the first has the store
         for program in programs if had else ():
             program.made.ready.clear()
             program.close()
@@ -126,7 +122,7 @@ class Runtime:
     def end_warm_up(self) -> None:
         """From here on a new graph counts as a recompile; what only a check needs is let go of."""
         self.warm_up.ended = True
-        self.peers = self.builder.peers = None  # what is made late is made where it is needed
+        self.peers = self.builder.peers = ONE  # what is made late is made where it is needed
         for program in self.programs:
             program.forget_stages()
 

@@ -13,7 +13,7 @@ FamilyName = Literal["qwen3", "qwen3_moe", "llama", "deepseek_v3"]
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Layers whose feed-forward is a mixture of experts; the fields from `sigmoid` to `scale` are `ops.route`'s.
+    """Layers whose feed-forward is a mixture of experts; those from `sigmoid` to `scale` are `ops.RouteSettings`'s.
 
     Attributes:
         dense_layers: those that keep the plain feed-forward.

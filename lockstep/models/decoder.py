@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         rope_TH = ops.rope_table(positions_T, self.inv_freq)
         if self.rope_factor != 1.0:
             rope_TH = rope_TH * self.rope_factor
-        attend.prepare(tokens_T.shape[0], self.config.num_heads, self.config.num_kv_heads)
+        attend.prepare(ops.FlexSizes(tokens_T.shape[0], self.config.num_heads, self.config.num_kv_heads))
         x_TD = ops.gather_rows(self.embed, tokens_T)
         for index, layer in enumerate(self.layers):
             found: list[Routing] | None = None if routes is None else []  # its own, so that all calls are alike

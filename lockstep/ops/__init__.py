@@ -12,7 +12,7 @@ are functions of the model's sizes alone. Multiplications and additions are fuse
 from .activation.operator import silu_mul
 from .adamw.operator import BLOCK as SQUARES_BLOCK
 from .adamw.operator import adamw, square_sums
-from .attention.decode import attention_decode
+from .attention.decode import attention_decode, qk_norm_rope_write_kv
 from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
 from .attention.masks import MaskFunction, register_mask, visibility
 from .attention.operator import KEY_TILE, attention_packed, attention_paged, write_kv
@@ -30,15 +30,50 @@ from .moe.routing import combine, dispatch, dispatch_plan, route, router_logits
 from .moe.statistics import expert_loads, route_digest, router_probabilities
 from .native.library import cpu_backend, cpu_build
 from .norm.operator import rms_norm
-from .records import Rotation
-from .rope.fused import qk_norm_rope_write_kv
+from .records import (
+    ALONE,
+    AdamWSettings,
+    AdamWState,
+    AdamWStep,
+    Contexts,
+    DecodeRows,
+    Drawn,
+    Filters,
+    FlexMask,
+    FlexSizes,
+    KVPages,
+    Latent,
+    Packed,
+    Paged,
+    PrefixGroups,
+    Rotation,
+    RouteSettings,
+    SampleKeys,
+)
 from .rope.operator import qk_norm_rope, rope_table
 
 __all__ = [
+    "ALONE",
+    "AdamWSettings",
+    "AdamWState",
+    "AdamWStep",
     "SQUARES_BLOCK",
     "KEY_TILE",
+    "Contexts",
+    "DecodeRows",
+    "Drawn",
+    "Filters",
+    "FlexMask",
+    "FlexSizes",
+    "KVPages",
+    "Latent",
     "MaskFunction",
+    "Packed",
+    "Paged",
+    "PrefixGroups",
     "Rotation",
+    "RouteSettings",
+    "SampleKeys",
     "TokenLogprobs",
     "adamw",
     "advance_rows",

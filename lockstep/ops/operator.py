@@ -20,20 +20,21 @@ class Declaration(TypedDict, total=False):
     """What there is of an operator beside its reference, whose annotations are its schema.
 
     Attributes:
-        native: what computes float32 on a CPU where the C library is there; by the first argument's dtype.
+        native: what computes float32 on a CPU where the C library is there; by the first tensor's dtype.
         cuda: what computes on a GPU, "module:function" beside the operator's own module, imported when it first does;
             or SAME, where the reference does.
-        gpu_only: the reference is for a GPU, and there is none for a CPU.
+        gpu_only: there is nothing for a CPU, and the reference has no body.
         mutates: names of the arguments that it writes.
-        fake: empty results of the right shape; by default there is no result.
-        backward: its gradients; `setup` says what they need, by default all inputs.
+        fake: empty results of the right shape, a function or where it is, as in `cuda`; by default there is no result.
+        backward: of ctx and the results' gradients, those of the first arguments; the others have none.
+        setup: saves what the backward reads, by default all inputs; see `save`.
     """
 
     native: Callable[..., Any]
     cuda: str
     gpu_only: bool
     mutates: tuple[str, ...]
-    fake: Callable[..., Any]
+    fake: Callable[..., Any] | str
     backward: Callable[..., Any]
     setup: Callable[..., None]
 
@@ -47,6 +48,9 @@ class Operator:
 
     Autograd, tracers and other devices need the dispatcher, which costs 3 to 5 us a call; decoding one token of a
     small model makes forty. In inference mode on a CPU none of them is there.
+
+    Attributes:
+        on_cpu: who computes on a CPU, by dtype; for operators that are made of others.
     """
 
     def __init__(self, name: str, reference: Callable[..., Any], declared: Declaration) -> None:
@@ -54,33 +58,52 @@ class Operator:
         gpu_only, mutates = declared.get("gpu_only", False), declared.get("mutates", ())
         layout = ArgumentLayout(reference)
         self._fields = layout.fields if layout.records else None
-        self.on_cpu = _on_cpu(reference, declared.get("native"))
+        self._leads = layout.leads
         self._direct = () if gpu_only else (torch.Tensor, torch.nn.Parameter)
+        self.on_cpu = ByDtype(reference, declared.get("native"))
+        cuda = declared.get("cuda")
+        launch = _found(cuda, reference) if cuda and cuda != SAME else reference
         self._op = torch.library.custom_op(
             name,
-            layout.of_fields(self.on_cpu),
+            layout.of_fields(launch if gpu_only else self._compute if "native" in declared else reference),
             mutates_args=mutates,
             device_types="cuda" if gpu_only else "cpu",
             schema=torch.library.infer_schema(layout.prototype, mutates_args=mutates),
         )
-        if cuda := declared.get("cuda"):
-            launch = reference if cuda == SAME else _imported(cuda, reference.__module__)
+        if cuda and not gpu_only:
             self._op.register_kernel("cuda", layout.of_fields(launch))
-        self._op.register_fake(layout.of_fields(declared.get("fake", _nothing)))
+        self._op.register_fake(layout.of_fields(_found(declared.get("fake", _nothing), reference)))
         if backward := declared.get("backward"):
-            self._op.register_autograd(backward, setup_context=declared.get("setup", _save_inputs))
+            setup = declared.get("setup", _save_inputs)
+            self._op.register_autograd(_filled(backward, layout.count), setup_context=setup)
 
     def __call__(self, *args: Any) -> Any:
-        """Directly where nothing records, intercepts or replaces a call on the first argument."""
+        """Directly where nothing records, intercepts or replaces a call on the first tensor."""
         if (
             torch.compiler.is_compiling()  # first: its tracer understands none of the others
-            or type(args[0]) not in self._direct
-            or not args[0].is_cpu
+            or type(x := args[0][0] if self._leads else args[0]) not in self._direct
+            or not x.is_cpu
             or not torch.is_inference_mode_enabled()
             or torch._C._len_torch_dispatch_stack() != 0
         ):
             return self._op(*(self._fields(args) if self._fields else args))
-        return self.on_cpu(*args)
+        return self.on_cpu[x.dtype](*args)
+
+    def _compute(self, *args: Any) -> Any:
+        return self.on_cpu[(args[0][0] if self._leads else args[0]).dtype](*args)
+
+
+class ByDtype(dict[torch.dtype, Callable[..., Any]]):
+    """Who computes on a CPU: decided when a dtype first comes, and again when the C library is another."""
+
+    def __init__(self, reference: Callable[..., Any], native: Callable[..., Any] | None) -> None:
+        self._reference, self._native = reference, native
+        library.when_changed.append(self.clear)
+
+    def __missing__(self, dtype: torch.dtype) -> Callable[..., Any]:
+        in_c = self._native and library.current is not None and (dtype is torch.float32 or not dtype.is_floating_point)
+        self[dtype] = self._native if self._native and in_c else self._reference
+        return self[dtype]
 
 
 class ArgumentLayout:
@@ -90,6 +113,8 @@ class ArgumentLayout:
     Attributes:
         prototype: what has the signature of the schema.
         records: whether there are any.
+        leads: whether the first argument is one.
+        count: how many arguments the schema has.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -98,13 +123,14 @@ class ArgumentLayout:
             hints["return"] = None
         signature = inspect.signature(function)
         self._kinds = [getattr(hints[name], "_make", None) and hints[name] for name in signature.parameters]
-        self.records = any(self._kinds)
+        self.records, self.leads = any(self._kinds), bool(self._kinds[0])
         for parameter, record in zip(signature.parameters.values(), self._kinds, strict=True):
             given = get_type_hints(record) if record else {parameter.name: hints[parameter.name]}
             defaults = record._field_defaults if record else {parameter.name: parameter.default}
             for name, kind in given.items():
                 default = defaults.get(name, parameter.empty)
                 flat.append(parameter.replace(name=name, annotation=kind, default=default))
+        self.count = len(flat)
         self.prototype: Callable[..., Any] = lambda: None
         vars(self.prototype)["__signature__"] = signature.replace(parameters=flat, return_annotation=hints["return"])
 
@@ -130,35 +156,54 @@ class ArgumentLayout:
 
 
 def operator(name: str, **declared: Unpack[Declaration]) -> Callable[[Callable[..., Any]], Operator]:
-    """Decorates the reference of operator "namespace::name"; the first argument is a tensor."""
+    """Decorates the reference of operator "namespace::name", whose first argument is a tensor or begins with one."""
     return lambda reference: Operator(name, reference, declared)
 
 
-def _on_cpu(reference: Callable[..., Any], native: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What computes on a CPU, past the dispatcher."""
-    if native is None:
-        return reference
-
-    def chosen(*args: Any) -> Any:
-        in_c = args[0].dtype is torch.float32 and library.current is not None
-        return native(*args) if in_c else reference(*args)
-
-    return chosen
-
-
-def _imported(path: str, beside: str) -> Callable[..., Any]:
-    """A function that is imported when it is first called."""
-    name, _, function = path.partition(":")
-    module = functools.cache(lambda: importlib.import_module(f".{name}", beside.rpartition(".")[0]))
-    return lambda *args: getattr(module(), function)(*args)
+def _found(function: Callable[..., Any] | str, beside: Callable[..., Any]) -> Callable[..., Any]:
+    """A function; one that is named is imported when it is first called."""
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    package = beside.__module__.rpartition(".")[0]
+    imported = functools.cache(lambda: importlib.import_module(f".{module}", package))
+    return lambda *args: getattr(imported(), name)(*args)
 
 
 def _nothing(*_: Any) -> None:
     return None
 
 
-def _save_inputs(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+def save(ctx: Any, *values: Any) -> None:
+    """Keep values of any kind for `saved`."""
+    ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in values))
+    ctx.others = [None if isinstance(x, torch.Tensor) else x for x in values]
+
+
+def saved(ctx: Any) -> list[Any]:
+    """What `save` was given, in its order."""
+    return [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    save(ctx, *inputs)
+
+
+def save_inputs_and_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """A setup: all inputs and then all results; gradients that nobody gave are None."""
+    save(ctx, *inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _filled(backward: Callable[..., Any], count: int) -> Callable[..., tuple[Any, ...]]:
+    """A backward that has None for the arguments to which it gives no gradient."""
+
+    def filled(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        found = backward(ctx, *grads)
+        found = found if isinstance(found, tuple) else (found,)
+        return *found, *[None] * (count - len(found))
+
+    return filled
 
 
 @contextmanager

@@ -42,10 +42,7 @@ def head_weights(q_weight_H: Tensor, k_weight_H: Tensor, num_heads: int, num_kv_
     return torch.cat((q_weight_H.expand(num_heads, -1), k_weight_H.expand(num_kv_heads, -1))).float()
 
 
-def qk_norm_rope(
-    qkv_TE: Tensor,
-    by: Rotation,
-) -> Tensor:
+def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
     """See `rope.operator.qk_norm_rope`."""
     tokens, head_dim = by.cos_sin_TH.shape
     heads = by.num_heads + by.num_kv_heads

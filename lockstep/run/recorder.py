@@ -108,16 +108,16 @@ class Recorder:
 
     def warm_up_graphs(self, loop: Loop, display: Display) -> None:
         """Make the graphs of all steps; record where start-up went."""
-        began, compiler, timings = time.perf_counter(), loop.run.compiler, loop.run.timings
+        began, runtime, timings = time.perf_counter(), loop.run.runtime, loop.run.timings
         before = dict(timings.seconds)
-        making = display.phase("graphs") if compiler.compiles else nullcontext()
+        making = display.phase("graphs") if runtime.compiles else nullcontext()
         with self.world.deadline("making and checking graphs", timeouts=10), making:
             warm_up(loop.run)
-        if compiler.compiles:
-            graphs = sum(len(function.graphs) for function in compiler.programs)
-            made = f"layers: {compiler.captures} variants compiled"
+        if runtime.compiles:
+            graphs = sum(len(function.graphs) for function in runtime.programs)
+            made = f"layers: {runtime.captures} variants compiled"
             if graphs:
-                made = f"graphs: {graphs} made from {compiler.captures} traces and {compiler.loaded} stored graphs"
+                made = f"graphs: {graphs} made from {runtime.captures} traces and {runtime.loaded} stored graphs"
             display.note(f"{made} in {time.perf_counter() - began:.1f} s")
             self.summary["compile"] = report = loop.run.compile_report()
             if reasons := report["refused"]:

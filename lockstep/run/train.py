@@ -78,9 +78,9 @@ def _train(
             if recorded(step + 1):
                 recorder.trace(loop.spans, metrics)
         recorder.save_model(loop)
-    if loop.run.compiler.compiles:
+    if loop.run.runtime.compiles:
         recorder.summary["compile"] = loop.run.compile_report()
-        loop.run.compiler.close()
+        loop.run.runtime.close()
     return recorder.summary
 
 

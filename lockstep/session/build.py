@@ -1,4 +1,4 @@
-"""From a configuration to what computes: device, dtype, attention, model, compiler, cache plan, engine, trainer."""
+"""From a configuration to what computes: device, dtype, attention, model, runtime, cache plan, engine, trainer."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Session:
         self.renew()
 
     def renew(self) -> None:
-        """A new compiler, without the graphs of the last one."""
-        self.compiler = make_compiler(self.config.compile, self.policy.model.embed.device, self.timings, self.world)
+        """A new runtime, without the graphs of the last one."""
+        self.runtime = make_runtime(self.config.compile, self.policy.model.embed.device, self.timings, self.world)
 
     def cache_tokens(self, sequences: int, tokens: int) -> int:
         """The capacity of a KV cache that is planned for so many sequences of so many tokens (`plan_cache_tokens`)."""
@@ -112,7 +112,7 @@ class Session:
             self.config.generator,
             cache_tokens,
             self.policy.decode,
-            self.compiler,
+            self.runtime,
         )
 
     def kernel_list(self, *about: object) -> Path | None:
@@ -122,11 +122,11 @@ class Session:
 
     def graph_metrics(self) -> dict[str, int]:
         """Graphs made late, and replays so far."""
-        return replay_metrics(self.compiler)
+        return replay_metrics(self.runtime)
 
     def compile_report(self) -> dict[str, Any]:
         """For the summary: every function's graphs, and what the check of them found; empty when there are none."""
-        return compile_report(self.compiler, self.verdicts)
+        return compile_report(self.runtime, self.verdicts)
 
 
 class TrainingSession(Session):
@@ -157,7 +157,7 @@ class TrainingSession(Session):
             config.loss,
             reference=copy.deepcopy(model) if config.loss.beta > 0 else None,
             enforce_parity=config.parity == "strict",
-            compiler=self.compiler,
+            runtime=self.runtime,
             world=world,
         )
         world.same("the processes of this run", self.trainer.numerics())
@@ -251,10 +251,9 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     return resolve_parallel(replace(config, compile=compile, generator=generator), ranks)
 
 
-def make_compiler(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Runtime:
+def make_runtime(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Runtime:
     """What both roles run their functions with; `config` is resolved."""
-    peers = world if world.size > 1 else None
-    return Runtime(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=peers)
+    return Runtime(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=world)
 
 
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:

@@ -49,12 +49,8 @@ class Certificate:
         largest = result.logprob_diff_max
         if largest > self.logprob_diff_max or math.isnan(largest):  # nothing is larger than NaN
             self.logprob_diff_max = largest
-        if result.routing is not None:
-            self.expert_choices_checked = (self.expert_choices_checked or 0) + result.routing.choices_checked
-            self.tokens_routed_differently = (self.tokens_routed_differently or 0) + result.routing.tokens_different
-            self.prompt_tokens_checked = (self.prompt_tokens_checked or 0) + result.routing.prompt_tokens_checked
-            elsewhere = (self.prompt_tokens_routed_differently or 0) + result.routing.prompt_tokens_different
-            self.prompt_tokens_routed_differently = elsewhere
+        for name, count in zip(_OF_EXPERTS, result.routing.compared if result.routing else (), strict=False):
+            setattr(self, name, (getattr(self, name) or 0) + count)
         if self.first_difference is None and result.mismatches:
             self.first_difference = {"step": step, **asdict(result.mismatches[0])}
 

@@ -45,7 +45,7 @@ class LLM(Session):
     a later call makes them anew.
 
     Attributes:
-        compiler: what the engine of now captures with.
+        runtime: what the engine of now computes by.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class LLM(Session):
         self._engine = None
         self._room = (0, 0)
         self._warm.clear()
-        if not self.compiler.eager:
-            self.compiler.close()
+        if not self.runtime.eager:
+            self.runtime.close()
             self.renew()
 
     @property
@@ -162,7 +162,7 @@ class LLM(Session):
         """Make the engine's graphs for this kind of sampling; a mix of kinds, and so many tokens at once as no request
         has yet brought, are captured when they come."""
         kind = sampling.truncated, sampling.temperature == 0
-        if not self.compiler.compiles or kind in self._warm:
+        if not self.runtime.compiles or kind in self._warm:
             return
         sequences, tokens = self._room
         make_ready(

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..models import Decoder, ModelConfig
-from ..models.blocks.attention import Masks, PackedAttention
+from ..models import Decoder, ModelConfig, PackedAttention
 from ..models.config import MLAConfig, MoEConfig
 from ..ops.tables import linear_table
 
@@ -93,18 +92,17 @@ def _cancel(x_RK: Tensor, weight_NK: Tensor) -> None:
     x_RK[::2, second] = -x_RK[::2, first]
 
 
-def _layout(device: torch.device, masks: Masks | None = None) -> PackedAttention:
+def _layout(device: torch.device) -> ops.Packed:
     """Two sequences; the second begins with the first 5 tokens of the first."""
     numbers = [0, _TOKENS - 9, _TOKENS], [0, 0], [0, 5]
     ends, start, length = (torch.tensor(n, dtype=torch.int32, device=device) for n in numbers)
-    return PackedAttention(ends, start, length, _TOKENS, masks)
+    return ops.Packed(ends, start, length, max_len=_TOKENS)
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> Tensor:
     shapes = {4: (_TOKENS, 4, 32), 5: (_TOKENS, 2, 32), 6: (_TOKENS, 2, 32)}
     q, k, v = (_fixed(*shape, seed=seed).to(device, dtype) for seed, shape in shapes.items())
-    layout = _layout(device)
-    return ops.attention_packed(q, k, v, layout.cu_seqlens, layout.prefix_start_S, layout.prefix_len_S, layout.max_len)
+    return ops.attention_packed(q, k, v, _layout(device))
 
 
 def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -116,8 +114,9 @@ def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     steps = torch.tensor([2.0, 2.0], device=device)
     rate, scale = (torch.tensor(number, device=device) for number in (0.001, 1.75))
     applied = torch.ones((), dtype=torch.bool, device=device)
-    settings = (2 * ops.SQUARES_BLOCK, 0.9, 0.999, 1e-8, 0.01)
-    ops.adamw(weights, grad, master, first, second, steps, rate, scale, applied, *settings)
+    settings = ops.AdamWSettings(2 * ops.SQUARES_BLOCK, 0.9, 0.999, 1e-8, 0.01)
+    state, step = ops.AdamWState(weights, grad, master, first, second, steps), ops.AdamWStep(rate, scale, applied)
+    ops.adamw(state, step, settings)
     return squares, weights, master, first, second
 
 
@@ -142,7 +141,7 @@ def _sample(dtype: torch.dtype) -> tuple[Tensor, ...]:
     keys = torch.tensor([ops.sample_key(7, 0, 3, group, 1) for group in range(_ROWS)])
     temperature, min_p = torch.full((_ROWS,), 1.5), torch.zeros(_ROWS)
     top_k, top_p = torch.arange(_ROWS, dtype=torch.int32) * 20, torch.ones(_ROWS)
-    rows = keys, torch.arange(_ROWS) * 1000, temperature, top_k, top_p, min_p
+    rows = ops.SampleKeys(keys, torch.arange(_ROWS) * 1000), ops.Filters(temperature, top_k, top_p, min_p)
     return ops.sample(hidden, weight, *rows, True, False)  # with filters, not greedy
 
 
@@ -158,8 +157,8 @@ def _filled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str 
 def _scored(model: Decoder, device: torch.device) -> ops.TokenLogprobs:
     """Of every token the next, which is fixed, under filters."""
     tokens = torch.arange(_TOKENS, device=device) * 37 % model.config.vocab_size
-    hidden = model(tokens, torch.arange(_TOKENS, device=device), _layout(device, model.masks))
+    hidden = model(tokens, torch.arange(_TOKENS, device=device), PackedAttention(_layout(device), model.masks))
     temperature, top_p, min_p = (torch.full((_TOKENS,), number, device=device) for number in (0.7, 0.9, 0.01))
     top_k = torch.full((_TOKENS,), 50, dtype=torch.int32, device=device)
-    rows = temperature, top_k, top_p, min_p
-    return ops.token_logprobs(hidden, model.lm_head, tokens.roll(-1), *rows, truncated=True)
+    filters = ops.Filters(temperature, top_k, top_p, min_p)
+    return ops.token_logprobs(hidden, model.lm_head, tokens.roll(-1), filters, truncated=True)

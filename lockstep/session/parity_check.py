@@ -121,23 +121,23 @@ def check_model(
         prepare_machine(session)
         return _check(session, tokens)
     finally:
-        session.compiler.close()
+        session.runtime.close()
 
 
 def _check(session: Session, tokens: int) -> ParityReport:
-    decoder, compiler = session.policy.model, session.compiler
+    decoder, runtime = session.policy.model, session.runtime
     where, context = decoder.embed.device, decoder.config.max_position_embeddings
     length = min(_COMPLETION, context // 2)
     vocabulary, room = decoder.config.vocab_size, min(300, context - length)
     prompts, sampling = _requests(tokens, session.config.seed, vocabulary, room, length)
     max_tokens = max(8192, 2 * (max(map(len, prompts)) + length))
     shape, kinds = _expected(prompts, sampling, max_tokens)
-    trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), compiler=compiler)
+    trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), runtime=runtime)
     completions = _generated(session, prompts, sampling, trainer, shape, kinds)
     sampled = enumerate(zip(prompts, completions, sampling, strict=True))
     groups = [TrainGroup.sampled(f"prompt {g}", *group) for g, group in sampled]
     for batch in pack(groups, max_tokens=max_tokens, check_parity=True, shapes=[shape]):
-        score = trainer.forward_backward if compiler.compiles else trainer.check
+        score = trainer.forward_backward if runtime.compiles else trainer.check
         score(batch.to(where))
     scored = trainer.checked[0][:5].tolist()
     result = trainer.finish_check(sum(len(c.token_ids) for samples in completions for c in samples))
@@ -151,11 +151,8 @@ def _check(session: Session, tokens: int) -> ParityReport:
         len(prompts),
         where.type,
         str(decoder.embed.dtype).removeprefix("torch."),
-        _compared(compiler),
-        result.routing.choices_checked if result.routing else None,
-        result.routing.tokens_different if result.routing else None,
-        result.routing.prompt_tokens_checked if result.routing else None,
-        result.routing.prompt_tokens_different if result.routing else None,
+        _compared(runtime),
+        *(result.routing.compared if result.routing else ()),
     )
 
 
@@ -170,9 +167,9 @@ def _generated(
     """The prompts' completions, by an engine that goes when they are there. Before, the graphs of both roles are made,
     the trainer's for `shape` and the kinds of sampling `trained`, and held to eager's bits."""
     longest, sequences = max(map(len, prompts)) + sampling[0].max_completion_length, sum(s.n for s in sampling)
-    config, compiler = session.config, session.compiler
+    config, runtime = session.config, session.runtime
     capacity = session.cache_tokens(sequences, longest)
-    engine = Engine(SharedWeights(session.policy.model), config.generator, capacity, compiler=compiler)
+    engine = Engine(SharedWeights(session.policy.model), config.generator, capacity, runtime=runtime)
 
     def make_graphs() -> None:
         for params in trained:
@@ -184,7 +181,7 @@ def _generated(
         cases = [trainer.trust_cases([shape], params, check_parity=True, with_checks=False) for params in trained]
         return [*itertools.chain(*cases), *engine.trust_cases()]
 
-    if compiler.compiles:
+    if runtime.compiles:
         about = config.generator, config.compile, sequences, longest, shape, trained, sampling
         make_ready(session, make_graphs, trust_cases, session.kernel_list(*about))
     identities = [SampleIdentity(config.seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
@@ -206,11 +203,11 @@ def _expected(
     return BatchShape(*map(max, zip(*shapes, strict=True))), kinds
 
 
-def _compared(compiler: Runtime) -> str:
-    if compiler.eager:
-        what = "the model's compiled layers" if compiler.layers else "the model"
+def _compared(runtime: Runtime) -> str:
+    if runtime.eager:
+        what = "the model's compiled layers" if runtime.layers else "the model"
         return f"{what}, called by both roles"
-    levels = {function.name: function.level for function in compiler.programs}
+    levels = {function.name: function.level for function in runtime.programs}
     decode, mixed, train = (f"{name} ({levels[name]})" for name in ("decode", "mixed", "forward_backward"))
     return f"the graphs {decode} and {mixed} with {train}"
 

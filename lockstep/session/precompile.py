@@ -39,31 +39,31 @@ def precompile(config: RunConfig) -> dict[str, Any]:
     if config.compile.dump:
         raise InputError("--compile.dump shows how graphs are made, and none is kept then; remove it, or use train")
     run = TrainingSession(config)
-    compiler = run.compiler
-    assert compiler.store is not None
+    runtime = run.runtime
+    assert runtime.store is not None
     try:
         warm_up(run)
-        graphs = _graphs(compiler.store)
+        graphs = _graphs(runtime.store)
         checks = {
             "cases": sum(verdict.cases for verdict in run.verdicts),
             "known": sum(verdict.known for verdict in run.verdicts),
         }
     finally:
-        compiler.close()
+        runtime.close()
     if graphs and not any(graph["bytes"] for graph in graphs):
-        raise LockstepError(f"{compiler.store.folder} cannot be written, so no graph was kept; set LOCKSTEP_CACHE")
+        raise LockstepError(f"{runtime.store.folder} cannot be written, so no graph was kept; set LOCKSTEP_CACHE")
     outcomes = [graph["outcome"] for graph in graphs]
     return {
-        "folder": str(compiler.store.folder),
+        "folder": str(runtime.store.folder),
         "device": str(run.policy.model.embed.device),
         "made": outcomes.count("made"),
         "reused": outcomes.count("reused"),
         "refused": outcomes.count("refused"),
-        "traces": compiler.captures,
+        "traces": runtime.captures,
         "graphs": graphs,
         "checks": checks,
         "bytes": sum(graph["bytes"] for graph in graphs),
-        "folder_bytes": compiler.store.size(),
+        "folder_bytes": runtime.store.size(),
         "seconds": dict(run.timings.seconds),
         "total_s": time.perf_counter() - began,
     }

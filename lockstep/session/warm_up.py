@@ -14,14 +14,18 @@ from ..cache import user_folder
 from ..config import RunConfig
 from ..errors import LockstepError
 from ..graph import PassedChecks, Verdict, Work, check_against_eager
-from ..models.config import ModelConfig, MoEConfig
+from ..models import Decoder, ModelConfig
 from ..ops.machine_check import check as machine_check
 from ..ops.native import library
 from ..ops.tables import linear_table
+from ..ops.tables.linear_table import Kind
 from .build import Session, TrainingSession
 from .kernel_lists import KEPT, remember
 
 _log = logging.getLogger("lockstep")
+
+_HeadShapes = list[machine_check.HeadShape | machine_check.LatentHeadShape]
+_Checked = tuple[list[machine_check.Product], _HeadShapes, torch.device, torch.dtype]
 
 
 def prepare_machine(session: Session) -> None:
@@ -44,7 +48,7 @@ def warm_up(run: TrainingSession) -> None:
         LockstepError: `parity` is strict, and this machine cannot keep the contract.
     """
     warn_if_slow(run)
-    if not run.compiler.compiles:
+    if not run.runtime.compiles:
         _check_machine(run)
         return
     prepare_machine(run)
@@ -64,11 +68,11 @@ def warm_up(run: TrainingSession) -> None:
 
 def prepare_validation(run: TrainingSession) -> None:
     """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
-    if not run.compiler.eager:
+    if not run.runtime.eager:
         if run.policy.model.embed.is_cuda:
-            with run.compiler.warm_up.rehearsal():
+            with run.runtime.warm_up.rehearsal():
                 _make_validation_graphs(run)
-        with run.compiler.warm_up.making():
+        with run.runtime.warm_up.making():
             _make_validation_graphs(run)
 
 
@@ -90,24 +94,24 @@ def make_ready(
         check_machine: whether a check of this machine, of what was launched, replaced a kernel that graphs may hold.
         rehearse_check: launches the kernels of that check.
     """
-    compiler, verify = session.compiler, session.config.compile.verify
-    if compiler.eager:
+    runtime, verify = session.runtime, session.config.compile.verify
+    if runtime.eager:
         make_graphs()
         check_machine()
-        compiler.end_warm_up()
+        runtime.end_warm_up()
         return []
     if kernels is not None and kernels != session.preloaded:
         _precompile(session, kernels, make_graphs, rehearse_check)
-    with compiler.warm_up.making():
+    with runtime.warm_up.making():
         make_graphs()
-    shared = compiler.share()
+    shared = runtime.share()
     if check_machine() or shared:
-        for function in compiler.programs:
+        for function in runtime.programs:
             function.close()
-        with compiler.warm_up.making():
+        with runtime.warm_up.making():
             make_graphs()
-    verdicts = [] if verify == "off" else check_against_eager(compiler, trust_cases(), verify, PassedChecks())
-    compiler.end_warm_up()
+    verdicts = [] if verify == "off" else check_against_eager(runtime, trust_cases(), verify, PassedChecks())
+    runtime.end_warm_up()
     return verdicts
 
 
@@ -144,12 +148,12 @@ def _precompile(
 ) -> None:
     """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
     each is compiled when it is first launched."""
-    compiler, world = session.compiler, session.world
+    runtime, world = session.runtime, session.world
     try:
         listed = world.from_first(lambda: user_folder.read(path) or ())
-        if all(world.gather(compiler.warm_up.preload(listed))):
+        if all(world.gather(runtime.warm_up.preload(listed))):
             return
-        with compiler.warm_up.rehearsal() as kernels:
+        with runtime.warm_up.rehearsal() as kernels:
             make_graphs()
             rehearse_check()
         if world.first:
@@ -193,34 +197,29 @@ def _share_overrides(run: TrainingSession) -> None:
         linear_table.overrides.update(of_rank)
 
 
-def _checked(
-    run: TrainingSession,
-) -> tuple[
-    list[machine_check.Product],
-    list[machine_check.HeadShape | machine_check.LatentHeadShape],
-    torch.device,
-    torch.dtype,
-]:
+def _checked(run: TrainingSession) -> _Checked:
     """The shapes to check. On a GPU the products are those that were computed, and latent attention has no check of its
     own; on a CPU one row of each product, as any number of rows must give its bits."""
     c, embed = run.policy.model.config, run.policy.model.embed
-    heads = _heads(c)
     if embed.is_cuda:
-        return machine_check.used(), [] if c.mla else [heads], embed.device, embed.dtype
-    dense = c.intermediate_size if c.moe_layers < c.num_layers else 0
-    sizes = c.hidden_size, heads, dense, c.vocab_size, _experts(c.moe)
-    return machine_check.decoder_products([1], [1], [1], *sizes), [heads], embed.device, embed.dtype
+        return machine_check.used(), [] if c.mla else [_heads(c)], embed.device, embed.dtype
+    return products(run.policy.model), [_heads(c)], embed.device, embed.dtype
+
+
+def products(model: Decoder) -> list[machine_check.Product]:
+    """One row of each of the model's products; what is computed in float32 are the head's and the routers'."""
+    found = set()
+    for path, parameter in model.named_parameters():
+        name = path.rpartition(".")[2]
+        if parameter.dim() > 1 and name != "kv_up":  # whose columns and rows are products of their own, a head each
+            kind: Kind = "linear_fp32" if name in ("embed", "lm_head", "router") else "linear"
+            found.add(machine_check.Product(kind, 1, *parameter.shape[-2:]))
+    if (m := model.config.mla) is not None:
+        found |= {machine_check.Product("linear", 1, *size) for size in ((m.kv_rank, m.nope_dim), (m.v_dim, m.kv_rank))}
+    return sorted(found)
 
 
 def _heads(c: ModelConfig) -> machine_check.HeadShape | machine_check.LatentHeadShape:
     if c.mla is None:
         return machine_check.HeadShape(c.num_heads, c.num_kv_heads, c.head_dim)
-    return machine_check.LatentHeadShape(
-        c.num_heads, c.mla.kv_rank, c.mla.nope_dim, c.mla.rope_dim, c.mla.v_dim, c.mla.q_rank
-    )
-
-
-def _experts(moe: MoEConfig | None) -> machine_check.ExpertShape | None:
-    if moe is None:
-        return None
-    return machine_check.ExpertShape(moe.num_experts, moe.intermediate_size, moe.shared_experts * moe.intermediate_size)
+    return machine_check.LatentHeadShape(c.num_heads, c.mla.kv_rank, c.mla.nope_dim, c.mla.rope_dim, c.mla.v_dim)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .. import graph
-from ..config import LossType
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
 from .packing import pack
 from .parameters import ALIGNMENT
@@ -28,15 +27,13 @@ Work = list[tuple[graph.Program, list[graph.Case]]]
 
 def trust_cases(
     programs: TrainerPrograms,
-    loss_type: LossType,
     shapes: Sequence[BatchShape],
     sampling: SamplingParams,
     *,
     check_parity: bool,
     num_iterations: int = 1,
-    with_checks: bool = True,
 ) -> Work:
-    """Cases for each of the trainer's functions; the arguments are those of `Trainer.warm_up`."""
+    """Cases for each of the trainer's programs; the arguments are those of `Trainer.warm_up`."""
     functions, values = programs.by_name, programs.state.values
     vocabulary = programs.model.config.vocab_size
     routed = check_parity and programs.model.config.moe_layers > 0
@@ -48,15 +45,14 @@ def trust_cases(
     work: Work = [
         (
             functions["forward_backward"],
-            [c for b in batches for c in _train_cases(programs, *b, both, loss_type, num_iterations)],
+            [c for b in batches for c in _train_cases(programs, *b, both, num_iterations)],
         ),
         (functions["optim_step"], _optim_cases(programs)),
     ]
     if "gather_weights" in functions:
         gather = functions["gather_weights"]
         work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs))]))
-    if with_checks:
-        work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
+    work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
     if "reference_logprobs" in functions:
         work.append((functions["reference_logprobs"], [programs.case(*b, lambda: None) for b in batches]))
     return work
@@ -67,10 +63,9 @@ def _train_cases(
     name: str,
     batch: PackedBatch,
     load: Callable[[], object],
-    loss_type: LossType,
     num_iterations: int,
 ) -> Iterator[graph.Case]:
-    with_support = num_iterations > 1 and batch.truncated
+    with_support, loss_type = num_iterations > 1 and batch.truncated, programs.loss_type
     yield programs.case(name, batch, load, loss_type=loss_type, with_support=with_support)
     if num_iterations > 1:
         later = replace(batch, check_parity=False)

@@ -118,19 +118,13 @@ def adamw_step(
     """
     grad_norm = flat.square_sums(ops.square_sums(t.grad), t.norm_order).sum().sqrt()
     applied = ok & torch.isfinite(grad_norm)
-    s, max_norm = settings, settings.max_grad_norm
+    max_norm = settings.max_grad_norm
     grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
+    betas = settings.beta1, settings.beta2
     ops.adamw(
-        None if t.master is t.weights else t.weights,
-        *t[1:6],
-        lr,
-        grad_scale,
-        applied,
-        flat.num_matrix_elements,
-        s.beta1,
-        s.beta2,
-        s.epsilon,
-        s.weight_decay,
+        ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:6]),
+        ops.AdamWStep(lr, grad_scale, applied),
+        ops.AdamWSettings(flat.num_matrix_elements, *betas, settings.epsilon, settings.weight_decay),
     )
     return grad_norm, applied
 

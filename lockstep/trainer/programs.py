@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import graph
 from ..algorithms.losses import LOSSES, LossSettings
-from ..config import LossType
+from ..config import LossConfig, LossType
 from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
@@ -56,10 +56,11 @@ class TrainerPrograms:
         model: Decoder,
         reference: Decoder | None,
         optimizer: AdamW,
-        loss: LossSettings,
+        loss: LossConfig,
         state: UpdateState,
     ) -> None:
-        self.model, self.reference, self.optimizer, self.loss, self.state = model, reference, optimizer, loss, state
+        self.model, self.reference, self.optimizer, self.state = model, reference, optimizer, state
+        self.loss, self.loss_type = LossSettings.of(loss), loss.loss_type
         self.flat = flat = optimizer.flat
         moe = model.config.moe if model.config.moe_layers else None
         self.experts = moe.num_experts if moe else 0
@@ -70,14 +71,14 @@ class TrainerPrograms:
         baked = self.constants()
         if not all(map(graph.in_package, LOSSES.values())):  # a loss from elsewhere is traced at every start
             del baked["forward_backward"]
-        # Of several ranks each differentiates by weights that it gathers, which are no inputs.
-        train = self._train_body if isinstance(flat, ShardedParameters) else self._differentiated
         self.by_name: dict[str, graph.Program] = {}
 
         def add(name: str, body: graph.GraphBody, inputs: graph.Inputs, writes: Collection[graph.Role]) -> None:
             open_sizes = None if name in ("optim_step", "gather_weights") else OPEN_SIZES
             self.by_name[name] = runtime.program(name, body, inputs, writes, open_sizes, baked.get(name))
 
+        # Of several ranks each differentiates by weights that it gathers, which are no inputs.
+        train = self._train_body if isinstance(flat, ShardedParameters) else self._differentiated
         add("forward_backward", train, training, {"grad", "buffer"})
         add("check", self._check_body, scoring, {"buffer"})
         add("optim_step", self._optim_body, self._updating(), {"param", "grad", "optimizer", "buffer"})
@@ -158,12 +159,10 @@ class TrainerPrograms:
         self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
+        objective = step.Objective(loss_type, self.loss, self.reference is not None and loss_type != "sft")
         with graph.substituted(self.model, inputs):
-            loss, scored = step.forward(self.model, values, batch, self._objective(loss_type), with_support)
+            loss, scored = step.forward(self.model, values, batch, objective, with_support)
         return loss, scored.tensors()
-
-    def _objective(self, loss_type: LossType) -> step.Objective:
-        return step.Objective(loss_type, self.loss, self.reference is not None and loss_type != "sft")
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         batch = batch_of(inputs, **statics)

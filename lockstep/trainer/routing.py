@@ -43,6 +43,11 @@ class RoutingResult:
     max_expert_tokens: int
     aux_loss: float | None
 
+    @property
+    def compared(self) -> tuple[int, int, int, int]:
+        """The first four: what of the routing was compared, and differs."""
+        return self.choices_checked, self.tokens_different, self.prompt_tokens_checked, self.prompt_tokens_different
+
     def metrics(self) -> dict[str, float]:
         """What a run records."""
         found = {

@@ -79,20 +79,13 @@ def take(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, ex
 
 def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = None) -> tuple[Tensor, ops.TokenLogprobs]:
     """Hidden rows that predict the completion tokens, [C, D], and the tokens' log-probs; `routes` as in `Decoder`."""
-    layout = batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len
-    attend = PackedAttention(*layout, model.masks)
+    packed = ops.Packed(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
+    attend = PackedAttention(packed, model.masks)
     hidden_TD = model(batch.tokens_T, batch.positions_T, attend, routes)
     rows_CD = ops.gather_rows(hidden_TD, batch.logit_rows_C)
+    filters = ops.Filters(batch.temperature_C, batch.top_k_C, batch.top_p_C, batch.min_p_C)
     return rows_CD, ops.token_logprobs(
-        rows_CD,
-        model.lm_head,
-        batch.targets_C,
-        batch.temperature_C,
-        batch.top_k_C,
-        batch.top_p_C,
-        batch.min_p_C,
-        batch.support_C,
-        batch.truncated,
+        rows_CD, model.lm_head, batch.targets_C, filters, batch.support_C, batch.truncated
     )
 
 
@@ -144,7 +137,6 @@ def _loss(
     """The weighted sum to differentiate; its statistics are added up on the way."""
     settings = objective.settings
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
-    settings = objective.settings
     loss_C, clipped_C = LOSSES[objective.loss_type](values, settings)
     if objective.with_kl:
         ref_C, corrected = batch.ref_logprob_C, settings.use_bias_correction_kl

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..algorithms.losses import LossSettings
 from ..config import LossConfig, LossType, OptimizerConfig
 from ..distributed import ONE, World
 from ..errors import InputError
@@ -40,7 +39,7 @@ class Trainer:
         reference: frozen model for the KL term; required when `loss.beta` is above 0.
         enforce_parity: do not update when a log-probability differs from the generator's in any bit, or a choice of
             experts does, or when not every sampled token was compared.
-        compiler: what runs the trainer's functions; by default eagerly.
+        runtime: what runs the trainer's programs; by default eagerly.
         world: the processes that weights, gradients and moments are sharded over. Each calls the same methods in the
             same order, on batches of its own, as many as the others.
 
@@ -60,7 +59,7 @@ class Trainer:
         *,
         reference: Decoder | None = None,
         enforce_parity: bool = True,
-        compiler: Runtime = EAGER,
+        runtime: Runtime = EAGER,
         world: World = ONE,
     ) -> None:
         if loss.beta > 0 and reference is None:
@@ -92,10 +91,9 @@ class Trainer:
         self._results = Results(len(found_names(self._values)), device)
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
         state = UpdateState(self._values, self._results.rows, self._lr, self._sampled, enforce_parity, balanced)
-        self._compiler = compiler
-        compiler.prepare(*filter(None, (model, reference)))
-        settings = LossSettings.of(loss)
-        self.programs = TrainerPrograms(self._compiler, model, reference, self.optimizer, settings, state)
+        self._runtime = runtime
+        runtime.prepare(*filter(None, (model, reference)))
+        self.programs = TrainerPrograms(self._runtime, model, reference, self.optimizer, loss, state)
         self._scored: Checked = []  # checked batches and their log-probs
 
     def forward_backward(
@@ -135,7 +133,7 @@ class Trainer:
             check_parity, num_iterations: as the run's steps will have them.
             with_checks: batches may be only checked, too.
         """
-        if not self._compiler.compiles:
+        if not self._runtime.compiles:
             return
         for function in self.programs.by_name.values():
             function.one_shape = len(shapes) == 1
@@ -159,10 +157,13 @@ class Trainer:
             self._results.reset()
             self._reset_step()
 
-    def trust_cases(self, shapes: Sequence[BatchShape], sampling: SamplingParams, **options: Any) -> Work:
+    def trust_cases(
+        self, shapes: Sequence[BatchShape], sampling: SamplingParams, with_checks: bool = True, **options: Any
+    ) -> Work:
         """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""
         self._rate = self._expected = None  # cases write rates and numbers of their own
-        return trust_cases(self.programs, self.loss.loss_type, shapes, sampling, **options)
+        work = trust_cases(self.programs, shapes, sampling, **options)
+        return [cases for cases in work if with_checks or cases[0].name != "check"]
 
     def check(self, batch: PackedBatch) -> None:
         """Compare the batch's log-probs with the generator's and train on nothing."""

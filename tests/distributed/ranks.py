@@ -155,33 +155,33 @@ def graphs(world: World) -> Any:
     for name, fields in ways.items():
         config = CompileConfig("step", **fields)
         recorder = FakeRecorder() if DEVICE.type == "cpu" else None
-        compiler = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
-        trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, compiler=compiler)
+        runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+        trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime)
         unlike = different(run(trainer, world, max_tokens=256), eager)
-        made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in compiler.programs}
-        log = [line for title, lines in compiler.builder.nodes.items() if "forward_backward" in title for line in lines]
+        made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in runtime.programs}
+        log = [line for title, lines in runtime.builder.nodes.items() if "forward_backward" in title for line in lines]
         found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
-        found[name]["captures"] = on_all(world, compiler.captures)
-        checks = [g.captured.module.graph for f in compiler.programs if f.name == "check" for g in f.graphs.values()]
+        found[name]["captures"] = on_all(world, runtime.captures)
+        checks = [g.captured.module.graph for f in runtime.programs if f.name == "check" for g in f.graphs.values()]
         found[name]["scoring"] = on_all(world, sorted({str(node.target) for nodes in checks for node in nodes.nodes}))
-        compiler.close()
+        runtime.close()
     return found
 
 
 @check
 def a_graph_that_is_wrong_on_one_rank(world: World) -> Any:
     """The check before the first step passes; then eager's update is another on the last rank: all ranks are told."""
-    compiler = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
-    trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, compiler=compiler)
+    runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime)
     shapes = [BatchShape(64, 32, 4, 64)]
     work = [w for w in trainer.trust_cases(shapes, FILTERED, check_parity=True) if w[0].name == "optim_step"]
-    (verdict,) = check_against_eager(compiler, work, "strict")
+    (verdict,) = check_against_eager(runtime, work, "strict")
     if world.rank == 1:
         function = trainer.programs.by_name["optim_step"]
         body = function.body
         function.body = lambda inputs: body(replace(inputs, buffer={**inputs.buffer, "lr": 2 * inputs.buffer["lr"]}))
     try:
-        check_against_eager(compiler, work, "strict")
+        check_against_eager(runtime, work, "strict")
     except GraphError as error:
         return on_all(world, [verdict.cases, str(error)])
 

@@ -18,21 +18,21 @@ SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, n=3, max_completion_length
 def make(mode: str, cache_tokens: int = 1024, recorder: FakeRecorder | None = None) -> tuple[Runtime, Engine]:
     config = ModelConfig(97, 32, 48, 2, 2, 1, 16, rope_theta=1e4, max_position_embeddings=256)
     model = initialize(Decoder(config, torch.float32), 0)
-    compiler = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=recorder or FakeRecorder())
-    engine = Engine(SharedWeights(model), GeneratorConfig(page_size=8), cache_tokens, compiler=compiler)
+    runtime = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=recorder or FakeRecorder())
+    engine = Engine(SharedWeights(model), GeneratorConfig(page_size=8), cache_tokens, runtime=runtime)
     engine.warm_up(5, 120, SAMPLING)
-    return compiler, engine
+    return runtime, engine
 
 
 @pytest.mark.parametrize(("mode", "cache_tokens"), [("full", 1024), ("piecewise", 1024), ("none", 256)])
 def test_every_graph_passes_and_the_cache_is_as_it_was(mode: str, cache_tokens: int) -> None:
-    compiler, engine = make(mode, cache_tokens)
-    compiler.end_warm_up()
+    runtime, engine = make(mode, cache_tokens)
+    runtime.end_warm_up()
     rows, cache = engine.runner.rows, engine.cache
     cache.k.normal_()
     before = [t.clone() for t in (cache.k, cache.v, rows.table, *rows.tensors(4).values())]
-    verdicts = {v.function: v for v in check_against_eager(compiler, engine.trust_cases(), "strict")}
-    assert set(verdicts) == {"decode", "mixed"} and compiler.recompiles == 0
+    verdicts = {v.function: v for v in check_against_eager(runtime, engine.trust_cases(), "strict")}
+    assert set(verdicts) == {"decode", "mixed"} and runtime.recompiles == 0
     assert verdicts["decode"].cases >= 6 and verdicts["mixed"].cases >= 3
     after = [cache.k, cache.v, rows.table, *rows.tensors(4).values()]
     assert all(map(torch.equal, after, before))
@@ -48,8 +48,8 @@ class Stale(FakeRecorder):
 
 
 def test_a_replay_on_another_cache_is_named() -> None:
-    compiler, engine = make("full", recorder=Stale())
+    runtime, engine = make("full", recorder=Stale())
     with pytest.raises(
         GraphError, match=r"decode\(.*case '5 rows': replay differs .* node select \(aten.select\) of layers.0"
     ):
-        check_against_eager(compiler, engine.trust_cases(), "strict")
+        check_against_eager(runtime, engine.trust_cases(), "strict")

@@ -35,7 +35,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     """Segments without shared prefixes; rows left over are padding."""
     cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(DEVICE, torch.int32)
     zeros = torch.zeros(len(lengths), dtype=torch.int32, device=DEVICE)
-    return ops.attention_packed(q, k, v, cu_seqlens, zeros, zeros, max(lengths))
+    return ops.attention_packed(q, k, v, ops.Packed(cu_seqlens, zeros, zeros, max(lengths)))
 
 
 def cache_of(x: Tensor, table: Tensor, page_size: int) -> Tensor:
@@ -54,7 +54,7 @@ def paged_chunks(q: Tensor, k: Tensor, v: Tensor, page_size: int, cuts: list[int
     for start, end in zip([0, *cuts], cuts, strict=False):
         caches = (cache_of(x[:end], table, page_size) for x in (k, v))
         arguments = (table.unsqueeze(0), int32(0, end - start), int32(end), end - start, end)
-        chunks.append(ops.attention_paged(q[start:end], *caches, *arguments))
+        chunks.append(ops.attention_paged(q[start:end], ops.KVPages(*caches), ops.Paged(*arguments)))
     return torch.cat(chunks)
 
 
@@ -63,7 +63,9 @@ def decoded(q: Tensor, k: Tensor, v: Tensor, page_size: int, rows: list[int], *g
     table = torch.randperm(-(-len(k) // page_size), device=DEVICE).int()
     caches = [cache_of(x, table, page_size) for x in (k, v)]
     tables, starts = table.expand(len(rows), -1).contiguous(), torch.arange(len(rows) + 1, device=DEVICE).int()
-    return ops.attention_paged(q[rows], *caches, tables, starts, int32(*rows) + 1, 1, len(k), *groups)
+    return ops.attention_paged(
+        q[rows], ops.KVPages(*caches), ops.Paged(tables, starts, int32(*rows) + 1, 1, len(k)), ops.PrefixGroups(*groups)
+    )
 
 
 def capture(function: Callable, calls: int = 1) -> tuple[torch.cuda.CUDAGraph, object]:

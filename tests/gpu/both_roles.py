@@ -25,12 +25,12 @@ def drawn(config: ModelConfig, device: torch.device) -> Decoder:
 
 
 def assert_roles_agree_over_updates(
-    model: Decoder, compiler: Runtime, config: GeneratorConfig, cache_tokens: int
+    model: Decoder, runtime: Runtime, config: GeneratorConfig, cache_tokens: int
 ) -> None:
-    """The trainer finds the generator's bits, before and after an update; closes the compiler."""
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    """The trainer finds the generator's bits, before and after an update; closes the runtime."""
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     weights = SharedWeights(model, lambda: trainer.weights_version)
-    engine = Engine(weights, config, cache_tokens, compiler=compiler)
+    engine = Engine(weights, config, cache_tokens, runtime=runtime)
     prompts, sampling = requests(6, length=40)
     tokens = []
     for _ in range(2):
@@ -42,5 +42,5 @@ def assert_roles_agree_over_updates(
         assert result.tokens_checked == sum(len(c.token_ids) for group in completions for c in group)
         tokens.append([c.token_ids for group in completions for c in group])
     assert tokens[0] != tokens[1]
-    assert compiler.replays["decode"] > 10
-    compiler.close()
+    assert runtime.replays["decode"] > 10
+    runtime.close()

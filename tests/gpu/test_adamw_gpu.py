@@ -14,6 +14,7 @@ BYTES_AN_ELEMENT = 34  # gradient, master and moments read; all four and the bfl
 def test_equals_torch_and_runs_at_the_speed_of_memory() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     size, matrices = 1_000_003, 900_001
+    settings = ops.AdamWSettings(matrices, 0.9, 0.95, 1e-8, 0.1)
     master = torch.randn(size, device="cuda", generator=generator)
     weights = master.bfloat16()
     ours = [master.clone(), torch.zeros_like(master), torch.zeros_like(master)]
@@ -28,11 +29,12 @@ def test_equals_torch_and_runs_at_the_speed_of_memory() -> None:
                 grad_scale=scale, found_inf=(~yes).float(), amsgrad=False, maximize=False, beta1=0.9, beta2=0.95,
                 lr=lr, weight_decay=(0.1, 0.0)[i], eps=1e-8,
             )  # fmt: skip
-        ops.adamw(weights, grad, *ours, steps, lr, scale, yes, matrices, 0.9, 0.95, 1e-8, 0.1)
+        ops.adamw(ops.AdamWState(weights, grad, *ours, steps), ops.AdamWStep(lr, scale, yes), settings)
         assert not grad.any() and torch.equal(weights, ours[0].bfloat16())
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
     before = [t.clone() for t in (weights, *ours, steps)]
-    ops.adamw(weights, grad.fill_(torch.nan), *ours, steps, lr, scale, ~yes, matrices, 0.9, 0.95, 1e-8, 0.1)
+    bad = ops.AdamWState(weights, grad.fill_(torch.nan), *ours, steps)
+    ops.adamw(bad, ops.AdamWStep(lr, scale, ~yes), settings)
     assert all(map(torch.equal, before, (weights, *ours, steps))) and not grad.any()
 
 
@@ -44,7 +46,8 @@ def test_speed() -> None:
     for _ in range(6):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        ops.adamw(weights, *flat, steps, lr, scale, yes, MATRICES, 0.9, 0.95, 1e-8, 0.1)
+        state, settings = ops.AdamWState(weights, *flat, steps), ops.AdamWSettings(MATRICES, 0.9, 0.95, 1e-8, 0.1)
+        ops.adamw(state, ops.AdamWStep(lr, scale, yes), settings)
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep import ops
 from lockstep.ops.attention import reference_backward
-from lockstep.ops.embedding.operator import accumulate_rows
 
 Segment = tuple[int, int, int]  # own length, prefix start, prefix length
 
@@ -89,12 +88,12 @@ def inputs(
 
 def gradients(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = ops.attention_packed(*leaves, *packing.layout(), packing.max_len)
+    out = ops.attention_packed(*leaves, ops.Packed(*packing.layout(), packing.max_len))
     return torch.autograd.grad(out, leaves, grad)
 
 
 def torch_path(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    return reference_backward.packed(grad, q, k, v, *packing.layout(), accumulate_rows)
+    return reference_backward.packed(grad, q, k, v, ops.Packed(*packing.layout(), packing.max_len))
 
 
 def dense(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -179,7 +178,7 @@ def test_captured_is_eager(census):
 
     def step() -> tuple[Tensor, ...]:
         leaves = [t.detach().requires_grad_() for t in x[1:]]
-        return torch.autograd.grad(ops.attention_packed(*leaves, *layout, bound), leaves, x[0])
+        return torch.autograd.grad(ops.attention_packed(*leaves, ops.Packed(*layout, bound)), leaves, x[0])
 
     graph, captured = capture(step)
     for packing in (first, second):
@@ -226,7 +225,7 @@ def test_speed(name, packing, limit):
     grad, q, k, v = inputs(packing)
     layout = packing.layout()
     ours = backward_milliseconds(
-        lambda q, k, v: ops.attention_packed(q, k, v, *layout, packing.max_len),
+        lambda q, k, v: ops.attention_packed(q, k, v, ops.Packed(*layout, packing.max_len)),
         grad,
         [x.detach().requires_grad_() for x in (q, k, v)],
     )

@@ -72,7 +72,7 @@ def test_shared_prefix_is_a_repeated_prefix(census):
     q, k, v = qkv_rows(prompt + count * length)
     cu_seqlens = int32(0, *range(prompt, len(q) + 1, length))
     start, prefix = int32(*[0] * (count + 1)), int32(0, *[prompt] * count)
-    shared = ops.attention_packed(q, k, v, cu_seqlens, start, prefix, prompt + length)
+    shared = ops.attention_packed(q, k, v, ops.Packed(cu_seqlens, start, prefix, prompt + length))
     for i in range(count):
         own = torch.arange(prompt + i * length, prompt + (i + 1) * length, device=DEVICE)
         index = torch.cat((torch.arange(prompt, device=DEVICE), own))
@@ -142,7 +142,7 @@ def test_forward_is_as_fast_as_flash_attention(count, length):
     q, k, v = qkv_rows(count * length)
     starts, zeros = int32(*range(0, len(q) + 1, length)), int32(*[0] * count)
     calls = 20 if length < 1000 else 3
-    ours = captured_milliseconds(lambda: ops.attention_packed(q, k, v, starts, zeros, zeros, length), calls)
+    ours = captured_milliseconds(lambda: ops.attention_packed(q, k, v, ops.Packed(starts, zeros, zeros, length)), calls)
     dense = [x.reshape(count, length, -1, HEAD_DIM).transpose(1, 2).contiguous() for x in (q, k, v)]
     peers = []
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
@@ -180,8 +180,9 @@ class Batch:
         self.max_context = context
 
     def milliseconds(self, *groups: Tensor) -> float:
-        arguments = (self.q, *self.caches, self.table, self.starts, self.context, 1, self.max_context)
-        return captured_milliseconds(lambda: ops.attention_paged(*arguments, *groups))
+        by = ops.Paged(self.table, self.starts, self.context, 1, self.max_context)
+        cache, shared = ops.KVPages(*self.caches), ops.PrefixGroups(*groups)
+        return captured_milliseconds(lambda: ops.attention_paged(self.q, cache, by, shared))
 
 
 def test_decode_reads_at_the_memory_s_speed():

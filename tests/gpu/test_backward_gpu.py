@@ -13,10 +13,10 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.ops.embedding.operator import accumulate_rows
 from lockstep.ops.linear.operator import linear_fp32
-from lockstep.ops.logprobs import backward as logprobs_backward
 from lockstep.ops.logprobs import operator as logprobs_operator
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.logprobs import triton_backward as logprobs_triton_backward
+from lockstep.ops.records import ScoredRows, cut
 
 DEVICE = "cuda"
 TOKENS, SCORED, VOCABULARY, DIM, FEED_FORWARD = 4685, 4000, 151_936, 1024, 3072
@@ -110,20 +110,19 @@ def test_error_is_no_larger_than_float32_torch_s(name):
         assert error <= 1.02 * other
 
 
-class Scored(NamedTuple):
+class Inputs(NamedTuple):
     """Inputs of `token_logprobs`, gradients of both log-probabilities."""
 
     hidden: Tensor
     weight: Tensor
     targets: Tensor
-    temperature: Tensor
-    filters: tuple[Tensor, Tensor, Tensor]
+    filters: ops.Filters
     support: Tensor | None
     truncated: bool
     grads: tuple[Tensor, Tensor]
 
 
-def scored(kind: str, rows: int = 700, vocabulary: int = VOCABULARY) -> Scored:
+def scored(kind: str, rows: int = 700, vocabulary: int = VOCABULARY) -> Inputs:
     torch.manual_seed(0)
     number = torch.ones(rows, device=DEVICE)
     temperature = number if kind == "plain" else torch.rand(rows, device=DEVICE) + 0.5
@@ -131,39 +130,35 @@ def scored(kind: str, rows: int = 700, vocabulary: int = VOCABULARY) -> Scored:
     targets = torch.randint(vocabulary, (rows,), device=DEVICE)
     kept = torch.rand(rows, vocabulary, device=DEVICE) < 0.5 if kind == "support" else None
     support = None if kept is None else logprobs_reference.pack_support(kept.scatter_(1, targets.unsqueeze(1), True))
-    filters = ((40 * number).int(), 0.95 * number, 0 * number)
+    filters = ops.Filters(temperature, (40 * number).int(), 0.95 * number, 0 * number)
     grads = (torch.randn_like(number), torch.randn_like(number))
     inputs = normal(rows, DIM), (0.06 * normal(vocabulary, DIM)).to(torch.bfloat16)
-    return Scored(*inputs, targets, temperature, filters, support, kind == "truncated", grads)
+    return Inputs(*inputs, targets, filters, support, kind == "truncated", grads)
 
 
-def scored_gradients(s: Scored) -> list[Tensor]:
+def scored_gradients(s: Inputs) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in (s.hidden, s.weight)]
-    out = ops.token_logprobs(*leaves, s.targets, s.temperature, *s.filters, s.support, s.truncated)
+    out = ops.token_logprobs(*leaves, s.targets, s.filters, s.support, s.truncated)
     return list(torch.autograd.grad((out.logprob_C, out.model_logprob_C), leaves, s.grads))
 
 
-def statistics(s: Scored) -> tuple[Tensor, ...]:
+def statistics(s: Inputs) -> tuple[Tensor, ...]:
     """Log-sum-exp, that of the sampled distribution, threshold: what the forward leaves."""
-    return logprobs_operator._token_logprobs(
-        s.hidden, s.weight, s.targets, s.temperature, *s.filters, s.support, s.truncated
-    )[3:]
+    return logprobs_operator._token_logprobs(s.hidden, s.weight, s.targets, s.filters, s.support, s.truncated)[3:]
 
 
-def grad_logits(s: Scored, rows: slice, stats: tuple[Tensor, ...]) -> Tensor:
+def scored_by(s: Inputs, stats: tuple[Tensor, ...]) -> ScoredRows:
+    return ScoredRows(s.targets, s.filters.temperature_C, s.support, *stats, s.truncated)
+
+
+def grad_logits(s: Inputs, rows: slice, stats: tuple[Tensor, ...]) -> Tensor:
     """Of the torch formula, float32."""
-    return logprobs_backward.grad_logits(
-        linear_fp32(s.hidden[rows], s.weight),
-        s.targets[rows],
-        s.temperature[rows],
-        *(x[rows] for x in stats),
-        None if s.support is None else s.support[rows],
-        *(x[rows] for x in s.grads),
-        s.truncated,
+    return logprobs_operator.grad_logits(
+        linear_fp32(s.hidden[rows], s.weight), cut(scored_by(s, stats), rows), *(x[rows] for x in s.grads)
     )
 
 
-def torch_path(s: Scored, stats: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def torch_path(s: Inputs, stats: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The torch formula, 1,024 rows at a time."""
     grad_hidden = torch.empty_like(s.hidden)
     grad_weight = torch.zeros_like(s.weight, dtype=torch.float32)
@@ -270,8 +265,8 @@ def test_speed_of_logprobs(kind):
     """Within 2.2 times the three matrix products at the measured peak, both log-probabilities differentiated."""
     s = scored(kind, SCORED)
     stats = statistics(s)
-    arguments = (*s.grads, s.hidden, s.weight, s.targets, s.temperature, s.support, *stats, s.truncated)
-    ours = captured_milliseconds(lambda: logprobs_backward.token_logprobs_backward(*arguments), 2)
+    arguments = (*s.grads, s.hidden, s.weight, scored_by(s, stats))
+    ours = captured_milliseconds(lambda: logprobs_operator.token_logprobs_backward(*arguments), 2)
     plain = captured_milliseconds(lambda: torch_path(s, stats), 1)
     floor = 3 * 2 * SCORED * VOCABULARY * DIM / FLOPS_PER_MS
     print(f"\nlogprobs {kind:10s} ms: {ours:.2f}, products alone {floor:.2f}, torch path {plain:.2f}")

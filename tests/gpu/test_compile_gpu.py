@@ -31,26 +31,26 @@ def model() -> Decoder:
     ],
 )
 def test_every_function_is_trusted(capture: str, backend: str, mode: str) -> None:
-    compiler = Runtime(CompileConfig(capture, mode, backend=backend), CUDA)  # type: ignore[arg-type]
-    trainer = Trainer(model(), OptimizerConfig(weight_decay=0.1), LossConfig(), compiler=compiler)
+    runtime = Runtime(CompileConfig(capture, mode, backend=backend), CUDA)  # type: ignore[arg-type]
+    trainer = Trainer(model(), OptimizerConfig(weight_decay=0.1), LossConfig(), runtime=runtime)
     trainer.warm_up(SHAPES, TOP_P, check_parity=True)
-    verdicts = check_against_eager(compiler, trainer.trust_cases(SHAPES, TOP_P, check_parity=True), "strict")
+    verdicts = check_against_eager(runtime, trainer.trust_cases(SHAPES, TOP_P, check_parity=True), "strict")
     assert {v.function for v in verdicts} == {"forward_backward", "optim_step", "check"}
     assert all(v.level == ("captured" if mode == "none" else mode) and not v.faults for v in verdicts)
-    print(f"\n{capture}, {backend}, {mode}: {compiler.timings.seconds}")
-    for title, log in compile_report(compiler)["passes"].items():
+    print(f"\n{capture}, {backend}, {mode}: {runtime.timings.seconds}")
+    for title, log in compile_report(runtime)["passes"].items():
         print(f"  {title}: {log}")
     if backend == "inductor":
-        assert len(compiler.builder.backend.regions) > 0
-    compiler.close()
+        assert len(runtime.builder.backend.regions) > 0
+    runtime.close()
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_layers_keep_parity_and_few_variants_are_compiled(backend: str) -> None:
-    def gradients(compiler: Runtime) -> torch.Tensor:
+    def gradients(runtime: Runtime) -> torch.Tensor:
         own = model()
-        trainer = Trainer(own, OptimizerConfig(), LossConfig(), compiler=compiler)
-        engine = Engine(SharedWeights(own), GeneratorConfig(), 16_384, compiler=compiler)
+        trainer = Trainer(own, OptimizerConfig(), LossConfig(), runtime=runtime)
+        engine = Engine(SharedWeights(own), GeneratorConfig(), 16_384, runtime=runtime)
         prompts = [[(7 * g + i) % 4096 for i in range(size)] for g, size in enumerate((210, 33))]
         done = engine.generate(prompts, [TOP_P] * 2, [SampleIdentity(0, 0, 0, g) for g in range(2)])
         groups = [
@@ -64,10 +64,10 @@ def test_layers_keep_parity_and_few_variants_are_compiled(backend: str) -> None:
         assert result.applied and result.tokens_different == 0 and result.tokens_checked > 100
         return found
 
-    compiler = Runtime(CompileConfig("layer", backend=backend), CUDA)  # type: ignore[arg-type]
-    found, expected = gradients(compiler), gradients(EAGER)
-    print(f"\n{backend}: {compiler.captures} variants")
-    assert compiler.captures <= 6
+    runtime = Runtime(CompileConfig("layer", backend=backend), CUDA)  # type: ignore[arg-type]
+    found, expected = gradients(runtime), gradients(EAGER)
+    print(f"\n{backend}: {runtime.captures} variants")
+    assert runtime.captures <= 6
     if backend == "eager":
         assert torch.equal(found, expected)
     else:

@@ -82,13 +82,13 @@ def test_gradients(census, name):
     q, k, v, grad = (torch.randn(sum(lengths) + 11, n, 128, device=DEVICE).bfloat16() for n in (16, 8, 8, 16))
     case = case_of(1)
     starts = case.int32(0, *torch.tensor(lengths).cumsum(0).tolist())
-    layout = starts, case.int32(0, 0, 0, 0), case.int32(0, prefix, prefix, prefix), prefix + 100
-    tiles = ops.flex_tiles_packed(len(q), 16, 8, *layout, mask.window)
+    by = ops.Packed(starts, case.int32(0, 0, 0, 0), case.int32(0, prefix, prefix, prefix), prefix + 100)
+    tiles = ops.flex_tiles_packed(by, ops.FlexSizes(len(q), 16, 8), mask.window)
 
     def gradients():
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            return torch.autograd.grad(ops.flex_packed(*leaves, *layout, *mask, tiles), leaves, grad)
+            return torch.autograd.grad(ops.flex_packed(*leaves, by, ops.FlexMask(*mask, tiles)), leaves, grad)
 
     found = gradients()
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_gradients(census, name):
     with torch.enable_grad():
         exact_leaves, total = [x.double().requires_grad_() for x in (q, k, v)], 0.0
         for i, own in enumerate(lengths):
-            begin, before = int(starts[i]), int(layout[2][i])
+            begin, before = int(starts[i]), int(by.prefix_len_S[i])
             at = torch.cat((torch.arange(before), torch.arange(begin, begin + own))).to(DEVICE)
             attended = dense(exact_leaves[0][begin : begin + own], *(x[at] for x in exact_leaves[1:]), mask, before)
             total = total + (attended * grad[begin : begin + own].double()).sum()
@@ -114,5 +114,5 @@ def test_generator_and_trainer_agree_over_updates(cudagraph_mode):
     )
     model = drawn(config, DEVICE)
     set_attention(model, "flex", "flex_cases:dilated")
-    compiler = Runtime(CompileConfig("step", cudagraph_mode), DEVICE)
-    assert_roles_agree_over_updates(model, compiler, GeneratorConfig(page_size=64), 65536)
+    runtime = Runtime(CompileConfig("step", cudagraph_mode), DEVICE)
+    assert_roles_agree_over_updates(model, runtime, GeneratorConfig(page_size=64), 65536)

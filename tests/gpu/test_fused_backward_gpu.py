@@ -14,10 +14,11 @@ from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
 from lockstep.ops.attention import operator as attention_operator
-from lockstep.ops.embedding import backward as embedding_backward
+from lockstep.ops.embedding.operator import gather_rows_backward
 from lockstep.ops.fused import backward as fused_backward
-from lockstep.ops.norm import backward as norm_backward
-from lockstep.ops.rope import backward as rope_backward
+from lockstep.ops.norm.operator import rms_norm_backward
+from lockstep.ops.records import AttentionGradient
+from lockstep.ops.rope.operator import qk_norm_rope_backward
 from lockstep.trainer import Trainer, pack
 from lockstep.types import SamplingParams, TrainGroup, TrainSequence
 
@@ -32,7 +33,7 @@ def normal(*shape: int) -> Tensor:
 def test_norm_and_residual(width: int, census) -> None:
     torch.manual_seed(0)
     grad, x, weight, other = normal(TOKENS, width), 3 * normal(TOKENS, width), normal(width), normal(TOKENS, width)
-    separate = norm_backward.rms_norm(grad, x, weight, EPS)
+    separate = rms_norm_backward(grad, x, weight, EPS)
     joined = fused_backward.rms_norm_add(grad, x, weight, EPS, other)
     assert census("residual gradients with norms", other + separate[0], joined[0]) == 0
     assert census("norm weights with residual gradients", separate[1], joined[1]) == 0
@@ -49,7 +50,7 @@ def test_attention_and_rotation(heads: tuple[int, int, int], norm: bool, bound: 
         torch.tensor(x, dtype=torch.int32, device=DEVICE)
         for x in ([0, *torch.tensor(lengths).cumsum(0).tolist()], starts, prefixes)
     )
-    layout = cu_seqlens, start, prefix, bound
+    packed = ops.Packed(cu_seqlens, start, prefix, bound)
     qkv = normal(TOKENS, (num_heads + 2 * kv_heads) * head_dim)
     weights = (normal(head_dim), normal(head_dim)) if norm else (None, None)
     inverse = 1e6 ** (-torch.arange(0, 1, 2 / head_dim, device=DEVICE))
@@ -57,12 +58,12 @@ def test_attention_and_rotation(heads: tuple[int, int, int], norm: bool, bound: 
     rotation = ops.Rotation(*weights, table, num_heads, kv_heads, EPS)
     q, k = ops.qk_norm_rope(qkv, rotation).split((num_heads, kv_heads), 1)
     v = qkv.unflatten(1, (-1, head_dim))[:, num_heads + kv_heads :]
-    out, lse = attention_operator._packed(q, k, v, *layout)
-    grad = normal(TOKENS, num_heads, head_dim)
-    dq, dk, dv = attention_operator.attention_packed_backward(grad, q, k, v, out, lse, *layout)
-    expected, *of_weights = rope_backward.qk_norm_rope(torch.cat((dq, dk), 1), qkv, rotation)
+    out, lse = attention_operator._packed(q, k, v, packed)
+    gradient = AttentionGradient(normal(TOKENS, num_heads, head_dim), q, k, v, out, lse)
+    dq, dk, dv = attention_operator.attention_packed_backward(gradient, packed)
+    expected, *of_weights = qk_norm_rope_backward(torch.cat((dq, dk), 1), qkv, rotation)
     of_values = torch.nn.functional.pad(dv.flatten(1), (expected.shape[1] - dv[0].numel(), 0))
-    found = fused_backward.rotated_attention_packed(grad, q, k, v, out, lse, *layout, qkv, rotation)
+    found = fused_backward.rotated_attention_packed(gradient, packed, qkv, rotation)
     assert census("gradients of fused projections", expected + of_values, found[0] + 0) == 0  # a -0 is 0 in a sum
     assert all(map(torch.equal, of_weights, found[1:]))
 
@@ -81,7 +82,7 @@ def test_embedding_and_head(census) -> None:
     torch.manual_seed(0)
     rows = (torch.rand(TOKENS, device=DEVICE) ** 8 * 5000).long()
     grad, total = normal(TOKENS, 1024), normal(5000, 1024)
-    expected = total + embedding_backward.gather_rows(grad, rows, 5000)
+    expected = total + gather_rows_backward(grad, rows, 5000)
     fused_backward.add_gathered_rows(total, grad, rows)
     assert census("embeddings and LM heads", expected, total) == 0
 
@@ -90,8 +91,8 @@ def trained(capture: str | None, arch: str) -> tuple[Tensor, Tensor, str]:
     """Gradients of two micro-batches, the weights after an update, and what the fusion did."""
     model = initialize(Decoder(replace(architecture(arch), num_layers=2), torch.bfloat16, DEVICE), 0)
     device = torch.device(DEVICE)
-    compiler = Runtime(CompileConfig(capture), device) if capture else EAGER
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
+    runtime = Runtime(CompileConfig(capture), device) if capture else EAGER
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=runtime)
     torch.manual_seed(1)
     groups = []
     for _ in range(2):
@@ -103,7 +104,7 @@ def trained(capture: str | None, arch: str) -> tuple[Tensor, Tensor, str]:
             trainer.forward_backward(batch.to(device))
     grads = trainer.flat.grad.clone()
     assert trainer.optim_step(1e-3).applied
-    functions = compiler.programs
+    functions = runtime.programs
     log = [line for f in functions for graph in f.graphs.values() for line in graph.captured.log]
     return grads, trainer.flat.data.clone(), next((line for line in log if line.startswith("fuse")), "")
 

@@ -155,7 +155,7 @@ def test_norm_layers_are_separate(census, n, k, gated):
         normed = ops.rms_norm(x[:m], norm, 1e-6)
         for tile in TILES:
             if gated and (tile.block_m + 2 * tile.block_n) * tile.block_k * tile.num_stages * 2 < 220 * 1024:
-                one = linear_triton.product(normed, weight, tile, gated=True)
+                one = linear_triton.run("norm_gate_up", tile, normed, weight)
                 assert census(f"{name}: any tile = separate", one, expected) == 0
     strided = torch.cat((x, torch.full_like(x, torch.nan)), dim=1)[:, :k]
     with torch.no_grad():
@@ -183,10 +183,10 @@ def test_write_kv_inside_is_write_kv_after(census, norms):
     for m in (1, 40, tokens):
         arguments = (*weights, table[:m], HEADS, KV_HEADS, 1e-6)
         with torch.no_grad():
-            q = ops.qk_norm_rope_write_kv(qkv[:m], ops.Rotation(*arguments), *caches, slots[:m])
+            q = ops.qk_norm_rope_write_kv(qkv[:m], ops.Rotation(*arguments), ops.KVPages(*caches), slots[:m])
         qk = ops.qk_norm_rope(qkv[:m], ops.Rotation(*arguments))
         v = qkv[:m, -KV_HEADS * HEAD_DIM :].unflatten(1, (KV_HEADS, HEAD_DIM))
-        ops.write_kv(qk[:, HEADS:], v, *expected, slots[:m])
+        ops.write_kv(qk[:, HEADS:], v, ops.KVPages(*expected), slots[:m])
         assert census("qk_norm_rope_write_kv: queries = separate", q, qk[:, :HEADS]) == 0
         for cache, e in zip(caches, expected, strict=True):
             assert census("qk_norm_rope_write_kv: cache = separate", cache, e) == 0
@@ -211,14 +211,14 @@ def test_decode_is_its_parts(census, heads, kv_heads, head_dim, norms):
     for rows, bound in ((1, 16), (8, 700), (count, 8200)):
         for _ in range(3):  # one after the other: each writes what the one before read
             qkv = wide(count, (heads + 2 * kv_heads) * head_dim)
-            paged = slots[:rows], table[:rows], context[:rows]
-            angles = rotation[2][:rows]
+            own = ops.Rotation(*weights, rotation[2][:rows], *rotation[3:])
             with torch.no_grad():
-                out = ops.attention_decode(qkv[:rows], *weights, angles, *rotation[3:], *caches, *paged, bound)
-                q = ops.qk_norm_rope_write_kv(
-                    qkv[:rows], ops.Rotation(*weights, angles, *rotation[3:]), *expected, slots[:rows]
+                contexts = ops.Contexts(table[:rows], context[:rows], bound)
+                out = ops.attention_decode(qkv[:rows], own, ops.KVPages(*caches), slots[:rows], contexts)
+                q = ops.qk_norm_rope_write_kv(qkv[:rows], own, ops.KVPages(*expected), slots[:rows])
+                apart = ops.attention_paged(
+                    q, ops.KVPages(*expected), ops.Paged(table[:rows], starts[: rows + 1], context[:rows], 1, bound)
                 )
-                apart = ops.attention_paged(q, *expected, *paged[1:2], starts[: rows + 1], context[:rows], 1, bound)
             assert census("attention_decode = norm, rotate, write, attend", out, apart) == 0
             assert census("attention_decode: cache", caches, expected) == 0
             assert not out.isnan().any()
@@ -271,14 +271,16 @@ def test_grouped_decode_is_its_parts(census, heads, kv_heads, head_dim, norms):
     position = context.long() - 1
     slots = table.gather(1, (position // page).unsqueeze(1)).squeeze(1) * page + position % page
     weights = (wide(head_dim), wide(head_dim)) if norms else (None, None)
-    rotation = *weights, torch.randn(count, head_dim, device=DEVICE), heads, kv_heads, 1e-6
+    angles = torch.randn(count, head_dim, device=DEVICE)
+    rotation = ops.Rotation(*weights, angles, heads, kv_heads, 1e-6)
     caches = torch.randn(2, count * pages, page, kv_heads, head_dim, device=DEVICE).bfloat16()
     expected, starts = caches.clone(), torch.arange(count + 1, device=DEVICE).int()
     for _ in range(3):
         qkv = wide(count, (heads + 2 * kv_heads) * head_dim)
         with torch.no_grad():
-            out = ops.attention_decode(qkv, *rotation, *caches, slots, table, context, pages * page, groups, shared_len)
-            q = ops.qk_norm_rope_write_kv(qkv, ops.Rotation(*rotation), *expected, slots)
-            alone = ops.attention_paged(q, *expected, table, starts, context, 1, pages * page)
+            contexts, by = ops.Contexts(table, context, pages * page), ops.PrefixGroups(groups, shared_len)
+            out = ops.attention_decode(qkv, rotation, ops.KVPages(*caches), slots, contexts, by)
+            q = ops.qk_norm_rope_write_kv(qkv, rotation, ops.KVPages(*expected), slots)
+            alone = ops.attention_paged(q, ops.KVPages(*expected), ops.Paged(table, starts, context, 1, pages * page))
         assert census("attention_decode, grouped = its parts, alone", out, alone) == 0
         assert census("attention_decode, grouped: cache", caches, expected) == 0

@@ -42,8 +42,8 @@ def test_rows_move_on_as_on_a_cpu(rows: int) -> None:
         expected = decode_update_operator.decode_slots(state[5], state[6], table, 16, 1000)
         found = ops.decode_slots(on_gpu[5], on_gpu[6], table.to(DEVICE), 16, 1000)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
-        ops.advance_rows(*state)
-        ops.advance_rows(*on_gpu)
+        for x in (state, on_gpu):
+            ops.advance_rows(ops.Drawn(*x[:3]), ops.DecodeRows(*x[3:9]), *x[9:])
         assert all(torch.equal(a.cpu(), b) for a, b in zip(on_gpu, state, strict=True))
 
 
@@ -78,13 +78,13 @@ def test_recorded_blocks_are_eager_single_steps_and_nothing_is_captured_late(cen
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)
-    compiler = Runtime(CompileConfig("step", "full"), DEVICE)
+    runtime = Runtime(CompileConfig("step", "full"), DEVICE)
     config = GeneratorConfig(max_num_seqs=64, max_num_batched_tokens=2048)
-    recorded = Engine(SharedWeights(model), config, 40_000, compiler=compiler)
+    recorded = Engine(SharedWeights(model), config, 40_000, runtime=runtime)
     eager = Engine(SharedWeights(model), replace(config, steps_per_sync=1), 40_000, ahead=0)
     for kind in KINDS:
         recorded.warm_up(64, 1100, kind)
-    compiler.end_warm_up()
+    runtime.end_warm_up()
     draw = random.Random(0)
     for seed in range(2):
         for kind in range(len(KINDS)):  # each alone: no graphs for mixtures were made
@@ -97,5 +97,5 @@ def test_recorded_blocks_are_eager_single_steps_and_nothing_is_captured_late(cen
             expected = eager.generate(*map(list, zip(*wanted, strict=True)))
             for a, b in zip(tensors([done[i] for i in ids]), tensors(expected), strict=True):
                 assert census("recorded blocks, eager steps", a, b) == 0
-    assert compiler.recompiles == 0 and compiler.replays["mixed"] > 10 and compiler.replays["decode"] > 100
-    compiler.close()
+    assert runtime.recompiles == 0 and runtime.replays["mixed"] > 10 and runtime.replays["decode"] > 100
+    runtime.close()

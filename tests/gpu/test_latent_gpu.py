@@ -28,7 +28,7 @@ def make(lengths: list[int], heads: int = HEADS, **more) -> Case:
 
 
 def packed(case: Case) -> Tensor:
-    return ops.latent_attention_packed(*case.inputs, case.scale, *case.layout)
+    return ops.latent_attention_packed(case.latents, case.layout)
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
@@ -78,7 +78,7 @@ def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
     case = make([300], heads=32)
     whole = packed(case)
     for tile in ((16, 4, 2), (32, 8, 1), (32, 8, 2), (64, 8, 1), (64, 4, 1)):
-        monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(*tile))
+        monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(*tile))
         assert census("latent attention: other tiles", packed(case), whole) == 0
     monkeypatch.setattr(mla_triton, "KEY_SPLIT", 128)
     assert census("CONTROL latent attention: splits of 128", packed(case)[128:], whole[128:]) > 0
@@ -92,7 +92,9 @@ def test_gradients(census, heads):
     grad = torch.randn_like(case.inputs[0])
 
     def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(ops.latent_attention_packed(*leaves, case.scale, *case.layout), leaves, grad)
+        return torch.autograd.grad(
+            ops.latent_attention_packed(ops.Latent(*leaves, case.scale), case.layout), leaves, grad
+        )
 
     found = gradients()
     for mine, again in zip(found, gradients(), strict=True):
@@ -143,7 +145,7 @@ TILES = [(64, 8, 2), (64, 8, 1), (32, 8, 2)]
 def test_time_of_decode(monkeypatch, tile):
     from lockstep.ops.mla import triton as mla_triton
 
-    monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(*tile))
+    monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(*tile))
     sequences, context, page = 64, 1024, 16
     q = torch.randn(sequences, HEADS, RANK, device=DEVICE).bfloat16()
     q_rope = torch.randn(sequences, HEADS, ROPE_DIM, device=DEVICE).bfloat16()
@@ -151,8 +153,8 @@ def test_time_of_decode(monkeypatch, tile):
     table = torch.randperm(len(cache), device=DEVICE).int().view(sequences, -1)
     starts = torch.arange(sequences + 1, device=DEVICE).int()
     contexts = torch.full((sequences,), context, dtype=torch.int32, device=DEVICE)
-    bounds = starts, contexts, 1, context
-    ms = captured_milliseconds(lambda: ops.latent_attention_paged(q, q_rope, cache, 0.1, table, *bounds))
+    by = ops.Paged(table, starts, contexts, 1, context)
+    ms = captured_milliseconds(lambda: ops.latent_attention_paged(q, q_rope, cache, 0.1, by))
     flops = 2 * sequences * context * HEADS * (2 * RANK + ROPE_DIM)
     assert shown(f"decode {sequences} x {context}, tile {tile}", ms, flops, cache.numel() * 2) < 12
 
@@ -161,7 +163,7 @@ def test_time_of_decode(monkeypatch, tile):
 def test_time_of_packed(monkeypatch, tile):
     from lockstep.ops.mla import triton as mla_triton
 
-    monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(*tile))
+    monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(*tile))
     case = make([1024] * 4)
     flops = 2 * 4 * 1024 * 1025 / 2 * HEADS * (2 * RANK + ROPE_DIM)
     assert shown(f"4 x 1024 tokens, tile {tile}", captured_milliseconds(lambda: packed(case), 3), flops, 0) < 8
@@ -169,9 +171,8 @@ def test_time_of_packed(monkeypatch, tile):
 
 def test_time_of_the_backward():
     case = make([1024] * 4)
-    out, lse = operators._packed(*case.inputs, case.scale, *case.layout)
-    arguments = (*case.inputs, out, lse, *case.layout[:3], case.scale, case.layout[3])
-    grad = torch.randn_like(out)
+    out, lse = operators._packed(case.latents, case.layout)
+    grad, arguments = torch.randn_like(out), (case.latents, case.layout, out, lse)
     ms = captured_milliseconds(lambda: operators.latent_attention_packed_backward(grad, *arguments), 3)
     flops = 2 * 4 * 1024 * 1025 / 2 * HEADS * (7 * RANK + 4 * ROPE_DIM)  # with the scores done twice
     assert shown("backward, 4 x 1024 tokens", ms, flops, 0) < 30

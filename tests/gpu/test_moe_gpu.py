@@ -12,8 +12,8 @@ from lockstep import ops
 
 EXPERTS, SLOTS, DIM, FEED_FORWARD = 128, 8, 2048, 768
 ROWS = (1, 2, 7, 8, 16, 17, 63, 64, 65, 129, 512)
-SOFTMAX = (SLOTS, False, 1, 1, True, 1.0)
-DEEPSEEK = (SLOTS, True, 8, 4, True, 2.5)
+SOFTMAX = ops.RouteSettings(SLOTS, False, 1, 1, True, 1.0)
+DEEPSEEK = ops.RouteSettings(SLOTS, True, 8, 4, True, 2.5)
 
 chain_of = pytest.importorskip("lockstep.ops.linear.triton", exc_type=ImportError).chain
 
@@ -39,7 +39,7 @@ def test_a_token_is_routed_and_combined_alike_in_any_batch(census, settings):
 
     def routed(rows: slice) -> list[Tensor]:
         logits = ops.router_logits(x[rows], router)
-        weights, experts = ops.route(logits, bias, *settings)
+        weights, experts = ops.route(logits, bias, settings)
         order, row, _ = ops.dispatch_plan(experts, EXPERTS)
         sent = ops.dispatch(x[rows], order, row)
         back = sent[row.flatten()].view(*row.shape, DIM)
@@ -50,7 +50,7 @@ def test_a_token_is_routed_and_combined_alike_in_any_batch(census, settings):
     whole = routed(slice(None))
     for mine, cpu in zip(ops.dispatch_plan(whole[2], EXPERTS), ops.dispatch_plan(whole[2].cpu(), EXPERTS), strict=True):
         assert census("plan, as on a CPU", mine, cpu.to(DEVICE)) == 0
-    cpu_weights, cpu_experts = ops.route(whole[0].cpu(), None if bias is None else bias.cpu(), *settings)
+    cpu_weights, cpu_experts = ops.route(whole[0].cpu(), None if bias is None else bias.cpu(), settings)
     assert (cpu_experts == whole[2].cpu()).float().mean() > 0.999
     torch.testing.assert_close(cpu_weights.sum(1), whole[1].sum(1).cpu())
     for rows in ROWS:
@@ -134,12 +134,12 @@ def test_time_of_routing(tokens):
         torch.randn(tokens * SLOTS, DIM, device=DEVICE).bfloat16(),
     )
     router = torch.randn(EXPERTS, DIM, device=DEVICE).bfloat16()
-    weights, experts = ops.route(ops.router_logits(x, router), None, *SOFTMAX)
+    weights, experts = ops.route(ops.router_logits(x, router), None, SOFTMAX)
     order, row, _ = ops.dispatch_plan(experts, EXPERTS)
     logits = ops.router_logits(x, router)
     parts = {
         "scores": lambda: ops.router_logits(x, router),
-        "route": lambda: ops.route(logits, None, *SOFTMAX)[0],
+        "route": lambda: ops.route(logits, None, SOFTMAX)[0],
         "plan": lambda: ops.dispatch_plan(experts, EXPERTS)[0],
         "dispatch": lambda: ops.dispatch(x, order, row),
         "combine": lambda: ops.combine(y, row, weights),

@@ -154,15 +154,15 @@ FILTERS = (
 )
 
 
-def filter_columns(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def filter_columns(rows: int) -> ops.Filters:
     columns = torch.tensor(FILTERS, device=DEVICE)[torch.arange(rows, device=DEVICE) % len(FILTERS)]
     temperature, top_k, top_p, min_p = (c.contiguous() for c in columns.unbind(1))
-    return temperature, top_k.int(), top_p, min_p
+    return ops.Filters(temperature, top_k.int(), top_p, min_p)
 
 
-def identities(rows: int) -> tuple[Tensor, Tensor]:
+def identities(rows: int) -> ops.SampleKeys:
     keys = [philox.sample_key(7, 0, 3, i // 8, i % 8) for i in range(rows)]
-    return torch.tensor(keys, device=DEVICE), torch.arange(100, 100 + rows, device=DEVICE)
+    return ops.SampleKeys(torch.tensor(keys, device=DEVICE), torch.arange(100, 100 + rows, device=DEVICE))
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,8 @@ def head() -> tuple[Tensor, Tensor]:
 
 def test_sampled_logprobs_are_the_scored_ones(census, head):
     hidden, weight = head
-    columns, (keys, positions) = filter_columns(40), identities(40)
-    token, logprob, model_logprob = ops.sample(hidden[:40], weight, keys, positions, *columns, True, True)
+    columns, keys = filter_columns(40), identities(40)
+    token, logprob, model_logprob = ops.sample(hidden[:40], weight, keys, columns, True, True)
     place = torch.arange(40, device=DEVICE) * 27 + 13  # among others, on both sides of a chunk's edge
     others, filters = hidden.roll(500, 0).contiguous(), filter_columns(len(hidden))
     others[place] = hidden[:40]
@@ -183,14 +183,14 @@ def test_sampled_logprobs_are_the_scored_ones(census, head):
     targets[place] = token
     for column, own in zip(filters, columns, strict=True):
         column[place] = own
-    scored = ops.token_logprobs(others, weight, targets, *filters, None, True)
+    scored = ops.token_logprobs(others, weight, targets, filters, None, True)
     assert census("sampled log-prob = scored", scored.logprob_C[place], logprob) == 0
     assert census("model log-prob: sampled = scored", scored.model_logprob_C[place], model_logprob) == 0
     assert logprob.isfinite().all() and (logprob < 1e-6).all() and (logprob[columns[0] == 0] == 0).all()
 
     for i in range(0, 40, 9):
         row = slice(i, i + 1)
-        own = (keys[row], positions[row], *(c[row] for c in columns))
+        own = ops.SampleKeys(*(x[row] for x in keys)), ops.Filters(*(c[row] for c in columns))
         alone = ops.sample(hidden[row], weight, *own, True, True)
         assert census("sample: token of a row alone = in a batch", alone[0], token[row]) == 0
         assert census("sample: log-prob of a row alone = in a batch", alone[1], logprob[row]) == 0
@@ -198,10 +198,10 @@ def test_sampled_logprobs_are_the_scored_ones(census, head):
 
 def test_filters_elsewhere_do_not_touch_an_unfiltered_row(census, head):
     hidden, weight = head[0][:64], head[1]
-    temperature, top_k, top_p, min_p = filter_columns(64)
+    filters = filter_columns(64)
     targets = torch.arange(64, device=DEVICE)
-    truncated = ops.token_logprobs(hidden, weight, targets, temperature, top_k, top_p, min_p, None, True)
-    plain = ops.token_logprobs(hidden, weight, targets, temperature, top_k, top_p, min_p, None, False)
+    truncated = ops.token_logprobs(hidden, weight, targets, filters, None, True)
+    plain = ops.token_logprobs(hidden, weight, targets, filters, None, False)
     rows = torch.arange(0, 64, len(FILTERS), device=DEVICE)
     assert (
         census("unfiltered row: truncated batch = plain batch", truncated.logprob_C[rows], plain.logprob_C[rows]) == 0
@@ -215,7 +215,7 @@ def test_statistics_against_float64(head):
 
     logits = linear_fp32(head[0][:28], head[1])
     columns = filter_columns(28)
-    lse, kept_lse, threshold, entropy = logprobs_triton.statistics(logits, *columns, None, True, True)
+    lse, kept_lse, threshold, entropy = logprobs_triton.statistics(logits, columns, None, True, True)
     exact = logits.double()
     z = logits / logprobs_reference.divisor(columns[0]).unsqueeze(1)
     kept = z >= threshold.unsqueeze(1)
@@ -241,11 +241,11 @@ def test_draw_is_the_reference_draw(head):
     from lockstep.ops.logprobs import triton as logprobs_triton
 
     logits = linear_fp32(head[0][:21], head[1])
-    columns, (keys, positions) = filter_columns(21), identities(21)
-    threshold = logprobs_triton.statistics(logits, *columns, None, True, False)[2]
-    token = logprobs_triton.draw(logits, columns[0], threshold, keys, positions, True).cpu()
-    cpu = [x.cpu() for x in (logits, columns[0], threshold, keys, positions)]
-    expected = logprobs_reference.draw(*cpu, True)
+    columns, keys = filter_columns(21), identities(21)
+    threshold = logprobs_triton.statistics(logits, columns, None, True, False).threshold_C
+    token = logprobs_triton.draw(logits, columns.temperature_C, threshold, keys, True).cpu()
+    cpu = [x.cpu() for x in (logits, columns.temperature_C, threshold)]
+    expected = logprobs_reference.draw(*cpu, ops.SampleKeys(*(x.cpu() for x in keys)), True)
     assert int((token != expected).sum()) <= 1  # noise differs in its last bits, so a near tie may fall otherwise
     assert int(token[5]) == int(logits[5].argmax()), "temperature 0"
 
@@ -257,15 +257,15 @@ def test_captured_is_eager(census, head):
     """Every kernel in one CUDA graph; the replay reads new inputs and gives the eager bits."""
     hidden, weight = head[0][:40].clone(), head[1]
     norm, gate_up = normal(DIM), normal(2 * 512, DIM)
-    columns, (keys, positions) = filter_columns(40), identities(40)
+    columns, keys = filter_columns(40), identities(40)
     q, k, v = qkv_rows(64)
     table, lengths = torch.arange(4, device=DEVICE).int().view(1, 4), (int32(0, 40), int32(64), 40, 64)
     caches = [cache_of(x, table[0], 16) for x in (k, v)]
 
     def step() -> tuple[Tensor, ...]:
         x = ops.silu_mul(ops.linear(ops.rms_norm(hidden, norm, 1e-6), gate_up))
-        attended = ops.attention_paged(q[:40], *caches, table, *lengths)
-        return x, attended, *ops.sample(hidden, weight, keys, positions, *columns, True, True)
+        attended = ops.attention_paged(q[:40], ops.KVPages(*caches), ops.Paged(table, *lengths))
+        return x, attended, *ops.sample(hidden, weight, keys, columns, True, True)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -276,7 +276,7 @@ def test_captured_is_eager(census, head):
     with torch.cuda.graph(graph):
         captured = step()
     hidden.copy_(head[0][40:80])
-    positions.add_(1)
+    keys.position_C.add_(1)
     graph.replay()
     for what, a, b in zip(
         ("silu_mul", "attention", "token", "log-prob", "model log-prob"), captured, step(), strict=True

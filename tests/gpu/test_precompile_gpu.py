@@ -36,22 +36,22 @@ def test_after_a_rehearsal_nothing_is_compiled(compiled: list[str]) -> None:
     # Sizes of no other test's, so that this process has compiled none of it.
     config = ModelConfig(8192, 768, 1536, 2, 6, 3, 128, rope_theta=1e6, max_position_embeddings=2048)
     model = initialize(Decoder(config, torch.bfloat16, CUDA), 0)
-    compiler = Runtime(CompileConfig("step", "full"), CUDA)
-    trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), compiler=compiler)
-    engine = Engine(SharedWeights(model), GeneratorConfig(), 16_384, compiler=compiler)
+    runtime = Runtime(CompileConfig("step", "full"), CUDA)
+    trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), runtime=runtime)
+    engine = Engine(SharedWeights(model), GeneratorConfig(), 16_384, runtime=runtime)
     state = [tensor.clone() for tensor in trainer.state()[0].values()]
 
     def warm_up() -> None:
         trainer.warm_up(SHAPES, TOP_P, check_parity=True)
         engine.warm_up(24, 600, TOP_P)
 
-    with compiler.warm_up.rehearsal():
+    with runtime.warm_up.rehearsal():
         warm_up()
-    assert compiled and not any(compiler.launches.values())
+    assert compiled and not any(runtime.launches.values())
     assert all(map(torch.equal, state, trainer.state()[0].values()))
     assert not trainer.flat.grad.any() and not engine.cache.k.any()
     rehearsed = len(compiled)
     warm_up()
     assert compiled[rehearsed:] == []
-    assert set(compiler.launches) == {"forward_backward", "optim_step", "check", "decode", "mixed"}
-    compiler.close()
+    assert set(runtime.launches) == {"forward_backward", "optim_step", "check", "decode", "mixed"}
+    runtime.close()

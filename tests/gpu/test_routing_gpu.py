@@ -45,8 +45,8 @@ def test_a_result_has_a_fourth_word_for_the_experts(rows: int) -> None:
     ]
     on_gpu = [t.to(DEVICE) for t in state]
     for _ in range(3):
-        ops.advance_rows(*state)
-        ops.advance_rows(*on_gpu)
+        for x in (state, on_gpu):
+            ops.advance_rows(ops.Drawn(*x[:3]), ops.DecodeRows(*x[3:9]), *x[9:])
         assert all(torch.equal(a.cpu(), b) for a, b in zip(on_gpu, state, strict=True))
 
 
@@ -56,7 +56,7 @@ def test_both_roles_choose_the_same_experts_over_updates(census) -> None:
         assert census("mixture of experts, captured, eager", a, b) == 0
 
 
-def rounds(compiler: Runtime) -> list[torch.Tensor]:
+def rounds(runtime: Runtime) -> list[torch.Tensor]:
     """Three updates; the tokens, log-probabilities and digests of each rollout."""
     model = initialize(Decoder(CONFIG, torch.bfloat16, DEVICE), 0)
     with torch.no_grad():
@@ -64,9 +64,9 @@ def rounds(compiler: Runtime) -> list[torch.Tensor]:
             if parameter.dim() > 1:
                 parameter.mul_(4)
     loss = LossConfig(router_aux_loss_coef=0.01)
-    trainer = Trainer(model, OptimizerConfig(), loss, compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), loss, runtime=runtime)
     weights = SharedWeights(model, lambda: trainer.weights_version)
-    engine = Engine(weights, GeneratorConfig(), 32768, compiler=compiler)
+    engine = Engine(weights, GeneratorConfig(), 32768, runtime=runtime)
     made: list[torch.Tensor] = []
     for step in range(3):
         identities = [SampleIdentity(3, 0, step, g) for g in range(len(PROMPTS))]
@@ -84,7 +84,7 @@ def rounds(compiler: Runtime) -> list[torch.Tensor]:
         flat = [c for group in completions for c in group]
         made.append(torch.tensor([[c.token_ids, c.route_digests] for c in flat]))
         made.append(torch.tensor([[c.logprobs, c.model_logprobs] for c in flat]))
-    compiler.close()
+    runtime.close()
     return made
 
 

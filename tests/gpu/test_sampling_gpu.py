@@ -9,21 +9,23 @@ from lockstep.ops.logprobs import philox
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.machine_check.check import HeadShape, Product
+from lockstep.ops.records import Filters, SampleKeys
 from lockstep.ops.tables import linear_table
+from lockstep.ops.tables.linear_table import Kind
 
 DEVICE = "cuda"
 VOCABULARY = 151_936
 
 
-def columns(rows: int, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def columns(rows: int, temperature: float, top_k: int, top_p: float) -> Filters:
     one = torch.ones(rows, device=DEVICE)
-    return temperature * one, (top_k * one).int(), top_p * one, 0 * one
+    return Filters(temperature * one, (top_k * one).int(), top_p * one, 0 * one)
 
 
 def thresholds(logits: Tensor, *filters: float) -> Tensor:
     from lockstep.ops.logprobs import triton as logprobs_triton
 
-    return logprobs_triton.statistics(logits, *columns(len(logits), *filters), None, True, False)[2]
+    return logprobs_triton.statistics(logits, columns(len(logits), *filters), None, True, False).threshold_C
 
 
 # temperature, top-k, top-p; spread of the logits. The last three are beyond the list: the row itself is searched.
@@ -79,13 +81,13 @@ def test_speed_of_sampling(top_p, limit):
 
     logits = 0.6 * torch.randn(40, VOCABULARY, device=DEVICE)
     filters = columns(40, 0.8, 0, top_p)
-    keys = torch.tensor([philox.sample_key(0, 0, 0, 0, i) for i in range(40)]).to(DEVICE)
-    position = torch.arange(40, device=DEVICE)
+    key = torch.tensor([philox.sample_key(0, 0, 0, 0, i) for i in range(40)]).to(DEVICE)
+    keys = SampleKeys(key, torch.arange(40, device=DEVICE))
 
     def sample() -> tuple[Tensor, Tensor]:
-        lse, kept_lse, threshold, _ = logprobs_triton.statistics(logits, *filters, None, top_p < 1, False)
-        token = logprobs_triton.draw(logits, filters[0], threshold, keys, position, False)
-        return logprobs_triton.scores(logits, token, filters[0], lse, kept_lse)
+        stats = logprobs_triton.statistics(logits, filters, None, top_p < 1, False)
+        token = logprobs_triton.draw(logits, filters.temperature_C, stats.threshold_C, keys, False)
+        return logprobs_triton.scores(logits, token, filters.temperature_C, stats)
 
     sample()
     torch.cuda.synchronize()
@@ -112,9 +114,17 @@ def no_overrides():
 
 
 def test_the_machine_keeps_the_contract(tmp_path):
-    products = machine_check.decoder_products(
-        [1, 8, 40, 512], [4685], [40, 4000], 1024, HeadShape(16, 8, 128), 3072, VOCABULARY
-    )
+    kinds: dict[tuple[int, int], Kind] = {
+        (4096, 1024): "norm_linear",
+        (1024, 2048): "linear_add",
+        (6144, 1024): "norm_gate_up",
+        (1024, 3072): "linear_add",
+    }
+    products = [
+        *(Product(kind, m, *shape) for m in (1, 8, 40, 512) for shape, kind in kinds.items()),
+        *(Product("linear", 4685, *shape) for shape in kinds),
+        *(Product("linear_fp32", m, VOCABULARY, 1024) for m in (40, 928, 1024)),
+    ]
     verdict = machine_check.check(
         products, [HeadShape(16, 8, 128)], torch.device(DEVICE), torch.bfloat16, tmp_path / "cache"
     )

@@ -23,12 +23,12 @@ TOP_P = SamplingParams(temperature=0.8, top_p=0.95, n=8, max_completion_length=1
 def make(mode: str, recorder: CudaRecorder | None = None) -> tuple[Runtime, Trainer, Engine]:
     config = ModelConfig(4096, 512, 1024, 4, 8, 4, 128, rope_theta=1e6, max_position_embeddings=2048)
     model = initialize(Decoder(config, torch.bfloat16, CUDA), 0)
-    compiler = Runtime(CompileConfig("step", mode), CUDA, recorder=recorder)
-    trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), compiler=compiler)
-    engine = Engine(SharedWeights(model), GeneratorConfig(), 16_384, compiler=compiler)
+    runtime = Runtime(CompileConfig("step", mode), CUDA, recorder=recorder)
+    trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), runtime=runtime)
+    engine = Engine(SharedWeights(model), GeneratorConfig(), 16_384, runtime=runtime)
     trainer.warm_up(SHAPES, TOP_P, check_parity=True)
     engine.warm_up(24, 600, TOP_P)
-    return compiler, trainer, engine
+    return runtime, trainer, engine
 
 
 def work(trainer: Trainer, engine: Engine) -> list:
@@ -38,18 +38,18 @@ def work(trainer: Trainer, engine: Engine) -> list:
 @pytest.mark.parametrize("mode", ["none", "full", "piecewise"])
 def test_every_function_gives_eagers_bits(mode: str) -> None:
     began = time.perf_counter()
-    compiler, trainer, engine = make(mode)
+    runtime, trainer, engine = make(mode)
     warm = time.perf_counter()
-    verdicts = check_against_eager(compiler, work(trainer, engine), "strict")
+    verdicts = check_against_eager(runtime, work(trainer, engine), "strict")
     checked = time.perf_counter()
-    report = compile_report(compiler, verdicts)
+    report = compile_report(runtime, verdicts)
     print(f"\n{mode}: warm-up {warm - began:.2f} s, check {checked - warm:.2f} s, pool {report['pool_gib']:.3f} GiB")
     for name, about in report["functions"].items():
         print(f"  {name}: {about}")
     assert {v.function for v in verdicts} == {"forward_backward", "optim_step", "check", "decode", "mixed"}
     expected = "captured" if mode == "none" else mode
     assert all(v.level == expected and not v.faults for v in verdicts)
-    compiler.close()
+    runtime.close()
 
 
 class Stale(CudaRecorder):
@@ -61,22 +61,22 @@ class Stale(CudaRecorder):
 
 
 def test_a_recording_of_other_memory_is_found() -> None:
-    compiler, trainer, engine = make("full", Stale(CUDA))
+    runtime, trainer, engine = make("full", Stale(CUDA))
     before = trainer.flat.grad.clone()
     with pytest.raises(
         GraphError, match=r"forward_backward\(.*replay differs from the step before in .*, first at node"
     ):
-        check_against_eager(compiler, work(trainer, engine), "strict")
+        check_against_eager(runtime, work(trainer, engine), "strict")
     assert torch.equal(trainer.flat.grad, before)
-    compiler.close()
+    runtime.close()
 
 
 def test_memory_of_pieces_serves_the_next_bucket() -> None:
     """The smaller bucket is recorded in what the larger one left: its values cross pieces in memory that is lent."""
-    compiler, trainer, _ = make("piecewise")
-    before = compile_report(compiler)["pool_gib"]
+    runtime, trainer, _ = make("piecewise")
+    before = compile_report(runtime)["pool_gib"]
     trainer.warm_up([BatchShape(528, 256, 24, 600)], TOP_P, check_parity=True)
-    grown = compile_report(compiler)["pool_gib"] - before
+    grown = compile_report(runtime)["pool_gib"] - before
     print(f"\npool {before:.3f} GiB, a third bucket adds {grown:.3f}")
     assert grown < 0.25 * before
-    compiler.close()
+    runtime.close()

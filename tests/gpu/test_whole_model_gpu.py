@@ -63,10 +63,10 @@ def our_logprobs(model: Decoder, tokens: Tensor) -> tuple[Tensor, Tensor]:
     tokens, rows = tokens.to(device), len(tokens) - 1
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     lengths = torch.tensor([0, len(tokens)], dtype=torch.int32, device=device)
-    attend = PackedAttention(lengths, zero, zero, len(tokens), model.masks)
+    attend = PackedAttention(ops.Packed(lengths, zero, zero, len(tokens)), model.masks)
     hidden = model(tokens, torch.arange(len(tokens), device=device), attend)[:-1]
     one, off = torch.ones(rows, device=device), torch.zeros(rows, device=device)
-    found = ops.token_logprobs(hidden, model.lm_head, tokens[1:], one, off.int(), one, off, None, False)
+    found = ops.token_logprobs(hidden, model.lm_head, tokens[1:], ops.Filters(one, off.int(), one, off))
     (gradient,) = torch.autograd.grad(found.model_logprob_C.mean(), model.embed)
     return found.model_logprob_C.detach().double().cpu(), gradient.double().cpu()
 

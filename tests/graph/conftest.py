@@ -19,12 +19,12 @@ FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_complet
 
 
 @pytest.fixture
-def compiler_of() -> Callable[..., Runtime]:
-    """`compiler_of(recorded=False, recompute=())`; recorded ones replay in a `FakeRecorder`."""
+def runtime_of() -> Callable[..., Runtime]:
+    """`runtime_of(recorded=False, recompute=())`; recorded ones replay in a `FakeRecorder`."""
 
     def make(recorded: bool = False, recompute: tuple[str, ...] = (), canonicalize: bool = True) -> Runtime:
         config = CompileConfig("step", "full" if recorded else "none", canonicalize, recompute)
-        return Runtime(config, CPU, recorder=FakeRecorder(), not_graph_safe={})
+        return Runtime(config, CPU, recorder=FakeRecorder())
 
     return make
 

@@ -24,14 +24,14 @@ KINDS = (
 )
 
 
-def engine(model: Decoder, compiler: Runtime, cache_tokens: int = 4096, ahead: int = 0, **fields) -> Engine:
-    return Engine(SharedWeights(model), GeneratorConfig(**fields), cache_tokens, compiler=compiler, ahead=ahead)
+def engine(model: Decoder, runtime: Runtime, cache_tokens: int = 4096, ahead: int = 0, **fields) -> Engine:
+    return Engine(SharedWeights(model), GeneratorConfig(**fields), cache_tokens, runtime=runtime, ahead=ahead)
 
 
-def graphs(compiler: Runtime) -> dict[str, int]:
+def graphs(runtime: Runtime) -> dict[str, int]:
     """How many graphs there are of each function."""
-    found = dict.fromkeys((f.name for f in compiler.programs), 0)
-    for function in compiler.programs:
+    found = dict.fromkeys((f.name for f in runtime.programs), 0)
+    for function in runtime.programs:
         found[function.name] += len(function.graphs)
     return found
 
@@ -64,27 +64,27 @@ def words(completions: list[list[Completion]]) -> list:
     ],
     ids=["one block ahead", "a look each step", "preemption", "three at a time, prompts in chunks"],
 )
-def test_captured_decoding_is_eager_decoding(decoder, compiler_of, dtype, recorded: bool, fields: dict) -> None:
-    model, compiler = decoder(dtype), compiler_of(recorded)
-    eager, captured = engine(model, EAGER, **fields), engine(model, compiler, **fields)
+def test_captured_decoding_is_eager_decoding(decoder, runtime_of, dtype, recorded: bool, fields: dict) -> None:
+    model, runtime = decoder(dtype), runtime_of(recorded)
+    eager, captured = engine(model, EAGER, **fields), engine(model, runtime, **fields)
     for step in range(2):
         assert words(generate(captured, step=step)) == words(generate(eager, step=step))
     assert captured.scheduler.preemptions == eager.scheduler.preemptions
     assert (captured.scheduler.preemptions > 0) == ("cache_tokens" in fields)
-    assert compiler.launches["decode"] > 20 and compiler.launches["mixed"] > 1
-    assert (compiler.replays["decode"] > 0) == recorded
+    assert runtime.launches["decode"] > 20 and runtime.launches["mixed"] > 1
+    assert (runtime.replays["decode"] > 0) == recorded
 
 
 @pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[1:2], KINDS[2:3]], ids=["plain", "top-p", "greedy"])
-def test_each_kind_of_sampling_alone(decoder, compiler_of, kinds) -> None:
+def test_each_kind_of_sampling_alone(decoder, runtime_of, kinds) -> None:
     model = decoder()
-    captured = words(generate(engine(model, compiler_of()), kinds, count=3))
+    captured = words(generate(engine(model, runtime_of()), kinds, count=3))
     assert captured == words(generate(engine(model, EAGER), kinds, count=3))
 
 
-def test_rows_without_a_sequence_write_to_nobodys_page(decoder, compiler_of: Callable[..., Runtime]) -> None:
+def test_rows_without_a_sequence_write_to_nobodys_page(decoder, runtime_of: Callable[..., Runtime]) -> None:
     model = decoder()
-    eager, captured, mutant = (engine(model, c) for c in (EAGER, compiler_of(), compiler_of()))
+    eager, captured, mutant = (engine(model, c) for c in (EAGER, runtime_of(), runtime_of()))
     mutant.cache.null_page = 0
     for e in (eager, captured, mutant):
         generate(e, count=5)  # 9 sequences at most, in rows for 16
@@ -94,18 +94,18 @@ def test_rows_without_a_sequence_write_to_nobodys_page(decoder, compiler_of: Cal
     assert not torch.equal(mutant.cache.k[:, 0], eager.cache.k[:, 0])
 
 
-def test_after_warm_up_nothing_is_captured(decoder, compiler_of: Callable[..., Runtime]) -> None:
+def test_after_warm_up_nothing_is_captured(decoder, runtime_of: Callable[..., Runtime]) -> None:
     """Requests of any lengths and arrivals within what was warmed up for, training's and validation's."""
-    model, compiler = decoder(), compiler_of(recorded=True)
-    captured = engine(model, compiler, ahead=1, max_num_batched_tokens=512)
+    model, runtime = decoder(), runtime_of(recorded=True)
+    captured = engine(model, runtime, ahead=1, max_num_batched_tokens=512)
     training = SamplingParams(n=5, top_p=0.9, max_completion_length=20, stop_token_ids=(5, 50, 61))
     validation = SamplingParams(temperature=0.0, max_completion_length=20)
     captured.warm_up(10, 130, training)
-    assert graphs(compiler) == {"mixed": 2, "decode": 5}  # 256 and 128 prompt tokens; 16, 8, 4, 2 and 1 rows
+    assert graphs(runtime) == {"mixed": 2, "decode": 5}  # 256 and 128 prompt tokens; 16, 8, 4, 2 and 1 rows
     captured.warm_up(3, 130, validation)
-    assert graphs(compiler) == {"mixed": 3, "decode": 8}  # 512 too; the greedy ones up to 4 rows
+    assert graphs(runtime) == {"mixed": 3, "decode": 8}  # 512 too; the greedy ones up to 4 rows
     assert not captured.cache.k[:, :-1].any()
-    compiler.end_warm_up()
+    runtime.end_warm_up()
     draw = random.Random(0)
     for step in range(4):
         params = validation if step == 2 else training
@@ -115,30 +115,30 @@ def test_after_warm_up_nothing_is_captured(decoder, compiler_of: Callable[..., R
         found = captured.generate(prompts, [params] * len(prompts), identities)
         expected = engine(model, EAGER).generate(prompts, [params] * len(prompts), identities)
         assert words(found) == words(expected)
-    assert compiler.recompiles == 0
-    assert compiler.replays.total() == compiler.launches.total() - 11 > 20  # each is recorded at its first launch
+    assert runtime.recompiles == 0
+    assert runtime.replays.total() == runtime.launches.total() - 11 > 20  # each is recorded at its first launch
 
 
-def test_prefixes_are_read_by_group_where_that_is_worth_a_kernel(decoder, compiler_of, monkeypatch) -> None:
+def test_prefixes_are_read_by_group_where_that_is_worth_a_kernel(decoder, runtime_of, monkeypatch) -> None:
     monkeypatch.setattr(graphs_module, "MIN_SAVED", 300)
-    model, compiler = decoder(), compiler_of(recorded=True)
-    captured = engine(model, compiler)
+    model, runtime = decoder(), runtime_of(recorded=True)
+    captured = engine(model, runtime)
     params = SamplingParams(n=4, max_completion_length=20, ignore_eos=True)
     captured.warm_up(8, 120, params)
-    compiler.end_warm_up()
-    made = [g.captured for f in compiler.programs if f.name == "decode" for g in f.graphs.values()]
+    runtime.end_warm_up()
+    made = [g.captured for f in runtime.programs if f.name == "decode" for g in f.graphs.values()]
     assert [captured.statics["grouped"] for captured in made] == [True, True, False, False]  # 8, 4, 2 and 1 rows
     arguments = [[3] * 90, [4] * 70], [params] * 2, [SampleIdentity(0, 0, 0, g) for g in range(2)]
     assert words(captured.generate(*arguments)) == words(engine(model, EAGER).generate(*arguments))
-    assert compiler.recompiles == 0 and captured.scheduler.rows.saved == 3 * 80 + 3 * 64
+    assert runtime.recompiles == 0 and captured.scheduler.rows.saved == 3 * 80 + 3 * 64
 
 
-def test_requests_that_arrive_over_time(decoder, compiler_of: Callable[..., Runtime]) -> None:
-    model, compiler = decoder(), compiler_of(recorded=True)
-    captured = engine(model, compiler, ahead=1, max_num_seqs=8, steps_per_sync=4, max_num_batched_tokens=128)
+def test_requests_that_arrive_over_time(decoder, runtime_of: Callable[..., Runtime]) -> None:
+    model, runtime = decoder(), runtime_of(recorded=True)
+    captured = engine(model, runtime, ahead=1, max_num_seqs=8, steps_per_sync=4, max_num_batched_tokens=128)
     params = SamplingParams(n=2, top_k=30)
     captured.warm_up(8, 120, params)
-    compiler.end_warm_up()
+    runtime.end_warm_up()
     draw, ids, done = random.Random(3), [], {}
     prompts = [[draw.randrange(97) for _ in range(draw.randint(1, 80))] for _ in range(14)]
     wanted = [SamplingParams(n=2, top_k=30, max_completion_length=draw.randint(1, 40)) for _ in prompts]
@@ -150,12 +150,12 @@ def test_requests_that_arrive_over_time(decoder, compiler_of: Callable[..., Runt
     identities = [SampleIdentity(0, 0, 0, g) for g in range(len(prompts))]
     expected = engine(model, EAGER, steps_per_sync=1).generate(prompts, wanted, identities)
     assert words([done[i] for i in ids]) == words(expected)
-    assert compiler.recompiles == 0 and min(compiler.replays["mixed"], compiler.replays["decode"]) > 10
+    assert runtime.recompiles == 0 and min(runtime.replays["mixed"], runtime.replays["decode"]) > 10
 
 
-def test_updated_weights_are_seen_and_a_snapshot_is_another_model(decoder, compiler_of) -> None:
+def test_updated_weights_are_seen_and_a_snapshot_is_another_model(decoder, runtime_of) -> None:
     model = decoder()
-    captured = engine(model, compiler_of(recorded=True))
+    captured = engine(model, runtime_of(recorded=True))
     first = words(generate(captured))
     snapshot = SnapshotWeights(model)
     with torch.no_grad():
@@ -181,9 +181,9 @@ def test_buckets_are_few_and_waste_little() -> None:
             assert above - below <= (below / 2 if below >= 32 else below)
 
 
-def test_longer_requests_than_before_are_captured_anew(decoder, compiler_of: Callable[..., Runtime]) -> None:
-    model, compiler = decoder(), compiler_of(recorded=True)
-    captured, eager = engine(model, compiler), engine(model, EAGER)
+def test_longer_requests_than_before_are_captured_anew(decoder, runtime_of: Callable[..., Runtime]) -> None:
+    model, runtime = decoder(), runtime_of(recorded=True)
+    captured, eager = engine(model, runtime), engine(model, EAGER)
     for size in (20, 100):
         arguments = [[3] * size], [SamplingParams(max_completion_length=6)], [SampleIdentity(0, 0, 0, 0)]
         assert words(captured.generate(*arguments)) == words(eager.generate(*arguments))

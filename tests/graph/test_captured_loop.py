@@ -67,11 +67,11 @@ def train(config: RunConfig) -> tuple[list[dict[str, Any]], list[Any], list[torc
 
 
 @pytest.mark.parametrize(("dtype", "recorded"), [("float32", False), ("bfloat16", True)])
-def test_a_captured_run_is_the_eager_run(config, compiler_of, monkeypatch, dtype: str, recorded: bool) -> None:
+def test_a_captured_run_is_the_eager_run(config, runtime_of, monkeypatch, dtype: str, recorded: bool) -> None:
     config = replace(config, dtype=dtype)
     eager_metrics, eager_samples, eager_weights = train(config)
     if recorded:  # in place of a GPU
-        monkeypatch.setattr(build_room, "make_compiler", lambda *_: compiler_of(recorded=True, recompute=("full",)))
+        monkeypatch.setattr(build_room, "make_runtime", lambda *_: runtime_of(recorded=True, recompute=("full",)))
     captured = replace(config, compile=CompileConfig("step", verify="off"))
     metrics, samples, weights = train(captured)
     graphs = [{k: m.pop(k) for k in list(m) if k.startswith(GRAPHS)} for m in metrics[1:-1]]
@@ -83,25 +83,25 @@ def test_a_captured_run_is_the_eager_run(config, compiler_of, monkeypatch, dtype
     assert all(m["parity/tokens_checked"] == 80 and m["parity/tokens_different"] == 0 for m in metrics[1:-1])
 
 
-def test_twenty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, compiler_of, monkeypatch) -> None:
-    monkeypatch.setattr(build_room, "make_compiler", lambda *_: compiler_of(recorded=True))
+def test_twenty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, runtime_of, monkeypatch) -> None:
+    monkeypatch.setattr(build_room, "make_runtime", lambda *_: runtime_of(recorded=True))
     sampling = replace(config.sampling, max_completion_length=40, stop=("a", "e", "i"))
     trainer = replace(config.trainer, skip_zero_variance=True)
     config = replace(config, compile=CompileConfig("step", verify="off"), sampling=sampling, trainer=trainer)
     run = build_room.build(config)
     warm_up.warm_up(run)
-    graphs, traces = made(run), run.compiler.captures
+    graphs, traces = made(run), run.runtime.captures
     loop = Loop(config, run)
     lengths = set()
     for step in range(20):
         metrics, groups = loop.step(step)
         lengths |= {len(r.completion.token_ids) for g in groups for r in g.rollouts}
         assert metrics["recompiles"] == 0 and metrics["parity/tokens_different"] == 0
-    assert len(lengths) > 12 and (made(run), run.compiler.captures) == (graphs, traces)
+    assert len(lengths) > 12 and (made(run), run.runtime.captures) == (graphs, traces)
 
 
 def made(run: build_room.TrainingSession) -> list[int]:
-    return [len(function.graphs) for function in run.compiler.programs]
+    return [len(function.graphs) for function in run.runtime.programs]
 
 
 def test_a_step_whose_completions_are_all_masked_updates_nothing(config) -> None:
@@ -128,8 +128,8 @@ def test_the_device_decides_what_is_captured_unless_told() -> None:
     assert (config.compile.capture, config.compile.cudagraph_mode) == ("none", "none")
 
 
-def test_graphs_are_checked_before_the_first_step_and_remembered(config, compiler_of, monkeypatch) -> None:
-    monkeypatch.setattr(build_room, "make_compiler", lambda *_: compiler_of(recorded=True))
+def test_graphs_are_checked_before_the_first_step_and_remembered(config, runtime_of, monkeypatch) -> None:
+    monkeypatch.setattr(build_room, "make_runtime", lambda *_: runtime_of(recorded=True))
     config = replace(config, compile=CompileConfig("step"))
     run = build_room.build(config)
     before = [p.detach().clone() for p in run.policy.model.parameters()]
@@ -142,7 +142,7 @@ def test_graphs_are_checked_before_the_first_step_and_remembered(config, compile
     names = ("forward_backward", "optim_step", "decode", "mixed")
     assert found == [dict.fromkeys(names, ("full", True, False)), dict.fromkeys(names, ("full", True, True)), {}]
     assert all(map(torch.equal, before, run.policy.model.parameters()))
-    assert not run.trainer.flat.grad.any() and run.compiler.recompiles == 0
+    assert not run.trainer.flat.grad.any() and run.runtime.recompiles == 0
     report = run.compile_report()
     assert report["functions"]["decode"]["level"] == "full" and report["graphs"] >= report["traces"] >= 4
 

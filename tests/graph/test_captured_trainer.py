@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import (
     EAGER,
+    NOT_GRAPH_SAFE,
     FakeRecorder,
     GraphError,
     GraphLauncher,
@@ -33,13 +34,13 @@ WAYS = {"captured": {}, "recorded": {"recorded": True}, "recomputed": {"recorded
 def three_steps(
     model: Decoder,
     rollout: Callable[..., Any],
-    compiler: Runtime,
+    runtime: Runtime,
     reference: Decoder | None = None,
     updates: int = 1,
 ) -> list[Any]:
     """Results, accumulated gradients and final state of three steps of two micro-batches, one of them checked only."""
     loss = LossConfig(beta=0.1 if reference else 0.0)
-    trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), loss, reference=reference, compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), loss, reference=reference, runtime=runtime)
     seen: list[Any] = []
     for step in range(3):
         batches = pack(rollout(model, step), max_tokens=44, check_parity=True)
@@ -64,41 +65,41 @@ def same(a: list[Any], b: list[Any]) -> bool:
 @pytest.mark.parametrize(
     ("way", "dtype"), [("captured", torch.float32), ("recorded", torch.bfloat16), ("recomputed", torch.float32)]
 )
-def test_three_captured_steps_are_three_eager_steps(decoder, rollout, compiler_of, way: str, dtype) -> None:
-    compiler = compiler_of(**WAYS[way])
+def test_three_captured_steps_are_three_eager_steps(decoder, rollout, runtime_of, way: str, dtype) -> None:
+    runtime = runtime_of(**WAYS[way])
     eager = three_steps(decoder(dtype), rollout, EAGER)
-    assert same(three_steps(decoder(dtype), rollout, compiler), eager)
-    launches = compiler.launches
+    assert same(three_steps(decoder(dtype), rollout, runtime), eager)
+    launches = runtime.launches
     assert launches["optim_step"] == 3 and launches["forward_backward"] == launches["check"] >= 6
-    recorded = [g for f in compiler.programs for g in f.graphs.values()]
-    assert compiler.replays.total() == (launches.total() - len(recorded) if way != "captured" else 0)
+    recorded = [g for f in runtime.programs for g in f.graphs.values()]
+    assert runtime.replays.total() == (launches.total() - len(recorded) if way != "captured" else 0)
 
 
-def test_a_reference_and_later_updates_on_the_support_that_was_sampled(decoder, rollout, compiler_of) -> None:
-    compiler = compiler_of(**WAYS["recomputed"])
+def test_a_reference_and_later_updates_on_the_support_that_was_sampled(decoder, rollout, runtime_of) -> None:
+    runtime = runtime_of(**WAYS["recomputed"])
     eager = three_steps(decoder(), rollout, EAGER, decoder(seed=1), updates=2)
-    assert same(three_steps(decoder(), rollout, compiler, decoder(seed=1), updates=2), eager)
-    assert compiler.launches["reference_logprobs"] >= 6
+    assert same(three_steps(decoder(), rollout, runtime, decoder(seed=1), updates=2), eager)
+    assert runtime.launches["reference_logprobs"] >= 6
 
 
-def test_a_graph_serves_every_step_of_its_bucket(decoder, rollout, compiler_of) -> None:
-    compiler = compiler_of(recorded=True)
+def test_a_graph_serves_every_step_of_its_bucket(decoder, rollout, runtime_of) -> None:
+    runtime = runtime_of(recorded=True)
     model = decoder()
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     for step in range(4):
         sampling = SamplingParams(n=3, max_completion_length=9, ignore_eos=True)
         (batch,) = pack(rollout(model, step, sampling), max_tokens=256, check_parity=True)
         trainer.forward_backward(batch)
         assert trainer.optim_step(1e-2).applied
-        compiler.end_warm_up()
-    assert (compiler.captures, compiler.recompiles) == (2, 0)
-    assert compiler.replays == {"forward_backward": 3, "optim_step": 3}
+        runtime.end_warm_up()
+    assert (runtime.captures, runtime.recompiles) == (2, 0)
+    assert runtime.replays == {"forward_backward": 3, "optim_step": 3}
 
 
-def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rollout, compiler_of) -> None:
-    def run(compiler: Runtime) -> list[Any]:
+def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rollout, runtime_of) -> None:
+    def run(runtime: Runtime) -> list[Any]:
         model = decoder()
-        trainer = Trainer(model, OptimizerConfig(), LossConfig("dapo"), compiler=compiler)
+        trainer = Trainer(model, OptimizerConfig(), LossConfig("dapo"), runtime=runtime)
         groups = rollout(model, 0)
         lengths = [len(s.token_ids) for g in groups for s in g.sequences]
         for sequence, weight in zip(
@@ -112,16 +113,16 @@ def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rol
             results.append(trainer.optim_step(1e-2))
         return [*results, trainer.flat.data]
 
-    compiler = compiler_of()
-    assert same(run(compiler), run(EAGER)) and compiler.captures == 3
+    runtime = runtime_of()
+    assert same(run(runtime), run(EAGER)) and runtime.captures == 3
 
 
-def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, rollout, compiler_of) -> None:
+def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, rollout, runtime_of) -> None:
     model = decoder()
     groups = rollout(model, 0)
     values = groups[0].sequences[1].logprobs
     trainer_value, values[2] = values[2], float(torch.tensor(values[2]).nextafter(torch.tensor(0.0)))
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     before = trainer.flat.data.clone()
     for batch in pack(groups, max_tokens=44, check_parity=True):
         trainer.forward_backward(batch)
@@ -132,7 +133,7 @@ def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, r
     assert not trainer.flat.grad.any()
 
 
-def mismatches_of_two(decoder, rollout, compiler: Runtime, shapes: list[BatchShape]) -> list[Any]:
+def mismatches_of_two(decoder, rollout, runtime: Runtime, shapes: list[BatchShape]) -> list[Any]:
     """Micro-batches, the first of which has a token whose log-probabilities both differ: what is said of it, and what
     `checked` was before."""
     model = decoder()
@@ -141,7 +142,7 @@ def mismatches_of_two(decoder, rollout, compiler: Runtime, shapes: list[BatchSha
     assert sequence.logprobs is not None and sequence.model_logprobs is not None
     sequence.logprobs[1] *= 2
     sequence.model_logprobs[1] *= 2
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     for some in groups:
         for batch in pack(some, max_tokens=256 if shapes else 44, check_parity=True, shapes=shapes):
             trainer.forward_backward(batch)
@@ -157,16 +158,16 @@ SHAPES = {"several": [], "one": [BatchShape(256, 64, 16, 64)]}
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("mode", ["none", "full", "piecewise"])
 def test_mismatches_of_any_micro_batch_are_named(decoder, rollout, shapes: str, mode: str) -> None:
-    compiler = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe={})
+    runtime = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder())
     expected = mismatches_of_two(decoder, rollout, EAGER, SHAPES[shapes])
     assert [(m.position, m.kind) for m in expected[:2]] == [(1, "sampled"), (1, "model")]
-    assert same(mismatches_of_two(decoder, rollout, compiler, SHAPES[shapes]), expected)
+    assert same(mismatches_of_two(decoder, rollout, runtime, SHAPES[shapes]), expected)
 
 
-def test_a_result_taken_after_the_next_steps_launch_names_its_own_mismatches(decoder, rollout, compiler_of) -> None:
+def test_a_result_taken_after_the_next_steps_launch_names_its_own_mismatches(decoder, rollout, runtime_of) -> None:
     model = decoder()
     groups = rollout(model, 0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     right, values = groups[0].sequences[0].logprobs, []
     for i in range(3):
         groups[0].sequences[0].logprobs = [*right[:i], right[i] * 2, *right[i + 1 :]]
@@ -193,14 +194,14 @@ def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keeping_outputs_across_launches_would_be_noticed(decoder, rollout, monkeypatch, mutant, shapes) -> None:
     expected = mismatches_of_two(decoder, rollout, EAGER, SHAPES[shapes])
     mutant(monkeypatch)
-    compiler = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe={})
-    found = mismatches_of_two(decoder, rollout, compiler, SHAPES[shapes])
+    runtime = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
+    found = mismatches_of_two(decoder, rollout, runtime, SHAPES[shapes])
     assert len(found) != len(expected) or not same(found, expected)
 
 
-def test_weights_that_moved_are_noticed(decoder, rollout, compiler_of) -> None:
+def test_weights_that_moved_are_noticed(decoder, rollout, runtime_of) -> None:
     model = decoder()
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     trainer.forward_backward(batch)
     model.layers[1].down.data = model.layers[1].down.data.clone()
@@ -208,20 +209,18 @@ def test_weights_that_moved_are_noticed(decoder, rollout, compiler_of) -> None:
         trainer.forward_backward(batch)
 
 
-def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout) -> None:
-    unsafe = {"lockstep.attention_packed_backward": "it reads lengths on the host"}
-    compiler = Runtime(
-        CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder(), not_graph_safe=unsafe
-    )
+def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout, monkeypatch) -> None:
+    monkeypatch.setitem(NOT_GRAPH_SAFE, "lockstep.attention_packed_backward", "it reads lengths on the host")
+    runtime = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
     model = decoder()
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     with pytest.raises(GraphError, match=r"(?s)forward_backward\(.*attention_packed_backward.* yet: it reads lengths"):
         trainer.forward_backward(batch)
 
 
 def test_where_nothing_is_captured_a_function_is_called_on_the_modules_own_tensors(decoder) -> None:
-    compiler, model = Runtime(CompileConfig("none"), torch.device("cpu")), decoder()
+    runtime, model = Runtime(CompileConfig("none"), torch.device("cpu")), decoder()
     embed, hooked = model.embed, []
 
     def body(inputs: Inputs, scale: float) -> dict[str, Tensor]:
@@ -230,11 +229,11 @@ def test_where_nothing_is_captured_a_function_is_called_on_the_modules_own_tenso
             hooked.extend(m for m in model.modules() if m._forward_hooks)
         return {"scaled": inputs.user["x"] * scale}
 
-    function = compiler.program("scaled", body, module_inputs(model))
+    function = runtime.program("scaled", body, module_inputs(model))
     with torch.inference_mode():
         assert torch.equal(function({"x": torch.ones(3)}, scale=2.0)["scaled"], torch.full((3,), 2.0))
     assert function.level == "eager" and not hooked and not function.graphs
-    assert not compiler.compiles and not compiler.programs and compile_report(compiler) == {}
+    assert not runtime.compiles and not runtime.programs and compile_report(runtime) == {}
     other = replace(module_inputs(model), param={name: p * 2 for name, p in model.named_parameters()}, module=None)
     with substituted(model, other):
         assert torch.equal(model.embed, 2 * embed)

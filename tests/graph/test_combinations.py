@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from two_roles import TwoRoles, compiler_of, needs_inductor, quick_inductor, results
+from two_roles import TwoRoles, needs_inductor, quick_inductor, results, runtime_of
 
 from lockstep import config as choices
 from lockstep.config import CompileConfig, RunConfig, cudagraph_modes, resolve_compile, validate
@@ -63,14 +63,14 @@ def test_what_is_allowed_computes_what_eager_does(capture: str, backend: str, mo
         compiled = LayerCompiler(compile_module if backend == "inductor" else None) if capture == "layer" else None
         found = results(TwoRoles(call=compiled), eager=True)
     else:
-        compiler = compiler_of(capture, backend, mode, regions)
-        found = results(TwoRoles(compiler))
-        assert (compiler.replays.total() > 0) == (mode != "none")
+        runtime = runtime_of(capture, backend, mode, regions)
+        found = results(TwoRoles(runtime))
+        assert (runtime.replays.total() > 0) == (mode != "none")
     own = {name for name in eager if backend == "inductor" and (name.startswith("grad") or capture == "layer")}
     assert not [name for name in eager if name not in own and not torch.equal(found[name], eager[name])]
     assert all(relative_error(found[name], eager[name]) < NEAR for name in own)
     if own:  # another run has the same bits
-        again = results(TwoRoles(compiler_of(capture, backend, mode, regions))) if capture != "layer" else found
+        again = results(TwoRoles(runtime_of(capture, backend, mode, regions))) if capture != "layer" else found
         assert all(torch.equal(found[name], again[name]) for name in found)
 
 

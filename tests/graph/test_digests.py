@@ -28,17 +28,17 @@ COMMAND = "python tests/graph/test_digests.py"
 
 def graphs() -> dict[str, dict[str, Any]]:
     """Each function's digest, and how often it calls each operator."""
-    compiler = Runtime(CompileConfig("step"), torch.device("cpu"))
+    runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
     model = initialize(Decoder(architecture("tiny"), torch.float32), 0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=True, compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=True, runtime=runtime)
     sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
     (batch,) = pack([TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
     trainer.forward_backward(batch)
     trainer.check(batch)
     trainer.optim_step(0.0)
-    Engine(SharedWeights(model), GeneratorConfig(), 1024, compiler=compiler).warm_up(1, 64, SamplingParams())
+    Engine(SharedWeights(model), GeneratorConfig(), 1024, runtime=runtime).warm_up(1, 64, SamplingParams())
     found = {}
-    for function in compiler.programs:
+    for function in runtime.programs:
         for graph in function.graphs.values():
             calls = Counter(op_name(n) for n in graph.captured.graph.nodes if n.op == "call_function")
             found[function.name] = {"digest": digest(graph.captured), "calls": dict(sorted(calls.items()))}

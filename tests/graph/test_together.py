@@ -49,10 +49,10 @@ CHANGES: dict[str, Change] = {
 
 
 def gradients(
-    model: Decoder, reference: Decoder, groups: list, compiler: Runtime, change: Change
+    model: Decoder, reference: Decoder, groups: list, runtime: Runtime, change: Change
 ) -> tuple[list[Tensor], Trainer]:
     """Those of a batch as it was packed, twice, and as it was changed, twice."""
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(beta=0.1), reference=reference, compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(beta=0.1), reference=reference, runtime=runtime)
     (batch,) = pack(groups, max_tokens=256, check_parity=False)
     batch = batch.to(CPU)
     trainer.reference_logprobs(batch)
@@ -67,21 +67,21 @@ def gradients(
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_batch_that_was_changed_is_launched_as_it_is(decoder, rollout, compiler_of, name: str) -> None:
+def test_a_batch_that_was_changed_is_launched_as_it_is(decoder, rollout, runtime_of, name: str) -> None:
     groups = rollout(decoder(), 0)
     expected, _ = gradients(decoder(), decoder(seed=1), groups, EAGER, CHANGES[name])
-    found, trainer = gradients(decoder(), decoder(seed=1), groups, compiler_of(recorded=True), CHANGES[name])
+    found, trainer = gradients(decoder(), decoder(seed=1), groups, runtime_of(recorded=True), CHANGES[name])
     assert all(map(torch.equal, found, expected))
     assert torch.equal(found[1], found[2]) == (name in ("nothing", "a copy", "moved again"))
     (graph,) = trainer.programs.by_name["forward_backward"].graphs.values()
     assert graph.launches == 4  # one graph, however its batch lies
 
 
-def test_launches_of_a_batch_in_its_buffer_look_at_no_tensor(decoder, rollout, compiler_of, monkeypatch) -> None:
+def test_launches_of_a_batch_in_its_buffer_look_at_no_tensor(decoder, rollout, runtime_of, monkeypatch) -> None:
     looked = []
     monkeypatch.setattr(GraphLauncher, "_check_user", lambda self, user: looked.append(len(user)))
     model = decoder()
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     for step in range(3):
         (batch,) = pack(rollout(model, step), max_tokens=256, check_parity=True)
         batch = batch.to(CPU)
@@ -104,9 +104,9 @@ def test_launches_of_a_batch_in_its_buffer_look_at_no_tensor(decoder, rollout, c
         ({"support_C": None}, "missing or unknown"),
     ],
 )
-def test_a_wrong_tensor_in_a_moved_batch_is_refused(decoder, rollout, compiler_of, change, message: str) -> None:
+def test_a_wrong_tensor_in_a_moved_batch_is_refused(decoder, rollout, runtime_of, change, message: str) -> None:
     model = decoder()
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     batch = batch.to(CPU)
     for _ in range(2):
@@ -119,9 +119,9 @@ def test_a_wrong_tensor_in_a_moved_batch_is_refused(decoder, rollout, compiler_o
     assert graph.launches == 2
 
 
-def test_a_moved_batch_with_a_wrong_dtype_is_refused(decoder, rollout, compiler_of) -> None:
+def test_a_moved_batch_with_a_wrong_dtype_is_refused(decoder, rollout, runtime_of) -> None:
     model = decoder()
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(recorded=True))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     trainer.forward_backward(batch.to(CPU))
     batch.top_k_C = batch.top_k_C.long()

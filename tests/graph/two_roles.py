@@ -43,7 +43,7 @@ class TwoRoles:
         call: calls the block, for a block that is compiled by itself.
     """
 
-    def __init__(self, compiler: Runtime | None = None, call: Callable[..., Tensor] | None = None) -> None:
+    def __init__(self, runtime: Runtime | None = None, call: Callable[..., Tensor] | None = None) -> None:
         torch.manual_seed(0)
         self.block, self._call = nn.Sequential(Block()), call
         own = module_inputs(self.block)
@@ -53,9 +53,9 @@ class TwoRoles:
         generating = Inputs(own.param, buffer=own.buffer, kv={"cache": self.cache})
         body = Differentiated(self.forward, add_up)
         dynamic = {"x": ("T", None)}
-        if compiler is not None:
-            self.train = compiler.program("train", body, training, {"grad", "buffer"}, dynamic)
-            self.generate = compiler.program("generate", self.generated, generating, {"kv"}, dynamic)
+        if runtime is not None:
+            self.train = runtime.program("train", body, training, {"grad", "buffer"}, dynamic)
+            self.generate = runtime.program("generate", self.generated, generating, {"kv"}, dynamic)
         self._eager = {"train": (body, training), "generate": (self.generated, generating)}
 
     def forward(self, t: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -105,9 +105,7 @@ def results(roles: TwoRoles, eager: bool = False) -> dict[str, Tensor]:
     return {**found, **roles.state()}
 
 
-def compiler_of(
-    capture: str, backend: str, mode: str = "none", regions: Regions | None = None, **given: Any
-) -> Runtime:
+def runtime_of(capture: str, backend: str, mode: str = "none", regions: Regions | None = None, **given: Any) -> Runtime:
     config = CompileConfig(capture, mode, backend=backend, **given)
     runtime = Runtime(config, CPU, recorder=FakeRecorder())
     if regions is not None and backend == "inductor":

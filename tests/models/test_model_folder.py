@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lockstep import ops
 from lockstep.cache.tokenizers import KeptTokenizer
 from lockstep.errors import InputError, LockstepError
 from lockstep.models import Decoder, PackedAttention, describe_folder, load_model, resolve_folder, save_model
@@ -129,7 +130,7 @@ def logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     """Plain float32 logits of one sequence."""
     length = len(tokens)
     zero = torch.zeros(1, dtype=torch.int32)
-    attend = PackedAttention(torch.tensor([0, length], dtype=torch.int32), zero, zero, length, model.masks)
+    attend = PackedAttention(ops.Packed(torch.tensor([0, length], dtype=torch.int32), zero, zero, length), model.masks)
     with torch.no_grad():
         return model(tokens, torch.arange(length), attend).float() @ model.lm_head.float().t()
 

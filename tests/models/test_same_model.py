@@ -13,6 +13,7 @@ import torch
 from model_edits import NORM, edited, tensors
 from safetensors.torch import load_file, save_file
 
+from lockstep import ops
 from lockstep.errors import InputError
 from lockstep.models import Decoder, PackedAttention, load_model, save_model
 from lockstep.models.folder import read_config
@@ -91,7 +92,7 @@ def test_logits_are_those_of_transformers(case: str, folder_of: Callable[[str], 
 
 def logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     zero, ends = torch.zeros(1, dtype=torch.int32), torch.tensor([0, len(tokens)], dtype=torch.int32)
-    attend = PackedAttention(ends, zero, zero, len(tokens), model.masks)
+    attend = PackedAttention(ops.Packed(ends, zero, zero, len(tokens)), model.masks)
     return model(tokens, torch.arange(len(tokens)), attend) @ model.lm_head.t()
 
 

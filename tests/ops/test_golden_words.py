@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.ops import native
 from lockstep.ops.native import library
+from lockstep.ops.records import Filters
 
 pytestmark = pytest.mark.skipif(library.built is None, reason="the C library is not built")
 
@@ -32,5 +33,5 @@ def test_log(columns: int, words: int) -> None:
     rows = STEPS[::128].unsqueeze(1) * 2.0**-13 * torch.arange(columns).float() / 16
     temperature, zero, one = torch.ones(512), torch.zeros(512), torch.ones(512)
     logits = rows.contiguous()
-    lse, _, _, entropy = native.statistics(logits, temperature, zero.int(), one, zero, None, False, True)
-    assert checksum(torch.stack((lse, entropy))) == words
+    stats = native.statistics(logits, Filters(temperature, zero.int(), one, zero), None, False, True)
+    assert checksum(torch.stack((stats.lse_C, stats.entropy_C))) == words

@@ -13,6 +13,7 @@ import pytest
 import torch
 from processes import finished, run_interpreted
 
+from lockstep import ops
 from lockstep.ops import reference
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.logprobs import reference as logprobs_reference
@@ -66,6 +67,7 @@ def test_operators_leave_triton_unimported():
 CU_SEQLENS = torch.tensor([0, 70, 100, 127, 127], dtype=torch.int32)
 PREFIX_START = torch.tensor([0, 0, 5, 0], dtype=torch.int32)
 PREFIX_LEN = torch.tensor([0, 70, 12, 0], dtype=torch.int32)
+PACKED = ops.Packed(CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)
 ROWS = 130
 
 
@@ -95,7 +97,9 @@ def paged_chunks(q, k, v, page_size: int, cuts: list[int]) -> torch.Tensor:
         k_cache, v_cache, table = paged_cache(k[:end], v[:end], page_size)
         cu_seqlens, context = torch.tensor([0, end - start]).int(), torch.tensor([end]).int()
         chunks.append(
-            attention_triton.paged(q[start:end], k_cache, v_cache, table, cu_seqlens, context, end - start, len(q))
+            attention_triton.paged(
+                q[start:end], ops.KVPages(k_cache, v_cache), ops.Paged(table, cu_seqlens, context, end - start, len(q))
+            )
         )
         start = end
     return torch.cat(chunks)
@@ -104,7 +108,7 @@ def paged_chunks(q, k, v, page_size: int, cuts: list[int]) -> torch.Tensor:
 def packed_alone(q, k, v) -> torch.Tensor:
     """One segment without a prefix."""
     zero = torch.zeros(1, dtype=torch.int32)
-    return attention_triton.packed(q, k, v, torch.tensor([0, len(q)]).int(), zero, zero, len(q))[0]
+    return attention_triton.packed(q, k, v, ops.Packed(torch.tensor([0, len(q)]).int(), zero, zero, len(q)))[0]
 
 
 # temperature, top-k, top-p, min-p
@@ -183,14 +187,14 @@ class Interpreted:
     @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 24), (4, 4, 64), (5, 1, 16)])
     def test_packed_attention(self, heads, kv_heads, head_dim):
         q, k, v = qkv(ROWS, heads, kv_heads, head_dim)
-        out = attention_triton.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)[0]
-        expected = attention_reference.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN)
+        out = attention_triton.packed(q, k, v, PACKED)[0]
+        expected = attention_reference.packed(q, k, v, PACKED)
         torch.testing.assert_close(out, expected)
         assert same_bits(out[127:], torch.zeros(3, heads, head_dim))
 
     def test_shared_prefix_is_a_repeated_prefix(self, exact_matmul):
         q, k, v = qkv(ROWS, 6, 2, 32)
-        out = attention_triton.packed(q, k, v, CU_SEQLENS, PREFIX_START, PREFIX_LEN, 100)[0]
+        out = attention_triton.packed(q, k, v, PACKED)[0]
         for s, (first, end) in enumerate([(0, 70), (70, 100), (100, 127)]):
             shared = torch.arange(PREFIX_START[s], PREFIX_START[s] + PREFIX_LEN[s])
             index = torch.cat((shared, torch.arange(first, end)))
@@ -209,39 +213,38 @@ class Interpreted:
         k_cache, v_cache, table = paged_cache(k, v, 16)
         tables = torch.cat((table, table.flip(1), torch.zeros_like(table)))
         cu_seqlens, context = torch.tensor([0, 1, 31, 31]).int(), torch.tensor([65, 90, 0]).int()
-        out = attention_triton.paged(q[:33], k_cache, v_cache, tables, cu_seqlens, context, 30, 90)
-        expected = attention_reference.paged(q[:33], k_cache, v_cache, tables, cu_seqlens, context, 30, 90)
+        cache, by = ops.KVPages(k_cache, v_cache), ops.Paged(tables, cu_seqlens, context, 30, 90)
+        out = attention_triton.paged(q[:33], cache, by)
+        expected = attention_reference.paged(q[:33], cache, by)
         torch.testing.assert_close(out, expected, equal_nan=True)
         assert not out[:1].isnan().any() and same_bits(out[31:], torch.zeros(2, 4, 16))
 
     @pytest.mark.parametrize("vocabulary", [37, 203])
     def test_statistics(self, vocabulary, monkeypatch):
         monkeypatch.setattr(triton_topk_topp, "MAX_BLOCK", 128)
-        x, (temperature, top_k, top_p, min_p) = logits(vocabulary), filter_columns()
-        out = logprobs_triton.statistics(x, temperature, top_k, top_p, min_p, None, True, True)
-        expected = logprobs_reference.statistics(x, temperature, top_k, top_p, min_p, None, True, True)
+        x, filters = logits(vocabulary), ops.Filters(*filter_columns())
+        out = logprobs_triton.statistics(x, filters, None, True, True)
+        expected = logprobs_reference.statistics(x, filters, None, True, True)
         torch.testing.assert_close(out[0], expected[0])
         torch.testing.assert_close(out[1], expected[1])
         torch.testing.assert_close(out[3], expected[3])
-        z = x / logprobs_reference.divisor(temperature).unsqueeze(1)
+        z = x / logprobs_reference.divisor(filters.temperature_C).unsqueeze(1)
         kept, expected_kept = z >= out[2].unsqueeze(1), z >= expected[2].unsqueeze(1)
         assert kept.equal(expected_kept)
         filtered = ~kept.all(dim=1)
         assert filtered[1:].all() and same_bits(out[2][filtered] + 0.0, expected[2][filtered] + 0.0)
 
-        plain = logprobs_triton.statistics(x, temperature, top_k, top_p, min_p, None, False, True)
+        plain = logprobs_triton.statistics(x, filters, None, False, True)
         assert same_bits(plain[0], out[0]) and same_bits(plain[1][:1], out[1][:1])
         assert same_bits(plain[1][:1], plain[0][:1]), "temperature 1 without filters is the model's own distribution"
-        alone = logprobs_triton.statistics(
-            x[5:6], *(c[5:6] for c in (temperature, top_k, top_p, min_p)), None, True, True
-        )
+        alone = logprobs_triton.statistics(x[5:6], ops.Filters(*(c[5:6] for c in filters)), None, True, True)
         assert all(same_bits(a, o[5:6]) for a, o in zip(alone, out, strict=True))
 
     def test_statistics_over_a_given_support(self):
-        x, columns = logits(203), filter_columns()
+        x, filters = logits(203), ops.Filters(*filter_columns())
         bits = logprobs_reference.pack_support(torch.rand(x.shape) < 0.3)
-        out = logprobs_triton.statistics(x, *columns, bits, True, True)
-        expected = logprobs_reference.statistics(x, *columns, bits, True, True)
+        out = logprobs_triton.statistics(x, filters, bits, True, True)
+        expected = logprobs_reference.statistics(x, filters, bits, True, True)
         for a, e in zip(out, expected, strict=True):
             torch.testing.assert_close(a, e)
 
@@ -250,9 +253,8 @@ class Interpreted:
         x = torch.randn(1, 300) * 1e4
         x[:, 40:200] = -torch.inf
         one = torch.ones(1)
-        out = logprobs_triton.statistics(
-            x, one, torch.zeros(1, dtype=torch.int32), 0.9 * one, 0 * one, None, True, True
-        )
+        filters = ops.Filters(one, torch.zeros(1, dtype=torch.int32), 0.9 * one, 0 * one)
+        out = logprobs_triton.statistics(x, filters, None, True, True)
         finite = x[:, ~x.isinf()[0]]
         torch.testing.assert_close(out[0], finite.logsumexp(1))
         torch.testing.assert_close(out[2], finite.amax(1))
@@ -281,12 +283,14 @@ class Interpreted:
     def test_draw(self, block, monkeypatch):
         monkeypatch.setattr(triton_topk_topp, "MAX_BLOCK", 128)
         monkeypatch.setattr(logprobs_triton, "DRAW_BLOCK", block)
-        x, columns = logits(203).repeat(4, 1), tuple(c.repeat(4) for c in filter_columns())
-        threshold = logprobs_reference.statistics(x, *columns, None, True, False)[2]
+        x, filters = logits(203).repeat(4, 1), ops.Filters(*(c.repeat(4) for c in filter_columns()))
+        temperature = filters.temperature_C
+        threshold = logprobs_reference.statistics(x, filters, None, True, False).threshold_C
         key = torch.tensor([sample_key(1, 0, 2, 3, i) for i in range(len(x))])
-        position = torch.arange(len(x)) + 100
-        token = logprobs_triton.draw(x, columns[0], threshold, key, position, True)
-        assert token.equal(logprobs_reference.draw(x, columns[0], threshold, key, position, True))
+        keys = ops.SampleKeys(key, torch.arange(len(x)) + 100)
+        token = logprobs_triton.draw(x, temperature, threshold, keys, True)
+        assert token.equal(logprobs_reference.draw(x, temperature, threshold, keys, True))
         assert token[4] == (x[4] == x[4].max()).nonzero()[0, 0], "greedy takes the first of equals"
-        alone = logprobs_triton.draw(x[9:10], columns[0][9:10], threshold[9:10], key[9:10], position[9:10], False)
+        own = ops.SampleKeys(*(x[9:10] for x in keys))
+        alone = logprobs_triton.draw(x[9:10], temperature[9:10], threshold[9:10], own, False)
         assert alone.equal(token[9:10])

@@ -19,7 +19,7 @@ from lockstep.ops import native, reference
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.logprobs.philox import gumbel, philox
 from lockstep.ops.native import library
-from lockstep.ops.records import Rotation
+from lockstep.ops.records import Filters, Rotation, SampleKeys
 
 pytestmark = pytest.mark.skipif(library.built is None, reason="the C library is not built")
 
@@ -102,14 +102,14 @@ def test_products_agree_with_torch(rows: int, columns: int, dim: int) -> None:
 def test_statistics_agree_with_the_reference(vocabulary: int, support: str) -> None:
     logits, parameters = 5 * torch.randn(12, vocabulary), sampling(12)
     mask = logprobs_reference.pack_support(logits >= logits.median(dim=1, keepdim=True).values)
-    arguments = (logits, *parameters, mask if support == "given" else None, support != "all", True)
-    *ours, entropy = native.statistics(*arguments)
-    for got, expected in zip(ours, logprobs_reference.statistics(*arguments)[:3], strict=True):
+    arguments = (logits, parameters, mask if support == "given" else None, support != "all", True)
+    ours = native.statistics(*arguments)
+    for got, expected in zip(ours[:3], logprobs_reference.statistics(*arguments)[:3], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
-    scored = (logits, torch.arange(12) % vocabulary, parameters[0], *ours[:2])
+    scored = (logits, torch.arange(12) % vocabulary, parameters.temperature_C, ours)
     assert all(map(same, native.scores(*scored), logprobs_reference.scores(*scored)))
     exact = torch.distributions.Categorical(logits=logits.double()).entropy().float()
-    torch.testing.assert_close(entropy, exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.entropy_C, exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 64, 65, 1000])
@@ -122,21 +122,22 @@ def test_noise_is_philox_word_for_word(vocabulary: int) -> None:
     expected = words.flatten(1)[:, :vocabulary].float().argmin(dim=1)
     off = torch.full((rows,), -torch.inf)
     assert torch.equal(
-        native.draw(torch.zeros(rows, vocabulary), torch.ones(rows), off, keys, position, False), expected
+        native.draw(torch.zeros(rows, vocabulary), torch.ones(rows), off, SampleKeys(keys, position), False), expected
     )
 
 
 def test_drawn_tokens_are_the_references() -> None:
-    logits, (temperature, top_k, top_p, min_p) = 3 * torch.randn(400, 97), sampling(400)
-    temperature[::5] = 0
-    keys, position = torch.randint(0, 2**32, (400, 4)), torch.arange(400)
-    threshold = native.statistics(logits, temperature, top_k, top_p, min_p, None, True, False)[2]
-    arguments = (logits, temperature, threshold, keys, position, True)
+    logits, filters = 3 * torch.randn(400, 97), sampling(400)
+    filters.temperature_C[::5] = 0
+    keys = SampleKeys(torch.randint(0, 2**32, (400, 4)), torch.arange(400))
+    threshold = native.statistics(logits, filters, None, True, False).threshold_C
+    arguments = (logits, filters.temperature_C, threshold, keys, True)
     ours = native.draw(*arguments)
     assert torch.equal(ours, logprobs_reference.draw(*arguments))
     assert torch.equal(ours[::5], logits[::5].argmax(dim=1))
     tied = torch.zeros(3, 200).index_fill(1, torch.tensor([70, 86, 131]), 1.0)  # in one lane, and in another
-    assert native.draw(tied, torch.zeros(3), torch.zeros(3), keys[:3], position[:3], True).tolist() == [70] * 3
+    few = SampleKeys(*(x[:3] for x in keys))
+    assert native.draw(tied, torch.zeros(3), torch.zeros(3), few, True).tolist() == [70] * 3
 
 
 def test_noise_at_both_ends_of_the_words() -> None:
@@ -146,7 +147,8 @@ def test_noise_at_both_ends_of_the_words() -> None:
     assert noise.item() == pytest.approx(-math.log(-math.log1p(-6.5 / 2**32)), rel=1e-6)
     logits, one = torch.zeros(1, high[1] + 1), torch.ones(1)
     logits[0, high[1]] = 30.0  # more than any noise
-    assert native.draw(logits, one, -torch.inf * one, key, torch.tensor(high[:1]), False).tolist() == [high[1]]
+    keys = SampleKeys(key, torch.tensor(high[:1]))
+    assert native.draw(logits, one, -torch.inf * one, keys, False).tolist() == [high[1]]
 
 
 # ---- invariance ----
@@ -166,10 +168,7 @@ def test_a_row_does_not_know_its_batch(dim: int) -> None:
         table = native.rope_table(torch.full((rows,), 77), frequencies)
         entropies = native.statistics(
             logits,
-            0.7 * one.expand(rows).contiguous(),
-            off.expand(rows),
-            one.expand(rows),
-            zero.expand(rows),
+            Filters(0.7 * one.expand(rows).contiguous(), off.expand(rows), one.expand(rows), zero.expand(rows)),
             None,
             False,
             True,

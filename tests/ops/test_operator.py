@@ -59,7 +59,7 @@ def test_who_computes(dtype: torch.dtype, inference: bool, there: bool) -> None:
     with library.using(object() if there else None), torch.inference_mode(inference):
         out = line(x, by)
         assert torch.equal(out, torch.ops.lockstep_test.line(x, *by))
-        assert torch.equal(out, line.on_cpu(x, by))
+        assert torch.equal(out, line.on_cpu[dtype](x, by))
     assert out.tolist() == [102.5 if there and dtype is torch.float32 else 2.5] * 3
 
 

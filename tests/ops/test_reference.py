@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from latent_cases import same_bits
 from torch import Tensor
 
+from lockstep import ops
 from lockstep.ops import reference
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.linear.operator import linear, linear_fp32
@@ -101,9 +102,11 @@ def test_attention_of_a_query_alone_is_that_among_others(group: int, head_dim: i
     torch.manual_seed(0)
     q, k, v = torch.randn(150, 2 * group, head_dim), torch.randn(150, 2, head_dim), wide(150, 2, head_dim)
     none, steps = torch.zeros(1, dtype=torch.int32), torch.arange(151, dtype=torch.int32)
-    packed = attention_reference.packed(q, k, v, steps[[0, 150]], none, none)
+    packed = attention_reference.packed(q, k, v, ops.Packed(steps[[0, 150]], none, none, 0))
     table = torch.zeros(150, 1, dtype=torch.int32)
-    alone = attention_reference.paged(q, k.unsqueeze(0), v.unsqueeze(0), table, steps, steps[1:], 1, 150)
+    alone = attention_reference.paged(
+        q, ops.KVPages(k.unsqueeze(0), v.unsqueeze(0)), ops.Paged(table, steps, steps[1:], 1, 150)
+    )
     assert same_bits(alone, packed)
 
 
@@ -128,14 +131,16 @@ def test_a_sequence_reads_its_own_keys_alone(dtype: torch.dtype) -> None:
 
     torch.manual_seed(0)
     q, k, v = (wide(30, heads, 16).to(dtype) for heads in (2, 1, 1))
-    whole = attention_reference.packed(q, k, v, int32(0, 30), int32(0), int32(0))
+    whole = attention_reference.packed(q, k, v, ops.Packed(int32(0, 30), int32(0), int32(0), 0))
     parts = [torch.cat((x[:20], torch.full_like(x[:7], torch.nan), x[20:])) for x in (q, k, v)]
-    shared = attention_reference.packed(*parts, int32(0, 20, 27, 37), int32(0, 0, 0), int32(0, 20, 20))
+    shared = attention_reference.packed(*parts, ops.Packed(int32(0, 20, 27, 37), int32(0, 0, 0), int32(0, 20, 20), 0))
     assert same_bits(shared[27:], whole[20:])
     caches = [torch.full((3, 16, 1, 16), torch.nan, dtype=dtype) for _ in range(2)]
     for cache, x in zip(caches, (k, v), strict=True):
         cache[2], cache[0, :14] = x[:16], x[16:]
-    decoded = attention_reference.paged(q[29:], *caches, int32(2, 0).unsqueeze(0), int32(0, 1), int32(30), 1, 30)
+    decoded = attention_reference.paged(
+        q[29:], ops.KVPages(*caches), ops.Paged(int32(2, 0).unsqueeze(0), int32(0, 1), int32(30), 1, 30)
+    )
     assert same_bits(decoded, whole[29:])
 
 

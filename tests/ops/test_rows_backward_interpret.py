@@ -12,10 +12,10 @@ from processes import run_interpreted
 from torch import Tensor
 
 from lockstep.ops import reference
-from lockstep.ops.embedding import backward as embedding_backward
-from lockstep.ops.norm import backward as norm_backward
+from lockstep.ops.embedding.operator import gather_rows_backward
+from lockstep.ops.norm.operator import rms_norm_backward
 from lockstep.ops.records import Rotation
-from lockstep.ops.rope import backward as rope_backward
+from lockstep.ops.rope.operator import qk_norm_rope_backward
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops import row_gradients
@@ -175,9 +175,9 @@ def test_operators_under_fake_tensors(norm):
         rows, cos_sin = torch.empty(9, dtype=torch.int64, device="cuda"), torch.empty(9, 8, device="cuda")
         weights = (head, head) if norm else (None, None)
         grads = (
-            embedding_backward.gather_rows(x, rows, 50),
-            *norm_backward.rms_norm(x, x, weight, 1e-6),
-            *rope_backward.qk_norm_rope(qk, qkv, Rotation(*weights, cos_sin, 2, 1, 1e-6)),
+            gather_rows_backward(x, rows, 50),
+            *rms_norm_backward(x, x, weight, 1e-6),
+            *qk_norm_rope_backward(qk, qkv, Rotation(*weights, cos_sin, 2, 1, 1e-6)),
         )
         none = torch.empty(0, **options)
     expected = (table, x, weight, qkv, *((head, head) if norm else (none, none)))

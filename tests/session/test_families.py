@@ -115,10 +115,10 @@ def rounds(
 ) -> tuple[list, list[int]]:
     """Three on-policy updates: what was generated, and how many tokens differed."""
     model = model or make_model(dtype, config=config)
-    compiler = Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
-    trainer = Trainer(model, optimizer or OptimizerConfig(), LossConfig(), compiler=compiler)
+    runtime = Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
+    trainer = Trainer(model, optimizer or OptimizerConfig(), LossConfig(), runtime=runtime)
     weights = SharedWeights(model, lambda: trainer.weights_version)
-    engine = Engine(weights, GeneratorConfig(), 16384, compiler=compiler)
+    engine = Engine(weights, GeneratorConfig(), 16384, runtime=runtime)
     prompts, sampling = requests(5, length=12)
     made, different = [], []
     for _ in range(3):

@@ -80,20 +80,19 @@ def test_lists_of_tiles_pass_through_captured_graphs(monkeypatch: pytest.MonkeyP
     """On a GPU layers with one window share lists that an operator of its own makes, open sizes and all."""
     calls = []
 
-    def packed(tokens: int, heads: int, kv_heads: int, *layout: Any) -> list[torch.Tensor]:
+    def packed(*arguments: Any) -> list[torch.Tensor]:
         calls.append("packed")
-        return flex._tiles_packed(*layout[:3], tokens, heads, kv_heads, *layout[3:])
+        return flex._tiles_packed(*arguments)
 
-    def paged(tokens: int, heads: int, k_cache: torch.Tensor, *layout: Any) -> list[torch.Tensor]:
+    def paged(by: ops.Paged, sizes: ops.FlexSizes, k_cache: torch.Tensor, window: int) -> list[torch.Tensor]:
         calls.append("paged")
-        pages, page_size, kv_heads = k_cache.shape[:3]
-        return flex._tiles_paged(*layout[:3], tokens, heads, kv_heads, pages, page_size, *layout[3:])
+        return flex._tiles_paged(by, sizes, *k_cache.shape[:2], window)
 
     def run(capture: bool) -> tuple[list, int]:
         model = model_of("mask", torch.bfloat16)
-        compiler = Runtime(CompileConfig("step"), torch.device("cpu")) if capture else EAGER
-        trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
-        engine = Engine(SharedWeights(model), GeneratorConfig(page_size=64), 16384, compiler=compiler)
+        runtime = Runtime(CompileConfig("step"), torch.device("cpu")) if capture else EAGER
+        trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
+        engine = Engine(SharedWeights(model), GeneratorConfig(page_size=64), 16384, runtime=runtime)
         prompts, sampling = requests(4, length=6)
         completions = generate(engine, prompts, sampling)
         for batch in pack(train_groups(prompts, sampling, completions), max_tokens=400, check_parity=True):

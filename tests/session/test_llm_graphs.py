@@ -46,7 +46,7 @@ def loaded(model: Path, compile: CompileConfig | None = STEP) -> LLM:
 
 def test_graphs_give_the_bits_of_the_model_called(model: Path) -> None:
     plain = loaded(model, None)
-    assert not plain.compiler.compiles and plain.compile_report() == {}
+    assert not plain.runtime.compiles and plain.compile_report() == {}
     kinds = (SHORT, replace(SHORT, top_p=0.9), replace(SHORT, n=1, temperature=0.0))
     with loaded(model) as llm:
         for kind in kinds:
@@ -84,9 +84,9 @@ def test_a_larger_group_and_a_new_kind_of_sampling_bring_graphs_of_their_own(mod
     with loaded(model) as llm:
         for count, kind in ((1, SHORT), (5, SHORT), (1, replace(SHORT, max_completion_length=200)), (2, SHORT)):
             prompts = [f"prompt {i}" for i in range(count)]
-            before = llm.compiler
+            before = llm.runtime
             assert llm.generate(prompts, kind) == plain.generate(prompts, kind)
-            assert (llm.compiler is before) == (count == 2)  # the room does not shrink
+            assert (llm.runtime is before) == (count == 2)  # the room does not shrink
         ids = [[1, 2, 3], [4, 5], [6]]
         mixed = [SHORT, replace(SHORT, top_k=5), replace(SHORT, n=1, temperature=0.0)]
         who = [SampleIdentity(3, 0, 0, i) for i in range(3)]
@@ -118,11 +118,11 @@ def test_layers_compiled_one_by_one_outlive_the_engine(model: Path) -> None:
     expected = loaded(model, None).generate(PROMPTS, SHORT)
     with loaded(model, CompileConfig("layer")) as llm:
         assert llm.generate(PROMPTS, SHORT) == expected
-        compiler = llm.compiler
-        assert compiler.layers is not None and compiler.captures > 0
-        made = compiler.captures
+        runtime = llm.runtime
+        assert runtime.layers is not None and runtime.captures > 0
+        made = runtime.captures
         llm.close()
-        assert llm.generate(PROMPTS, SHORT) == expected and llm.compiler is compiler and compiler.captures == made
+        assert llm.generate(PROMPTS, SHORT) == expected and llm.runtime is runtime and runtime.captures == made
 
 
 def test_parity_holds_the_generators_graphs_against_the_one_that_trains(model: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from small import CONFIG, compare, generate, make_model, requests, train_groups
 
+from lockstep import ops
 from lockstep.config import (
     CompileConfig,
     GeneratorConfig,
@@ -45,7 +46,7 @@ TWINS = replace(MOE, moe=MoEConfig(6, 1, 40, router_bias=True))
 SHAPE = BatchShape(512, 128, 16, 200)
 
 
-def compiler_of(capture: str) -> Runtime:
+def runtime_of(capture: str) -> Runtime:
     return Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
 
 
@@ -76,15 +77,15 @@ def test_other_experts_stop_a_strict_run_though_log_probs_are_equal(
     mutant: str, capture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = twins()
-    weights, compiler = SnapshotWeights(model), compiler_of(capture)
+    weights, runtime = SnapshotWeights(model), runtime_of(capture)
     if mutant == "bias":  # far smaller than what tells other experts apart
         weights.model.layers[2].moe.router_bias[1::2] += 1e-6
     prompts, sampling = requests(3, length=8)
     with monkeypatch.context() as patch:
         if mutant == "ties":
             patch.setattr(routing, "_top", higher_index_wins)
-        completions = generate(Engine(weights, GeneratorConfig(), 16384, compiler=compiler), prompts, sampling)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+        completions = generate(Engine(weights, GeneratorConfig(), 16384, runtime=runtime), prompts, sampling)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     before = trainer.flat.data.clone()
     for batch in pack(train_groups(prompts, sampling, completions), max_tokens=4096, check_parity=True):
         trainer.forward_backward(batch)
@@ -169,7 +170,7 @@ def checked(
 def route(model: Decoder, batch: PackedBatch) -> tuple[list[Routing], int]:
     """What the routers find, and how many rows are valid."""
     routes: list[Routing] = []
-    attend = PackedAttention(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
+    attend = PackedAttention(ops.Packed(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len))
     model(batch.tokens_T, batch.positions_T, attend, routes)
     return routes, int(batch.cu_seqlens[-1])
 
@@ -185,7 +186,7 @@ def batches_of(model: Decoder, max_tokens: int = 512, check_parity: bool = True)
 @pytest.mark.parametrize("capture", ["none", "step"])
 def test_loads_are_those_of_a_hand_count_without_padding(capture: str) -> None:
     model = make_model(torch.float32, config=MOE)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler_of(capture))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(capture))
     batches = batches_of(model, max_tokens=160)
     loads, tokens = [[0] * 6, [0] * 6], 0
     for batch in batches:
@@ -219,7 +220,7 @@ def test_balancing_loss_and_gradient_are_those_of_transformers(capture: str) -> 
     batches = batches_of(model, max_tokens=160)
     grads, losses = [], []
     for loss in (LossConfig(), LossConfig(router_aux_loss_coef=coefficient)):
-        trainer = Trainer(model, OptimizerConfig(), loss, compiler=compiler_of(capture))
+        trainer = Trainer(model, OptimizerConfig(), loss, runtime=runtime_of(capture))
         for batch in batches:
             trainer.forward_backward(batch)
         grads.append([grad.clone() for grad in trainer.flat.grads])
@@ -289,21 +290,21 @@ def test_balancing_needs_experts_chosen_by_a_softmax() -> None:
 def test_graphs_of_experts_pass_the_check_against_eager_and_none_comes_late(check_parity: bool) -> None:
     model = make_model(torch.float32, config=MOE)
     batches = batches_of(model, check_parity=check_parity)
-    compiler = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
+    runtime = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
     sampling = SamplingParams(temperature=0.8, top_p=0.9, n=3, max_completion_length=10)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(router_aux_loss_coef=0.01), compiler=compiler)
-    engine = Engine(SharedWeights(model), GeneratorConfig(), 1024, compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(router_aux_loss_coef=0.01), runtime=runtime)
+    engine = Engine(SharedWeights(model), GeneratorConfig(), 1024, runtime=runtime)
     trainer.warm_up([SHAPE], sampling, check_parity=check_parity)
     engine.warm_up(4, 60, sampling)
     work = trainer.trust_cases([SHAPE], sampling, check_parity=check_parity)
-    verdicts = check_against_eager(compiler, [*work, *engine.trust_cases()], "strict")
+    verdicts = check_against_eager(runtime, [*work, *engine.trust_cases()], "strict")
     assert {v.function for v in verdicts} == {"forward_backward", "check", "optim_step", "decode", "mixed"}
-    compiler.end_warm_up()
+    runtime.end_warm_up()
     for batch in batches:
         trainer.forward_backward(batch)
         trainer.check(batch)
     result = trainer.optim_step(1e-3)
-    assert result.applied and compiler.recompiles == 0
+    assert result.applied and runtime.recompiles == 0
     assert result.routing and result.routing.choices_checked == result.tokens_checked * CHOICES
     assert (result.tokens_checked > 0) == check_parity and result.routing.max_expert_tokens > 0
 
@@ -393,11 +394,11 @@ def test_the_experts_of_prompts_are_those_of_the_trainer(fields: dict[str, int],
 
 @pytest.mark.parametrize("capture", ["none", "step"])
 def test_one_prompt_token_with_other_experts_stops_the_update(capture: str) -> None:
-    model, compiler = make_model(torch.float32, config=MOE), compiler_of(capture)
+    model, runtime = make_model(torch.float32, config=MOE), runtime_of(capture)
     prompts, sampling = requests(3, length=8)
     completions = generate(Engine(SharedWeights(model), GeneratorConfig(), 16384), prompts, sampling)
     groups = train_groups(prompts, sampling, completions)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     before = trainer.flat.data.clone()
     for planted in (1, 0):
         groups[1].route_digests[2] ^= planted  # type: ignore[index]

@@ -10,11 +10,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.cache import user_folder
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.errors import LockstepError
 from lockstep.graph import GraphError
+from lockstep.models import Decoder
+from lockstep.models.init import architecture
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.tables import linear_table
 from lockstep.rl.loop import Loop
@@ -74,18 +77,18 @@ def test_where_nothing_is_recorded_graphs_are_made_and_not_launched(monkeypatch,
     config = config_of(captured=True)
     run = build(config)
     session_warm_up.warm_up(run)
-    made = [graph for function in run.compiler.programs for graph in function.graphs.values()]
+    made = [graph for function in run.runtime.programs for graph in function.graphs.values()]
     assert len(made) >= 5 and not any(graph.launches for graph in made)
-    assert run.compiler.warm_up.launch == run.compiler.warm_up._launch
+    assert run.runtime.warm_up.launch == run.runtime.warm_up._launch
     Loop(config, run).step(0)
-    assert run.compiler.recompiles == 0 < sum(graph.launches for graph in made)
+    assert run.runtime.recompiles == 0 < sum(graph.launches for graph in made)
 
 
 def warm_up(run: TrainingSession) -> dict[str, int]:
     """The fewest launches of each function's graphs, as on a device where the first launch of one records it."""
-    run.compiler.warm_up.records = True
+    run.runtime.warm_up.records = True
     session_warm_up.warm_up(run)
-    return {f.name: min(g.launches for g in f.graphs.values()) for f in run.compiler.programs if f.graphs}
+    return {f.name: min(g.launches for g in f.graphs.values()) for f in run.runtime.programs if f.graphs}
 
 
 def precompile(run: TrainingSession) -> None:
@@ -102,7 +105,7 @@ def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch,
     def fails() -> None:
         raise GraphError("no tensors without memory here")
 
-    monkeypatch.setattr(run.compiler.warm_up, "rehearsal", fails)
+    monkeypatch.setattr(run.runtime.warm_up, "rehearsal", fails)
     with caplog.at_level(logging.WARNING, "lockstep"):
         precompile(run)
     assert "one by one, which takes longer (GraphError: no tensors without memory here)" in caplog.text
@@ -121,9 +124,9 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
         yield [["module", "kernel", "{}"]]
 
     preloaded: list[list[list[str]]] = []
-    monkeypatch.setattr(run.compiler.warm_up, "rehearsal", rehearsal)
+    monkeypatch.setattr(run.runtime.warm_up, "rehearsal", rehearsal)
     load = lambda kernels: preloaded.append(list(kernels)) or len(kernels)  # noqa: E731
-    monkeypatch.setattr(run.compiler.warm_up, "preload", load)
+    monkeypatch.setattr(run.runtime.warm_up, "preload", load)
     for _ in range(2):
         precompile(run)
     run.config = replace(config, generator=replace(config.generator, page_size=32))
@@ -185,9 +188,22 @@ def test_what_was_loaded_beside_the_weights_is_not_loaded_again(monkeypatch, tmp
     run = build(config)
     assert run.preloaded is None
     asked: list[object] = []
-    monkeypatch.setattr(run.compiler.warm_up, "preload", lambda kernels: asked.append(kernels) or 1)
+    monkeypatch.setattr(run.runtime.warm_up, "preload", lambda kernels: asked.append(kernels) or 1)
     path = kernel_lists.kernel_list("its list")
     for preloaded, times in ((path, 0), (path.with_name("another.json"), 1), (None, 2)):
         run.preloaded = preloaded
         session_warm_up.make_ready(run, lambda: None, list, path)
         assert len(asked) == times
+
+
+def test_the_products_of_a_model_are_those_of_its_weights() -> None:
+    def named(arch: str) -> list[str]:
+        return list(map(str, session_warm_up.products(Decoder(architecture(arch), torch.float32, "meta"))))
+
+    dense = ["linear 1x128x128", "linear 1x128x384", "linear 1x256x128", "linear 1x768x128", "linear_fp32 1x512x128"]
+    assert named("tiny") == named("tiny-llama") == dense
+    assert set(named("tiny-deepseek-v3")) == {
+        *("linear 1x176x128", "linear 1x192x96", "linear 1x64x32", "linear 1x32x64", "linear 1x128x128"),
+        *("linear 1x768x128", "linear 1x128x384", "linear 1x384x128", "linear 1x128x192"),
+        *("linear_fp32 1x8x128", "linear_fp32 1x512x128"),
+    }

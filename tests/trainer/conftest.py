@@ -57,7 +57,7 @@ def hidden_rows() -> Callable[[Decoder, PackedBatch], torch.Tensor]:
     """The hidden states that predict a batch's completion tokens, [C, D]."""
 
     def run(model: Decoder, b: PackedBatch) -> torch.Tensor:
-        attend = PackedAttention(b.cu_seqlens, b.prefix_start_S, b.prefix_len_S, b.max_len)
+        attend = PackedAttention(ops.Packed(b.cu_seqlens, b.prefix_start_S, b.prefix_len_S, b.max_len))
         return ops.gather_rows(model(b.tokens_T, b.positions_T, attend), b.logit_rows_C)
 
     return run
@@ -73,10 +73,7 @@ def score(hidden_rows) -> Callable[[Decoder, PackedBatch], ops.TokenLogprobs]:
                 hidden_rows(model, b),
                 model.lm_head,
                 b.targets_C,
-                b.temperature_C,
-                b.top_k_C,
-                b.top_p_C,
-                b.min_p_C,
+                ops.Filters(b.temperature_C, b.top_k_C, b.top_p_C, b.min_p_C),
                 truncated=b.truncated,
             )
 

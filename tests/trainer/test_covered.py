@@ -11,7 +11,7 @@ from lockstep.graph import EAGER, Runtime
 from lockstep.trainer import pack, step
 
 
-def compiler_of(capture):
+def runtime_of(capture):
     return Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
 
 
@@ -26,7 +26,7 @@ def test_tokens_that_are_not_compared_stop_the_update(make_model, make_groups, r
     groups = record(model, make_groups())
     tokens = tokens_of(groups)
     for how in ("forward_backward", "check"):
-        trainer = make_trainer(model, compiler=compiler_of(capture))
+        trainer = make_trainer(model, runtime=runtime_of(capture))
         before = bits(trainer)
         *others, last = pack(groups, max_tokens=200, check_parity=True)
         for batch in others:

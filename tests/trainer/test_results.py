@@ -32,7 +32,7 @@ def trained(request: pytest.FixtureRequest, make_model, make_groups, record) -> 
     def make(**options: Any) -> tuple[Trainer, Callable[[], None]]:
         model = make_model()
         batch = one_batch(record(model, make_groups()), check_parity=False)
-        trainer = make_trainer(model, compiler=request.param(), **options)
+        trainer = make_trainer(model, runtime=request.param(), **options)
         return trainer, lambda: trainer.forward_backward(batch)
 
     return make
@@ -79,9 +79,9 @@ def test_a_result_whose_row_is_lost_is_no_other_ones(trained) -> None:
 
 def test_a_warm_up_and_its_check_leave_results_as_they_were(make_model, make_groups, record) -> None:
     def results(warm_up: bool) -> list[str]:
-        model, compiler = make_model(), recorded()
+        model, runtime = make_model(), recorded()
         batch = one_batch(record(model, make_groups()))
-        trainer = make_trainer(model, compiler=compiler)
+        trainer = make_trainer(model, runtime=runtime)
         found = []
         for i in range(3):
             batch.check_parity = i == 0
@@ -89,9 +89,7 @@ def test_a_warm_up_and_its_check_leave_results_as_they_were(make_model, make_gro
             found.append(trainer.launch_optim_step(LR))
             if warm_up and i == 1:
                 trainer.warm_up(SHAPES, SamplingParams(), check_parity=True)
-                check_against_eager(
-                    compiler, trainer.trust_cases(SHAPES, SamplingParams(), check_parity=True), "strict"
-                )
+                check_against_eager(runtime, trainer.trust_cases(SHAPES, SamplingParams(), check_parity=True), "strict")
         return [repr(pending.get()) for pending in found]
 
     assert results(True) == results(False)
@@ -133,9 +131,9 @@ def test_a_rate_is_written_when_it_is_another(trained) -> None:
 
 def test_a_rate_that_a_check_wrote_over_is_written_again(make_model, make_groups, record) -> None:
     def updates(checked: bool) -> list[Tensor]:
-        model, compiler = make_model(), recorded()
+        model, runtime = make_model(), recorded()
         batch = one_batch(record(model, make_groups()), check_parity=False)
-        trainer = make_trainer(model, compiler=compiler)
+        trainer = make_trainer(model, runtime=runtime)
         for i in range(2):
             trainer.forward_backward(batch)
             trainer.optim_step(LR)

@@ -22,11 +22,11 @@ TOP_P = SamplingParams(temperature=0.8, top_p=0.9, n=4, max_completion_length=20
 def make(mode: str, passes: tuple[Pass, ...] = (), beta: float = 0.0, dtype: torch.dtype = torch.float32):
     config = ModelConfig(97, 32, 48, 1, 2, 1, 16, rope_theta=1e4, max_position_embeddings=128)
     model = initialize(Decoder(config, dtype), 0)
-    compiler = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder())
-    compiler.builder.passes += passes
+    runtime = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder())
+    runtime.builder.passes += passes
     reference = initialize(Decoder(config, dtype), 1) if beta else None
     loss = LossConfig(beta=beta)
-    return compiler, Trainer(model, OptimizerConfig(weight_decay=0.1), loss, reference=reference, compiler=compiler)
+    return runtime, Trainer(model, OptimizerConfig(weight_decay=0.1), loss, reference=reference, runtime=runtime)
 
 
 def everything(trainer: Trainer) -> list[torch.Tensor]:
@@ -43,14 +43,14 @@ def everything(trainer: Trainer) -> list[torch.Tensor]:
     ],
 )
 def test_every_function_passes_and_nothing_is_left_behind(mode: str, options: dict, beta: float, dtype) -> None:
-    compiler, trainer = make(mode, beta=beta, dtype=dtype)
+    runtime, trainer = make(mode, beta=beta, dtype=dtype)
     trainer.warm_up(SHAPES, TOP_P, check_parity=True, **options)
-    captures = compiler.captures
-    compiler.end_warm_up()
+    captures = runtime.captures
+    runtime.end_warm_up()
     before = everything(trainer)
-    verdicts = check_against_eager(compiler, trainer.trust_cases(SHAPES, TOP_P, check_parity=True, **options), "strict")
+    verdicts = check_against_eager(runtime, trainer.trust_cases(SHAPES, TOP_P, check_parity=True, **options), "strict")
     assert all(map(torch.equal, everything(trainer), before))
-    assert (compiler.captures, compiler.recompiles) == (captures, 0)  # the very graphs of the warm-up
+    assert (runtime.captures, runtime.recompiles) == (captures, 0)  # the very graphs of the warm-up
     cases = {v.function: v.cases for v in verdicts}
     batches = len(SHAPES) + 3
     assert cases.pop("optim_step") == 5 and cases.pop("forward_backward") == batches * options.get("num_iterations", 1)
@@ -73,13 +73,13 @@ def drops_a_gradient(captured):
 
 
 def test_a_wrong_gradient_is_found_before_the_first_step() -> None:
-    compiler, trainer = make("full", (Pass("scale", True, drops_a_gradient),))
+    runtime, trainer = make("full", (Pass("scale", True, drops_a_gradient),))
     before = everything(trainer)
     cases = trainer.trust_cases(SHAPES, TOP_P, check_parity=True)
     with pytest.raises(
         GraphError, match=r"forward_backward\(.*case 'filled, 96 tokens': scale differs .* in grad .*add_"
     ):
-        check_against_eager(compiler, cases, "strict")
+        check_against_eager(runtime, cases, "strict")
     assert all(map(torch.equal, everything(trainer), before))
 
 
@@ -107,10 +107,10 @@ def test_batches_fill_their_shapes_and_have_gradients_to_compare() -> None:
 
 def test_shapes_beyond_the_warm_up_run_in_pieces() -> None:
     def one_step(mode: str, compiled: bool) -> tuple[Runtime, Trainer]:
-        compiler, trainer = make(mode)
+        runtime, trainer = make(mode)
         trainer.warm_up(SHAPES, TOP_P, check_parity=False, with_checks=False)
         if compiled:
-            compiler.end_warm_up()
+            runtime.end_warm_up()
         beyond = BatchShape(64, 40, 8, 40)
         for shape in (SHAPES[1], beyond, beyond):
             batch = blank_batch(shape, TOP_P, check_parity=False)
@@ -118,17 +118,17 @@ def test_shapes_beyond_the_warm_up_run_in_pieces() -> None:
             batch.advantage_C.fill_(1)
             trainer.forward_backward(batch)
         trainer.optim_step(1e-2)
-        return compiler, trainer
+        return runtime, trainer
 
-    compiler, trainer = one_step("full_and_piecewise", True)
+    runtime, trainer = one_step("full_and_piecewise", True)
     _, reference = one_step("none", False)
     assert all(map(torch.equal, everything(trainer), everything(reference)))
-    split = {g.captured.split_at for f in compiler.programs if f.name == "forward_backward" for g in f.graphs.values()}
+    split = {g.captured.split_at for f in runtime.programs if f.name == "forward_backward" for g in f.graphs.values()}
     attention = frozenset({"lockstep.attention_packed", "lockstep.attention_packed_backward"})
     assert split == {frozenset(), attention}
-    assert compiler.recompiles == 1 and compiler.captures == 2  # the trace of the warm-up serves it
-    report = compile_report(compiler)
+    assert runtime.recompiles == 1 and runtime.captures == 2  # the trace of the warm-up serves it
+    report = compile_report(runtime)
     assert report["functions"]["forward_backward"]["graphs"] == 3 and report["pool_gib"] > 0
-    assert report["passes"].keys() == compiler.builder.nodes.keys() and report["traces"] == 2
-    metrics = replay_metrics(compiler)
+    assert report["passes"].keys() == runtime.builder.nodes.keys() and report["traces"] == 2
+    metrics = replay_metrics(runtime)
     assert metrics["graph_replays"] == metrics["graph_replays/forward_backward"] + metrics["graph_replays/optim_step"]

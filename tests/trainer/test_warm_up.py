@@ -77,11 +77,9 @@ def test_a_sequence_beyond_every_shape_is_packed_alone():
 
 def make_trainer(make_model, dtype=torch.float32, recorded=True, enforce_parity=True) -> tuple[Trainer, Runtime]:
     config = CompileConfig("step", "full" if recorded else "none")
-    compiler = Runtime(config, CPU, recorder=FakeRecorder(), not_graph_safe={})
+    runtime = Runtime(config, CPU, recorder=FakeRecorder())
     optimizer = OptimizerConfig(weight_decay=0.1)
-    return Trainer(
-        make_model(dtype), optimizer, LossConfig(), enforce_parity=enforce_parity, compiler=compiler
-    ), compiler
+    return Trainer(make_model(dtype), optimizer, LossConfig(), enforce_parity=enforce_parity, runtime=runtime), runtime
 
 
 SHAPES = batch_shapes(2, 2, 12, 30, max_len=42, max_tokens=512)
@@ -89,7 +87,7 @@ SHAPES = batch_shapes(2, 2, 12, 30, max_len=42, max_tokens=512)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_warm_up_changes_no_bit_of_any_state(make_model, dtype):
-    trainer, compiler = make_trainer(make_model, dtype, enforce_parity=False)
+    trainer, runtime = make_trainer(make_model, dtype, enforce_parity=False)
     groups = [group(random.Random(0), 5, [4, 3])]
     trainer.forward_backward(pack(groups, max_tokens=512, check_parity=True, shapes=SHAPES)[0])
     assert trainer.optim_step(1e-2).applied  # moments and step counts that are not zero
@@ -98,15 +96,15 @@ def test_warm_up_changes_no_bit_of_any_state(make_model, dtype):
     trainer.warm_up(SHAPES[-3:], FILTERED, check_parity=True)
     for name, t in state.items():
         assert torch.equal(t.view(torch.uint8), before[name].view(torch.uint8)), name
-    assert trainer.weights_version == 1 and compiler.launches["optim_step"] == 2
+    assert trainer.weights_version == 1 and runtime.launches["optim_step"] == 2
 
 
 def test_nothing_is_made_after_warm_up_whatever_the_lengths(make_model):
-    trainer, compiler = make_trainer(make_model, enforce_parity=False)
+    trainer, runtime = make_trainer(make_model, enforce_parity=False)
     trainer.warm_up(SHAPES, FILTERED, check_parity=True)
-    assert compiler.captures == 3  # forward_backward, check, optim_step: one trace each
-    assert sum(len(f.graphs) for f in compiler.programs) == 2 * len(SHAPES) + 1
-    compiler.end_warm_up()
+    assert runtime.captures == 3  # forward_backward, check, optim_step: one trace each
+    assert sum(len(f.graphs) for f in runtime.programs) == 2 * len(SHAPES) + 1
+    runtime.end_warm_up()
     rng, seen = random.Random(1), set()
     for _ in range(30):
         groups = [group(rng, rng.randint(1, 12), [rng.randint(1, 30) for _ in range(2)]) for _ in range(2)]
@@ -117,22 +115,20 @@ def test_nothing_is_made_after_warm_up_whatever_the_lengths(make_model):
             trainer.check(batch)
         assert trainer.optim_step(1e-3).applied
         seen |= {shape_of(b) for b in trained}
-    assert len(seen) > 4 and (compiler.captures, compiler.recompiles) == (3, 0)
-    launches, replays = compiler.launches, compiler.replays
+    assert len(seen) > 4 and (runtime.captures, runtime.recompiles) == (3, 0)
+    launches, replays = runtime.launches, runtime.replays
     assert launches.total() - replays.total() == 2 * len(SHAPES) + 1  # those that recorded
 
     trainer.forward_backward(blank_batch(BatchShape(600, 48, 16, 42), FILTERED, True))
-    assert (compiler.captures, compiler.recompiles) == (3, 1)  # another shape: bound to the trace, and counted
+    assert (runtime.captures, runtime.recompiles) == (3, 1)  # another shape: bound to the trace, and counted
 
 
 def test_later_updates_and_a_reference_are_warmed_up_too(make_model):
-    compiler = Runtime(CompileConfig("step", "full"), CPU, recorder=FakeRecorder(), not_graph_safe={})
+    runtime = Runtime(CompileConfig("step", "full"), CPU, recorder=FakeRecorder())
     loss, reference = LossConfig(beta=0.1), make_model(seed=1)
-    trainer = Trainer(
-        make_model(), OptimizerConfig(), loss, reference=reference, enforce_parity=False, compiler=compiler
-    )
+    trainer = Trainer(make_model(), OptimizerConfig(), loss, reference=reference, enforce_parity=False, runtime=runtime)
     trainer.warm_up(SHAPES[:2], FILTERED, check_parity=True, num_iterations=3, with_checks=False)
-    compiler.end_warm_up()
+    runtime.end_warm_up()
     for seed, size in ((0, 25), (1, 12)):
         rng = random.Random(seed)
         groups = [group(rng, 12, [size, size]) for _ in range(2)]
@@ -143,7 +139,7 @@ def test_later_updates_and_a_reference_are_warmed_up_too(make_model):
             trainer.forward_backward(batch, keep_support=update == 0)
             batch.check_parity = False
             assert trainer.optim_step(1e-3).applied
-    assert (compiler.captures, compiler.recompiles) == (4, 0)  # the first update, later ones, reference, optim_step
+    assert (runtime.captures, runtime.recompiles) == (4, 0)  # the first update, later ones, reference, optim_step
 
 
 def test_warm_up_in_the_middle_of_a_step_is_refused(make_model):
@@ -163,9 +159,9 @@ def test_one_trace_serves_several_shapes_with_the_bits_of_eager(make_model):
         return seen
 
     for recorded in (False, True):
-        trainer, compiler = make_trainer(make_model, torch.bfloat16, recorded, enforce_parity=False)
+        trainer, runtime = make_trainer(make_model, torch.bfloat16, recorded, enforce_parity=False)
         eager = Trainer(
             make_model(torch.bfloat16), OptimizerConfig(weight_decay=0.1), LossConfig(), enforce_parity=False
         )
         assert all(map(torch.equal, run(trainer), run(eager)))
-        assert compiler.captures == 2 and len(compiler.programs[0].graphs) == 3
+        assert runtime.captures == 2 and len(runtime.programs[0].graphs) == 3

@@ -14,8 +14,8 @@ WARM = SamplingParams(temperature=0.7)
 FILTERED = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.02)
 
 
-def make_trainer(model, *, reference=None, enforce_parity=True, compiler=EAGER, **loss):
-    options = {"reference": reference, "enforce_parity": enforce_parity, "compiler": compiler}
+def make_trainer(model, *, reference=None, enforce_parity=True, runtime=EAGER, **loss):
+    options = {"reference": reference, "enforce_parity": enforce_parity, "runtime": runtime}
     return Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(**loss), **options)
 
 

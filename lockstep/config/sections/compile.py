@@ -25,6 +25,11 @@ class Plugin(NamedTuple):
     ranks: bool = True
     by_sizes: bool = False
 
+    @property
+    def shipped(self) -> bool:
+        """Whether it is of this package, whose sources stored graphs are kept with."""
+        return isinstance(self.hook, str) and self.hook.partition(".")[0] in ("", "lockstep")
+
 
 CAPTURES = {
     "none": Plugin(graphs=False),
@@ -106,13 +111,13 @@ class CompileConfig(Section):
 
     def check(self) -> None:
         refuse("" in self.recompute, "compile.recompute holds an empty pattern; name a module, an operator or full")
-        for i, name in enumerate(self.passes):
+        for i, name in enumerate(self.pass_names):
             refuse(
-                name not in (*PASSES, "default") and ":" not in name,
+                name not in PASSES and ":" not in name,
                 f"compile.passes has no {name!r}; use default, some of {', '.join(PASSES)}, or a function as "
                 "module:function or path.py:function",
             )
-            refuse(name in self.passes[:i], f"compile.passes has {name!r} twice; name it once")
+            refuse(name in self.pass_names[:i], f"compile.passes has {name!r} twice; name it once")
         for name, field in (("recompute", "recompute"), ("fit", "activation_memory_gib")):
             missing = bool(getattr(self, field)) and name not in self.pass_names
             refuse(missing, f"compile.{field} is set, and compile.passes leaves {name} out; add it, or default")

@@ -20,7 +20,6 @@ from ...cache import fingerprint as cache_fingerprint
 from ..ir.captured import GraphError, Level, title_of
 from ..ir.text import digest
 from ..program import Program
-from ..ranks import anywhere
 from ..runtime import Runtime
 from ..store.key import body_name
 from .comparison import Case, Comparison
@@ -112,12 +111,12 @@ def _first_fault(
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
         asked = title_of(function.name, case.statics), body_name(function.body)
         this = cache_fingerprint.key(text, asked, level, case.name, shapes)
-        if verdicts and not anywhere(runtime.peers, not verdicts.passed(this)):
+        if verdicts and not any(runtime.peers.gather(not verdicts.passed(this))):
             known += 1
             continue
         state.note()
         trial = Comparison(runtime, function, case)
-        if fault := trial.fault(interpret=first) if runtime.peers is None else trial.fault_of_any(runtime.peers):
+        if fault := trial.fault(interpret=first) if runtime.peers.size == 1 else trial.fault_of_any(runtime.peers):
             return f"{captured.title}, case {case.name!r}: {fault}", known
         if verdicts:
             verdicts.add(this, {"function": captured.title, "level": level, "case": case.name})

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...distributed import World
 from ..ir.captured import Captured, Inputs, Static, inexact_results
 from ..program import Program
-from ..ranks import Ranks
 from ..runtime import Runtime
 from .bisect import Fault, faulty_replay, faulty_step
 from .fingerprints import Snapshot, fingerprints, first_difference
@@ -91,7 +91,7 @@ class Comparison:
         what = first_difference(captured.prints, launched.prints)
         return self._faulty_replay(what) if what else None
 
-    def fault_of_any(self, peers: Ranks) -> str | None:
+    def fault_of_any(self, peers: World) -> str | None:
         """What differs in which process. All run the same, whatever is found, as their collectives must meet; so the
         node is not looked for."""
         eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))

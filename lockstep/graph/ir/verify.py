@@ -28,7 +28,7 @@ OURS = {
 _ATTENTION = "aten._scaled_dot_product"
 
 # Our operators (`namespace.name`) whose GPU path waits for the device, and why: CUDA graphs with them are refused.
-NOT_GRAPH_SAFE: Mapping[str, str] = {}
+NOT_GRAPH_SAFE: dict[str, str] = {}
 
 
 def verify(captured: Captured, not_graph_safe: Mapping[str, str] = NOT_GRAPH_SAFE) -> Captured:

@@ -16,10 +16,7 @@ from ..ir.values import tensors_in
 from ..ir.verify import overlapping
 from .cudagraph import GraphRecorder, Recording
 from .dry_run import dry_run
-from .outputs import Outputs
-from .piecewise import Piecewise
-from .pointer_guard import Addresses
-from .static_inputs import OwnInputs
+from .memory import Addresses, Outputs, OwnInputs
 
 
 class GraphLauncher:
@@ -151,6 +148,8 @@ class GraphLauncher:
     def _record(self, recorder: GraphRecorder) -> Recording:
         with torch.inference_mode(False), torch.no_grad():
             if self.captured.split_at:
+                from .piecewise import Piecewise  # only where it was chosen
+
                 return Piecewise(self.captured, recorder, self._arguments, self._lasting)
             return recorder.record(self._run, self._arguments, lasting=self._lasting)
 

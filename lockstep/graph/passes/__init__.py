@@ -84,7 +84,10 @@ def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Capt
     check(captured)
     for p in passes:
         before = captured
-        captured, note = p.apply(before)
+        found = p.apply(before)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Captured)):
+            raise GraphError(f"{p.name} returned a {type(found).__name__}; a pass returns the new graph and a note")
+        captured, note = found
         if p.preserves_numerics and (new := inexact_results(captured) - inexact_results(before)):
             raise GraphError(f"{captured.title}: {p.name} says that it changes no bits, and may change {min(new)}")
         line = f"{p.name}: {len(before.graph.nodes)} -> {len(captured.graph.nodes)} nodes; {note}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...distributed.placement import ROWS, Placement
 from ..config import ModelConfig
-from .attention import Attend, Latent
+from .attention import Attend
 from .rope import YarnScaling
 
 LATENT_EPS = 1e-6  # of the norms of the latents, whatever the model's: Hugging Face's DeepseekV3RMSNorm default
@@ -60,5 +60,5 @@ class LatentAttention(nn.Module):
         q_rope_TNP, k_rope_T1P = rotated.split((heads, 1), dim=1)
         key_up, value_up = self.kv_up.unflatten(0, (heads, -1)).split((m.nope_dim, m.v_dim), dim=1)
         q_TNR = ops.head_linear(q_TNH, key_up.transpose(1, 2))
-        latents = Latent(q_TNR, q_rope_TNP, latent_TR, k_rope_T1P.squeeze(1), self.scale)
+        latents = ops.Latent(q_TNR, q_rope_TNP, latent_TR, k_rope_T1P.squeeze(1), self.scale)
         return ops.head_linear(attend.latent(index, latents), value_up).flatten(1)

@@ -63,9 +63,9 @@ class Dispatch(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Routing]:
         """Rows sorted by expert, their plan (`ops.dispatch_plan`), the tokens' weights, and where both come from."""
         c = self.config
-        settings = c.num_experts_per_token, c.sigmoid, c.groups, c.kept_groups, c.normalize, c.scale
+        settings = c.sigmoid, c.groups, c.kept_groups, c.normalize, c.scale
         logits_TE = ops.router_logits(x_TD, router_ED)
-        weights_TK, experts_TK = ops.route(logits_TE, bias_E, *settings)
+        weights_TK, experts_TK = ops.route(logits_TE, bias_E, ops.RouteSettings(c.num_experts_per_token, *settings))
         plan = ops.dispatch_plan(experts_TK, c.num_experts)
         return ops.dispatch(x_TD, plan[0], plan[1]), plan, weights_TK, Routing(logits_TE, experts_TK)
 

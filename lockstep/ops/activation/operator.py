@@ -9,16 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import native, reference
-from ..operator import operator
+from ..operator import operator, saved
 
 
-def _silu_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[0])
-
-
-def _silu_backward(ctx, grad_TF: Tensor):
-    (gate_up_TE,) = ctx.saved_tensors
-    return silu_mul_backward(grad_TF, gate_up_TE)
+def _backward(ctx, grad_TF: Tensor):
+    return silu_mul_backward(grad_TF, *saved(ctx))
 
 
 @operator(
@@ -26,8 +21,7 @@ def _silu_backward(ctx, grad_TF: Tensor):
     native=native.silu_mul,
     cuda="triton:silu_mul",
     fake=lambda gate_up_TE: gate_up_TE.new_empty(gate_up_TE.shape[0], gate_up_TE.shape[1] // 2),
-    setup=_silu_setup,
-    backward=_silu_backward,
+    backward=_backward,
 )
 def silu_mul(gate_up_TE: Tensor) -> Tensor:
     """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F] (Shazeer 2020)."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from ..operator import operator
+from ..records import AdamWSettings, AdamWState, AdamWStep
 
 BLOCK = 1024  # elements whose squares are added first
 
@@ -31,52 +32,29 @@ def square_sums(x: Tensor) -> Tensor:
     mutates=("weights", "grad", "master", "exp_avg", "exp_avg_sq", "steps"),
     cuda="triton:adamw",
 )
-def adamw(
-    weights: Tensor | None,
-    grad: Tensor,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    steps: Tensor,
-    lr: Tensor,
-    grad_scale: Tensor,
-    applied: Tensor,
-    num_matrix_elements: int,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-) -> None:
+def adamw(state: AdamWState, step: AdamWStep, settings: AdamWSettings) -> None:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) where `applied`, else nothing; gradients are cleared always.
-
-    Args:
-        weights: the masters rounded to the compute dtype, written; None when they are the masters.
-        grad, master, exp_avg, exp_avg_sq: float32 [size]. Gradients are divided by `grad_scale` first.
-        steps: float32 [2], updates applied to matrices and to vectors, counted here.
-        lr, grad_scale: float32, 0-dim. applied: bool, 0-dim.
-        num_matrix_elements: the elements before this one are matrices', to which alone weight decay applies.
-    """
-    found_inf = (~applied).float()
-    spans = ((slice(0, num_matrix_elements), weight_decay), (slice(num_matrix_elements, None), 0.0))
-    for i, (span, decay) in enumerate(spans):
+    `steps` are counted here."""
+    found_inf, count = (~step.applied).float(), settings.num_matrix_elements
+    for i, (span, decay) in enumerate(((slice(0, count), settings.weight_decay), (slice(count, None), 0.0))):
         torch_adamw(  # leaves at once where `found_inf` is 1
-            [master[span]],
-            [grad[span]],
-            [exp_avg[span]],
-            [exp_avg_sq[span]],
+            [state.master[span]],
+            [state.grad[span]],
+            [state.exp_avg[span]],
+            [state.exp_avg_sq[span]],
             [],
-            [steps[i]],
+            [state.steps[i]],
             fused=True,
-            grad_scale=grad_scale,
+            grad_scale=step.grad_scale,
             found_inf=found_inf,
             amsgrad=False,
             maximize=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            lr=step.lr,
             weight_decay=decay,
-            eps=epsilon,
+            eps=settings.epsilon,
         )
-    if weights is not None:
-        weights.copy_(master)  # the same bits again when nothing was applied
-    grad.zero_()
+    if state.weights is not None:
+        state.weights.copy_(state.master)  # the same bits again when nothing was applied
+    state.grad.zero_()

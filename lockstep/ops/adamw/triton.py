@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..records import AdamWSettings, AdamWState, AdamWStep
 from .operator import BLOCK as SQUARES
 
 BLOCK = 2048
@@ -74,42 +75,20 @@ def _adamw_kernel(
     tl.store(grad_ptr + at, 0.0, mask=inside)
 
 
-def adamw(
-    weights: Tensor | None,
-    grad: Tensor,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    steps: Tensor,
-    lr: Tensor,
-    grad_scale: Tensor,
-    applied: Tensor,
-    num_matrix_elements: int,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-) -> None:
+def adamw(state: AdamWState, step: AdamWStep, settings: AdamWSettings) -> None:
     """See `adamw.operator.adamw`."""
-    steps.add_(applied)
-    correction = torch.stack((1.0 - beta1**steps, 1.0 - beta2**steps))
-    _adamw_kernel[(triton.cdiv(grad.numel(), BLOCK),)](
-        master if weights is None else weights,
-        grad,
-        master,
-        exp_avg,
-        exp_avg_sq,
-        lr,
-        grad_scale,
-        applied.to(torch.int32),
+    steps, size = state.steps.add_(step.applied), state.grad.numel()
+    correction = torch.stack((1.0 - settings.beta1**steps, 1.0 - settings.beta2**steps))
+    _adamw_kernel[(triton.cdiv(size, BLOCK),)](
+        state.master if state.weights is None else state.weights,
+        *state[1:5],
+        step.lr,
+        step.grad_scale,
+        step.applied.to(torch.int32),
         correction,
-        grad.numel(),
-        num_matrix_elements,
-        beta1,
-        beta2,
-        epsilon,
-        weight_decay,
-        HAS_WEIGHTS=weights is not None,
+        size,
+        *settings,
+        HAS_WEIGHTS=state.weights is not None,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )

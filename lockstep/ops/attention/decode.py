@@ -1,6 +1,7 @@
-"""Attention of one new token a sequence, from the fused projection on: the bits of the separate operators.
+"""Attention of one new token a sequence from the fused projection on, and what comes before it alone: the bits of the
+separate operators, in fewer kernels on a GPU.
 
-Shape suffixes: E fused projection, N query heads, H head dim, S sequences, C groups of sequences, W rows of a group.
+Shape suffixes: T rows, E fused projection, N query heads, K key/value heads, H head dim, S sequences.
 """
 
 from __future__ import annotations
@@ -9,45 +10,53 @@ import torch
 from torch import Tensor
 
 from ..operator import operator
-from ..records import Rotation
-from ..rope.fused import qk_norm_rope_write_kv
-from .operator import attention_paged
+from ..records import ALONE, Contexts, KVPages, Paged, PrefixGroups, Rotation
+from ..rope.operator import qk_norm_rope
+from .operator import attention_paged, write_kv
+
+
+def _queries_fake(qkv_TE, by, *_):
+    heads = by.num_heads + (0 if qkv_TE.is_cuda else by.num_kv_heads)  # strides as the implementations leave them
+    return qkv_TE.new_empty(qkv_TE.shape[0], heads, by.cos_sin_TH.shape[1])[:, : by.num_heads]
+
+
+@operator(
+    "lockstep::qk_norm_rope_write_kv",
+    mutates=("k_cache", "v_cache"),
+    cuda=".rope.triton:qk_norm_rope_write_kv",
+    fake=_queries_fake,
+)
+def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:
+    """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values; the queries, [T, N, H]. No
+    autograd."""
+    qk = qk_norm_rope.on_cpu[qkv_TE.dtype](qkv_TE, by)
+    v_TKH = qkv_TE[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (by.num_kv_heads, qk.shape[2]))
+    write_kv.on_cpu[qk.dtype](qk[:, by.num_heads :], v_TKH, cache, slots_T)
+    return qk[:, : by.num_heads]
 
 
 @operator(
     "lockstep::attention_decode",
     mutates=("k_cache", "v_cache"),
     cuda="triton_decode:attention_decode",
-    fake=lambda qkv_SE, q_weight_H, k_weight_H, cos_sin_SH, num_heads, *_: qkv_SE.new_empty(
-        qkv_SE.shape[0], num_heads, cos_sin_SH.shape[1]
-    ),
+    fake=lambda qkv_SE, by, *_: qkv_SE.new_empty(qkv_SE.shape[0], by.num_heads, by.cos_sin_TH.shape[1]),
 )
 def attention_decode(
     qkv_SE: Tensor,
-    q_weight_H: Tensor | None,
-    k_weight_H: Tensor | None,
-    cos_sin_SH: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    by: Rotation,
+    cache: KVPages,
     slots_S: Tensor,
-    block_table: Tensor,
-    context_len_S: Tensor,
-    max_context_len: int,
-    group_rows_CW: Tensor | None = None,
-    shared_len_S: Tensor | None = None,
+    contexts: Contexts,
+    groups: PrefixGroups = ALONE,
 ) -> Tensor:
     """`qk_norm_rope_write_kv` and `attention_paged` of one new token a sequence, [S, N, H]. No autograd.
 
     Args:
-        qkv_SE: the tokens' fused projections; arguments up to `slots_S` are as in `qk_norm_rope_write_kv`.
+        qkv_SE: the tokens' fused projections.
         slots_S: where each sequence's last position lies by its block table. Elsewhere for a row that is idle: what it
             attends to means nothing.
-        block_table: and the others are as in `attention_paged`.
     """
-    rotation = Rotation(q_weight_H, k_weight_H, cos_sin_SH, num_heads, num_kv_heads, eps)
-    q_SNH = qk_norm_rope_write_kv.on_cpu(qkv_SE, rotation, k_cache, v_cache, slots_S)
+    q_SNH = qk_norm_rope_write_kv.on_cpu[qkv_SE.dtype](qkv_SE, by, cache, slots_S)
     cu_seqlens = torch.arange(qkv_SE.shape[0] + 1, dtype=torch.int32)
-    return attention_paged.on_cpu(q_SNH, k_cache, v_cache, block_table, cu_seqlens, context_len_S, 1, max_context_len)
+    paged = Paged(contexts.block_table, cu_seqlens, contexts.context_len_S, 1, contexts.max_context_len)
+    return attention_paged.on_cpu[q_SNH.dtype](q_SNH, cache, paged, groups)

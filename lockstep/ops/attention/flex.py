@@ -11,104 +11,37 @@ Shape suffixes: T rows, S segments or sequences, N query heads, K key/value head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from ..embedding.operator import accumulate_rows
-from ..operator import SAME, operator
+from ..operator import operator
+from ..records import FlexMask, FlexSizes, KVPages, Packed, Paged
 from . import reference, reference_backward
 from .masks import visibility
 
 
-def flex_tiles_packed(
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-    window: int,
-) -> list[Tensor]:
+def flex_tiles_packed(by: Packed, sizes: FlexSizes, window: int) -> list[Tensor]:
     """Where a GPU finds the queries and keys of packed segments: the same for all layers with this window. Nothing on a
-    CPU. Arguments as in `flex_packed`; a prefix must begin a segment that has none itself."""
-    if not cu_seqlens.is_cuda:
-        return []
-    return _tiles_packed(cu_seqlens, prefix_start_S, prefix_len_S, tokens, heads, kv_heads, max_len, window)
+    CPU. A prefix must begin a segment that has none itself."""
+    return _tiles_packed(by, sizes, window) if by.cu_seqlens.is_cuda else []
 
 
-def flex_tiles_paged(
-    tokens: int,
-    heads: int,
-    k_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    max_context_len: int,
-    window: int,
-) -> list[Tensor]:
-    """`flex_tiles_packed` of a paged cache, [P, page_size, K, H]; arguments as in `flex_paged`."""
-    if not cu_seqlens.is_cuda:
-        return []
-    pages, page_size, kv_heads = k_cache.shape[:3]
-    sizes = tokens, heads, kv_heads, pages, page_size, max_context_len, window
-    return _tiles_paged(block_table, cu_seqlens, context_len_S, *sizes)
+def flex_tiles_paged(by: Paged, sizes: FlexSizes, k_cache: Tensor, window: int) -> list[Tensor]:
+    """`flex_tiles_packed` of a paged cache, [P, page_size, K, H]."""
+    return _tiles_paged(by, sizes, *k_cache.shape[:2], window) if by.cu_seqlens.is_cuda else []
 
 
-def _tiles_packed_fake(*args):
+@operator("lockstep::flex_tiles_packed", cuda="triton_flex:tiles_packed", fake="triton_flex:tiles_packed")
+def _tiles_packed(by: Packed, sizes: FlexSizes, window: int) -> list[Tensor]:
     from . import triton_flex
 
-    return triton_flex.tiles_packed(*args)
+    return triton_flex.tiles_packed(by, sizes, window)
 
 
-@operator(
-    "lockstep::flex_tiles_packed",
-    cuda=SAME,
-    fake=_tiles_packed_fake,
-)
-def _tiles_packed(
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    max_len: int,
-    window: int,
-) -> list[Tensor]:
+@operator("lockstep::flex_tiles_paged", cuda="triton_flex:tiles_paged", fake="triton_flex:tiles_paged")
+def _tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window: int) -> list[Tensor]:
     from . import triton_flex
 
-    return triton_flex.tiles_packed(cu_seqlens, prefix_start_S, prefix_len_S, tokens, heads, kv_heads, max_len, window)
-
-
-def _tiles_paged_fake(*args):
-    from . import triton_flex
-
-    return triton_flex.tiles_paged(*args)
-
-
-@operator(
-    "lockstep::flex_tiles_paged",
-    cuda=SAME,
-    fake=_tiles_paged_fake,
-)
-def _tiles_paged(
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    pages: int,
-    page_size: int,
-    max_context_len: int,
-    window: int,
-) -> list[Tensor]:
-    from . import triton_flex
-
-    sizes = tokens, heads, kv_heads, pages, page_size, max_context_len, window
-    return triton_flex.tiles_paged(block_table, cu_seqlens, context_len_S, *sizes)
+    return triton_flex.tiles_paged(by, sizes, pages, page_size, window)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -129,57 +62,25 @@ def _backward(ctx, grad_TNH: Tensor):
     setup=_setup,
     backward=_backward,
 )
-def flex_packed(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-    window: int,
-    mask: str,
-    tiles: Sequence[Tensor],
-) -> Tensor:
-    """`attention_packed` where a query sees, of the keys up to its own, those of a window and a mask; [T, N, H].
-
-    Args:
-        window, mask: see `masks.visibility`.
-        tiles: `flex_tiles_packed` of the same layout and window; the others as in `attention_packed`.
-    """
-    visible = visibility(window, mask)
-    return reference.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_start_S, prefix_len_S, visible)
+def flex_packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask) -> Tensor:
+    """`attention_packed` where a query sees, of the keys up to its own, those of a window and a mask; [T, N, H]."""
+    return reference.packed(q_TNH, k_TKH, v_TKH, by, visibility(*mask[:2]))
 
 
 @operator(
     "lockstep::flex_packed_backward",
     cuda="triton_flex:packed_backward",
-    fake=lambda grad_TNH, q_TNH, k_TKH, v_TKH, *_: (
-        q_TNH.new_empty(q_TNH.shape),
-        k_TKH.new_empty(k_TKH.shape),
-        v_TKH.new_empty(v_TKH.shape),
-    ),
+    fake=lambda grad_TNH, q_TNH, k_TKH, v_TKH, *_: tuple(x.new_empty(x.shape) for x in (q_TNH, k_TKH, v_TKH)),
 )
 def flex_packed_backward(
-    grad_TNH: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-    window: int,
-    mask: str,
-    tiles: Sequence[Tensor],
+    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time.
 
     Args:
         grad_TNH: gradient of the output, contiguous; the others are what the forward was given.
     """
-    layout, visible = (cu_seqlens, prefix_start_S, prefix_len_S), visibility(window, mask)
-    return reference_backward.packed(grad_TNH, q_TNH, k_TKH, v_TKH, *layout, accumulate_rows, visible)
+    return reference_backward.packed(grad_TNH, q_TNH, k_TKH, v_TKH, by, visibility(*mask[:2]))
 
 
 @operator(
@@ -187,23 +88,10 @@ def flex_packed_backward(
     cuda="triton_flex:paged",
     fake=lambda q_TNH, *_: q_TNH.new_empty(q_TNH.shape),
 )
-def flex_paged(
-    q_TNH: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    max_query_len: int,
-    max_context_len: int,
-    window: int,
-    mask: str,
-    tiles: Sequence[Tensor],
-) -> Tensor:
-    """`attention_paged` with a window and a mask, see `flex_packed`, and `flex_tiles_paged`; [T, N, H].
+def flex_paged(q_TNH: Tensor, cache: KVPages, by: Paged, mask: FlexMask) -> Tensor:
+    """`attention_paged` with a window and a mask, see `flex_packed`; [T, N, H].
 
     On a GPU a page must be one key tile or several (`KEY_TILE` positions each), and what the cache holds at positions
     that do not exist yet must be finite.
     """
-    paged = block_table, cu_seqlens, context_len_S, max_query_len, max_context_len
-    return reference.paged(q_TNH, k_cache, v_cache, *paged, visibility(window, mask))
+    return reference.paged(q_TNH, cache, by, visibility(*mask[:2]))

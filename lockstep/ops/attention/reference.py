@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..records import Contexts, KVPages, Packed, Paged
 from ..reference import MIN_COLUMNS
 from .masks import MaskFunction
 
@@ -39,75 +42,59 @@ class _Block:
     count: int
 
 
-def packed(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    visible: MaskFunction | None = None,
-) -> Tensor:
+class _Keys(NamedTuple):
+    """Keys and values, the row of each of a sequence's positions (of [B] sequences and [B, L] positions), and what a
+    query sees of them if not all before it."""
+
+    k_RKH: Tensor
+    v_RKH: Tensor
+    rows: Callable[[Tensor, Tensor], Tensor]
+    visible: MaskFunction | None
+
+
+def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, visible: MaskFunction | None = None) -> Tensor:
     """See `attention.operator.attention_packed`; with `visible`, `flex.flex_packed`."""
-    starts, prefix_len = cu_seqlens.tolist(), prefix_len_S.tolist()
+    starts, prefix_len = by.cu_seqlens.tolist(), by.prefix_len_S.tolist()
     queries = [(starts[s], starts[s + 1] - starts[s], prefix_len[s]) for s in range(len(prefix_len))]
-    start_S, prefix_start, prefix = cu_seqlens[:-1].long(), prefix_start_S.long(), prefix_len_S.long()
+    start_S, prefix_start, prefix = by.cu_seqlens[:-1].long(), by.prefix_start_S.long(), by.prefix_len_S.long()
 
     def rows(sequence_B: Tensor, position_BL: Tensor) -> Tensor:
         own = (start_S - prefix)[sequence_B].unsqueeze(1)
         shared = prefix_start[sequence_B].unsqueeze(1)
         return position_BL + torch.where(position_BL < prefix[sequence_B].unsqueeze(1), shared, own)
 
-    return _attend(q_TNH, k_TKH, v_TKH, queries, rows, visible)
+    return _attend(q_TNH, _Keys(k_TKH, v_TKH, rows, visible), queries)
 
 
-def paged(
-    q_TNH: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    max_query_len: int,
-    max_context_len: int,
-    visible: MaskFunction | None = None,
-) -> Tensor:
+def paged(q_TNH: Tensor, cache: KVPages, by: Paged, visible: MaskFunction | None = None) -> Tensor:
     """See `attention.operator.attention_paged`; with `visible`, `flex.flex_paged`."""
-    if q_TNH.shape[0] == context_len_S.shape[0] == max_query_len * context_len_S.shape[0]:
-        return _decode(q_TNH, k_cache, v_cache, block_table, context_len_S, max_context_len, visible)
-    starts, context = cu_seqlens.tolist(), context_len_S.tolist()
+    if contexts := by.decoding(q_TNH.shape[0]):
+        return _decode(q_TNH, cache, contexts, visible)
+    starts, context = by.cu_seqlens.tolist(), by.context_len_S.tolist()
     lengths = [starts[s + 1] - starts[s] for s in range(len(context))]
     queries = [(starts[s], n, context[s] - n) for s, n in enumerate(lengths)]
-    page_size = k_cache.shape[1]
+    page_size = cache.k_cache.shape[1]
 
     def rows(sequence_B: Tensor, position_BL: Tensor) -> Tensor:
-        pages = block_table[sequence_B].gather(1, position_BL // page_size).long()
+        pages = by.block_table[sequence_B].gather(1, position_BL // page_size).long()
         return pages * page_size + position_BL % page_size
 
-    return _attend(q_TNH, k_cache.flatten(0, 1), v_cache.flatten(0, 1), queries, rows, visible)
+    return _attend(q_TNH, _Keys(cache.k_cache.flatten(0, 1), cache.v_cache.flatten(0, 1), rows, visible), queries)
 
 
-def _decode(
-    q_SNH: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    context_len_S: Tensor,
-    max_context_len: int,
-    visible: MaskFunction | None = None,
-) -> Tensor:
+def _decode(q_SNH: Tensor, cache: KVPages, by: Contexts, visible: MaskFunction | None) -> Tensor:
     """One new token a sequence: all sequences in one block each, padded with masked tiles, which change no bit."""
-    length = -(-max_context_len // KEY_TILE) * KEY_TILE
-    page_size = k_cache.shape[1]
-    keys_L, page_L, offset_L = _page_offsets(length, page_size, block_table.shape[1])
-    last_S1 = context_len_S.unsqueeze(1) - 1
-    rows_SL = block_table.index_select(1, page_L) * page_size + offset_L
+    length = -(-by.max_context_len // KEY_TILE) * KEY_TILE
+    page_size = cache.k_cache.shape[1]
+    keys_L, page_L, offset_L = _page_offsets(length, page_size, by.block_table.shape[1])
+    last_S1 = by.context_len_S.unsqueeze(1) - 1
+    rows_SL = by.block_table.index_select(1, page_L) * page_size + offset_L
     visible_SL = keys_L <= last_S1
     rows_SL = torch.where(visible_SL, rows_SL, rows_SL[:, :1])
     if visible is not None:
         visible_SL = visible(last_S1.int(), keys_L)
     bias_S1L = torch.where(visible_SL, 0.0, -torch.inf).unsqueeze(1)
-    caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    caches = cache.k_cache.flatten(0, 1), cache.v_cache.flatten(0, 1)
     return (
         _softmax_attention(q_SNH.unsqueeze(1), *caches, rows_SL, bias_S1L, visible is not None).squeeze(1).contiguous()
     )
@@ -120,14 +107,7 @@ def _page_offsets(length: int, page_size: int, pages: int) -> tuple[Tensor, Tens
     return keys_L, (keys_L // page_size).clamp(max=pages - 1), keys_L % page_size
 
 
-def _attend(
-    q_TNH: Tensor,
-    k_RKH: Tensor,
-    v_RKH: Tensor,
-    queries: list[tuple[int, int, int]],
-    rows,
-    visible: MaskFunction | None = None,
-) -> Tensor:
+def _attend(q_TNH: Tensor, keys: _Keys, queries: list[tuple[int, int, int]]) -> Tensor:
     """Run all query blocks; `queries` holds (first row, length, first absolute position) a sequence."""
     out_TNH = torch.zeros_like(q_TNH)
     by_tiles: dict[tuple[int, int], list[_Block]] = defaultdict(list)
@@ -140,21 +120,11 @@ def _attend(
     for (tiles, width), blocks in by_tiles.items():
         size = max(1, SCORE_BUDGET // (q_TNH.shape[1] * width * tiles * KEY_TILE))
         for i in range(0, len(blocks), size):
-            _attend_blocks(out_TNH, q_TNH, k_RKH, v_RKH, blocks[i : i + size], width, tiles, rows, visible)
+            _attend_blocks(out_TNH, q_TNH, keys, blocks[i : i + size], width, tiles)
     return out_TNH
 
 
-def _attend_blocks(
-    out_TNH: Tensor,
-    q_TNH: Tensor,
-    k_RKH: Tensor,
-    v_RKH: Tensor,
-    blocks: list[_Block],
-    width: int,
-    tiles: int,
-    rows,
-    visible: MaskFunction | None,
-) -> None:
+def _attend_blocks(out_TNH: Tensor, q_TNH: Tensor, keys: _Keys, blocks: list[_Block], width: int, tiles: int) -> None:
     """Blocks that need `tiles` key tiles, each `width` query tokens wide (short ones repeat their last token)."""
     table = torch.tensor([(b.sequence, b.row, b.position, b.count) for b in blocks])
     sequence_B, row_B, position_B, count_B = table.unbind(1)
@@ -162,12 +132,12 @@ def _attend_blocks(
     query_BW = torch.minimum(offset_W, count_B.unsqueeze(1) - 1)  # within the block
     keys_L = torch.arange(tiles * KEY_TILE)
     last_B1 = (position_B + count_B - 1).unsqueeze(1)
-    key_rows_BL = rows(sequence_B, torch.minimum(keys_L, last_B1))
+    key_rows_BL, visible = keys.rows(sequence_B, torch.minimum(keys_L, last_B1)), keys.visible
     position_BW1 = (position_B.unsqueeze(1) + query_BW).unsqueeze(2)
     hidden_BWL = keys_L > position_BW1 if visible is None else ~visible(position_BW1.int(), keys_L.int())
     bias_BWL = torch.zeros(1).masked_fill(hidden_BWL, -torch.inf)
     token_BW = row_B.unsqueeze(1) + query_BW
-    out = _softmax_attention(q_TNH[token_BW], k_RKH, v_RKH, key_rows_BL, bias_BWL, visible is not None)
+    out = _softmax_attention(q_TNH[token_BW], keys.k_RKH, keys.v_RKH, key_rows_BL, bias_BWL, visible is not None)
     real = offset_W < count_B.unsqueeze(1)
     out_TNH.index_copy_(0, token_BW[real], out[real])
 

@@ -7,11 +7,13 @@ dim.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..embedding.operator import accumulate_rows
+from ..records import Packed
 from .masks import MaskFunction
 
 ROUND = 32  # segments whose lengths round up to the same multiples run together
@@ -23,10 +25,7 @@ def packed(
     q_TNH: Tensor,
     k_TKH: Tensor,
     v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    accumulate_rows: Callable[[Tensor, Tensor, Tensor], Tensor],
+    by: Packed,
     visible: MaskFunction | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention.operator.attention_packed` (with `visible`, of `flex.flex_packed`) for q, k, v,
@@ -34,7 +33,7 @@ def packed(
     grad_q = torch.zeros_like(q_TNH, dtype=torch.float32)
     grad_k = torch.zeros_like(k_TKH, dtype=torch.float32)
     grad_v = torch.zeros_like(v_TKH, dtype=torch.float32)
-    starts, prefix_start, prefix_len = cu_seqlens.tolist(), prefix_start_S.tolist(), prefix_len_S.tolist()
+    starts, prefix_start, prefix_len = (x.tolist() for x in by[:3])
     batches: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
     for s, (p_start, p_len) in enumerate(zip(prefix_start, prefix_len, strict=True)):
         length = starts[s + 1] - starts[s]
@@ -45,16 +44,23 @@ def packed(
         size = max(1, SCORE_BUDGET // (q_TNH.shape[1] * queries * keys))
         for i in range(0, len(segments), size):
             table = torch.tensor(segments[i : i + size]).to(q_TNH.device)
-            token_BQ, row_BL, bias_BQL = _layout(table, queries, keys, visible)
-            dq, dk, dv = _dense(grad_TNH, q_TNH, k_TKH, v_TKH, token_BQ, row_BL, bias_BQL)
-            accumulate_rows(grad_q, token_BQ.flatten(), dq)
-            accumulate_rows(grad_k, row_BL.flatten(), dk)
-            accumulate_rows(grad_v, row_BL.flatten(), dv)
+            layout = _layout(table, queries, keys, visible)
+            dq, dk, dv = _dense(grad_TNH, q_TNH, k_TKH, v_TKH, layout)
+            accumulate_rows(grad_q, layout.token_BQ.flatten(), dq)
+            accumulate_rows(grad_k, layout.row_BL.flatten(), dk)
+            accumulate_rows(grad_v, layout.row_BL.flatten(), dv)
     return grad_q.to(q_TNH.dtype), grad_k.to(k_TKH.dtype), grad_v.to(v_TKH.dtype)
 
 
-def _layout(table: Tensor, queries: int, keys: int, visible: MaskFunction | None) -> tuple[Tensor, Tensor, Tensor]:
+class _Padded(NamedTuple):
     """Rows of the padded queries and keys, and the mask as a bias; padding points at the segment's first row."""
+
+    token_BQ: Tensor
+    row_BL: Tensor
+    bias_BQL: Tensor
+
+
+def _layout(table: Tensor, queries: int, keys: int, visible: MaskFunction | None) -> _Padded:
     start, length, prefix_start, prefix_len = (column.unsqueeze(1) for column in table.unbind(1))
     q = torch.arange(queries, device=table.device)
     k = torch.arange(keys, device=table.device)
@@ -64,19 +70,14 @@ def _layout(table: Tensor, queries: int, keys: int, visible: MaskFunction | None
     position_BQ1 = (prefix_len + q).unsqueeze(2)
     seen = k <= position_BQ1 if visible is None else visible(position_BQ1.int(), k.int())
     hidden = ~(seen & (q < length).unsqueeze(2))
-    return token_BQ, row_BL, torch.zeros(1, device=table.device).masked_fill(hidden, -torch.inf)
+    return _Padded(token_BQ, row_BL, torch.zeros(1, device=table.device).masked_fill(hidden, -torch.inf))
 
 
 def _dense(
-    grad_TNH: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    token_BQ: Tensor,
-    row_BL: Tensor,
-    bias_BQL: Tensor,
+    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: _Padded
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients [B * Q, N, H], [B * L, K, H] twice, float32; padded rows are exactly zero."""
+    token_BQ, row_BL, bias_BQL = layout
     batch, queries = token_BQ.shape
     heads, head_dim = q_TNH.shape[1:]
     kv_heads = k_TKH.shape[1]

@@ -11,25 +11,27 @@ M query rows of a program, G query heads of a kv head, L keys of a tile.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..records import ALONE, KVPages, Packed, Paged, PrefixGroups
 from . import triton_decode
 from .reference import KEY_SPLIT, KEY_TILE
-from .triton_tiles import LONG, MIN_BLOCK, Keys, attend, empty_state, load_queries, merge_states, rows_last
-
-
-class AttentionTile(NamedTuple):
-    """How the kernel runs: query rows of a program, warps, pipeline stages."""
-
-    query_rows: int
-    warps: int
-    stages: int
-
+from .triton_tiles import (
+    LONG,
+    MIN_BLOCK,
+    AttentionTile,
+    Keys,
+    Queries,
+    attend,
+    empty_state,
+    load_query_parts,
+    merge_states,
+    rows_last,
+)
 
 TILE = AttentionTile(64, 4, 3)
 LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG` keys
@@ -63,8 +65,7 @@ def _zero_rows(
 
 @triton.jit
 def _attend_causal(
-    q_MH,
-    q_MP,
+    q,
     last_M,
     begin,
     unmasked_end,  # below it all rows see all keys
@@ -78,14 +79,12 @@ def _attend_causal(
     BLOCK_L: tl.constexpr,
 ):
     """The state of the keys at positions `begin` to `end`, none of them in another split."""
-    state = empty_state(q_MH.shape[0], q_MH.shape[1])
+    state = empty_state(q[0].shape[0], q[0].shape[1])
     if IS_LONG:
         masked = tl.maximum(begin, tl.minimum(unmasked_end, end))
-        state = attend(
-            state, q_MH, q_MP, last_M, begin, masked, keys, scale, False, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L
-        )
+        state = attend(state, q, last_M, begin, masked, keys, scale, False, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L)
         begin = masked
-    return attend(state, q_MH, q_MP, last_M, begin, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L)
+    return attend(state, q, last_M, begin, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -148,13 +147,8 @@ def _attention_kernel(
     row_M = first_row + tl.arange(0, BLOCK_M)
     token_M, head_M = row_M // GROUP, kv_head * GROUP + row_M % GROUP
     inside_M = token_M < length
-    q_MH = load_queries(q_ptr, first + token_M, head_M, q_stride, q_head_stride, inside_M, HEAD_DIM, BLOCK_H)
-    q_MP = None
-    if ROPE_DIM > 0:
-        q_MP = load_queries(
-            q_rope_ptr, first + token_M, head_M, q_rope_stride, q_rope_head_stride, inside_M, ROPE_DIM, BLOCK_P
-        )
-
+    queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
+    q = load_query_parts(queries, first + token_M, head_M, inside_M, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, prefix, shared, own, k_rope_ptr, k_rope_stride)
@@ -165,13 +159,13 @@ def _attention_kernel(
         state = empty_state(BLOCK_M, BLOCK_H)
         for begin in range(0, end, SPLIT):
             of_split = _attend_causal(
-                q_MH, q_MP, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), keys, scale, IS_LONG,
+                q, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), keys, scale, IS_LONG,
                 PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L,
             )  # fmt: skip
             state = merge_states(state, of_split)
     else:
         state = _attend_causal(
-            q_MH, q_MP, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L
+            q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L
         )
 
     shift_M, sum_M, acc_MH = state
@@ -190,17 +184,11 @@ def _tile(max_context: int, head_dim: int, dtype: torch.dtype) -> AttentionTile:
 
 
 def _launch(
-    q_TNH: Tensor,
-    k_RKH: Tensor,
-    v_RKH: Tensor,
-    cu_seqlens: Tensor,
-    length_S: Tensor,
-    table: Tensor,
-    page_size: int,
-    max_queries: int,
-    max_context: int,
+    q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, at: tuple[Tensor, ...], page_size: int, bounds: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; `max_queries` bounds a sequence's query tokens, `max_context` its keys."""
+    """Output and log-sum-exp, from the kernel's arguments `cu_seqlens_ptr` to `table_ptr`, and from bounds on a
+    sequence's query tokens and on its keys."""
+    max_queries, max_context = bounds
     tokens, heads, head_dim = q_TNH.shape
     kv_heads = k_RKH.shape[1]
     group = heads // kv_heads
@@ -208,18 +196,16 @@ def _launch(
     out_TNH = torch.empty((tokens, heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)
     lse_KTG = torch.empty((kv_heads, tokens, group), dtype=torch.float32, device=q_TNH.device)
     tile = _tile(max_context, head_dim, q_TNH.dtype)
-    grid = (max(triton.cdiv(max_queries * group, tile.query_rows), 1), kv_heads, length_S.shape[0] + 1)
+    grid = (max(triton.cdiv(max_queries * group, tile.query_rows), 1), kv_heads, at[1].shape[0] + 1)
     _attention_kernel[grid](
         q_TNH,
         k_RKH,
         v_RKH,
         out_TNH,
         lse_KTG,
-        cu_seqlens,
-        length_S,
-        table,
+        *at,
         tokens,
-        table.stride(0),
+        at[2].stride(0),
         *(stride for x in (q_TNH, k_RKH, v_RKH) for stride in x.stride()[:2]),
         head_dim**-0.5 * math.log2(math.e),
         PAGE_SIZE=page_size,
@@ -237,37 +223,16 @@ def _launch(
     return out_TNH, lse_KTG
 
 
-def packed(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-) -> tuple[Tensor, Tensor]:
+def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> tuple[Tensor, Tensor]:
     """See `attention.operator.attention_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [K, T,
     G]."""
-    return _launch(q_TNH, k_TKH, v_TKH, cu_seqlens, prefix_len_S, prefix_start_S, 0, max_len, max_len)
+    return _launch(q_TNH, k_TKH, v_TKH, (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), 0, (by.max_len,) * 2)
 
 
-def paged(
-    q_TNH: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    max_query_len: int,
-    max_context_len: int,
-    group_rows_CW: Tensor | None = None,
-    shared_len_S: Tensor | None = None,
-) -> Tensor:
+def paged(q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE) -> Tensor:
     """See `attention.operator.attention_paged`."""
-    if max_query_len == 1 and q_TNH.shape[0] == context_len_S.shape[0]:
-        return triton_decode.decode(
-            q_TNH, k_cache, v_cache, block_table, context_len_S, max_context_len, group_rows_CW, shared_len_S
-        )
-    k_RKH, v_RKH = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
-    page_size, bounds = k_cache.shape[1], (max_query_len, max_context_len)
-    return _launch(q_TNH, k_RKH, v_RKH, cu_seqlens, context_len_S, block_table, page_size, *bounds)[0]
+    if contexts := by.decoding(q_TNH.shape[0]):
+        return triton_decode.decode(q_TNH, cache, contexts, groups)
+    k_RKH, v_RKH = (pages.view(-1, *pages.shape[2:]) for pages in cache)
+    at, bounds = (by.cu_seqlens, by.context_len_S, by.block_table), (by.max_query_len, by.max_context_len)
+    return _launch(q_TNH, k_RKH, v_RKH, at, cache.k_cache.shape[1], bounds)[0]

@@ -18,7 +18,6 @@ program, L keys of a tile.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..records import Rotation
+from ..records import ALONE, Contexts, KVPages, PrefixGroups, Rotation
 from ..rope.triton import qk_norm_rope, rotated_heads
 from ..row_alignment import aligned_rows
 from . import triton_prefetch
@@ -35,18 +34,6 @@ from .triton_tiles import MIN_BLOCK, Keys, attend, empty_state, load_queries, me
 
 STAGES = 3
 MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
-
-
-class Projected(NamedTuple):
-    """What a fused projection becomes queries, keys and values with: see `decode.attention_decode`."""
-
-    q_weight_H: Tensor | None
-    k_weight_H: Tensor | None
-    cos_sin_SH: Tensor
-    num_heads: int
-    num_kv_heads: int
-    eps: float
-    slots_S: Tensor
 
 
 @triton.jit
@@ -148,7 +135,7 @@ def _group_kernel(
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0)
     state = empty_state(BLOCK_M, BLOCK_H)
-    state = attend(state, q_MH, None, row_M, begin, end, keys, scale, False, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
+    state = attend(state, (q_MH, q_MH), row_M, begin, end, keys, scale, False, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
     heads = tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
@@ -252,7 +239,7 @@ def _decode_kernel(
         state = _load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
     last_M = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
-    state = attend(state, q_MH, None, last_M, start, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
+    state = attend(state, (q_MH, q_MH), last_M, start, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
     if SPLITS:
         _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
     else:
@@ -302,23 +289,21 @@ def _rows_and_warps(rows: int) -> tuple[int, int]:
 
 def decode(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    context_len_S: Tensor,
-    max_context_len: int,
-    group_rows_CW: Tensor | None = None,
-    shared_len_S: Tensor | None = None,
-    projected: Projected | None = None,
+    cache: KVPages,
+    by: Contexts,
+    groups: PrefixGroups = ALONE,
+    rotation: Rotation | None = None,
+    slots_S: Tensor | None = None,
 ) -> Tensor:
     """See `attention.operator.attention_paged`: row s of `q` is the query of sequence s's last token, [S, N, H]. Or,
-    with `projected`, see `decode.attention_decode`: it is that token's fused projection, [S, (N + 2K) * H]."""
-    (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, k_cache.shape
-    heads, device = projected.num_heads if projected else q.shape[1], q.device
-    group, splits = heads // kv_heads, max(triton.cdiv(max_context_len, KEY_SPLIT), 1)
-    k_RKH, v_RKH = (rows_last(cache.view(-1, *cache.shape[2:])) for cache in (k_cache, v_cache))
+    with a rotation, see `decode.attention_decode`: it is that token's fused projection, [S, (N + 2K) * H]."""
+    (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, cache.k_cache.shape
+    projected, group_rows_CW = rotation is not None, groups.group_rows_CW
+    heads, device = rotation.num_heads if rotation else q.shape[1], q.device
+    group, splits = heads // kv_heads, max(triton.cdiv(by.max_context_len, KEY_SPLIT), 1)
+    k_RKH, v_RKH = (rows_last(pages.view(-1, *pages.shape[2:])) for pages in cache)
     q = aligned_rows(q).view(sequences, -1, head_dim) if projected else rows_last(q)
-    block_table = rows_last(block_table)
+    block_table = rows_last(by.block_table)
     grouped = group_rows_CW is not None and group_rows_CW.numel() > 0
     assert not (grouped and projected), "what groups read is rotated before"
     stored = (splits, sequences, heads) if grouped or splits > 1 else (0,)
@@ -334,44 +319,50 @@ def decode(
         count, width = group_rows_CW.shape
         rows, warps = _rows_and_warps(min(width * group, MAX_GROUP_ROWS))
         grid = (kv_heads, count * triton.cdiv(width * group, rows), splits)
-        members = (group_rows_CW.contiguous(), shared_len_S, sequences)
+        members = (group_rows_CW.contiguous(), groups.shared_len_S, sequences)
         _group_kernel[grid](
             q, k_RKH, v_RKH, acc, statistics, block_table, *members, *strides, scale, WIDTH=width,
             BLOCK_M=rows, num_warps=warps, **tiles,
         )  # fmt: skip
-    rows, warps = _rows_and_warps(group + (projected is not None))
-    lengths = (context_len_S, shared_len_S if grouped else context_len_S)
+    rows, warps = _rows_and_warps(group + projected)
+    lengths = (by.context_len_S, groups.shared_len_S if grouped else by.context_len_S)
     bounds = block_table.shape[1], k_RKH.shape[0]
     ahead = triton_prefetch.keys(kv_heads * sequences * splits, k_RKH, v_RKH) if dims["PDL"] and not grouped else 0
     _decode_kernel[kv_heads, sequences, splits](
-        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(q, projected), *bounds, *strides,
-        scale, AHEAD=ahead,
-        PROJECTED=projected is not None, NORM=projected is not None and projected.q_weight_H is not None,
+        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(q, rotation, slots_S), *bounds,
+        *strides, scale, AHEAD=ahead,
+        PROJECTED=projected, NORM=rotation is not None and rotation.q_weight_H is not None,
         SPLITS=splits > 1, GROUPED=grouped, BLOCK_M=rows, num_warps=warps, **tiles,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[kv_heads, sequences](
-            out_SNH, acc, statistics, context_len_S, statistics.numel() // 2, BLOCK_M=triton.next_power_of_2(group),
+            out_SNH, acc, statistics, by.context_len_S, statistics.numel() // 2, BLOCK_M=triton.next_power_of_2(group),
             num_warps=1, enable_fp_fusion=False, **dims,
         )  # fmt: skip
     return out_SNH
 
 
-def _rotation(q: Tensor, x: Projected | None) -> tuple[Tensor, Tensor, Tensor, Tensor, int, float]:
+def _rotation(
+    q: Tensor, x: Rotation | None, slots_S: Tensor | None
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor, int, float]:
     """Slots, norm weights, the rotary table and its stride, epsilon; any tensors where none is read."""
     if x is None:
         return q, q, q, q, 0, 0.0
-    cos_sin_SH = aligned_rows(x.cos_sin_SH)
+    cos_sin_SH = aligned_rows(x.cos_sin_TH)
     weights = (q if weight is None else aligned_rows(weight) for weight in (x.q_weight_H, x.k_weight_H))
-    return x.slots_S, *weights, cos_sin_SH, cos_sin_SH.stride(0), x.eps
+    return slots_S, *weights, cos_sin_SH, cos_sin_SH.stride(0), x.eps
 
 
-def attention_decode(qkv_SE: Tensor, *arguments) -> Tensor:
+def attention_decode(
+    qkv_SE: Tensor,
+    by: Rotation,
+    cache: KVPages,
+    slots_S: Tensor,
+    contexts: Contexts,
+    groups: PrefixGroups = ALONE,
+) -> Tensor:
     """See `decode.attention_decode`."""
-    *rotation, k_cache, v_cache, slots_S = arguments[:9]
-    block_table, context_len_S, max_context_len, *groups = arguments[9:]
-    paged = k_cache, v_cache, block_table, context_len_S, max_context_len
-    if not groups or groups[0] is None or groups[0].numel() == 0:
-        return decode(qkv_SE, *paged, projected=Projected(*rotation, slots_S))
-    q_SNH = qk_norm_rope(qkv_SE, Rotation(*rotation), (k_cache, v_cache, slots_S))  # each query is in two programs
-    return decode(q_SNH, *paged, *groups)
+    if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
+        return decode(qkv_SE, cache, contexts, rotation=by, slots_S=slots_S)
+    q_SNH = qk_norm_rope(qkv_SE, by, (*cache, slots_S))  # each query is in two programs
+    return decode(q_SNH, cache, contexts, groups)

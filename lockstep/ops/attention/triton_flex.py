@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..embedding.operator import accumulate_rows
 from ..operator import recording_gradients, sizes_apart
+from ..records import FlexMask, FlexSizes, KVPages, Packed, Paged
 from .masks import visibility
 from .reference import KEY_TILE
 
@@ -89,42 +90,22 @@ class _Blocks(NamedTuple):
     out_rows: Tensor
 
 
-def tiles_packed(
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    max_len: int,
-    window: int,
-) -> list[Tensor]:
+def tiles_packed(by: Packed, sizes: FlexSizes, window: int) -> list[Tensor]:
     """`Tiles` of packed segments, those of the forward pass and then those of the backward pass."""
-    layout = cu_seqlens, prefix_start_S, prefix_len_S, tokens, heads, kv_heads, max_len, window
-    return [*_tiles_packed(*layout, FORWARD), *_tiles_packed(*layout, BACKWARD)]
+    return [*_tiles_packed(by, sizes, window, FORWARD), *_tiles_packed(by, sizes, window, BACKWARD)]
 
 
-def _tiles_packed(
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    max_len: int,
-    window: int,
-    size: Size,
-) -> Tiles:
+def _tiles_packed(by: Packed, sizes: FlexSizes, window: int, size: Size) -> Tiles:
     """Whole tiles of a prefix are those of the segment that it begins."""
-    segments, device = prefix_len_S.shape[0], cu_seqlens.device
-    (start_S, length_S), prefix_S = _spans(cu_seqlens, segments), prefix_len_S.long()
+    segments, device, tokens = by.prefix_len_S.shape[0], by.cu_seqlens.device, sizes.tokens
+    (start_S, length_S), prefix_S = _spans(by.cu_seqlens, segments), by.prefix_len_S.long()
     context_S = torch.where(length_S > 0, prefix_S + length_S, 0)
     shared_S = prefix_S // size.tile
     own_S = ((context_S + size.tile - 1) // size.tile - shared_S).clamp(min=0)
     end_S = own_S.cumsum(0)
     begin_S = end_S - own_S
-    owner_S = (torch.searchsorted(start_S, prefix_start_S.long(), right=True) - 1).clamp(0, segments - 1)
-    tile_L = torch.arange(max(-(-max_len // size.tile), 2), device=device)
+    owner_S = (torch.searchsorted(start_S, by.prefix_start_S.long(), right=True) - 1).clamp(0, segments - 1)
+    tile_L = torch.arange(max(-(-by.max_len // size.tile), 2), device=device)
     is_shared_SL = tile_L < shared_S.unsqueeze(1)
     table_SL = torch.where(is_shared_SL, begin_S[owner_S].unsqueeze(1), (begin_S - shared_S).unsqueeze(1)) + tile_L
 
@@ -135,28 +116,17 @@ def _tiles_packed(
     key_position, real = position.int(), position < context_S[sequence]
     position = torch.minimum(position, context_S[sequence] - 1)
     in_prefix = position < prefix_S[sequence]
-    key_rows = position + torch.where(in_prefix, prefix_start_S.long()[sequence], (start_S - prefix_S)[sequence])
+    key_rows = position + torch.where(in_prefix, by.prefix_start_S.long()[sequence], (start_S - prefix_S)[sequence])
     key_rows = key_rows.clamp(0, tokens - 1)
 
-    blocks = _blocks(start_S, length_S, prefix_S, tokens, heads, kv_heads, size.rows)
-    lists = _lists(blocks, table_SL, physical, window, size, heads // kv_heads)
-    position = _positions(blocks, size, heads // kv_heads)
+    blocks, group = _blocks(start_S, length_S, prefix_S, sizes, size.rows), sizes.heads // sizes.kv_heads
+    lists = _lists(blocks, table_SL, physical, window, size, group)
+    position = _positions(blocks, size, group)
     targets = torch.where(real, key_rows, tokens + row % size.tile)
     return Tiles(blocks.query_rows, blocks.out_rows, position, key_position, *lists, key_rows, targets)
 
 
-def tiles_paged(
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    pages: int,
-    page_size: int,
-    max_context_len: int,
-    window: int,
-) -> list[Tensor]:
+def tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window: int) -> list[Tensor]:
     """`Tiles` of a cache of so many pages, which is read where it lies.
 
     Sequences that share a page have it at the same positions. A row without a sequence may still name a page that is
@@ -164,13 +134,13 @@ def tiles_paged(
     """
     if page_size % KEY_TILE:
         raise ValueError(f"pages have {page_size} positions; flex attention reads multiples of {KEY_TILE}")
-    each, context_S = page_size // KEY_TILE, context_len_S.long()
-    table = block_table[:, : -(-max_context_len // page_size)].long()
+    each, context_S = page_size // KEY_TILE, by.context_len_S.long()
+    table = by.block_table[:, : -(-by.max_context_len // page_size)].long()
     table_SL = (table.unsqueeze(2) * each + torch.arange(each, device=table.device)).flatten(1)
-    start_S, length_S = _spans(cu_seqlens, context_S.shape[0])
-    blocks = _blocks(start_S, length_S, context_S - length_S, tokens, heads, kv_heads, FORWARD.rows)
-    position = _positions(blocks, FORWARD, heads // kv_heads)
-    lists = _lists(blocks, table_SL, pages * each, window, FORWARD, heads // kv_heads)
+    start_S, length_S = _spans(by.cu_seqlens, context_S.shape[0])
+    blocks, group = _blocks(start_S, length_S, context_S - length_S, sizes, FORWARD.rows), sizes.heads // sizes.kv_heads
+    position = _positions(blocks, FORWARD, group)
+    lists = _lists(blocks, table_SL, pages * each, window, FORWARD, group)
     tile_L = torch.arange(table_SL.shape[1], device=table.device).expand_as(table_SL)
     place_SL = torch.where(tile_L * KEY_TILE < context_S.unsqueeze(1), table_SL, pages * each)
     tile_R = table.new_full((pages * each + 1,), -1).scatter_reduce(0, place_SL.flatten(), tile_L.flatten(), "amax")
@@ -186,11 +156,10 @@ def _spans(cu_seqlens: Tensor, segments: int) -> tuple[Tensor, Tensor]:
     return start_S, cu_seqlens[s + 1] - start_S
 
 
-def _blocks(
-    start_S: Tensor, length_S: Tensor, before_S: Tensor, tokens: int, heads: int, kv_heads: int, rows: int
-) -> _Blocks:
+def _blocks(start_S: Tensor, length_S: Tensor, before_S: Tensor, sizes: FlexSizes, rows: int) -> _Blocks:
     """Cut sequences into blocks; `before_S` is what each has before its tokens. One block more than there can be, which
     sees nothing."""
+    tokens, heads, kv_heads = sizes
     group, segments, device = heads // kv_heads, start_S.shape[0], start_S.device
     width, end_of_S = rows // group, start_S + length_S
     blocks_S = (length_S + width - 1) // width
@@ -243,80 +212,46 @@ def _lists(
     return count_B.int(), list_BL.int()
 
 
-def packed(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-    window: int,
-    mask: str,
-    tiles: Sequence[Tensor],
-) -> Tensor:
+def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask) -> Tensor:
     """See `flex.flex_packed`."""
     if not _real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape)
-    where = Tiles(*tiles[: len(Tiles._fields)])
+    where = Tiles(*mask.tiles[: len(Tiles._fields)])
     k, v = (_as_tiles(x.index_select(0, where.key_rows)) for x in (k_TKH, v_TKH))
-    return _forward(q_TNH, k, v, where, window, mask)
+    return _forward(q_TNH, k, v, where, mask)
 
 
-def paged(
-    q_TNH: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    max_query_len: int,
-    max_context_len: int,
-    window: int,
-    mask: str,
-    tiles: Sequence[Tensor],
-) -> Tensor:
+def paged(q_TNH: Tensor, cache: KVPages, by: Paged, mask: FlexMask) -> Tensor:
     """See `flex.flex_paged`."""
     if not _real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape)
-    where = Tiles(*tiles)
-    k, v = (_as_tiles(cache.flatten(0, 1)) for cache in (k_cache, v_cache))
-    return _forward(q_TNH, k, v, where, window, mask)
+    k, v = (_as_tiles(pages.flatten(0, 1)) for pages in cache)
+    return _forward(q_TNH, k, v, Tiles(*mask.tiles), mask)
 
 
 def packed_backward(
-    grad_TNH: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-    window: int,
-    mask: str,
-    tiles: Sequence[Tensor],
+    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `flex.flex_packed_backward`: the forward again, then torch's own backward, which has no atomics here."""
     if not _real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape), k_TKH.new_empty(k_TKH.shape), v_TKH.new_empty(v_TKH.shape)
-    where = Tiles(*tiles[len(Tiles._fields) :])
+    where = Tiles(*mask.tiles[len(Tiles._fields) :])
     k, v = (_as_tiles(x.index_select(0, where.key_rows)) for x in (k_TKH, v_TKH))
     q, grad = (_to_blocks(x, k, where) for x in (q_TNH, grad_TNH))
     grad = grad.masked_fill((where.position < 0).view(1, 1, -1, 1), 0.0)
     with recording_gradients():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = _attend(window, mask, True)(*leaves, *where[2:6])
+        out = _attend(mask.window, mask.mask, True)(*leaves, *where[2:6])
         dq, dk, dv = torch.autograd.grad(out, leaves, grad)
     dq_TNH = _from_blocks(dq, q_TNH, where)
-    padding_T = torch.arange(len(q_TNH), device=q_TNH.device) >= cu_seqlens[-1]
+    padding_T = torch.arange(len(q_TNH), device=q_TNH.device) >= by.cu_seqlens[-1]
     dk_TKH, dv_TKH = (_from_tiles(x, where, len(k_TKH)) for x in (dk, dv))
     return dq_TNH.masked_fill_(padding_T[:, None, None], 0.0), dk_TKH, dv_TKH
 
 
-def _forward(q_TNH: Tensor, k: Tensor, v: Tensor, where: Tiles, window: int, mask: str) -> Tensor:
+def _forward(q_TNH: Tensor, k: Tensor, v: Tensor, where: Tiles, mask: FlexMask) -> Tensor:
     """The queries' results from keys and values as tiles, [T, N, H]."""
-    out = _attend(window, mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:6])
+    out = _attend(mask.window, mask.mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:6])
     return _from_blocks(out, q_TNH, where)
 
 

@@ -1,4 +1,5 @@
-"""The expression that every attention kernel evaluates: key tiles, their online softmax, and the merging of splits.
+"""The expression that every attention kernel evaluates: key tiles, their online softmax, and the merging of splits. And
+the sums of its gradients, over keys and over queries.
 
 Keys come in tiles of `KEY_TILE` at absolute positions, ascending; at every multiple of `KEY_SPLIT` a fresh online
 softmax begins, and the splits' states are merged left to right. A tile that is masked for a row multiplies its
@@ -19,14 +20,38 @@ Shape suffixes: H head dim, P rotated dim, M query rows of a program, L keys of 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .reference import KEY_TILE
+
 MIN_BLOCK = 16  # tl.dot's smallest side
 LONG = 512  # keys of a sequence above which larger tiles of queries pay
+LN_2 = tl.constexpr(math.log(2))
+
+
+class AttentionTile(NamedTuple):
+    """How a kernel runs: query rows of a program, warps, pipeline stages, and, where they are free, keys of a tile."""
+
+    query_rows: int
+    warps: int
+    stages: int
+    keys: int = KEY_TILE
+
+
+class Queries(NamedTuple):
+    """In a kernel: query rows of tokens and heads, and their rotated part if ROPE_DIM > 0."""
+
+    ptr: Any
+    stride: Any
+    head_stride: Any
+    rope_ptr: Any = None
+    rope_stride: Any = None
+    rope_head_stride: Any = None
 
 
 class Keys(NamedTuple):
@@ -103,6 +128,44 @@ def load_queries(ptr, token_M, head_M, stride, head_stride, inside_M, HEAD_DIM: 
 
 
 @triton.jit
+def load_query_parts(
+    x,
+    token_M,
+    head_M,
+    inside_M,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """`load_queries` of both parts of `Queries`; where there is one, it stands for the other."""
+    q_MH = load_queries(x.ptr, token_M, head_M, x.stride, x.head_stride, inside_M, HEAD_DIM, BLOCK_H)
+    q_MP = q_MH
+    if ROPE_DIM > 0:
+        q_MP = load_queries(x.rope_ptr, token_M, head_M, x.rope_stride, x.rope_head_stride, inside_M, ROPE_DIM, BLOCK_P)
+    return q_MH, q_MP
+
+
+@triton.jit
+def load_key_parts(
+    x,
+    row_L,
+    inside_L,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """`load_rows` of keys, of values and of the keys' rotated part, from `Keys`; keys stand for what there is not."""
+    k_LH = load_rows(x.k_ptr, row_L, x.k_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
+    if ROPE_DIM > 0:
+        return k_LH, k_LH, load_rows(x.rope_ptr, row_L, x.rope_stride, inside_L, MASKED, ROPE_DIM, BLOCK_P)
+    else:
+        return k_LH, load_rows(x.v_ptr, row_L, x.v_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H), k_LH
+
+
+@triton.jit
 def scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM: tl.constexpr):
     """Products of query rows and keys, float32 [M, L]."""
     score_ML = tl.dot(q_MH, tl.trans(k_LH), input_precision="ieee")
@@ -114,8 +177,7 @@ def scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM: tl.constexpr):
 @triton.jit
 def attend(
     state,
-    q_MH,
-    q_MP,  # if ROPE_DIM > 0
+    q,  # [M, H], and [M, P] if ROPE_DIM > 0
     last_M,  # the last position that a row sees
     begin,  # a multiple of BLOCK_L
     end,
@@ -130,18 +192,15 @@ def attend(
     """The state with the keys at positions `begin` to `end` added: a tile of the online softmax (Milakov and Gimelshein
     2018) after the other."""
     shift_M, sum_M, acc_MH = state
+    q_MH, q_MP = q
     BLOCK_M: tl.constexpr = q_MH.shape[0]
     BLOCK_H: tl.constexpr = q_MH.shape[1]
+    BLOCK_P: tl.constexpr = q_MP.shape[1] if ROPE_DIM > 0 else 0
     row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys.table_ptr, keys.prefix, keys.shared, keys.own, PAGE_SIZE)
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
-        k_LH = load_rows(keys.k_ptr, row_L, keys.k_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
-        v_LH, k_LP = k_LH, None
-        if ROPE_DIM > 0:
-            k_LP = load_rows(keys.rope_ptr, row_L, keys.rope_stride, inside_L, MASKED, ROPE_DIM, q_MP.shape[1])
-        else:
-            v_LH = load_rows(keys.v_ptr, row_L, keys.v_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
+        k_LH, v_LH, k_LP = load_key_parts(keys, row_L, inside_L, MASKED, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
         visible_ML = position_L[None, :] <= last_M[:, None]
         score_ML = scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM)
         if MASKED:
@@ -175,6 +234,103 @@ def merge_states(state, next_state):
     total_MH = acc_MH * alpha_M[:, None] + next_acc_MH * beta_M[:, None]
     total_MH = tl.where(none_M[:, None], acc_MH, tl.where(only_M[:, None], next_acc_MH, total_MH))
     return new_M, total_M, total_MH
+
+
+@triton.jit
+def over_keys(
+    dq_MH,
+    dq_MP,  # if ROPE_DIM > 0
+    q,  # [M, H], and [M, P] if ROPE_DIM > 0
+    grad_MH,
+    lse_M,
+    delta_M,
+    position_M,
+    begin,
+    end,
+    keys,
+    scale,
+    MASKED: tl.constexpr,  # some row does not see some of the keys
+    HEAD_DIM: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """dQ with the keys at positions `begin` to `end` added."""
+    BLOCK_H: tl.constexpr = grad_MH.shape[1]
+    for start in range(begin, end, BLOCK_L):
+        position_L = start + tl.arange(0, BLOCK_L)
+        row_L = key_rows(position_L, end, keys.table_ptr, keys.prefix, keys.shared, keys.own, 0)
+        k_LH, v_LH, k_LP = load_key_parts(keys, row_L, position_L < end, MASKED, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
+        p_ML = tl.exp2(scores(q[0], q[1], k_LH, k_LP, ROPE_DIM) * scale - lse_M[:, None])
+        if MASKED:
+            p_ML = tl.where(position_L[None, :] <= position_M[:, None], p_ML, 0.0)
+        dp_ML = tl.dot(grad_MH, tl.trans(v_LH), input_precision="ieee")
+        ds_ML = (p_ML * (dp_ML - delta_M[:, None])).to(k_LH.dtype)
+        dq_MH = tl.dot(ds_ML, k_LH, dq_MH, input_precision="ieee")
+        if ROPE_DIM > 0:
+            dq_MP = tl.dot(ds_ML, k_LP, dq_MP, input_precision="ieee")
+    return dq_MH, dq_MP
+
+
+class Rows(NamedTuple):
+    """In a kernel: what the forward and the first kernel left of a kv head's query rows."""
+
+    grad_ptr: Any
+    grad_stride: Any
+    lse_ptr: Any
+    delta_ptr: Any
+
+
+@triton.jit
+def over_queries(
+    dk_LH,
+    other_LX,  # dV; if ROPE_DIM > 0, dK of the rotated part
+    keys,  # [L, H], values [L, H], and the rotated part [L, P] if ROPE_DIM > 0
+    row_L,
+    visible_L,
+    begin,
+    stop,
+    end,
+    queries,
+    rows,
+    scale,
+    MASK: tl.constexpr,  # "causal": a query sees keys up to its row; "visible": those of visible_L; "none": all
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,  # if ROPE_DIM > 0
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The gradients with the query rows (token * G + head) of the tiles that start in `begin` to `stop` added, those
+    below `end`; products are transposed, keys first."""
+    k_LH, v_LH, k_LP = keys
+    BLOCK_H: tl.constexpr = k_LH.shape[1]
+    for start in range(begin, stop, BLOCK_M):
+        row_M = start + tl.arange(0, BLOCK_M)
+        token_M, head_M = row_M // GROUP, row_M % GROUP
+        inside_M, statistic_M = row_M < end, row_M
+        if ROPE_DIM > 0:
+            statistic_M = token_M.to(tl.int64) * HEADS + head_M
+        q_MH, q_MP = load_query_parts(queries, token_M, head_M, inside_M, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
+        grad_MH = load_queries(rows.grad_ptr, token_M, head_M, rows.grad_stride, HEAD_DIM, inside_M, HEAD_DIM, BLOCK_H)
+        lse_M = tl.load(rows.lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
+        delta_M = tl.load(rows.delta_ptr + statistic_M, mask=inside_M, other=0.0)
+        p_LM = tl.exp2(scores(k_LH, k_LP, q_MH, q_MP, ROPE_DIM) * scale - lse_M[None, :])
+        if MASK == "causal":
+            p_LM = tl.where(row_L[:, None] <= token_M[None, :], p_LM, 0.0)
+        if MASK == "visible":
+            p_LM = tl.where(visible_L[:, None], p_LM, 0.0)
+        if ROPE_DIM == 0:
+            other_LX = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, other_LX, input_precision="ieee")
+        dp_LM = tl.dot(v_LH, tl.trans(grad_MH), input_precision="ieee")
+        ds_LM = p_LM * (dp_LM - delta_M[None, :])
+        if ROPE_DIM > 0:
+            ds_LM = ds_LM * (scale * LN_2)  # beside dV, which has no such factor
+            dk_LH = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, dk_LH, input_precision="ieee")
+            other_LX = tl.dot(ds_LM.to(q_MH.dtype), q_MP, other_LX, input_precision="ieee")
+        dk_LH = tl.dot(ds_LM.to(q_MH.dtype), q_MH, dk_LH, input_precision="ieee")
+    return dk_LH, other_LX
 
 
 @triton.jit

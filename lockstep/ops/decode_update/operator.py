@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..operator import operator
+from ..records import DecodeRows, Drawn
 
 
 @operator(
@@ -41,36 +42,23 @@ def decode_slots(
     mutates=("token_R", "position_R", "remaining_R", "results_RMN", "next_result"),
     cuda="triton:advance",
 )
-def advance_rows(
-    drawn_R: Tensor,
-    logprob_R: Tensor,
-    model_logprob_R: Tensor,
-    stop_RK: Tensor,
-    token_R: Tensor,
-    position_R: Tensor,
-    remaining_R: Tensor,
-    results_RMN: Tensor,
-    next_result: Tensor,
-    route_R: Tensor | None = None,
-) -> None:
+def advance_rows(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> None:
     """Store what was drawn and leave each row ready for its next token.
 
-    A row whose token is its last (by count, or one of its stop ids) becomes idle: nothing remains, position 0.
+    A row whose token is its last (by count, or one of its stop ids) becomes idle: nothing remains, position 0. Of the
+    step `next_result`, which then moves on, the words are the token, -1 from an idle row, both log-probabilities' bits,
+    and `route`.
 
     Args:
-        drawn_R: int64, with float32 log-probabilities of the sampled distribution and of the model's own.
-        stop_RK: int64; -1: none.
-        token_R, position_R, remaining_R: the rows' state, int64, int64 and int32.
-        results_RMN: int32 words; of step `next_result` (int64 [1], which then moves on) the token, -1 from an idle row,
-            both log-probabilities' bits, and `route`.
         route_R: int32, of the experts that the row was routed to; None, and M is 3, without any.
     """
-    marked_R = drawn_R.int().masked_fill_(remaining_R == 0, -1)
-    words = [marked_R, logprob_R.view(torch.int32), model_logprob_R.view(torch.int32)]
+    marked_R = drawn.drawn_R.int().masked_fill_(rows.remaining_R == 0, -1)
+    words = [marked_R, drawn.logprob_R.view(torch.int32), drawn.model_logprob_R.view(torch.int32)]
     if route_R is not None:
         words.append(route_R)
-    results_RMN.index_copy_(2, next_result, torch.stack(words, dim=1).unsqueeze(2))
-    next_result.add_(1)
-    token_R.copy_(drawn_R)
-    remaining_R.sub_(1).clamp_min_(0).masked_fill_((stop_RK == drawn_R.unsqueeze(1)).any(1), 0)
-    position_R.add_(1).masked_fill_(remaining_R == 0, 0)
+    rows.results_RMN.index_copy_(2, rows.next_result, torch.stack(words, dim=1).unsqueeze(2))
+    rows.next_result.add_(1)
+    rows.token_R.copy_(drawn.drawn_R)
+    stopped_R = (rows.stop_RK == drawn.drawn_R.unsqueeze(1)).any(1)
+    rows.remaining_R.sub_(1).clamp_min_(0).masked_fill_(stopped_R, 0)
+    rows.position_R.add_(1).masked_fill_(rows.remaining_R == 0, 0)

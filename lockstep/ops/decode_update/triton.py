@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
+from ..records import DecodeRows, Drawn
 
 BLOCK = 128
 NUM_WARPS = 4
@@ -109,37 +110,19 @@ def _advance_kernel(
     tl.store(next_ptr, step + 1)
 
 
-def advance(
-    drawn_R: Tensor,
-    logprob_R: Tensor,
-    model_logprob_R: Tensor,
-    stop_RK: Tensor,
-    token_R: Tensor,
-    position_R: Tensor,
-    remaining_R: Tensor,
-    results_RMN: Tensor,
-    next_result: Tensor,
-    route_R: Tensor | None = None,
-) -> None:
+def advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> None:
     """See `decode_update.operator.advance_rows`."""
-    assert stop_RK.is_contiguous() and results_RMN.is_contiguous()
-    assert results_RMN.shape[1] == 3 + (route_R is not None)
+    assert rows.stop_RK.is_contiguous() and rows.results_RMN.is_contiguous()
+    assert rows.results_RMN.shape[1] == 3 + (route_R is not None)
     _advance_kernel[(1,)](
-        drawn_R,
-        logprob_R,
-        model_logprob_R,
-        stop_RK,
-        token_R,
-        position_R,
-        remaining_R,
-        results_RMN,
-        next_result,
-        drawn_R if route_R is None else route_R,  # read if there are four words
-        drawn_R.shape[0],
-        WORDS=results_RMN.shape[1],
-        STEPS=results_RMN.shape[2],
-        STOPS=stop_RK.shape[1],
+        *drawn,
+        *rows,
+        drawn.drawn_R if route_R is None else route_R,  # read if there are four words
+        drawn.drawn_R.shape[0],
+        WORDS=rows.results_RMN.shape[1],
+        STEPS=rows.results_RMN.shape[2],
+        STOPS=rows.stop_RK.shape[1],
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
-        **pdl.options(token_R),
+        **pdl.options(rows.token_R),
     )

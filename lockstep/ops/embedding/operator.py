@@ -8,21 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operator import SAME, operator
-from . import backward
+from ..operator import SAME, operator, save, saved
 
 
 def _gather_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.table_rows = inputs[0].shape[0]
+    save(ctx, inputs[1], inputs[0].shape[0])
 
 
 def _gather_backward(ctx, grad_TD: Tensor):
-    (rows_T,) = ctx.saved_tensors
+    rows_T, table_rows = saved(ctx)
     if grad_TD.is_cuda:
-        return backward.gather_rows(grad_TD, rows_T, ctx.table_rows), None
-    total_RD = torch.zeros(ctx.table_rows, grad_TD.shape[1], dtype=torch.float32, device=grad_TD.device)
-    return accumulate_rows(total_RD, rows_T, grad_TD.float()).to(grad_TD.dtype), None
+        return gather_rows_backward(grad_TD, rows_T, table_rows)
+    total_RD = torch.zeros(table_rows, grad_TD.shape[1], dtype=torch.float32, device=grad_TD.device)
+    return accumulate_rows(total_RD, rows_T, grad_TD.float()).to(grad_TD.dtype)
 
 
 @operator(
@@ -35,6 +33,17 @@ def _gather_backward(ctx, grad_TD: Tensor):
 def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:
     """Rows of a table (embedding lookup, logit positions), [T, D]. The backward adds duplicates in a fixed order."""
     return table_RD.index_select(0, rows_T)
+
+
+@operator(
+    "lockstep::gather_rows_backward",
+    gpu_only=True,
+    cuda="triton_backward:gather_rows",
+    fake=lambda grad_TD, rows_T, table_rows: grad_TD.new_empty(table_rows, grad_TD.shape[1]),
+)
+def gather_rows_backward(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:  # type: ignore[empty-body]
+    """Gradient of `gather_rows` for its table, [R, D]: a row's gradients add up in float32, in an order that `rows_T`
+    alone decides. A trace keeps it whole; on a CPU it is plain torch."""
 
 
 def accumulate_rows(total_RD: Tensor, rows_T: Tensor, values_TD: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _gather_whole_kernel(
 
 
 def gather_rows(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:
-    """See `embedding.backward.gather_rows`."""
+    """See `embedding.operator.gather_rows_backward`."""
     out_RD = torch.zeros((table_rows, grad_TD.shape[1]), dtype=grad_TD.dtype, device=grad_TD.device)
     add_gathered_rows(out_RD, grad_TD, rows_T)
     return out_RD

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..attention import triton_backward as attention_triton_backward
-from ..records import Rotation
+from ..records import AttentionGradient, Packed, Rotation
 from ..rope import triton_backward as rope_triton_backward
 
 ADD_BLOCK, ADD_WARPS = 4096, 8
 
 
 def rotated_attention(
-    grad_TNH: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    out_TNH: Tensor,
-    lse_KTG: Tensor,
-    layout: tuple[Any, ...],
-    qkv_TE: Tensor,
-    by: Rotation,
+    x: AttentionGradient, by: Packed, qkv_TE: Tensor, rotation: Rotation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `fused.backward.rotated_attention_packed`; `layout` is its arguments of the packing. Values' gradients are
-    written where they stay, those of queries and keys where the rotation reads them."""
-    (tokens, num_heads, head_dim), kv_heads = q_TNH.shape, k_TKH.shape[1]
+    """See `fused.backward.rotated_attention_packed`. Values' gradients are written where they stay, those of queries
+    and keys where the rotation reads them."""
+    (tokens, num_heads, head_dim), kv_heads = x.q_TNH.shape, x.k_TKH.shape[1]
     grad_qkv_TE = torch.empty((tokens, qkv_TE.shape[1]), dtype=qkv_TE.dtype, device=qkv_TE.device)
-    grad_qk = torch.empty((tokens, num_heads + kv_heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)
+    grad_qk = torch.empty((tokens, num_heads + kv_heads, head_dim), dtype=x.q_TNH.dtype, device=qkv_TE.device)
     dq_TNH, dk_TKH = grad_qk.split((num_heads, kv_heads), dim=1)
     dv_TKH = grad_qkv_TE.unflatten(1, (-1, head_dim)).narrow(1, num_heads + kv_heads, kv_heads)
-    attention_triton_backward.packed_into(
-        grad_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG, *layout, (dq_TNH, dk_TKH, dv_TKH)
-    )
-    return rope_triton_backward.qk_norm_rope(grad_qk, qkv_TE, by, grad_qkv_TE)
+    attention_triton_backward.packed_into((dq_TNH, dk_TKH, dv_TKH), x, by)
+    return rope_triton_backward.qk_norm_rope(grad_qk, qkv_TE, rotation, grad_qkv_TE)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
     fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]),
 )
 def _norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    return linear.on_cpu(rms_norm.on_cpu(x_TD, norm_D, eps), weight_ED)
+    return linear.on_cpu[x_TD.dtype](rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps), weight_ED)
 
 
 @operator(
@@ -53,7 +53,9 @@ def _norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) ->
     fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
 )
 def _norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    return silu_mul.on_cpu(linear.on_cpu(rms_norm.on_cpu(x_TD, norm_D, eps), weight_ED))
+    return silu_mul.on_cpu[x_TD.dtype](
+        linear.on_cpu[x_TD.dtype](rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps), weight_ED)
+    )
 
 
 @operator(
@@ -62,4 +64,4 @@ def _norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -
     fake=lambda x_TK, weight_NK, residual_TN: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
 )
 def _linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
-    return linear.on_cpu(x_TK, weight_NK).add_(residual_TN)
+    return linear.on_cpu[x_TK.dtype](x_TK, weight_NK).add_(residual_TN)

@@ -33,7 +33,7 @@ def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
 )
 def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """The same product with the float32 accumulator as its result (logits, router scores). No autograd."""
-    return linear.on_cpu(x_TK.float(), weight_NK.float())
+    return linear.on_cpu[torch.float32](x_TK.float(), weight_NK.float())
 
 
 @operator(

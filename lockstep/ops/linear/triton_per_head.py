@@ -7,29 +7,18 @@ Shape suffixes: T rows, N heads, M output columns, K contracted dim.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..tables.linear_table import Choice
 
-class PerHeadTile(NamedTuple):
-    """Tile sizes, warps and pipeline stages."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-SMALL, LARGE = PerHeadTile(16, 128, 64, 4, 4), PerHeadTile(128, 128, 64, 8, 3)
+SMALL, LARGE = Choice("per_head", 16, 128, 64, 4, 4), Choice("per_head", 128, 128, 64, 8, 3)
 MANY_ROWS = 64
 
 
-def _tile(rows: int) -> PerHeadTile:
+def _tile(rows: int) -> Choice:
     return SMALL if rows < MANY_ROWS else LARGE
 
 
@@ -74,7 +63,7 @@ def head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
     (rows, heads, depth), columns = x_TNK.shape, weight_NMK.shape[1]
     out_TNM = torch.empty((rows, heads, columns), dtype=x_TNK.dtype, device=x_TNK.device)
     tile = _tile(rows)
-    _head_linear_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), heads)](
+    _head_linear_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n), heads)](
         x_TNK,
         weight_NMK,
         out_TNM,
@@ -83,10 +72,10 @@ def head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
         depth,
         *x_TNK.stride(),
         *weight_NMK.stride(),
-        BLOCK_T=tile.rows,
-        BLOCK_M=tile.columns,
-        BLOCK_K=tile.depth,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        BLOCK_T=tile.block_m,
+        BLOCK_M=tile.block_n,
+        BLOCK_K=tile.block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return out_TNM

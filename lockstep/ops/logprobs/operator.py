@@ -15,85 +15,102 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..linear.operator import linear_fp32
-from ..operator import SAME, operator
+from ..linear.operator import linear_fp32, matmul
+from ..native import library
+from ..operator import SAME, operator, save, saved
+from ..records import Filters, SampleKeys, ScoredRows, cut
 from . import reference
-from .backward import token_logprobs_backward
+from .reference import divisor, pack_support, unpack_support
 
 CHUNK = 1024  # rows of logits at a time
 
 
-class RowStatistics(NamedTuple):
-    """Per row, float32: log-sum-exp of the logits; of logits / temperature over the support; the smallest
-    logit / temperature in the support (-inf: all); entropy in nats at temperature 1, untruncated."""
-
-    lse_C: Tensor
-    sampled_lse_C: Tensor
-    threshold_C: Tensor
-    entropy_C: Tensor
-
-
-def _rows(x: Tensor) -> ModuleType:
+def _rows(logits_CV: Tensor) -> ModuleType:
     """The implementation of the row functions for this device."""
-    if not x.is_cuda:
-        return native if native.usable(x) else reference
+    if not logits_CV.is_cuda:
+        return reference if library.current is None else native
     from . import triton as logprobs_triton
 
     return logprobs_triton
 
 
+@operator(
+    "lockstep::token_logprobs_backward",
+    cuda="triton_backward:token_logprobs_backward",
+    fake=lambda grad_logprob_C, grad_model_C, hidden_CD, weight_VD, by: (
+        hidden_CD.new_empty(hidden_CD.shape),
+        weight_VD.new_empty(weight_VD.shape),
+    ),
+)
+def token_logprobs_backward(
+    grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, hidden_CD: Tensor, weight_VD: Tensor, by: ScoredRows
+) -> tuple[Tensor, Tensor]:
+    """Gradients for the hidden rows and the LM head, [C, D] and [V, D] in the inputs' dtype. Without `grad_model_C`
+    only the sampled distribution's log-probabilities were differentiated, without `grad_logprob_C` only the model's.
+
+    On a CPU a chunk is a range of rows, and gradients of the weight add up in float32.
+    """
+    grad_hidden = torch.empty_like(hidden_CD)
+    grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
+    for i in range(0, hidden_CD.shape[0], CHUNK):
+        c = slice(i, i + CHUNK)
+        logits_CV = linear_fp32(hidden_CD[c], weight_VD)
+        grads = (None if grad_C is None else grad_C[c] for grad_C in (grad_logprob_C, grad_model_C))
+        grad_CV = grad_logits(logits_CV, cut(by, c), *grads).to(hidden_CD.dtype)
+        grad_hidden[c] = matmul(grad_CV, weight_VD)
+        grad_weight += matmul(grad_CV.t(), hidden_CD[c])
+    return grad_hidden, grad_weight.to(weight_VD.dtype)
+
+
+def grad_logits(
+    logits_CV: Tensor, by: ScoredRows, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None
+) -> Tensor:
+    """`d/dlogits` of both log-probabilities: (one-hot - softmax), the sampled one over its support and temperature."""
+    if grad_logprob_C is None:
+        grad_logprob_C = torch.zeros_like(by.temperature_C)
+    slope_C = torch.where(by.temperature_C > 0, grad_logprob_C / divisor(by.temperature_C), 0.0)
+    z_CV = logits_CV / divisor(by.temperature_C).unsqueeze(1)
+    sampled_CV = torch.exp(z_CV - by.sampled_lse_C.unsqueeze(1))
+    if by.support_CB is not None:
+        sampled_CV *= unpack_support(by.support_CB, z_CV.shape[1])
+    elif by.truncated:
+        sampled_CV.masked_fill_(z_CV < by.threshold_C.unsqueeze(1), 0.0)
+    grad_CV = sampled_CV.mul_(-slope_C.unsqueeze(1))
+    if grad_model_C is not None:
+        grad_CV.sub_(torch.exp(logits_CV - by.lse_C.unsqueeze(1)).mul_(grad_model_C.unsqueeze(1)))
+        slope_C = slope_C + grad_model_C
+    return grad_CV.scatter_add_(1, by.targets_C.unsqueeze(1), slope_C.unsqueeze(1))
+
+
 def _setup(ctx, inputs, output) -> None:
-    hidden_CD, weight_VD, targets_C, temperature_C, _, _, _, support_CB, ctx.truncated = inputs
-    _, _, _, lse_C, sampled_lse_C, threshold_C = output
-    ctx.save_for_backward(hidden_CD, weight_VD, targets_C, temperature_C, support_CB, lse_C, sampled_lse_C, threshold_C)
+    hidden_CD, weight_VD, targets_C, temperature_C, *_, support_CB, truncated = inputs
+    save(ctx, hidden_CD, weight_VD, targets_C, temperature_C, support_CB, *output[3:], truncated)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, *_: Tensor):
-    grads = token_logprobs_backward(grad_logprob_C, grad_model_C, *ctx.saved_tensors, ctx.truncated)
-    return *grads, *([None] * 7)
+    hidden_CD, weight_VD, *scored = saved(ctx)
+    return token_logprobs_backward(grad_logprob_C, grad_model_C, hidden_CD, weight_VD, ScoredRows(*scored))
 
 
 @operator(
     "lockstep::token_logprobs",
     cuda=SAME,
-    fake=lambda hidden_CD, weight_VD, targets_C, temperature_C, *_: tuple(
-        torch.empty_like(temperature_C) for _ in range(6)
-    ),
+    fake=lambda hidden_CD, weight_VD, targets_C, by, *_: tuple(torch.empty_like(by.temperature_C) for _ in range(6)),
     setup=_setup,
     backward=_backward,
 )
 def _token_logprobs(
-    hidden_CD: Tensor,
-    weight_VD: Tensor,
-    targets_C: Tensor,
-    temperature_C: Tensor,
-    top_k_C: Tensor,
-    top_p_C: Tensor,
-    min_p_C: Tensor,
-    support_CB: Tensor | None,
-    truncated: bool,
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     results = []
     for i in range(0, hidden_CD.shape[0], CHUNK):
-        chunk = slice(i, i + CHUNK)
-        logits_CV = linear_fp32(hidden_CD[chunk], weight_VD)
-        stats = RowStatistics(
-            *_rows(logits_CV).statistics(
-                logits_CV,
-                temperature_C[chunk],
-                top_k_C[chunk],
-                top_p_C[chunk],
-                min_p_C[chunk],
-                None if support_CB is None else support_CB[chunk],
-                truncated,
-                True,
-            )
-        )
-        scored = _rows(logits_CV).scores(
-            logits_CV, targets_C[chunk], temperature_C[chunk], stats.lse_C, stats.sampled_lse_C
-        )
+        c = slice(i, i + CHUNK)
+        logits_CV = linear_fp32(hidden_CD[c], weight_VD)
+        rows, filters, support = _rows(logits_CV), cut(by, c), None if support_CB is None else support_CB[c]
+        stats = rows.statistics(logits_CV, filters, support, truncated, True)
+        scored = rows.scores(logits_CV, targets_C[c], filters.temperature_C, stats)
         results.append((*scored, *stats))
     logprob, model_logprob, lse, sampled_lse, threshold, entropy = (torch.cat(r) for r in zip(*results, strict=True))
     return logprob, model_logprob, entropy, lse, sampled_lse, threshold
@@ -113,10 +130,7 @@ def token_logprobs(
     hidden_CD: Tensor,
     weight_VD: Tensor,
     targets_C: Tensor,
-    temperature_C: Tensor,
-    top_k_C: Tensor,
-    top_p_C: Tensor,
-    min_p_C: Tensor,
+    by: Filters,
     support_CB: Tensor | None = None,
     truncated: bool = False,
 ) -> TokenLogprobs:
@@ -125,13 +139,11 @@ def token_logprobs(
     Args:
         hidden_CD: hidden states that predict the targets; weight_VD: LM head, same dtype.
         targets_C: int64 token ids.
-        temperature_C, top_p_C, min_p_C: float32; top_k_C: int32. As in `types.SamplingParams`, one a row.
         support_CB: uint8 bits of the support to use in place of the filters (`support_mask`).
         truncated: whether any row has a filter on; False skips the search for the support.
     """
-    logprob, model, entropy, _, _, threshold = _token_logprobs(
-        hidden_CD, weight_VD, targets_C, temperature_C, top_k_C, top_p_C, min_p_C, support_CB, truncated
-    )
+    scored = _token_logprobs(hidden_CD, weight_VD, targets_C, by, support_CB, truncated)
+    logprob, model, entropy, _, _, threshold = scored
     return TokenLogprobs(logprob, model, entropy, threshold)
 
 
@@ -141,37 +153,26 @@ def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, th
     with torch.no_grad():
         for i in range(0, hidden_CD.shape[0], CHUNK):
             c = slice(i, i + CHUNK)
-            z_CV = linear_fp32(hidden_CD[c], weight_VD) / reference.divisor(temperature_C[c]).unsqueeze(1)
-            masks.append(reference.pack_support(z_CV >= threshold_C[c].unsqueeze(1)))
+            z_CV = linear_fp32(hidden_CD[c], weight_VD) / divisor(temperature_C[c]).unsqueeze(1)
+            masks.append(pack_support(z_CV >= threshold_C[c].unsqueeze(1)))
     return torch.cat(masks)
 
 
 @operator(
     "lockstep::sample",
     cuda=SAME,
-    fake=lambda hidden_CD, weight_VD, key_C4, position_C, temperature_C, *_: (
-        torch.empty_like(position_C),
-        torch.empty_like(temperature_C),
-        torch.empty_like(temperature_C),
+    fake=lambda hidden_CD, weight_VD, keys, by, *_: (
+        torch.empty_like(keys.position_C),
+        torch.empty_like(by.temperature_C),
+        torch.empty_like(by.temperature_C),
     ),
 )
 def sample(
-    hidden_CD: Tensor,
-    weight_VD: Tensor,
-    key_C4: Tensor,
-    position_C: Tensor,
-    temperature_C: Tensor,
-    top_k_C: Tensor,
-    top_p_C: Tensor,
-    min_p_C: Tensor,
-    truncated: bool,
-    greedy: bool,
+    hidden_CD: Tensor, weight_VD: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token a row and score it.
 
     Args:
-        key_C4: int64 words of the sample's identity (`philox.sample_key`).
-        position_C: int64, absolute position of the token that is drawn.
         truncated, greedy: whether any row has a filter on, or temperature 0.
 
     Returns:
@@ -179,6 +180,6 @@ def sample(
     """
     logits_CV = linear_fp32(hidden_CD, weight_VD)
     rows = _rows(logits_CV)
-    stats = RowStatistics(*rows.statistics(logits_CV, temperature_C, top_k_C, top_p_C, min_p_C, None, truncated, False))
-    token_C = rows.draw(logits_CV, temperature_C, stats.threshold_C, key_C4, position_C, greedy)
-    return token_C, *rows.scores(logits_CV, token_C, temperature_C, stats.lse_C, stats.sampled_lse_C)
+    stats = rows.statistics(logits_CV, by, None, truncated, False)
+    token_C = rows.draw(logits_CV, by.temperature_C, stats.threshold_C, keys, greedy)
+    return token_C, *rows.scores(logits_CV, token_C, by.temperature_C, stats)

@@ -8,47 +8,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..records import Filters, RowStatistics, SampleKeys
 from .philox import gumbel
 
 MASS_SCALE = 2.0**42  # of a probability over the largest one, as an integer; the sum of 2^21 of them fits in 63 bits
 
 
 def statistics(
-    logits_CV: Tensor,
-    temperature_C: Tensor,
-    top_k_C: Tensor,
-    top_p_C: Tensor,
-    min_p_C: Tensor,
-    support_CB: Tensor | None,
-    truncated: bool,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `logprobs.operator.RowStatistics` for the four float32 [C] results."""
+    logits_CV: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
+) -> RowStatistics:
+    """See `RowStatistics`, float32 [C] each."""
     lse_C = torch.logsumexp(logits_CV, dim=1)
     threshold_C = torch.full_like(lse_C, -torch.inf)
     sampled_lse_C = lse_C
-    if truncated or support_CB is not None or bool((temperature_C != 1).any()):
-        z_CV = logits_CV / divisor(temperature_C).unsqueeze(1)
+    if truncated or support_CB is not None or bool((by.temperature_C != 1).any()):
+        z_CV = logits_CV / divisor(by.temperature_C).unsqueeze(1)
         if support_CB is not None:
             z_CV = z_CV.masked_fill(~unpack_support(support_CB, z_CV.shape[1]), -torch.inf)
         elif truncated:
-            threshold_C = support_threshold(z_CV, top_k_C, top_p_C, min_p_C)
+            threshold_C = support_threshold(z_CV, *by[1:])
             z_CV = z_CV.masked_fill(z_CV < threshold_C.unsqueeze(1), -torch.inf)
         sampled_lse_C = torch.logsumexp(z_CV, dim=1)
     entropy_C = torch.zeros_like(lse_C)
     if with_entropy:
         p_CV = torch.exp(logits_CV - lse_C.unsqueeze(1))
         entropy_C = lse_C - (p_CV * logits_CV).sum(dim=1)
-    return lse_C, sampled_lse_C, threshold_C, entropy_C
+    return RowStatistics(lse_C, sampled_lse_C, threshold_C, entropy_C)
 
 
-def scores(
-    logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, lse_C: Tensor, sampled_lse_C: Tensor
-) -> tuple[Tensor, Tensor]:
+def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: RowStatistics) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets under the sampled distribution (0 at temperature 0, greedy) and the model's."""
     logit_C = logits_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1)
-    sampled_C = logit_C / divisor(temperature_C) - sampled_lse_C
-    return torch.where(temperature_C > 0, sampled_C, 0.0), logit_C - lse_C
+    sampled_C = logit_C / divisor(temperature_C) - stats.sampled_lse_C
+    return torch.where(temperature_C > 0, sampled_C, 0.0), logit_C - stats.lse_C
 
 
 def divisor(temperature_C: Tensor) -> Tensor:
@@ -76,12 +68,10 @@ def support_threshold(z_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, min_p_C: T
     return torch.maximum(torch.maximum(top_k_threshold_C1, top_p_threshold_C1), min_p_threshold_C1).squeeze(1)
 
 
-def draw(
-    logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, key_C4: Tensor, position_C: Tensor, greedy: bool
-) -> Tensor:
+def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys, greedy: bool) -> Tensor:
     """Sampled token ids, int64 [C]: Gumbel-max over the support, the largest logit where temperature is 0."""
     z_CV = logits_CV / divisor(temperature_C).unsqueeze(1)
-    noisy_CV = z_CV + gumbel(key_C4, position_C, z_CV.shape[1])
+    noisy_CV = z_CV + gumbel(*keys, z_CV.shape[1])
     token_C = noisy_CV.masked_fill_(z_CV < threshold_C.unsqueeze(1), -torch.inf).argmax(dim=1)
     return torch.where(temperature_C > 0, token_C, logits_CV.argmax(dim=1)) if greedy else token_C
 

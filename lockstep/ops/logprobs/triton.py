@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
+from ..records import Filters, RowStatistics, SampleKeys
 from ..row_alignment import aligned_rows
 from .triton_noise import gumbel, gumbel_bound, philox_words
 from .triton_topk_topp import Mass, blocks_of, search, tempered, tempered_row
@@ -195,27 +196,20 @@ def _keep(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C:
 
 
 def statistics(
-    logits_CV: Tensor,
-    temperature_C: Tensor,
-    top_k_C: Tensor,
-    top_p_C: Tensor,
-    min_p_C: Tensor,
-    support_CB: Tensor | None,
-    truncated: bool,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `logprobs.operator.RowStatistics`. The entropy comes with the same pass, so it is there without being asked
+    logits_CV: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
+) -> RowStatistics:
+    """See `RowStatistics`. The entropy comes with the same pass, so it is there without being asked
     for."""
     logits_CV = aligned_rows(logits_CV)
-    sums = _row_sums(logits_CV, temperature_C, support_CB)
+    sums = _row_sums(logits_CV, by.temperature_C, support_CB)
     lse_C, entropy_C, kept_lse_C, maximum_C, total_C, no_threshold_C = sums.unbind()
     if not truncated or support_CB is not None:
-        return lse_C, kept_lse_C, no_threshold_C, entropy_C
-    _, top_k_least_C = search(logits_CV, temperature_C, top_k_C, maximum_C)
-    mass = Mass(total_C, min_p_C, top_k_least_C)
-    threshold_C, least_C = search(logits_CV, temperature_C, top_p_C, maximum_C, mass)
-    _keep(logits_CV, temperature_C, least_C, kept_lse_C)
-    return lse_C, kept_lse_C, threshold_C, entropy_C
+        return RowStatistics(lse_C, kept_lse_C, no_threshold_C, entropy_C)
+    _, top_k_least_C = search(logits_CV, by.temperature_C, by.top_k_C, maximum_C)
+    mass = Mass(total_C, by.min_p_C, top_k_least_C)
+    threshold_C, least_C = search(logits_CV, by.temperature_C, by.top_p_C, maximum_C, mass)
+    _keep(logits_CV, by.temperature_C, least_C, kept_lse_C)
+    return RowStatistics(lse_C, kept_lse_C, threshold_C, entropy_C)
 
 
 @triton.jit
@@ -243,9 +237,7 @@ def _scores_kernel(
     tl.store(model_ptr + row, logit - tl.load(lse_ptr + row, mask=inside), mask=inside)
 
 
-def scores(
-    logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, lse_C: Tensor, sampled_lse_C: Tensor
-) -> tuple[Tensor, Tensor]:
+def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: RowStatistics) -> tuple[Tensor, Tensor]:
     """See `logprobs.reference.scores`."""
     rows, vocabulary = logits_CV.shape
     sampled_C, model_C = torch.empty_like(temperature_C), torch.empty_like(temperature_C)
@@ -253,8 +245,8 @@ def scores(
         logits_CV,
         targets_C,
         temperature_C,
-        lse_C,
-        sampled_lse_C,
+        stats.lse_C,
+        stats.sampled_lse_C,
         sampled_C,
         model_C,
         rows,
@@ -339,9 +331,7 @@ def _fold_draw_kernel(score_ptr, column_ptr, token_ptr, vocabulary, blocks, BLOC
     tl.store(token_ptr + row, tl.min(winner, axis=0).to(tl.int64))
 
 
-def draw(
-    logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, key_C4: Tensor, position_C: Tensor, greedy: bool
-) -> Tensor:
+def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys, greedy: bool) -> Tensor:
     """See `logprobs.reference.draw`. A row with temperature 0 is greedy whether or not `greedy` announces it."""
     logits_CV = aligned_rows(logits_CV)
     rows, vocabulary = logits_CV.shape
@@ -353,8 +343,8 @@ def draw(
         logits_CV,
         temperature_C,
         threshold_C,
-        key_C4.contiguous(),
-        position_C,
+        keys.key_C4.contiguous(),
+        keys.position_C,
         score,
         column,
         vocabulary,

@@ -1,6 +1,6 @@
 """Gradient of both log-probabilities for the logits: the LM head's product again, the gradient as its epilogue.
 
-Float32 logits exist in registers alone. Meaning: `ops/logprobs/backward.py`, `grad_logits`; an element is a function
+Float32 logits exist in registers alone. Meaning: `ops/logprobs/operator.py`, `grad_logits`; an element is a function
 of its own logit and its row's numbers, and the logit has the forward's bits (C1), so it is on the same side of the
 threshold.
 
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..records import ScoredRows
 from .triton_topk_topp import tempered, untempered
 
 CHUNK_BYTES = 256 << 20  # of the logits' gradients at a time
@@ -118,15 +119,9 @@ def grad_logits(
     hidden_CD: Tensor,
     weight_VD: Tensor,
     first_column: int,
-    targets_C: Tensor,
-    temperature_C: Tensor,
-    lse_C: Tensor,
-    sampled_lse_C: Tensor,
-    threshold_C: Tensor,
-    support_CB: Tensor | None,
+    by: ScoredRows,
     grad_logprob_C: Tensor | None,
     grad_model_C: Tensor | None,
-    truncated: bool,
 ) -> Tensor:
     """`d/dlogits` of the two log-probabilities for columns `first_column` onwards, [C, V] in the hidden rows' dtype.
 
@@ -137,14 +132,14 @@ def grad_logits(
     _grad_logits_kernel[(triton.cdiv(rows, BLOCK_M) * triton.cdiv(columns, BLOCK_N),)](
         hidden_CD,
         weight_VD,
-        targets_C,
-        temperature_C,
-        lse_C,
-        sampled_lse_C,
-        threshold_C,
-        threshold_C if support_CB is None else support_CB,  # read if HAS_SUPPORT
-        lse_C if grad_logprob_C is None else grad_logprob_C.contiguous(),  # read if HAS_SAMPLED
-        lse_C if grad_model_C is None else grad_model_C.contiguous(),  # read if HAS_MODEL
+        by.targets_C,
+        by.temperature_C,
+        by.lse_C,
+        by.sampled_lse_C,
+        by.threshold_C,
+        by.threshold_C if by.support_CB is None else by.support_CB,  # read if HAS_SUPPORT
+        by.lse_C if grad_logprob_C is None else grad_logprob_C.contiguous(),  # read if HAS_SAMPLED
+        by.lse_C if grad_model_C is None else grad_model_C.contiguous(),  # read if HAS_MODEL
         out_CV,
         rows,
         columns,
@@ -152,9 +147,9 @@ def grad_logits(
         first_column,
         hidden_CD.stride(0),
         weight_VD.stride(0),
-        0 if support_CB is None else support_CB.stride(0),
-        HAS_SUPPORT=support_CB is not None,
-        TRUNCATED=truncated,
+        0 if by.support_CB is None else by.support_CB.stride(0),
+        HAS_SUPPORT=by.support_CB is not None,
+        TRUNCATED=by.truncated,
         HAS_SAMPLED=grad_logprob_C is not None,
         HAS_MODEL=grad_model_C is not None,
         EVEN_K=depth % BLOCK_K == 0,
@@ -170,19 +165,9 @@ def grad_logits(
 
 
 def token_logprobs_backward(
-    grad_logprob_C: Tensor | None,
-    grad_model_C: Tensor | None,
-    hidden_CD: Tensor,
-    weight_VD: Tensor,
-    targets_C: Tensor,
-    temperature_C: Tensor,
-    support_CB: Tensor | None,
-    lse_C: Tensor,
-    sampled_lse_C: Tensor,
-    threshold_C: Tensor,
-    truncated: bool,
+    grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, hidden_CD: Tensor, weight_VD: Tensor, by: ScoredRows
 ) -> tuple[Tensor, Tensor]:
-    """See `logprobs.backward.token_logprobs_backward`. A chunk is a range of the vocabulary over all rows: one kernel
+    """See `logprobs.operator.token_logprobs_backward`. A chunk is a range of the vocabulary over all rows: one kernel
     recomputes its gradients and two products use them, so the weight's gradient is written once and that of the hidden
     rows adds up in float32."""
     hidden_CD = hidden_CD.contiguous()
@@ -194,20 +179,7 @@ def token_logprobs_backward(
     step = max(CHUNK_BYTES // (rows * hidden_CD.element_size() * COLUMN_BLOCK), 1) * COLUMN_BLOCK
     for i in range(0, vocabulary, step):
         columns = slice(i, i + step)
-        grad_CV = grad_logits(
-            hidden_CD,
-            weight_VD[columns],
-            i,
-            targets_C,
-            temperature_C,
-            lse_C,
-            sampled_lse_C,
-            threshold_C,
-            support_CB,
-            grad_logprob_C,
-            grad_model_C,
-            truncated,
-        )
+        grad_CV = grad_logits(hidden_CD, weight_VD[columns], i, by, grad_logprob_C, grad_model_C)
         torch.mm(grad_CV.t(), hidden_CD, out=grad_weight[columns])
         torch.addmm(grad_hidden, grad_CV, weight_VD[columns], out_dtype=torch.float32, out=grad_hidden)
         del grad_CV  # before the next chunk's

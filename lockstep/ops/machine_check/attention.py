@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..attention.operator import KEY_TILE, attention_packed, attention_paged
 from ..mla.operator import latent_attention_packed, latent_attention_paged
+from ..records import KVPages, Latent, Packed, Paged
 from .inputs import cancel, pairs, same_bits, wide
 from .shapes import HeadShape, LatentHeadShape
 
@@ -77,10 +78,10 @@ def _cancel_values(k: Tensor, v: Tensor) -> None:
 
 
 def _heads_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    caches = _paged(k), _paged(v)
+    cache = KVPages(_paged(k), _paged(v))
     return _roles_agree(
-        lambda *layout: attention_packed(q, k, v, *layout),
-        lambda rows, *sequences: attention_paged(q[rows], *caches, *sequences),
+        lambda by: attention_packed(q, k, v, by),
+        lambda rows, by: attention_paged(q[rows], cache, by),
         q.device,
     )
 
@@ -88,8 +89,8 @@ def _heads_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _latents_agree(q_TNR: Tensor, q_rope_TNP: Tensor, latent_TR: Tensor, k_rope_TP: Tensor) -> bool:
     cache, scale = _paged(torch.cat((latent_TR, k_rope_TP), dim=1)), (q_TNR.shape[2] + q_rope_TNP.shape[2]) ** -0.5
     return _roles_agree(
-        lambda *layout: latent_attention_packed(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale, *layout),
-        lambda rows, *sequences: latent_attention_paged(q_TNR[rows], q_rope_TNP[rows], cache, scale, *sequences),
+        lambda by: latent_attention_packed(Latent(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale), by),
+        lambda rows, by: latent_attention_paged(q_TNR[rows], q_rope_TNP[rows], cache, scale, by),
         q_TNR.device,
     )
 
@@ -100,12 +101,12 @@ def _roles_agree(packed: Callable[..., Tensor], paged: Callable[..., Tensor], de
     def ints(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    whole = packed(ints(0, TOKENS), ints(0), ints(0), TOKENS)
+    whole = packed(Packed(ints(0, TOKENS), ints(0), ints(0), TOKENS))
     table = _pages(device).int().unsqueeze(0)
     steps = torch.arange(TOKENS + 1, dtype=torch.int32, device=device)
-    decoded = paged(slice(None), table.expand(TOKENS, -1).contiguous(), steps, steps[1:].clone(), 1, TOKENS)
+    decoded = paged(slice(None), Paged(table.expand(TOKENS, -1).contiguous(), steps, steps[1:].clone(), 1, TOKENS))
     chunk = TOKENS // 3
-    rest = paged(slice(chunk, None), table, ints(0, TOKENS - chunk), ints(TOKENS), TOKENS - chunk, TOKENS)
+    rest = paged(slice(chunk, None), Paged(table, ints(0, TOKENS - chunk), ints(TOKENS), TOKENS - chunk, TOKENS))
     return same_bits(decoded, whole) and same_bits(rest, whole[chunk:])
 
 

@@ -30,9 +30,7 @@ from ..tables import linear_table
 from ..tables.linear_table import CHAIN, Kind
 from .attention import attention_agrees, latent_agrees
 from .inputs import cancel, same_bits, wide
-from .shapes import ExpertShape as ExpertShape
 from .shapes import HeadShape, LatentHeadShape, Product
-from .shapes import decoder_products as decoder_products
 
 Outcome = Literal["kept", "replaced", "broken"]
 

@@ -9,128 +9,69 @@ Shape suffixes: T rows, S segments or sequences, N heads, R latent rank, P rotat
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from ..operator import SAME, operator
+from .. import native
+from ..operator import SAME, operator, save_inputs_and_results, saved
+from ..records import Latent, Packed, Paged
 from . import reference
 
 
-def latent_attention_packed(
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    latent_TR: Tensor,
-    k_rope_TP: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-) -> Tensor:
-    """Latent attention over packed segments, each after an optional shared prefix; [T, N, R] in q's dtype.
-
-    Args:
-        q_TNR, q_rope_TNP: absorbed queries, and their rotated parts.
-        latent_TR, k_rope_TP: what all heads read of a row, in the same dtype.
-        scale: on the scores.
-        cu_seqlens, prefix_start_S, prefix_len_S, max_len: as in `attention_packed`.
-
-    Rows after the last segment are padding; their output is zero.
-    """
-    layout = cu_seqlens, prefix_start_S, prefix_len_S, max_len
-    return _packed(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale, *layout)[0]
+def latent_attention_packed(x: Latent, by: Packed) -> Tensor:
+    """Latent attention over packed segments, each after an optional shared prefix; [T, N, R] in q's dtype, zero in
+    padding."""
+    return _packed(x, by)[0]
 
 
-def _packed_fake(q_TNR, *_):
-    statistics = q_TNR.shape[:2] if q_TNR.is_cuda else (0,)
-    return q_TNR.new_empty(q_TNR.shape), q_TNR.new_empty(statistics, dtype=torch.float32)
-
-
-def _setup(ctx, inputs, output) -> None:
-    q_TNR, q_rope_TNP, latent_TR, k_rope_TP, ctx.scale, *layout, ctx.max_len = inputs
-    ctx.save_for_backward(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, *output, *layout)
-    ctx.set_materialize_grads(False)
+def _packed_fake(x, by):
+    statistics = x.q_TNR.shape[:2] if x.q_TNR.is_cuda else (0,)
+    return x.q_TNR.new_empty(x.q_TNR.shape), x.q_TNR.new_empty(statistics, dtype=torch.float32)
 
 
 def _backward(ctx, grad_TNR: Tensor, _):
-    settings = ctx.scale, ctx.max_len
-    return *latent_attention_packed_backward(grad_TNR.contiguous(), *ctx.saved_tensors, *settings), *[None] * 5
+    *inputs, out_TNR, lse_TN = saved(ctx)
+    return latent_attention_packed_backward(grad_TNR.contiguous(), *inputs, out_TNR, lse_TN)
 
 
 @operator(
     "lockstep::latent_attention_packed",
+    native=partial(reference.packed, attention=native.packed),
     cuda="triton:packed",
     fake=_packed_fake,
-    setup=_setup,
+    setup=save_inputs_and_results,
     backward=_backward,
 )
-def _packed(
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    latent_TR: Tensor,
-    k_rope_TP: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-) -> tuple[Tensor, Tensor]:
+def _packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
     """The output and, for the backward, log2 of each row's sum of exponentials, float32 [T, N]; empty on a CPU."""
-    layout = cu_seqlens, prefix_start_S, prefix_len_S
-    out_TNR = reference.packed(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale, layout, max_len)
-    return out_TNR, q_TNR.new_empty(0, dtype=torch.float32)
+    return reference.packed(x, by)
 
 
 @operator(
     "lockstep::latent_attention_packed_backward",
     cuda="triton_backward:packed",
-    fake=lambda grad_TNR, q_TNR, q_rope_TNP, latent_TR, k_rope_TP, *_: tuple(
-        x.new_empty(x.shape) for x in (q_TNR, q_rope_TNP, latent_TR, k_rope_TP)
-    ),
+    fake=lambda grad_TNR, x, *_: tuple(part.new_empty(part.shape) for part in x[:4]),
 )
 def latent_attention_packed_backward(
-    grad_TNR: Tensor,
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    latent_TR: Tensor,
-    k_rope_TP: Tensor,
-    out_TNR: Tensor,
-    lse_TN: Tensor,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    scale: float,
-    max_len: int,
+    grad_TNR: Tensor, x: Latent, by: Packed, out_TNR: Tensor, lse_TN: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients for the first four inputs, zero in padding rows. Not under the forward's contract, but the same every
     time. `out_TNR` and `lse_TN` are what the forward returned."""
-    layout = cu_seqlens, prefix_start_S, prefix_len_S
-    return reference.packed_backward(grad_TNR, q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale, layout)
+    return reference.packed_backward(grad_TNR, x, by)
 
 
 @operator(
     "lockstep::latent_attention_paged",
+    native=partial(reference.paged, attention=native.paged),
     cuda="triton:paged",
     fake=lambda q_TNR, *_: q_TNR.new_empty(q_TNR.shape),
 )
-def latent_attention_paged(
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    cache: Tensor,
-    scale: float,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    max_query_len: int,
-    max_context_len: int,
-) -> Tensor:
-    """Latent attention of new tokens over a paged cache that already holds their rows; [T, N, R].
-
-    Args:
-        cache: [pages, page_size, H]; the arguments from `block_table` on are those of `attention_paged`.
-    """
-    sequences = block_table, cu_seqlens, context_len_S, max_query_len, max_context_len
-    return reference.paged(q_TNR, q_rope_TNP, cache, scale, *sequences)
+def latent_attention_paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
+    """Latent attention of new tokens over a paged cache [pages, page_size, H] that already holds their rows;
+    [T, N, R]."""
+    return reference.paged(q_TNR, q_rope_TNP, cache, scale, by)
 
 
 @operator(

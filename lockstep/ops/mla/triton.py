@@ -9,7 +9,7 @@ Shape suffixes: T tokens, S sequences, N heads, R latent rank, P rotated dim.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,18 +17,10 @@ from torch import Tensor
 
 from ..attention.reference import KEY_SPLIT, KEY_TILE
 from ..attention.triton import _attention_kernel
-from ..attention.triton_tiles import MIN_BLOCK, rows_last
+from ..attention.triton_tiles import MIN_BLOCK, AttentionTile, rows_last
+from ..records import Latent, Packed, Paged
 
-
-class LatentTile(NamedTuple):
-    """How the kernel runs: query rows of a program, warps, pipeline stages."""
-
-    query_rows: int
-    warps: int
-    stages: int
-
-
-TILE = LatentTile(64, 8, 2)
+TILE = AttentionTile(64, 8, 2)
 
 
 def block(width: int) -> int:
@@ -49,39 +41,26 @@ def rotated(q_rope_TNP: Tensor, k_rope_rows: Tensor) -> dict[str, Any]:
     }
 
 
-def _launch(
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    latent_rows: Tensor,
-    k_rope_rows: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    length_S: Tensor,
-    table: Tensor,
-    page_size: int,
-    max_queries: int,
-    max_context: int,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; `max_queries` bounds a sequence's query tokens, `max_context` its keys."""
-    tokens, heads, rank = q_TNR.shape
-    q_TNR, q_rope_TNP, latent_rows, k_rope_rows = map(rows_last, (q_TNR, q_rope_TNP, latent_rows, k_rope_rows))
+def _launch(x: Latent, at: tuple[Tensor, ...], page_size: int, bounds: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; rows of latents and of rotated keys lie anywhere. The rest is as in attention's own."""
+    max_queries, max_context = bounds
+    tokens, heads, rank = x.q_TNR.shape
+    q_TNR, q_rope_TNP, latent_rows, k_rope_rows = map(rows_last, x[:4])
     out_TNR = torch.empty((tokens, heads, rank), dtype=q_TNR.dtype, device=q_TNR.device)
     lse_TN = torch.empty((tokens, heads), dtype=torch.float32, device=q_TNR.device)
     block_m = min(block(max_queries * heads), TILE.query_rows)
-    _attention_kernel[max(triton.cdiv(max_queries * heads, block_m), 1), 1, length_S.shape[0] + 1](
+    _attention_kernel[max(triton.cdiv(max_queries * heads, block_m), 1), 1, at[1].shape[0] + 1](
         q_TNR,
         latent_rows,
         latent_rows,
         out_TNR,
         lse_TN,
-        cu_seqlens,
-        length_S,
-        table,
+        *at,
         tokens,
-        table.stride(0),
+        at[2].stride(0),
         *q_TNR.stride()[:2],
         *(latent_rows.stride(0), 0) * 2,
-        scale * math.log2(math.e),
+        x.scale * math.log2(math.e),
         PAGE_SIZE=page_size,
         SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
         IS_LONG=False,
@@ -98,35 +77,14 @@ def _launch(
     return out_TNR, lse_TN
 
 
-def packed(
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    latent_TR: Tensor,
-    k_rope_TP: Tensor,
-    scale: float,
-    cu_seqlens: Tensor,
-    prefix_start_S: Tensor,
-    prefix_len_S: Tensor,
-    max_len: int,
-) -> tuple[Tensor, Tensor]:
+def packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
     """See `mla.operator.latent_attention_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [T,
     N]."""
-    layout = cu_seqlens, prefix_len_S, prefix_start_S, 0, max_len, max_len
-    return _launch(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale, *layout)
+    return _launch(x, (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), 0, (by.max_len,) * 2)
 
 
-def paged(
-    q_TNR: Tensor,
-    q_rope_TNP: Tensor,
-    cache: Tensor,
-    scale: float,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_len_S: Tensor,
-    max_query_len: int,
-    max_context_len: int,
-) -> Tensor:
+def paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
     """See `mla.operator.latent_attention_paged`."""
-    latent_rows, k_rope_rows = cache.flatten(0, 1).split((q_TNR.shape[2], q_rope_TNP.shape[2]), dim=1)
-    layout = cu_seqlens, context_len_S, block_table, cache.shape[1], max_query_len, max_context_len
-    return _launch(q_TNR, q_rope_TNP, latent_rows, k_rope_rows, scale, *layout)[0]
+    rows = cache.flatten(0, 1).split((q_TNR.shape[2], q_rope_TNP.shape[2]), dim=1)
+    at, bounds = (by.cu_seqlens, by.context_len_S, by.block_table), (by.max_query_len, by.max_context_len)
+    return _launch(Latent(q_TNR, q_rope_TNP, *rows, scale), at, cache.shape[1], bounds)[0]

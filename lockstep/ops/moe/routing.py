@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..linear.operator import linear_fp32, matmul
-from ..operator import SAME, operator
+from ..operator import SAME, operator, save, saved
+from ..records import RouteSettings
 
 
 def _router_backward(ctx, grad_TE: Tensor):
@@ -32,19 +33,18 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return linear_fp32(x_TD, weight_ED)
 
 
-def _route_fake(logits_TE, bias_E, slots, *_):
-    shape = logits_TE.shape[0], slots
+def _route_fake(logits_TE, bias_E, by):
+    shape = logits_TE.shape[0], by.slots
     return logits_TE.new_empty(shape), logits_TE.new_empty(shape, dtype=torch.int64)
 
 
 def _route_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[0], output[1])
-    ctx.settings = inputs[3], *inputs[6:]
+    save(ctx, inputs[0], output[1], inputs[3], *inputs[6:])
     ctx.mark_non_differentiable(output[1])
 
 
 def _route_grad(ctx, grad_TK: Tensor, _):
-    return route_backward(grad_TK.contiguous(), *ctx.saved_tensors, *ctx.settings), *[None] * 7
+    return route_backward(grad_TK.contiguous(), *saved(ctx))
 
 
 @operator(
@@ -54,45 +54,33 @@ def _route_grad(ctx, grad_TK: Tensor, _):
     setup=_route_setup,
     backward=_route_grad,
 )
-def route(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    slots: int,
-    sigmoid: bool,
-    groups: int,
-    kept_groups: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights.
 
     Scores are the softmax of the logits (Shazeer et al. 2017), or their sigmoid. With a bias, experts are chosen by
-    score + bias and weighted by the score alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). With several groups,
-    only experts of the `kept_groups` groups whose two best sum highest are eligible. Of equal scores the lower index
-    wins.
+    score + bias and weighted by the score alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Of equal scores the
+    lower index wins.
 
     Args:
         logits_TE: float32 from `router_logits`.
         bias_E: float32, or None.
-        normalize: divide a token's weights by their sum.
-        scale: factor on the weights.
 
     Returns:
         Weights, float32 [T, K], and expert indices, int64 [T, K], best first.
     """
-    scores_TE = _scores(logits_TE, sigmoid)
+    scores_TE = _scores(logits_TE, by.sigmoid)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    if groups > 1:
-        grouped = choice_TE.unflatten(1, (groups, -1))
+    if by.groups > 1:
+        grouped = choice_TE.unflatten(1, (by.groups, -1))
         best_two = grouped.gather(2, _top(grouped, min(2, grouped.shape[2])))
-        kept = _top(best_two.sum(2), kept_groups)
+        kept = _top(best_two.sum(2), by.kept_groups)
         outside = torch.ones_like(best_two[..., 0], dtype=torch.bool).scatter_(1, kept, False)
         choice_TE = grouped.masked_fill(outside.unsqueeze(2), float("-inf")).flatten(1)
-    experts_TK = _top(choice_TE, slots)
+    experts_TK = _top(choice_TE, by.slots)
     weights_TK = scores_TE.gather(1, experts_TK)
-    if normalize:
+    if by.normalize:
         weights_TK = weights_TK / _sum_in_order(weights_TK)
-    return weights_TK * scale, experts_TK
+    return weights_TK * by.scale, experts_TK
 
 
 def _scores(logits_TE: Tensor, sigmoid: bool) -> Tensor:
@@ -177,7 +165,7 @@ def _dispatch_setup(ctx, inputs, output) -> None:
 
 def _dispatch_backward(ctx, grad_RD: Tensor):
     (row_TK,) = ctx.saved_tensors
-    return combine(grad_RD, row_TK, torch.ones(row_TK.shape, device=row_TK.device)), None, None
+    return combine(grad_RD, row_TK, torch.ones(row_TK.shape, device=row_TK.device))
 
 
 @operator(

@@ -12,7 +12,6 @@ Shape suffixes: R rows, G groups, K contracted dim, N columns of the result.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -20,28 +19,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..tables.linear_table import Choice
+
 SWIZZLE = 8  # row tiles that share a column tile's weights in the L2 cache
 
 
-class _Config(NamedTuple):
-    """Tile sizes, warps, and depth of the software pipeline."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-_SMALL = _Config(16, 128, 128, 4, 4)
-_MEDIUM = _Config(64, 256, 64, 4, 4)
-_LARGE = _Config(128, 256, 64, 8, 4)
-_ODD = _Config(64, 128, 64, 4, 3)  # for what has no descriptor
+_SMALL = Choice("grouped", 16, 128, 128, 4, 4)
+_MEDIUM = Choice("grouped", 64, 256, 64, 4, 4)
+_LARGE = Choice("grouped", 128, 256, 64, 8, 4)
+_ODD = Choice("grouped", 64, 128, 64, 4, 3)  # for what has no descriptor
 _SMALL_ROWS, _MEDIUM_ROWS = 16, 96  # mean rows a group that they are for, at most
-_OUTER = _Config(64, 128, 128, 8, 3)  # block_m rows contracted at a time, a tile of block_n x block_k
+_OUTER = Choice("grouped", 64, 128, 128, 8, 3)  # block_m rows contracted at a time, a tile of block_n x block_k
 
 
-def _config(rows: int, groups: int) -> _Config:
+def _config(rows: int, groups: int) -> Choice:
     if rows <= _SMALL_ROWS * groups:
         return _SMALL
     return _MEDIUM if rows <= _MEDIUM_ROWS * groups else _LARGE
@@ -186,7 +177,7 @@ def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor) -> Tensor:
     return out_RN
 
 
-def _described(x_RK: Tensor, w_GKN: Tensor, c: _Config) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+def _described(x_RK: Tensor, w_GKN: Tensor, c: Choice) -> tuple[TensorDescriptor, TensorDescriptor] | None:
     """The rows, and the weights of all groups below one another, along K or along N; None if descriptors cannot tell.
 
     Weights along N are read in blocks of whole K: one that reached into the next group would multiply its weights by

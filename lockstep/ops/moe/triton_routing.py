@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..records import RouteSettings
+
 NUM_WARPS = 4
 MAX_PLAN_BLOCK, PLAN_WARPS = 4096, 8  # rows that an expert's program looks at at once
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
@@ -102,37 +104,28 @@ def _route_kernel(
     tl.store(experts_ptr + token * SLOTS + k, expert_K, mask=k < SLOTS)
 
 
-def route(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    slots: int,
-    sigmoid: bool,
-    groups: int,
-    kept_groups: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[Tensor, Tensor]:
     """See `routing.route`."""
     logits_TE = logits_TE.contiguous()
     tokens, experts = logits_TE.shape
-    weights_TK = torch.empty((tokens, slots), dtype=torch.float32, device=logits_TE.device)
-    experts_TK = torch.empty((tokens, slots), dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty((tokens, by.slots), dtype=torch.float32, device=logits_TE.device)
+    experts_TK = torch.empty((tokens, by.slots), dtype=torch.int64, device=logits_TE.device)
     _route_kernel[(tokens,)](
         logits_TE,
         logits_TE if bias_E is None else bias_E,
         weights_TK,
         experts_TK,
-        scale,
+        by.scale,
         EXPERTS=experts,
-        SLOTS=slots,
-        SIGMOID=sigmoid,
+        SLOTS=by.slots,
+        SIGMOID=by.sigmoid,
         BIASED=bias_E is not None,
-        GROUPS=groups,
-        KEPT=kept_groups,
-        NORMALIZE=normalize,
+        GROUPS=by.groups,
+        KEPT=by.kept_groups,
+        NORMALIZE=by.normalize,
         BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_G=triton.next_power_of_2(groups),
-        BLOCK_K=triton.next_power_of_2(slots),
+        BLOCK_G=triton.next_power_of_2(by.groups),
+        BLOCK_K=triton.next_power_of_2(by.slots),
         num_warps=1 if experts <= 128 else NUM_WARPS,
         enable_fp_fusion=False,
     )

@@ -86,6 +86,7 @@ team = _team()
 paths = [Path(__file__).parent / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES]
 built: Any = next(filter(None, map(load, paths)), None)
 current = built
+when_changed: list[Callable[[], None]] = []  # what was decided by the library forgets it
 
 
 def cpu_backend() -> Literal["native", "reference"]:
@@ -116,9 +117,16 @@ def warn_if_missing() -> None:
 @contextlib.contextmanager
 def using(library: Any) -> Iterator[None]:
     """Compute with this library, or with None on the reference path: for tests."""
-    global current
-    before, current = current, library
+    before = current
+    _use(library)
     try:
         yield
     finally:
-        current = before
+        _use(before)
+
+
+def _use(library: Any) -> None:
+    global current
+    current = library
+    for forget in when_changed:
+        forget()

@@ -9,21 +9,15 @@ import torch
 from torch import Tensor
 
 from .. import native, reference
-from ..operator import operator
-from . import backward
+from ..operator import operator, saved
 
 
-def _rms_setup(ctx, inputs, output) -> None:
-    x_TD, weight_D, ctx.eps = inputs
-    ctx.save_for_backward(x_TD, weight_D)
-
-
-def _rms_backward(ctx, grad_TD: Tensor):
-    x_TD, weight_D = ctx.saved_tensors
+def _backward(ctx, grad_TD: Tensor):
+    x_TD, weight_D, eps = saved(ctx)
     if x_TD.is_cuda:
-        return *backward.rms_norm(grad_TD, x_TD, weight_D, ctx.eps), None
-    grad_x, grad_w = _norm_backward(x_TD.float(), weight_D.float(), grad_TD.float(), ctx.eps)
-    return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype), None
+        return rms_norm_backward(grad_TD, x_TD, weight_D, eps)
+    grad_x, grad_w = _norm_backward(x_TD.float(), weight_D.float(), grad_TD.float(), eps)
+    return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype)
 
 
 @operator(
@@ -31,12 +25,24 @@ def _rms_backward(ctx, grad_TD: Tensor):
     native=native.rms_norm,
     cuda="triton:rms_norm",
     fake=lambda x_TD, weight_D, eps: torch.empty_like(x_TD),
-    setup=_rms_setup,
-    backward=_rms_backward,
+    backward=_backward,
 )
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dim (Zhang and Sennrich 2019)."""
     return reference.rms_norm(x_TD, weight_D, eps).to(x_TD.dtype)
+
+
+@operator(
+    "lockstep::rms_norm_backward",
+    gpu_only=True,
+    cuda="triton_backward:rms_norm",
+    fake=lambda grad_TD, x_TD, weight_D, eps: (x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)),
+)
+def rms_norm_backward(  # type: ignore[empty-body]
+    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm` for x, [T, D], and for the weight, [D]. A trace keeps it whole; on a CPU it is plain
+    torch. Neither is under the forward's contract; both give the same bits every time."""
 
 
 def _norm_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ def _rms_norm_kernel(
 def rms_norm(
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `norm.backward.rms_norm` and, with another gradient of x, `fused.backward.rms_norm_add`."""
+    """See `norm.operator.rms_norm_backward` and, with another gradient of x, `fused.backward.rms_norm_add`."""
     grad_TD, x_TD, weight_D = unit_inner(grad_TD), unit_inner(x_TD), unit_inner(weight_D)
     added_TD = grad_TD if other_TD is None else unit_inner(other_TD)  # read if HAS_OTHER
     rows, width = x_TD.shape

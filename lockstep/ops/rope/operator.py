@@ -11,38 +11,32 @@ from torch import Tensor
 
 from .. import native, reference
 from ..norm.operator import _norm_backward
-from ..operator import operator
+from ..operator import operator, saved
 from ..records import Rotation
-from . import backward
 
 
-def _qk_setup(ctx, inputs, output) -> None:
-    qkv_TE, q_weight_H, k_weight_H, cos_sin_TH, ctx.num_heads, ctx.num_kv_heads, ctx.eps = inputs
-    ctx.save_for_backward(qkv_TE, q_weight_H, k_weight_H, cos_sin_TH)
-
-
-def _qk_backward(ctx, grad: Tensor):
-    qkv_TE, q_weight_H, k_weight_H, cos_sin_TH = ctx.saved_tensors
+def _backward(ctx, grad: Tensor):
+    qkv_TE, *fields = saved(ctx)
+    by = Rotation(*fields)
     if qkv_TE.is_cuda:
-        by = Rotation(q_weight_H, k_weight_H, cos_sin_TH, ctx.num_heads, ctx.num_kv_heads, ctx.eps)
-        grads = backward.qk_norm_rope(grad, qkv_TE, by)
-        return *(g if x is not None else None for g, x in zip(grads, ctx.saved_tensors, strict=False)), *[None] * 4
-    tokens, head_dim = cos_sin_TH.shape
-    heads = ctx.num_heads + ctx.num_kv_heads
-    cos, sin = cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)
+        grads = qk_norm_rope_backward(grad, qkv_TE, by)
+        return tuple(g if x is not None else None for g, x in zip(grads, (qkv_TE, *by), strict=False))
+    tokens, head_dim = by.cos_sin_TH.shape
+    heads = by.num_heads + by.num_kv_heads
+    cos, sin = by.cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)
     first, second = grad.float().chunk(2, dim=-1)
     grad_qk = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
     grad_q_weight = grad_k_weight = None
-    if q_weight_H is not None and k_weight_H is not None:
+    if by.q_weight_H is not None and by.k_weight_H is not None:
         qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim).float()
-        weight = reference.head_weights(q_weight_H, k_weight_H, ctx.num_heads, ctx.num_kv_heads)
-        grad_qk, grad_weight = _norm_backward(qk, weight, grad_qk, ctx.eps)
+        weight = reference.head_weights(by.q_weight_H, by.k_weight_H, by.num_heads, by.num_kv_heads)
+        grad_qk, grad_weight = _norm_backward(qk, weight, grad_qk, by.eps)
         grad_weight = grad_weight.sum(0)
-        grad_q_weight = grad_weight[: ctx.num_heads].sum(0).to(q_weight_H.dtype)
-        grad_k_weight = grad_weight[ctx.num_heads :].sum(0).to(k_weight_H.dtype)
+        grad_q_weight = grad_weight[: by.num_heads].sum(0).to(by.q_weight_H.dtype)
+        grad_k_weight = grad_weight[by.num_heads :].sum(0).to(by.k_weight_H.dtype)
     grad_qkv = torch.zeros_like(qkv_TE)
     grad_qkv[:, : heads * head_dim] = grad_qk.reshape(tokens, heads * head_dim).to(qkv_TE.dtype)
-    return grad_qkv, grad_q_weight, grad_k_weight, None, None, None, None
+    return grad_qkv, grad_q_weight, grad_k_weight
 
 
 @operator(
@@ -50,13 +44,9 @@ def _qk_backward(ctx, grad: Tensor):
     native=native.qk_norm_rope,
     cuda="triton:qk_norm_rope",
     fake=lambda qkv_TE, by: qkv_TE.new_empty(qkv_TE.shape[0], by.num_heads + by.num_kv_heads, by.cos_sin_TH.shape[1]),
-    setup=_qk_setup,
-    backward=_qk_backward,
+    backward=_backward,
 )
-def qk_norm_rope(
-    qkv_TE: Tensor,
-    by: Rotation,
-) -> Tensor:
+def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
     """Queries and keys out of the fused projection: RMSNorm a head (when weights are given), then rotary embedding.
 
     Args:
@@ -68,11 +58,32 @@ def qk_norm_rope(
     return reference.qk_norm_rope(qkv_TE, by)
 
 
+def _backward_fake(grad, qkv_TE, by):
+    size = 0 if by.q_weight_H is None or by.k_weight_H is None else by.cos_sin_TH.shape[1]
+    q_dtype, k_dtype = ((w if w is not None else qkv_TE).dtype for w in by[:2])
+    return qkv_TE.new_empty(qkv_TE.shape), qkv_TE.new_empty(size, dtype=q_dtype), qkv_TE.new_empty(size, dtype=k_dtype)
+
+
+@operator(
+    "lockstep::qk_norm_rope_backward",
+    gpu_only=True,
+    cuda="triton_backward:qk_norm_rope",
+    fake=_backward_fake,
+)
+def qk_norm_rope_backward(  # type: ignore[empty-body]
+    grad: Tensor, qkv_TE: Tensor, by: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `qk_norm_rope` for qkv, [T, (N + 2K) * H] with zeros for v, and for both weights, [H]; the latter
+    are empty where there are no weights. A trace keeps it whole; on a CPU it is plain torch. Neither is under the
+    forward's contract; both give the same bits every time."""
+
+
 @operator(
     "lockstep::rope_table",
+    native=native.rope_table,
     cuda="triton:rope_table",
     fake=lambda positions_T, inv_freq: inv_freq.new_empty(positions_T.shape[0], 2 * inv_freq.shape[0]),
 )
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     """Cosines and sines of the rotary angles, float32 [T, H]; positions are int64, `inv_freq` is float32 [H/2]."""
-    return (native if native.usable(inv_freq) else reference).rope_table(positions_T, inv_freq)
+    return reference.rope_table(positions_T, inv_freq)

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from .. import pdl
-from ..records import Rotation
+from ..records import KVPages, Rotation
 from ..row_alignment import _warps, aligned_rows
 
 RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
@@ -153,7 +153,7 @@ def qk_norm_rope(
     cache: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `rope.operator.qk_norm_rope`; with a cache (keys, values, slots of the tokens),
-    `rope.fused.qk_norm_rope_write_kv`."""
+    `attention.decode.qk_norm_rope_write_kv`."""
     q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by
     qkv_TE, cos_sin_TH = aligned_rows(qkv_TE), aligned_rows(cos_sin_TH)
     tokens, head_dim = cos_sin_TH.shape
@@ -217,6 +217,6 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     return out_TH
 
 
-def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> Tensor:
-    """See `rope.fused.qk_norm_rope_write_kv`."""
-    return qk_norm_rope(qkv_TE, by, (k_cache, v_cache, slots_T))
+def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:
+    """See `attention.decode.qk_norm_rope_write_kv`."""
+    return qk_norm_rope(qkv_TE, by, (*cache, slots_T))

@@ -123,7 +123,8 @@ def qk_norm_rope(
     by: Rotation,
     grad_qkv_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `rope.backward.qk_norm_rope`; a `grad_qkv_TE` that is given holds the values' gradients and gets the rest."""
+    """See `rope.operator.qk_norm_rope_backward`; a `grad_qkv_TE` that is given holds the values' gradients and gets the
+    rest."""
     q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by
     grad, qkv_TE, cos_sin_TH = grad.contiguous(), unit_inner(qkv_TE), unit_inner(cos_sin_TH)
     (tokens, width), head_dim = qkv_TE.shape, cos_sin_TH.shape[1]

@@ -118,9 +118,9 @@ def path_of(gpu: str) -> Path:
 def table_for(gpu: str, capability: tuple[int, int]) -> Table:
     """The table of a GPU, or of the nearest."""
 
-    def distance(raw: dict[str, Any]) -> tuple[bool, int]:
+    def distance(raw: dict[str, Any]) -> tuple[bool, int, int]:
         major, minor = raw["capability"]
-        return raw["gpu"] != gpu, abs(10 * (major - capability[0]) + minor - capability[1])
+        return raw["gpu"] != gpu, abs(major - capability[0]), abs(minor - capability[1])
 
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("linear_*.json"))]
     nearest = min(found, key=distance)

@@ -28,16 +28,16 @@ def inputs(tokens: int, rows: int) -> Inputs:
     return Inputs({"w": weight}, buffer={"rows_seen": torch.zeros((), dtype=torch.int64)}, user=user)
 
 
-def function_of(compiler: Runtime, tokens: int = 5, rows: int = 3):
+def function_of(runtime: Runtime, tokens: int = 5, rows: int = 3):
     given = inputs(tokens, rows)
     static = Inputs(given.param, buffer=given.buffer)
-    return compiler.program("f", body, static, {"buffer"}, DYNAMIC), static
+    return runtime.program("f", body, static, {"buffer"}, DYNAMIC), static
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_one_trace_serves_every_size_with_the_bits_of_eager(compiler_of: Callable[..., Runtime], recorded: bool):
-    compiler = compiler_of(recorded)
-    function, static = function_of(compiler)
+def test_one_trace_serves_every_size_with_the_bits_of_eager(runtime_of: Callable[..., Runtime], recorded: bool):
+    runtime = runtime_of(recorded)
+    function, static = function_of(runtime)
     seen = 0
     for tokens, rows in ((5, 3), (5, 5), (32, 7), (3, 5), (5, 3)):
         user = inputs(tokens, rows).user
@@ -45,7 +45,7 @@ def test_one_trace_serves_every_size_with_the_bits_of_eager(compiler_of: Callabl
         seen += rows
         assert torch.equal(outputs["y"], ops.linear(user["x"], static.param["w"])[user["rows"]])
         assert len(outputs["pad"]) == 2 * tokens and static.buffer["rows_seen"] == seen
-    assert compiler.captures == 1 and len(function.graphs) == 4
+    assert runtime.captures == 1 and len(function.graphs) == 4
 
 
 def test_equal_sizes_at_the_trace_stay_two():
@@ -56,28 +56,28 @@ def test_equal_sizes_at_the_trace_stay_two():
     assert digest(captured) == digest(capture("f", body, inputs(9, 3), writes={"buffer"}, dynamic=DYNAMIC))
 
 
-def test_a_size_of_one_has_a_trace_of_its_own(compiler_of: Callable[..., Runtime]):
-    compiler = compiler_of()
-    function, _ = function_of(compiler)
+def test_a_size_of_one_has_a_trace_of_its_own(runtime_of: Callable[..., Runtime]):
+    runtime = runtime_of()
+    function, _ = function_of(runtime)
     for rows in (1, 4, 1, 3):
         function(inputs(5, rows).user)
     function(inputs(7, 1).user)  # the other size stays open
-    assert compiler.captures == 2
+    assert runtime.captures == 2
 
 
-def test_where_one_shape_is_expected_its_sizes_are_fixed(compiler_of: Callable[..., Runtime]):
-    compiler = compiler_of()
-    function, static = function_of(compiler)
+def test_where_one_shape_is_expected_its_sizes_are_fixed(runtime_of: Callable[..., Runtime]):
+    runtime = runtime_of()
+    function, static = function_of(runtime)
     function.one_shape = True
     for count, tokens in ((1, 5), (2, 6), (2, 7), (2, 5)):  # the second shape is traced for all others
         user = inputs(tokens, 3).user
         assert torch.equal(function(user)["y"], ops.linear(user["x"], static.param["w"])[user["rows"]])
-        assert compiler.captures == count
+        assert runtime.captures == count
     shapes = [graph.captured.inputs[2].shape for graph in function.graphs.values()]
     assert shapes == [(5, 4), ("T", 4), ("T", 4)]
     function.close()
     function(inputs(5, 3).user)
-    assert compiler.captures == 2
+    assert runtime.captures == 2
 
 
 def test_a_size_taken_for_a_number_is_refused_by_name():
@@ -98,20 +98,20 @@ def paired(t: Inputs) -> dict[str, Tensor]:
     return {"y": t.user["x"][:, 0] + t.user["rows"]}
 
 
-def test_a_trace_is_not_used_where_what_it_assumed_does_not_hold(compiler_of: Callable[..., Runtime]):
+def test_a_trace_is_not_used_where_what_it_assumed_does_not_hold(runtime_of: Callable[..., Runtime]):
     def halved(t: Inputs) -> dict[str, Tensor]:
         x = t.user["x"]
         return {"y": x * 2 if x.shape[0] > 8 else x * 3}
 
-    compiler = compiler_of()
-    function = compiler.program("f", halved, Inputs(), (), {"x": ("T",)})
+    runtime = runtime_of()
+    function = runtime.program("f", halved, Inputs(), (), {"x": ("T",)})
     for size, factor in ((10, 2), (20, 2), (4, 3), (5, 3)):
         assert function({"x": torch.ones(size)})["y"].tolist() == [factor] * size
-    assert compiler.captures == 3  # 10 and 20 share; 4 and 5 have fixed sizes
+    assert runtime.captures == 3  # 10 and 20 share; 4 and 5 have fixed sizes
 
 
-def test_inputs_that_disagree_about_a_size_are_refused(compiler_of: Callable[..., Runtime]):
-    function = compiler_of().program(
+def test_inputs_that_disagree_about_a_size_are_refused(runtime_of: Callable[..., Runtime]):
+    function = runtime_of().program(
         "f", lambda t: {"y": t.user["x"] + t.user["z"]}, Inputs(), (), dict.fromkeys("xz", "T")
     )
     assert function({"x": torch.ones(3), "z": torch.ones(3)})["y"].tolist() == [2, 2, 2]
@@ -121,16 +121,16 @@ def test_inputs_that_disagree_about_a_size_are_refused(compiler_of: Callable[...
         function({"x": torch.ones(8)[::2], "z": torch.ones(4)})
 
 
-def test_other_static_tensors_share_the_trace(compiler_of: Callable[..., Runtime]):
+def test_other_static_tensors_share_the_trace(runtime_of: Callable[..., Runtime]):
     """Graphs for several numbers of rows: the buffers differ in size, the weights are the same."""
 
     def step(t: Inputs) -> dict[str, Tensor]:
         t.buffer["state"].add_(t.param["w"])
         return {"sum": t.buffer["state"].sum(1)}
 
-    weight, compiler = torch.tensor([1.0, 2.0]), compiler_of(recorded=True)
+    weight, runtime = torch.tensor([1.0, 2.0]), runtime_of(recorded=True)
     states = [torch.zeros(rows, 2) for rows in (8, 4, 2)]
-    first = compiler.program(
+    first = runtime.program(
         "decode", step, Inputs({"w": weight}, buffer={"state": states[0]}), {"buffer"}, {"state": ("R", None)}
     )
     functions = [first, *(first.bound_to(Inputs({"w": weight}, buffer={"state": s})) for s in states[1:])]
@@ -138,20 +138,20 @@ def test_other_static_tensors_share_the_trace(compiler_of: Callable[..., Runtime
         for function, state in zip(functions, states, strict=True):
             assert function()["sum"].tolist() == [3.0 * launches] * len(state)
             assert torch.equal(state, launches * weight.expand_as(state))
-    assert compiler.captures == 1 and compiler.launches == {"decode": 6} and compiler.replays == {"decode": 3}
+    assert runtime.captures == 1 and runtime.launches == {"decode": 6} and runtime.replays == {"decode": 3}
 
 
-def test_start_up_is_split_into_phases(compiler_of: Callable[..., Runtime]):
-    compiler = compiler_of(recorded=True)
-    function, _ = function_of(compiler)
+def test_start_up_is_split_into_phases(runtime_of: Callable[..., Runtime]):
+    runtime = runtime_of(recorded=True)
+    function, _ = function_of(runtime)
     began = time.perf_counter()
     for tokens in (5, 6):
         function(inputs(tokens, 3).user)
     total = time.perf_counter() - began
-    seconds = compiler.timings.seconds
+    seconds = runtime.timings.seconds
     assert {"import_tracer", "trace", "passes", "record"} <= seconds.keys() and all(s > 0 for s in seconds.values())
     assert 0.5 * total < sum(seconds.values()) <= total
-    ((title, log),) = compiler.builder.nodes.items()
+    ((title, log),) = runtime.builder.nodes.items()
     assert title == "f()" and log[0].startswith("canonicalize: ")
 
 
@@ -161,13 +161,13 @@ def gathered(t: Inputs) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_making_graphs_launches_only_those_that_are_recorded(compiler_of: Callable[..., Runtime], recorded: bool):
-    compiler = compiler_of(recorded)
-    _, static = function_of(compiler)
-    function = compiler.program("g", gathered, static, {"buffer"}, DYNAMIC)
+def test_making_graphs_launches_only_those_that_are_recorded(runtime_of: Callable[..., Runtime], recorded: bool):
+    runtime = runtime_of(recorded)
+    _, static = function_of(runtime)
+    function = runtime.program("g", gathered, static, {"buffer"}, DYNAMIC)
     for tokens, rows in ((5, 3), (8, 4)):
         user = inputs(tokens, rows).user
-        with compiler.warm_up.making():
+        with runtime.warm_up.making():
             blank = function(user)
         assert static.buffer["rows_seen"].item() == (rows if recorded else 0)
         outputs = function(user)
@@ -176,9 +176,9 @@ def test_making_graphs_launches_only_those_that_are_recorded(compiler_of: Callab
         static.buffer["rows_seen"].zero_()
 
 
-def test_a_graph_whose_shapes_are_computed_is_launched_to_have_them(compiler_of: Callable[..., Runtime]):
-    compiler = compiler_of(False)
-    function, static = function_of(compiler)
-    with compiler.warm_up.making():
+def test_a_graph_whose_shapes_are_computed_is_launched_to_have_them(runtime_of: Callable[..., Runtime]):
+    runtime = runtime_of(False)
+    function, static = function_of(runtime)
+    with runtime.warm_up.making():
         outputs = function(inputs(5, 3).user)
     assert static.buffer["rows_seen"].item() == 3 and len(outputs["pad"]) == 10

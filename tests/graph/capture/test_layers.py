@@ -13,6 +13,7 @@ from small import CONFIG, FAMILIES, make_model
 from torch import Tensor, nn
 from two_roles import needs_inductor, quick_inductor
 
+from lockstep import ops
 from lockstep.config import (
     CompileConfig,
     LossConfig,
@@ -64,16 +65,16 @@ def test_a_run_is_the_eager_run_and_compiles_nothing_late() -> None:
     seen, weights, run = train("layer")
     assert seen == eager and all(map(torch.equal, weights, eager_weights))
     assert [m["recompiles"] for m in seen[::2]] == [0, 0, 0] and seen[-2]["parity/tokens_different"] == 0
-    assert run.compiler.layers is not None and 0 < run.compiler.captures <= 5
-    assert compile_report(run.compiler)["traces"] == run.compiler.captures
+    assert run.runtime.layers is not None and 0 < run.runtime.captures <= 5
+    assert compile_report(run.runtime)["traces"] == run.runtime.captures
 
 
 def test_kinds_of_layers_are_variants_and_indices_are_not(rollout) -> None:
     """Three layers, the middle one dense: two kinds, each for training."""
 
-    def gradients(compiler: Runtime) -> Tensor:
+    def gradients(runtime: Runtime) -> Tensor:
         model = make_model(torch.float32, config=moe)
-        trainer = Trainer(model, OptimizerConfig(), LossConfig(router_aux_loss_coef=0.01), compiler=compiler)
+        trainer = Trainer(model, OptimizerConfig(), LossConfig(router_aux_loss_coef=0.01), runtime=runtime)
         for packed in pack(groups, max_tokens=44, check_parity=False):
             trainer.forward_backward(packed)
         return trainer.flat.grad.clone()
@@ -87,8 +88,8 @@ def test_kinds_of_layers_are_variants_and_indices_are_not(rollout) -> None:
         eos_token_ids=(),
     )
     groups = rollout(make_model(torch.float32, config=moe), 0)
-    compiler = Runtime(CompileConfig("layer"), torch.device("cpu"))
-    assert torch.equal(gradients(compiler), gradients(EAGER)) and compiler.captures == 2
+    runtime = Runtime(CompileConfig("layer"), torch.device("cpu"))
+    assert torch.equal(gradients(runtime), gradients(EAGER)) and runtime.captures == 2
 
 
 class Scale(nn.Module):
@@ -102,15 +103,15 @@ class Scale(nn.Module):
 
 def test_variants_are_counted_bounded_and_shared_with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "MAX_VARIANTS", 2)
-    compiler = Runtime(CompileConfig("layer"), torch.device("cpu"))
-    call = compiler.layers
+    runtime = Runtime(CompileConfig("layer"), torch.device("cpu"))
+    call = runtime.layers
     assert call is not None
     for rows in (4, 2, 9):
         assert torch.equal(call(Scale(0), torch.ones(rows)), torch.full((rows,), 2.0))
-    assert (compiler.captures, compiler.recompiles) == (1, 0) and copy.deepcopy(call) is call
-    compiler.end_warm_up()
+    assert (runtime.captures, runtime.recompiles) == (1, 0) and copy.deepcopy(call) is call
+    runtime.end_warm_up()
     call(Scale(1), torch.ones(3))
-    assert (compiler.captures, compiler.recompiles) == (2, 1)
+    assert (runtime.captures, runtime.recompiles) == (2, 1)
     with pytest.raises(GraphError, match="compile.capture layer: more than 2 variants of a layer are needed"):
         call(Scale(0), torch.ones(3, dtype=torch.float64))
 
@@ -136,7 +137,8 @@ def test_with_inductor_layers_write_their_own_caches(family: str) -> None:
         k_cache, v_cache = (torch.zeros(model.config.num_layers, 3, 16, heads, size) for size in (key, value))
         starts, context = torch.tensor([0, 12, 20]).int(), torch.tensor([12, 8]).int()
         slots = torch.cat((torch.arange(12), 16 + torch.arange(8)))
-        attend = PagedAttention(k_cache, v_cache, slots, torch.tensor([[0], [1]]).int(), starts, context, 12, 64)
+        paged = ops.Paged(torch.tensor([[0], [1]]).int(), starts, context, 12, 64)
+        attend = PagedAttention(ops.KVPages(k_cache, v_cache), slots, paged)
         model.call_layer = call
         with torch.no_grad(), quick_inductor():
             return model(tokens, torch.arange(20), attend), k_cache

@@ -45,7 +45,7 @@ class Block(nn.Module):
 class Step:
     """Two blocks forward and backward, gradients that add up, one row of a large table, a counter."""
 
-    def __init__(self, compiler: Runtime) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(Block(), Block())
         self.factor = 2.0
@@ -54,7 +54,7 @@ class Step:
         self.table, self.row = torch.randn(9, 6), torch.zeros(1, dtype=torch.int64)
         buffers = {**own.buffer, "row": self.row}
         inputs = Inputs(own.param, self.grad, buffers, kv={"table": self.table})
-        self.function = compiler.program("step", self.body, inputs, {"grad", "kv", "buffer"})
+        self.function = runtime.program("step", self.body, inputs, {"grad", "kv", "buffer"})
 
     def body(self, t: Inputs) -> dict[str, Tensor]:
         with substituted(self.module, t), torch.enable_grad():
@@ -79,22 +79,22 @@ class Step:
         return [t.clone() for t in (*self.module.parameters(), *self.grad.values(), self.table, self.row)]
 
 
-def compiler_at(mode: str, recorder: FakeRecorder | None = None, *passes: Pass) -> Runtime:
-    compiler = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=recorder or FakeRecorder())
-    compiler.builder.passes += passes
-    return compiler
+def runtime_at(mode: str, recorder: FakeRecorder | None = None, *passes: Pass) -> Runtime:
+    runtime = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=recorder or FakeRecorder())
+    runtime.builder.passes += passes
+    return runtime
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "piecewise", "full_and_piecewise"])
 def test_equal_ways_pass_and_leave_every_bit_as_it_was(mode: str) -> None:
-    compiler = compiler_at(mode)
-    step = Step(compiler)
+    runtime = runtime_at(mode)
+    step = Step(runtime)
     before = step.state()
-    (verdict,) = check_against_eager(compiler, [(step.function, step.cases())], "strict")
+    (verdict,) = check_against_eager(runtime, [(step.function, step.cases())], "strict")
     assert all(map(torch.equal, step.state(), before))
     assert (verdict.function, verdict.cases, verdict.known, verdict.faults) == ("step", 3, 0, ())
     assert verdict.level == {"none": "captured", "full_and_piecewise": "full"}.get(mode, mode)
-    assert compiler.timings.seconds["verify"] > 0 and verdict.seconds > 0
+    assert runtime.timings.seconds["verify"] > 0 and verdict.seconds > 0
     step.function(step.case("one").user)
     assert not torch.equal(step.state()[-2], before[-2])  # and still computes
 
@@ -124,23 +124,23 @@ def loses_a_write(captured):
     ],
 )
 def test_a_pass_with_a_fault_is_named_with_its_node(apply: Callable, message: str) -> None:
-    compiler = compiler_at("full", None, Pass("shrink", True, apply), Pass("idle", True, lambda c: (rewritten(c), "")))
-    step = Step(compiler)
+    runtime = runtime_at("full", None, Pass("shrink", True, apply), Pass("idle", True, lambda c: (rewritten(c), "")))
+    step = Step(runtime)
     before = step.state()
     with pytest.raises(GraphError, match=rf"step\(\), case 'one': shrink differs from the step before .*{message}"):
-        check_against_eager(compiler, [(step.function, step.cases())], "strict")
+        check_against_eager(runtime, [(step.function, step.cases())], "strict")
     assert all(map(torch.equal, step.state(), before))
 
 
 def test_a_number_that_became_a_constant_is_named() -> None:
-    compiler = compiler_at("full")
-    step = Step(compiler)
+    runtime = runtime_at("full")
+    step = Step(runtime)
     step.function(step.case("warm-up").user)
     step.factor = 3.0
     with pytest.raises(
         GraphError, match=r"capture differs from eager in output hidden, first at node mul \(aten.mul\)"
     ):
-        check_against_eager(compiler, [(step.function, step.cases())], "strict")
+        check_against_eager(runtime, [(step.function, step.cases())], "strict")
 
 
 def test_an_operator_that_eager_would_not_call_is_named() -> None:
@@ -149,12 +149,12 @@ def test_an_operator_that_eager_would_not_call_is_named() -> None:
             x = t.user["x"]
             return {"y": x.relu() if self.factor > 2 else x.exp()}
 
-    compiler = compiler_at("none")
-    step = Branching(compiler)
+    runtime = runtime_at("none")
+    step = Branching(runtime)
     step.function(step.case("warm-up").user)
     step.factor = 3.0
     with pytest.raises(GraphError, match=r"first at node exp \(aten.exp\), where eager calls aten.relu"):
-        check_against_eager(compiler, [(step.function, step.cases())], "strict")
+        check_against_eager(runtime, [(step.function, step.cases())], "strict")
 
 
 class Stale(FakeRecorder):
@@ -171,12 +171,12 @@ class Stale(FakeRecorder):
 
 
 def test_a_replay_that_reads_a_stale_buffer_is_named() -> None:
-    compiler = compiler_at("full", Stale((3, 6)))
-    step = Step(compiler)
+    runtime = runtime_at("full", Stale((3, 6)))
+    step = Step(runtime)
     before = step.state()
     message = r"case 'other': replay differs from the step before in output hidden, first at node mul \(aten.mul\)"
     with pytest.raises(GraphError, match=message):
-        check_against_eager(compiler, [(step.function, [step.case("one"), step.case("other", row=7)])], "strict")
+        check_against_eager(runtime, [(step.function, [step.case("one"), step.case("other", row=7)])], "strict")
     assert all(map(torch.equal, step.state(), before))
 
 
@@ -190,11 +190,11 @@ def test_a_replay_that_reads_a_stale_buffer_is_named() -> None:
     ids=["sound", "stale replay", "constant"],
 )
 def test_warn_goes_down_as_far_as_it_must(recorder, factor: float, levels: list[str], caplog) -> None:
-    compiler = compiler_at("full", recorder)
-    step = Step(compiler)
+    runtime = runtime_at("full", recorder)
+    step = Step(runtime)
     step.function(step.case("warm-up").user)
     step.factor = factor  # the graphs hold 2
-    (verdict,) = check_against_eager(compiler, [(step.function, [step.case("one"), step.case("other", row=7)])], "warn")
+    (verdict,) = check_against_eager(runtime, [(step.function, [step.case("one"), step.case("other", row=7)])], "warn")
     assert (verdict.level, len(verdict.faults)) == (levels[-1], len(levels) - 1)
     assert [record.message.rpartition(" ")[2] for record in caplog.records] == levels[1:]
     user = step.case("again", row=2).user
@@ -203,17 +203,17 @@ def test_warn_goes_down_as_far_as_it_must(recorder, factor: float, levels: list[
 
 
 def test_a_case_that_hides_what_it_writes_is_an_error() -> None:
-    compiler = compiler_at("none")
-    step = Step(compiler)
+    runtime = runtime_at("none")
+    step = Step(runtime)
     case = step.case("hidden", row=4)
     wrong = Case("hidden", case.user, load=case.load, touches={"kv table": [step.table[5:6]]})
     with pytest.raises(GraphError, match=r"left kv 'table' of step \(0\) changed: a case must declare"):
-        check_against_eager(compiler, [(step.function, [wrong])], "warn")
+        check_against_eager(runtime, [(step.function, [wrong])], "warn")
 
 
 def test_scratch_is_put_back_and_not_compared() -> None:
-    compiler = compiler_at("none")
-    step = Step(compiler)
+    runtime = runtime_at("none")
+    step = Step(runtime)
     body, rows = step.function.body, iter(torch.arange(9.0))
 
     def untidy(t: Inputs) -> dict[str, Tensor]:
@@ -226,20 +226,20 @@ def test_scratch_is_put_back_and_not_compared() -> None:
     before = step.state()
     case = step.case("row", row=4)
     with pytest.raises(GraphError, match="left kv 'table'"):
-        check_against_eager(compiler, [(step.function, [case])], "strict")
+        check_against_eager(runtime, [(step.function, [case])], "strict")
     step.table[8] = before[-2][8]
     scratch = Case("row", case.user, {}, case.load, case.touches, scratch=[step.table[8:]])
-    check_against_eager(compiler, [(step.function, [scratch])], "strict")
+    check_against_eager(runtime, [(step.function, [scratch])], "strict")
     assert all(map(torch.equal, step.state(), before))
 
 
 def test_what_passed_is_not_run_again_until_something_changes(tmp_path: Path, monkeypatch) -> None:
     def check(factor: float = 2.0, mode: str = "full", **case) -> int:
-        compiler = compiler_at(mode)
-        step = Step(compiler)
+        runtime = runtime_at(mode)
+        step = Step(runtime)
         step.factor = factor
         (verdict,) = check_against_eager(
-            compiler, [(step.function, [step.case("one", **case)])], "strict", PassedChecks(tmp_path)
+            runtime, [(step.function, [step.case("one", **case)])], "strict", PassedChecks(tmp_path)
         )
         return verdict.known
 
@@ -262,10 +262,10 @@ def test_what_passed_is_not_run_again_until_something_changes(tmp_path: Path, mo
 class Scaled:
     """One function of a number that a graph holds; two of them differ in it alone."""
 
-    compiler: Runtime
+    runtime: Runtime
 
     def __post_init__(self) -> None:
-        self.function = self.compiler.program("scaled", self.body, Inputs(), set())
+        self.function = self.runtime.program("scaled", self.body, Inputs(), set())
 
     @staticmethod
     def body(t: Inputs, factor: float) -> dict[str, Tensor]:
@@ -276,22 +276,22 @@ class Scaled:
 
 
 def test_a_graph_that_passed_for_one_function_has_not_passed_for_another(tmp_path: Path) -> None:
-    compiler, verdicts = compiler_at("none"), PassedChecks(tmp_path)
-    asked = Scaled(compiler)
-    check_against_eager(compiler, [(asked.function, [asked.case(2.0)])], "strict", verdicts)
-    other = Scaled(compiler_at("none"))
+    runtime, verdicts = runtime_at("none"), PassedChecks(tmp_path)
+    asked = Scaled(runtime)
+    check_against_eager(runtime, [(asked.function, [asked.case(2.0)])], "strict", verdicts)
+    other = Scaled(runtime_at("none"))
     other.function.made.ready = {  # as if a stored graph had been taken for another
         ((("factor", 3.0), *key[1:]), level): graph for (key, level), graph in asked.function.made.ready.items()
     }
     with pytest.raises(GraphError, match="differs from eager in output y"):
-        check_against_eager(other.compiler, [(other.function, [other.case(3.0)])], "strict", verdicts)
+        check_against_eager(other.runtime, [(other.function, [other.case(3.0)])], "strict", verdicts)
 
 
 def test_a_failed_check_leaves_no_verdict(tmp_path: Path) -> None:
-    compiler = compiler_at("full", None, Pass("shrink", True, swaps_an_operator))
-    step = Step(compiler)
+    runtime = runtime_at("full", None, Pass("shrink", True, swaps_an_operator))
+    step = Step(runtime)
     with pytest.raises(GraphError, match="shrink"):
-        check_against_eager(compiler, [(step.function, step.cases())], "strict", PassedChecks(tmp_path))
+        check_against_eager(runtime, [(step.function, step.cases())], "strict", PassedChecks(tmp_path))
     assert not (tmp_path / "verdicts").exists()
 
 
@@ -357,11 +357,11 @@ def test_a_snapshot_is_put_back() -> None:
     assert x.tolist() == [[0, 1, 0], [3, 4, 5]]
 
 
-def test_functions_of_one_compiler_are_checked_together() -> None:
-    compiler = compiler_at("full")
-    steps = [Step(compiler), Step(compiler)]
+def test_programs_of_one_runtime_are_checked_together() -> None:
+    runtime = runtime_at("full")
+    steps = [Step(runtime), Step(runtime)]
     work: list[tuple[Program, list[Case]]] = [(step.function, step.cases()) for step in steps]
-    (verdict,) = check_against_eager(compiler, work, "strict")
+    (verdict,) = check_against_eager(runtime, work, "strict")
     assert (verdict.level, verdict.cases) == ("full", 6)
-    compiler.lower("step")
-    assert not steps[0].function.graphs and check_against_eager(compiler, work, "strict")[0].level == "piecewise"
+    runtime.lower("step")
+    assert not steps[0].function.graphs and check_against_eager(runtime, work, "strict")[0].level == "piecewise"

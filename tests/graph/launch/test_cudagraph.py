@@ -15,9 +15,9 @@ from lockstep.graph import CudaRecorder, FakeRecorder, GraphError, GraphLauncher
 class Counter:
     """`total += x * factor`; returns `total * 2`."""
 
-    def __init__(self, compiler: Runtime) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.total = torch.zeros(3)
-        self.function = compiler.program("count", self.body, Inputs(buffer={"total": self.total}), {"buffer"})
+        self.function = runtime.program("count", self.body, Inputs(buffer={"total": self.total}), {"buffer"})
 
     @staticmethod
     def body(t: Inputs, factor: int = 1) -> dict[str, Tensor]:
@@ -33,30 +33,30 @@ def recorded(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def test_every_launch_happens_once(compiler_of: Callable[..., Runtime], recorded: bool) -> None:
-    compiler = compiler_of(recorded)
-    counter = Counter(compiler)
+def test_every_launch_happens_once(runtime_of: Callable[..., Runtime], recorded: bool) -> None:
+    runtime = runtime_of(recorded)
+    counter = Counter(runtime)
     assert counter(1, 2, 3).tolist() == [2, 4, 6] and counter.total.tolist() == [1, 2, 3]
     assert counter(1, 1, 1).tolist() == [4, 6, 8]
     assert counter(1, 0, 0, times=3).tolist() == [10, 6, 8] and counter.total.tolist() == [5, 3, 4]
     assert counter(1, 1, 1, factor=2).tolist() == [14, 10, 12]
-    assert (compiler.captures, compiler.launches["count"]) == (2, 6)
-    assert compiler.replays["count"] == (4 if recorded else 0)  # the first launch of a graph records it
+    assert (runtime.captures, runtime.launches["count"]) == (2, 6)
+    assert runtime.replays["count"] == (4 if recorded else 0)  # the first launch of a graph records it
 
 
-def test_captures_after_warm_up_are_counted(compiler_of: Callable[..., Runtime]) -> None:
-    compiler = compiler_of()
-    counter = Counter(compiler)
+def test_captures_after_warm_up_are_counted(runtime_of: Callable[..., Runtime]) -> None:
+    runtime = runtime_of()
+    counter = Counter(runtime)
     counter(1, 2, 3)
-    compiler.end_warm_up()
+    runtime.end_warm_up()
     counter(1, 2, 3)
-    assert (compiler.captures, compiler.recompiles) == (1, 0)
+    assert (runtime.captures, runtime.recompiles) == (1, 0)
     counter(1, 2, 3, factor=2)
-    assert (compiler.captures, compiler.recompiles) == (2, 1)
+    assert (runtime.captures, runtime.recompiles) == (2, 1)
 
 
-def bound(compiler: Runtime) -> tuple[GraphLauncher, Counter]:
-    counter = Counter(compiler)
+def bound(runtime: Runtime) -> tuple[GraphLauncher, Counter]:
+    counter = Counter(runtime)
     counter(0, 0, 0)
     (graph,) = counter.function.graphs.values()
     return graph, counter
@@ -72,15 +72,15 @@ def bound(compiler: Runtime) -> tuple[GraphLauncher, Counter]:
         ({"x": torch.ones(3), "y": torch.ones(3)}, "missing or unknown: y"),
     ],
 )
-def test_what_a_graph_was_not_made_for_is_refused(compiler_of, recorded: bool, user: dict, message: str) -> None:
-    graph, counter = bound(compiler_of(recorded))
+def test_what_a_graph_was_not_made_for_is_refused(runtime_of, recorded: bool, user: dict, message: str) -> None:
+    graph, counter = bound(runtime_of(recorded))
     with pytest.raises(GraphError, match=message):
         graph(user)
     assert not counter.total.any() and graph.launches == 1
 
 
-def test_a_moved_static_input_is_named(compiler_of, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, counter = bound(compiler_of(recorded))
+def test_a_moved_static_input_is_named(runtime_of, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, counter = bound(runtime_of(recorded))
     before = counter.total.detach()
     counter.total.data = torch.zeros(3)
     with pytest.raises(GraphError, match="static input buffer 'total' has moved in memory"):
@@ -92,18 +92,18 @@ def test_a_moved_static_input_is_named(compiler_of, recorded: bool, monkeypatch:
         assert before.tolist() == [1, 1, 1] and not counter.total.any()
 
 
-def test_a_launch_after_close_is_refused(compiler_of, recorded: bool) -> None:
-    compiler = compiler_of(recorded)
-    graph, counter = bound(compiler)
-    compiler.close()
+def test_a_launch_after_close_is_refused(runtime_of, recorded: bool) -> None:
+    runtime = runtime_of(recorded)
+    graph, counter = bound(runtime)
+    runtime.close()
     with pytest.raises(GraphError, match=r"count\(\): launched after close\(\)"):
         graph({"x": torch.ones(3)})
     assert not counter.function.graphs
 
 
-def test_outputs_do_not_outlive_the_next_replay_of_any_graph(compiler_of: Callable[..., Runtime]) -> None:
-    compiler = compiler_of(recorded=True)
-    first, second = Counter(compiler), Counter(compiler)
+def test_outputs_do_not_outlive_the_next_replay_of_any_graph(runtime_of: Callable[..., Runtime]) -> None:
+    runtime = runtime_of(recorded=True)
+    first, second = Counter(runtime), Counter(runtime)
     kept = first(1, 2, 3)
     copied = kept.clone()
     second(1, 1, 1)
@@ -114,8 +114,8 @@ def test_outputs_do_not_outlive_the_next_replay_of_any_graph(compiler_of: Callab
     assert again.isnan().all() and copied.tolist() == [2, 4, 6]
 
 
-def test_user_inputs_are_copied_not_referred_to(compiler_of: Callable[..., Runtime]) -> None:
-    graph, counter = bound(compiler_of(recorded=True))
+def test_user_inputs_are_copied_not_referred_to(runtime_of: Callable[..., Runtime]) -> None:
+    graph, counter = bound(runtime_of(recorded=True))
     x = torch.ones(3)
     graph({"x": x})
     x.fill_(100)
@@ -123,8 +123,8 @@ def test_user_inputs_are_copied_not_referred_to(compiler_of: Callable[..., Runti
     assert counter.total.tolist() == [3, 3, 3]
 
 
-def test_inference_mode_around_a_launch_changes_nothing(compiler_of, recorded: bool) -> None:
-    counter = Counter(compiler_of(recorded))
+def test_inference_mode_around_a_launch_changes_nothing(runtime_of, recorded: bool) -> None:
+    counter = Counter(runtime_of(recorded))
     for expected in ([2, 2, 2], [4, 4, 4]):
         with torch.inference_mode():
             assert counter(1, 1, 1).tolist() == expected
@@ -138,8 +138,8 @@ def test_cuda_graphs_need_a_gpu() -> None:
         CudaRecorder(torch.device("cpu"))
 
 
-def test_a_graph_that_is_to_be_recorded_needs_a_recorder(compiler_of: Callable[..., Runtime]) -> None:
-    graph, counter = bound(compiler_of(recorded=True))
+def test_a_graph_that_is_to_be_recorded_needs_a_recorder(runtime_of: Callable[..., Runtime]) -> None:
+    graph, counter = bound(runtime_of(recorded=True))
     with pytest.raises(GraphError, match="a CUDA graph needs a recorder"):
         GraphLauncher(graph.captured, Inputs(buffer={"total": counter.total}, user={"x": torch.ones(3)}))
 

@@ -89,7 +89,7 @@ def test_an_implementation_that_fails_is_passed_over() -> None:
     assert calls and outputs["y"].shape == (12, 4)
 
 
-def test_a_compiler_s_rehearsal_makes_the_graphs_and_launches_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_makes_the_graphs_and_launches_none(monkeypatch: pytest.MonkeyPatch) -> None:
     within: list[bool] = []
 
     @contextmanager
@@ -100,10 +100,10 @@ def test_a_compiler_s_rehearsal_makes_the_graphs_and_launches_none(monkeypatch: 
 
     precompile = pytest.importorskip("lockstep.ops.precompile")
     monkeypatch.setattr(precompile, "compiling_only", compiling_only)
-    compiler = Runtime(CompileConfig(capture="step", cudagraph_mode="full"), CPU, recorder=FakeRecorder())
+    runtime = Runtime(CompileConfig(capture="step", cudagraph_mode="full"), CPU, recorder=FakeRecorder())
     inputs = inputs_of(4, torch.ones(3, 4))
-    function = compiler.program("f", body, Inputs(inputs.param, buffer=inputs.buffer), {"buffer"})
-    with compiler.warm_up.rehearsal() as kernels:
+    function = runtime.program("f", body, Inputs(inputs.param, buffer=inputs.buffer), {"buffer"})
+    with runtime.warm_up.rehearsal() as kernels:
         first = function(inputs.user)
     assert kernels == ["a kernel"]
     (graph,) = function.graphs.values()
@@ -112,4 +112,4 @@ def test_a_compiler_s_rehearsal_makes_the_graphs_and_launches_none(monkeypatch: 
     second = function(inputs.user)
     assert function.graphs == {key: graph for key in function.graphs} and graph.launches == 1
     assert torch.equal(second["y"], torch.full((3, 4), 4.0)) and inputs.buffer["total"] == 64
-    assert compiler.timings.seconds["compile"] > 0
+    assert runtime.timings.seconds["compile"] > 0

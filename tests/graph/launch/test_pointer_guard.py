@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.graph import GraphError
-from lockstep.graph.launch.pointer_guard import Addresses
+from lockstep.graph.launch.memory import Addresses
 from lockstep.trainer import Trainer, pack
 
 
@@ -35,10 +35,10 @@ def test_a_view_that_was_given_other_memory_before_is_asked_itself() -> None:
     assert len(addresses) == 2 and addresses.moved() == 0
 
 
-def test_a_train_step_asks_for_parameters_and_once_for_all_gradients(decoder, rollout, compiler_of) -> None:
-    compiler = compiler_of(recorded=True)
+def test_a_train_step_asks_for_parameters_and_once_for_all_gradients(decoder, rollout, runtime_of) -> None:
+    runtime = runtime_of(recorded=True)
     model = decoder()
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     trainer.forward_backward(batch)
     (graph,) = trainer.programs.by_name["forward_backward"].graphs.values()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config import LossConfig, OptimizerConfig
-from lockstep.graph.launch.static_inputs import OwnInputs
+from lockstep.graph.launch.memory import OwnInputs
 from lockstep.trainer import Trainer, pack
 from lockstep.types import side_by_side
 
@@ -92,16 +92,16 @@ def test_separate_inputs_and_parts_of_a_large_buffer_keep_memory_of_their_own(wi
     assert filled(OwnInputs([]), []) == []
 
 
-def test_a_packed_batch_is_copied_in_at_once(decoder, rollout, compiler_of) -> None:
-    compiler = compiler_of(recorded=True)
+def test_a_packed_batch_is_copied_in_at_once(decoder, rollout, runtime_of) -> None:
+    runtime = runtime_of(recorded=True)
     model = decoder()
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     seen = []
     for step in range(2):
         for packed in pack(rollout(model, step), max_tokens=256, check_parity=True):
             moved = packed.to(CPU)
             trainer.forward_backward(moved)
-            (graph,) = (g for f in compiler.programs for g in f.graphs.values() if f.name == "forward_backward")
+            (graph,) = (g for f in runtime.programs for g in f.graphs.values() if f.name == "forward_backward")
             given = [getattr(moved, name) for name in graph._user]
             with Copies() as copies:
                 graph._own.fill(given)
@@ -124,15 +124,15 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_around_its_two_graphs_a_step_launches_one_small_thing(decoder, rollout, compiler_of, monkeypatch) -> None:
-    compiler = compiler_of(recorded=True)
+def test_around_its_two_graphs_a_step_launches_one_small_thing(decoder, rollout, runtime_of, monkeypatch) -> None:
+    runtime = runtime_of(recorded=True)
     model = decoder()
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     moved = batch.to(CPU)
     trainer.forward_backward(moved)
     assert trainer.optim_step(1e-2).applied
-    for graph in (g for f in compiler.programs for g in f.graphs.values()):
+    for graph in (g for f in runtime.programs for g in f.graphs.values()):
         monkeypatch.setattr(graph._recording, "replay", lambda: None)
     sampled = int(moved.valid_C.sum())
     with Calls() as calls:

@@ -27,9 +27,9 @@ LAYERS = [f"layers.{i}" for i in range(4)]
 def traced(rank: int = 0, tie: bool = True) -> Captured:
     """The graph of `forward_backward` of a sharded tiny model, its collectives where the trace met them."""
     config = CompileConfig("step", reshard_after_forward=False, bucket_collectives=False, reorder_collectives=False)
-    compiler = Runtime(config, torch.device("cpu"), mesh={"fsdp": 2})
+    runtime = Runtime(config, torch.device("cpu"), mesh={"fsdp": 2})
     model = initialize(Decoder(replace(architecture("tiny"), tie_word_embeddings=tie), torch.float32), 0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=compiler, world=World(rank, 2, 10.0))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime, world=World(rank, 2, 10.0))
     sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
     (batch,) = pack([TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
     programs = trainer.programs
@@ -126,8 +126,8 @@ def test_weights_are_no_activations() -> None:
 def test_pieces_are_no_way_out_for_sharded_graphs() -> None:
     config = CompileConfig("step", "full")
     for mesh, levels in (({}, ["piecewise", "captured", "eager"]), ({"fsdp": 2}, ["captured", "eager"])):
-        compiler = Runtime(config, torch.device("cpu"), recorder=FakeRecorder(), mesh=mesh)
-        assert [compiler.lower("check") for _ in levels] == levels
+        runtime = Runtime(config, torch.device("cpu"), recorder=FakeRecorder(), mesh=mesh)
+        assert [runtime.lower("check") for _ in levels] == levels
 
 
 def test_statistics_are_gathered_apart() -> None:

@@ -23,6 +23,7 @@ from lockstep.graph.ir.captured import op_name
 from lockstep.models import ModelConfig
 from lockstep.ops.attention.operator import attention_packed_backward
 from lockstep.ops.operator import recording_gradients
+from lockstep.ops.records import AttentionGradient
 from lockstep.trainer import Trainer, pack
 from lockstep.trainer.graph_inputs import statics_of
 from lockstep.types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
@@ -58,7 +59,7 @@ def rms_norm_add(grad: Tensor, x: Tensor, weight: Tensor, eps: float, other: Ten
 
 
 def rotated_attention(*args: Any) -> tuple[Tensor, ...]:
-    dq, dk, dv = attention_packed_backward(*args[:10])
+    dq, dk, dv = attention_packed_backward(AttentionGradient(*args[:6]), ops.Packed(*args[6:10]))
     grad_qkv, *weights = qk_norm_rope(torch.cat((dq, dk), 1), *args[10:])
     grad_qkv[:, -dv[0].numel() :] += dv.flatten(1)
     return (grad_qkv, *weights)
@@ -101,9 +102,9 @@ def batch() -> PackedBatch:
 
 def traced(config: ModelConfig, joint: bool = False) -> tuple[Captured, Inputs]:
     """A train step as a GPU gets it, and its inputs, which lie on a CPU."""
-    compiler = Runtime(CompileConfig("joint" if joint else "step", cudagraph_mode="none"), torch.device("cpu"))
+    runtime = Runtime(CompileConfig("joint" if joint else "step", cudagraph_mode="none"), torch.device("cpu"))
     model = make_model(torch.bfloat16, config=config, scale=2.0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=runtime)
     function = trainer.programs.by_name["forward_backward"]
     tokens = batch()
     statics = {**statics_of(tokens), "loss_type": "grpo", "with_support": False}

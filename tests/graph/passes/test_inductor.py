@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from two_roles import TwoRoles, batch, compiler_of, needs_inductor, quick_inductor, results
+from two_roles import TwoRoles, batch, needs_inductor, quick_inductor, results, runtime_of
 
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig, validate
 from lockstep.errors import InputError
@@ -114,16 +114,16 @@ def test_conditions_are_told_in_the_names_of_the_graph() -> None:
 
 @needs_inductor
 def test_one_region_serves_every_shape_and_graph_and_the_pass_says_what_it_did(regions: Regions) -> None:
-    compiler = compiler_of("step", "inductor", regions=regions)
-    roles = TwoRoles(compiler)
+    runtime = runtime_of("step", "inductor", regions=regions)
+    roles = TwoRoles(runtime)
     results(roles)
-    log = next(log for title, log in compiler.builder.nodes.items() if title.startswith("train"))
+    log = next(log for title, log in runtime.builder.nodes.items() if title.startswith("train"))
     made = len(regions)
     assert made and f"in {made} regions, {made} different" in log[-1] and log[-1].startswith("inductor: ")
-    assert "nothing to compile" in compiler.builder.nodes["generate()"][-1]
-    again = compiler_of("step", "inductor", "full", regions=regions)
+    assert "nothing to compile" in runtime.builder.nodes["generate()"][-1]
+    again = runtime_of("step", "inductor", "full", regions=regions)
     results(TwoRoles(again))
-    assert len(regions) == made and compiler.captures == again.captures == 2
+    assert len(regions) == made and runtime.captures == again.captures == 2
     captured = roles.train.graph({"x": batch(6)}, {}).captured
     assert all(is_backward(n) for n in captured.graph.nodes if isinstance(n.target, CompiledSubgraph))
     assert inexact_results(captured) == {f"grad {name}" for name in roles.grad}
@@ -133,7 +133,7 @@ def test_one_region_serves_every_shape_and_graph_and_the_pass_says_what_it_did(r
 
 @needs_inductor
 def test_a_graph_with_regions_is_stored_and_loaded(regions: Regions) -> None:
-    roles = TwoRoles(compiler_of("step", "inductor", regions=regions))
+    roles = TwoRoles(runtime_of("step", "inductor", regions=regions))
     results(roles)
     captured = roles.train.graph({"x": batch(6)}, {}).captured
     loaded = loads(dumps(captured))
@@ -153,11 +153,11 @@ def test_a_graph_with_regions_is_stored_and_loaded(regions: Regions) -> None:
 def test_what_is_under_contract_is_checked_bit_for_bit_and_the_rest_within_a_bound(
     capture_: str, mode: str, regions: Regions, tmp_path: Path
 ) -> None:
-    compiler = compiler_of(capture_, "inductor", mode, regions)
-    roles = TwoRoles(compiler)
+    runtime = runtime_of(capture_, "inductor", mode, regions)
+    roles = TwoRoles(runtime)
     before = roles.state()
     for known in (0, 2):
-        found = check_against_eager(compiler, roles.work(), "strict", PassedChecks(tmp_path))
+        found = check_against_eager(runtime, roles.work(), "strict", PassedChecks(tmp_path))
         assert [(v.function, v.faults, v.known) for v in found] == [("train", (), known), ("generate", (), known)]
     assert all(torch.equal(a, b) for a, b in zip(before.values(), roles.state().values(), strict=True))
 
@@ -186,12 +186,12 @@ class Wrong(CompiledSubgraph):
     ids=["other values", "other bits each time"],
 )
 def test_a_region_with_a_fault_is_named(fault: Callable[[Any], Any], message: str, regions: Regions) -> None:
-    results(TwoRoles(compiler_of("step", "inductor", regions=regions)))
+    results(TwoRoles(runtime_of("step", "inductor", regions=regions)))
     wrong = Regions(Timings())
     wrong._made = {key: Wrong(region, fault) for key, region in regions._made.items()}
-    compiler = compiler_of("step", "inductor", "full", wrong)
+    runtime = runtime_of("step", "inductor", "full", wrong)
     with pytest.raises(GraphError, match=rf"train\(\), case 'six': {message}") as caught:
-        check_against_eager(compiler, TwoRoles(compiler).work(), "strict")
+        check_against_eager(runtime, TwoRoles(runtime).work(), "strict")
     if "inductor differs" in message:
         assert any(f"node {region.__name__}" in str(caught.value) for region in wrong._made.values())
         assert "which is 0.01 from its operators" in str(caught.value)
@@ -199,27 +199,27 @@ def test_a_region_with_a_fault_is_named(fault: Callable[[Any], Any], message: st
 
 @needs_inductor
 def test_a_pass_that_hides_a_region_is_refused(regions: Regions) -> None:
-    results(TwoRoles(compiler_of("step", "inductor", regions=regions)))
-    compiler = compiler_of("step", "inductor", regions=regions)
-    compiler.builder.passes[-1] = Pass("tidy", True, compiler.builder.passes[-1].apply)
+    results(TwoRoles(runtime_of("step", "inductor", regions=regions)))
+    runtime = runtime_of("step", "inductor", regions=regions)
+    runtime.builder.passes[-1] = Pass("tidy", True, runtime.builder.passes[-1].apply)
     with pytest.raises(GraphError, match="tidy says that it changes no bits, and may change grad 0.down"):
-        results(TwoRoles(compiler))
+        results(TwoRoles(runtime))
 
 
 @needs_inductor
 def test_forward_regions_are_compiled_when_every_graph_of_both_roles_has_them(regions: Regions) -> None:
-    compiler = compiler_of("step", "inductor", regions=regions, inductor=("0",))
-    roles = TwoRoles(compiler)
+    runtime = runtime_of("step", "inductor", regions=regions, inductor=("0",))
+    roles = TwoRoles(runtime)
     eager = results(roles)
-    assert not any(called(g.captured) for f in compiler.programs for g in f.graphs.values())
-    assert "1 left as they are: not in the forward passes of both roles" in compiler.builder.nodes["generate()"][-1]
-    assert compiler.share() and not roles.train.graphs
+    assert not any(called(g.captured) for f in runtime.programs for g in f.graphs.values())
+    assert "1 left as they are: not in the forward passes of both roles" in runtime.builder.nodes["generate()"][-1]
+    assert runtime.share() and not roles.train.graphs
     found = results(roles)
     a, b = (called(f.graph({"x": batch(6)}, {}).captured) for f in (roles.train, roles.generate))
-    assert a == b and len(a) == 1 and compiler.captures == 2
+    assert a == b and len(a) == 1 and runtime.captures == 2
     assert all(torch.equal(found[f"train {i}"], found[f"generate {i}"]) for i in range(3))
     assert all((found[f"train {i}"] - eager[f"train {i}"]).abs().max() < 1e-5 for i in range(3))
-    assert {v.faults for v in check_against_eager(compiler, roles.work(), "strict")} == {()}
+    assert {v.faults for v in check_against_eager(runtime, roles.work(), "strict")} == {()}
     with pytest.raises(
         GraphError, match=r"generate\(\): at these sizes the graph lacks compiled regions of the others"
     ):
@@ -229,9 +229,9 @@ def test_forward_regions_are_compiled_when_every_graph_of_both_roles_has_them(re
 
 @needs_inductor
 def test_a_path_that_matches_no_module_lists_them(regions: Regions) -> None:
-    compiler = compiler_of("step", "inductor", regions=regions, inductor=("backward", "layers.*"))
+    runtime = runtime_of("step", "inductor", regions=regions, inductor=("backward", "layers.*"))
     with pytest.raises(UnknownPattern, match=r"compile\.inductor: train\(\): 'layers\.\*' matches no module; .* of 0$"):
-        results(TwoRoles(compiler))
+        results(TwoRoles(runtime))
 
 
 @needs_inductor
@@ -253,8 +253,8 @@ def test_a_run_with_forward_regions_keeps_parity(tmp_path: Path, monkeypatch: py
         metrics, _ = Loop(config, run).step(0)
     assert (metrics["parity/tokens_different"], metrics["recompiles"], metrics["updates"]) == (0, 0, 1)
     assert metrics["parity/tokens_checked"] > 0
-    with_regions = {f.name for f in run.compiler.programs for g in f.graphs.values() if called(g.captured)}
-    assert with_regions == {"forward_backward", "decode", "mixed"} and len(run.compiler.builder.backend.regions) == 1
+    with_regions = {f.name for f in run.runtime.programs for g in f.graphs.values() if called(g.captured)}
+    assert with_regions == {"forward_backward", "decode", "mixed"} and len(run.runtime.builder.backend.regions) == 1
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

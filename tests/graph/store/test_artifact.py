@@ -24,33 +24,33 @@ from lockstep.graph.store.framed_file import Damaged, unpack
 from lockstep.trainer import Trainer, pack
 
 
-def captured_of(compiler: Runtime) -> dict[str, Captured]:
+def captured_of(runtime: Runtime) -> dict[str, Captured]:
     """One graph of each function."""
-    return {f.name: g.captured for f in compiler.programs for g in f.graphs.values()}
+    return {f.name: g.captured for f in runtime.programs for g in f.graphs.values()}
 
 
 @pytest.fixture
-def made(decoder, rollout, compiler_of) -> Callable[..., Runtime]:
-    """A compiler whose functions are a trainer's and a generator's, launched."""
+def made(decoder, rollout, runtime_of) -> Callable[..., Runtime]:
+    """A runtime whose programs are a trainer's and a generator's, launched."""
 
     def make(dtype: torch.dtype, **options: Any) -> Runtime:
-        compiler, model = compiler_of(**options), decoder(dtype)
-        trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=True, compiler=compiler)
+        runtime, model = runtime_of(**options), decoder(dtype)
+        trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=True, runtime=runtime)
         (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
         trainer.forward_backward(batch)
         trainer.check(batch)
         trainer.optim_step(1e-3)
-        engine = Engine(SharedWeights(model), GeneratorConfig(), 1024, compiler=compiler)
+        engine = Engine(SharedWeights(model), GeneratorConfig(), 1024, runtime=runtime)
         engine.warm_up(3, 64, rollout(model, 0)[0].sampling)
-        return compiler
+        return runtime
 
     return make
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loaded_graph_is_the_captured_one(made, dtype: torch.dtype) -> None:
-    compiler = made(dtype, recorded=True)
-    for function in compiler.programs:
+    runtime = made(dtype, recorded=True)
+    for function in runtime.programs:
         for bound in function.graphs.values():
             fresh, loaded = bound.captured, loads(dumps(bound.captured))
             assert dumps(loaded) == dumps(fresh) and digest(loaded) == digest(fresh) and dump(loaded) == dump(fresh)

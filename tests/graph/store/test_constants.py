@@ -68,14 +68,12 @@ def traced(
     masks: Masks | None = None,
 ) -> dict[str, Key]:
     """A trainer's graphs."""
-    compiler = Runtime(CompileConfig("step", canonicalize=False), torch.device("cpu"))
+    runtime = Runtime(CompileConfig("step", canonicalize=False), torch.device("cpu"))
     decoders = [initialize(Decoder(model, torch.float32), seed) for seed in range(2)]
     for decoder in decoders:
         decoder.masks = masks
     reference = decoders[1] if loss.beta else None
-    trainer = Trainer(
-        decoders[0], optimizer, loss, reference=reference, enforce_parity=enforce_parity, compiler=compiler
-    )
+    trainer = Trainer(decoders[0], optimizer, loss, reference=reference, enforce_parity=enforce_parity, runtime=runtime)
     sequence = TrainSequence([3, 4], 1.0, 0.1, [0.0] * 2, [0.0] * 2, route_digests=[1, 2] if model.moe else None)
     (batch,) = pack([TrainGroup([1, 2], [sequence], SamplingParams())], max_tokens=64, check_parity=True)
     batch.ref_logprob_C = torch.zeros_like(batch.old_logprob_C)
@@ -97,13 +95,13 @@ def decoded(
     masks: Masks | None = None,
 ) -> dict[str, Key]:
     """A generator's graphs."""
-    compiler = Runtime(CompileConfig("step", canonicalize=False), torch.device("cpu"))
+    runtime = Runtime(CompileConfig("step", canonicalize=False), torch.device("cpu"))
     config = GeneratorConfig(page_size=page_size, max_num_seqs=2, max_num_batched_tokens=128)
     decoder = initialize(Decoder(model, torch.float32), 0)
     decoder.masks = masks
     weights = SharedWeights(decoder)
-    Engine(weights, config, cache_tokens, compiler=compiler).warm_up(1, context, SamplingParams())
-    return {f.name: key_and_digest(f, {}, **s) for f in compiler.programs for s in [statics_of(f)]}
+    Engine(weights, config, cache_tokens, runtime=runtime).warm_up(1, context, SamplingParams())
+    return {f.name: key_and_digest(f, {}, **s) for f in runtime.programs for s in [statics_of(f)]}
 
 
 def statics_of(function: Program) -> dict[str, Any]:

@@ -32,20 +32,20 @@ Made = Callable[..., Runtime]
 
 
 @pytest.fixture
-def compiler(tmp_path: Path) -> Made:
-    """`compiler(mode="none", **CompileConfig fields)`: each call as another process, over one folder."""
+def runtime(tmp_path: Path) -> Made:
+    """`runtime(mode="none", **CompileConfig fields)`: each call as another process, over one folder."""
 
     def make(mode: str = "none", **options: Any) -> Runtime:
         config = CompileConfig("step", mode, **options)  # type: ignore[arg-type]
         recorder = FakeRecorder() if mode != "none" else None
-        return Runtime(config, CPU, recorder=recorder, not_graph_safe={}, store=Store(tmp_path))
+        return Runtime(config, CPU, recorder=recorder, store=Store(tmp_path))
 
     return make
 
 
-def work(model: Decoder, rollout: Callable[..., Any], compiler: Runtime) -> list[Any]:
+def work(model: Decoder, rollout: Callable[..., Any], runtime: Runtime) -> list[Any]:
     """Two steps of training, one batch of them only checked, and completions of many lengths: all that they leave."""
-    trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), runtime=runtime)
     seen: list[Any] = []
     for step in range(2):
         batches = pack(rollout(model, step), max_tokens=44, check_parity=True)
@@ -53,7 +53,7 @@ def work(model: Decoder, rollout: Callable[..., Any], compiler: Runtime) -> list
             trainer.forward_backward(batch)
         trainer.check(batches[0])
         seen += [trainer.flat.grad.clone(), trainer.optim_step(1e-2)]
-    engine = Engine(SharedWeights(model), GeneratorConfig(), 1024, compiler=compiler)
+    engine = Engine(SharedWeights(model), GeneratorConfig(), 1024, runtime=runtime)
     kinds = ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9})
     prompts = [[(11 * g + i) % 97 for i in range(1 + 13 * g)] for g in range(3)]
     sampling = [SamplingParams(**k, n=2, max_completion_length=5 + 3 * i) for i, k in enumerate(kinds)]  # type: ignore[arg-type]
@@ -75,9 +75,9 @@ def same(a: list[Any], b: list[Any]) -> bool:
     ],
 )
 def test_the_second_start_traces_nothing_and_has_the_same_bits(
-    decoder, rollout, compiler: Made, mode: str, dtype: torch.dtype, recompute: tuple[str, ...]
+    decoder, rollout, runtime: Made, mode: str, dtype: torch.dtype, recompute: tuple[str, ...]
 ) -> None:
-    cold, warm = (compiler(mode, recompute=recompute) for _ in range(2))
+    cold, warm = (runtime(mode, recompute=recompute) for _ in range(2))
     before = work(decoder(dtype), rollout, cold)
     after = work(decoder(dtype), rollout, warm)
     assert same(before, after) and warm.captures == 0 < cold.captures and cold.loaded == 0
@@ -91,14 +91,14 @@ def test_the_second_start_traces_nothing_and_has_the_same_bits(
     assert outcomes == [{"absent"}, {"loaded"}] and warm.recompiles == 0
 
 
-def train_step(model: Decoder, rollout: Callable[..., Any], compiler: Runtime, **loss: Any) -> None:
+def train_step(model: Decoder, rollout: Callable[..., Any], runtime: Runtime, **loss: Any) -> None:
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
-    Trainer(model, OptimizerConfig(), LossConfig(**loss), compiler=compiler).forward_backward(batch)
+    Trainer(model, OptimizerConfig(), LossConfig(**loss), runtime=runtime).forward_backward(batch)
 
 
-def test_what_changed_is_named_and_the_old_graph_stays(decoder, rollout, compiler: Made) -> None:
-    train_step(decoder(), rollout, compiler())
-    changed = compiler(recompute=("full",))
+def test_what_changed_is_named_and_the_old_graph_stays(decoder, rollout, runtime: Made) -> None:
+    train_step(decoder(), rollout, runtime())
+    changed = runtime(recompute=("full",))
     train_step(decoder(), rollout, changed, epsilon=0.3)
     assert changed.captures == 1 and changed.store is not None
     (lookup,) = changed.store.lookups
@@ -106,17 +106,17 @@ def test_what_changed_is_named_and_the_old_graph_stays(decoder, rollout, compile
     assert lookup.reasons[1] == "constants.loss.epsilon was '0.2' and is '0.3'"
     assert lookup.reasons[0].startswith("passes was [['canonicalize', '{}']] and is ")
     for way in ({}, {"epsilon": 0.3}):
-        again = compiler(recompute=("full",) if way else ())
+        again = runtime(recompute=("full",) if way else ())
         train_step(decoder(), rollout, again, **way)
         assert (again.captures, again.loaded) == (0, 1)
 
 
-def test_what_is_weighed_by_sizes_is_made_for_these(decoder, rollout, compiler: Made) -> None:
+def test_what_is_weighed_by_sizes_is_made_for_these(decoder, rollout, runtime: Made) -> None:
     """A larger batch must not run what keeps its budget on a smaller one alone."""
 
     def fitted(budget_mib: float, max_tokens: int) -> tuple[Runtime, tuple[str, ...]]:
-        own = compiler(activation_memory_gib=budget_mib / 1024)
-        trainer = Trainer(model := decoder(), OptimizerConfig(), LossConfig(), compiler=own)
+        own = runtime(activation_memory_gib=budget_mib / 1024)
+        trainer = Trainer(model := decoder(), OptimizerConfig(), LossConfig(), runtime=own)
         trainer.forward_backward(pack(rollout(model, 0), max_tokens=max_tokens, check_parity=True)[0])
         return own, next(log for title, log in own.builder.nodes.items() if title.startswith("forward_backward("))
 
@@ -136,9 +136,9 @@ def test_what_is_weighed_by_sizes_is_made_for_these(decoder, rollout, compiler: 
         assert (again.captures, again.loaded) == (0, 1)
 
 
-def test_compiled_regions_are_for_a_number_of_threads(compiler: Made) -> None:
+def test_compiled_regions_are_for_a_number_of_threads(runtime: Made) -> None:
     constants, sizes = {"page_size": 16}, {"T": 5}
-    eager, compiled = compiler(), compiler(backend="inductor")
+    eager, compiled = runtime(), runtime(backend="inductor")
     assert eager.builder.settings(constants, sizes).keys() == {"capture", "backend", "mesh", "constants.page_size"}
     found = compiled.builder.settings(constants, sizes)
     assert found["threads"] == torch.get_num_threads() and found["sizes.T"] == 5
@@ -146,25 +146,25 @@ def test_compiled_regions_are_for_a_number_of_threads(compiler: Made) -> None:
         assert compiled.builder.settings(constants, sizes)["inductor"] != found["inductor"]
 
 
-def test_a_dump_shows_every_pass_so_it_is_traced(decoder, rollout, compiler: Made, tmp_path: Path) -> None:
-    train_step(decoder(), rollout, compiler())
-    dumping = compiler(dump=str(tmp_path / "dump"))
+def test_a_dump_shows_every_pass_so_it_is_traced(decoder, rollout, runtime: Made, tmp_path: Path) -> None:
+    train_step(decoder(), rollout, runtime())
+    dumping = runtime(dump=str(tmp_path / "dump"))
     train_step(decoder(), rollout, dumping)
     assert dumping.captures == 1 and list((tmp_path / "dump").iterdir())
 
 
-def test_code_that_no_hash_covers_is_not_stored(compiler: Made, tmp_path: Path) -> None:
+def test_code_that_no_hash_covers_is_not_stored(runtime: Made, tmp_path: Path) -> None:
     def body(t: Inputs) -> dict[str, torch.Tensor]:
         return {"y": t.user["x"] * 2}
 
-    compiler().program("f", body, Inputs(), constants={})({"x": torch.ones(3)})
+    runtime().program("f", body, Inputs(), constants={})({"x": torch.ones(3)})
     assert not (tmp_path / "graphs").exists()
 
 
-def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, rollout, compiler: Made, caplog) -> None:
+def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, rollout, runtime: Made, caplog) -> None:
     """Its hashes are right, so only the comparison with eager can tell."""
-    train_step(decoder(), rollout, compiler())
-    store = compiler().store
+    train_step(decoder(), rollout, runtime())
+    store = runtime().store
     assert store is not None
     (file,) = store.folder.iterdir()
     sections = framed_file.unpack(file.read_bytes())
@@ -173,8 +173,8 @@ def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, roll
     node.target = torch.ops.aten.expm1.default
     wrong.module.recompile()
     file.write_bytes(framed_file.pack({**sections, "graph": dumps(wrong)}))
-    warm, model = compiler(), decoder()
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), compiler=warm)
+    warm, model = runtime(), decoder()
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=warm)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     with caplog.at_level(logging.WARNING, "lockstep.graph"):
         function = trainer.programs.by_name["forward_backward"]
@@ -185,7 +185,7 @@ def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, roll
         (verdict,) = check_against_eager(warm, [(function, [case])], "strict")
     assert "differs from eager" in caplog.text and "it was a stored graph, and is captured anew" in caplog.text
     assert verdict.faults == () and (warm.loaded, warm.captures) == (1, 1)
-    again = compiler()
+    again = runtime()
     train_step(decoder(), rollout, again)
     assert (again.loaded, again.captures) == (1, 0)  # and the right one was stored
 
@@ -204,9 +204,9 @@ def with_gain(values: losses.TokenValues, settings: Any) -> tuple[torch.Tensor, 
 with_gain.__module__ = losses.__name__  # an edit of the package
 
 
-def gradient(model: Decoder, rollout: Callable[..., Any], loss: LossConfig, compiler: Runtime) -> torch.Tensor:
+def gradient(model: Decoder, rollout: Callable[..., Any], loss: LossConfig, runtime: Runtime) -> torch.Tensor:
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
-    trainer = Trainer(model, OptimizerConfig(), loss, compiler=compiler)
+    trainer = Trainer(model, OptimizerConfig(), loss, runtime=runtime)
     trainer.forward_backward(batch)
     return trainer.flat.grad.clone()
 
@@ -222,7 +222,7 @@ def restarted(
 
 
 def test_a_loss_of_one_s_own_is_traced_at_every_start(
-    decoder, rollout, compiler: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder, rollout, runtime: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -234,14 +234,14 @@ def test_a_loss_of_one_s_own_is_traced_at_every_start(
     found = []
     for gain in (1.0, 5.0):
         restarted(tmp_path, monkeypatch, f"VALUE = {gain}\n")
-        found.append(gradient(decoder(), rollout, LossConfig(), own := compiler()))
+        found.append(gradient(decoder(), rollout, LossConfig(), own := runtime()))
         assert torch.equal(found[-1], gradient(decoder(), rollout, LossConfig(), EAGER))
         assert (own.captures, own.loaded) == (1, 0)
     assert not torch.equal(*found)
 
 
 def test_an_edited_helper_of_a_mask_is_seen(
-    decoder, rollout, compiler: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder, rollout, runtime: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "mask.py"
@@ -257,7 +257,7 @@ def test_an_edited_helper_of_a_mask_is_seen(
         for name, module in list(sys.modules.items()):
             if getattr(module, "__file__", None) == str(file):
                 del sys.modules[name]
-        graphs, model, eager = compiler(), decoder(), decoder()
+        graphs, model, eager = runtime(), decoder(), decoder()
         for own in (model, eager):
             set_attention(own, "flex", f"{file}:near")
         found.append(gradient(model, rollout, LossConfig(), graphs))
@@ -268,19 +268,19 @@ def test_an_edited_helper_of_a_mask_is_seen(
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(found[:3], 2))
 
 
-def test_a_loss_cannot_read_what_is_not_in_the_key(decoder, rollout, compiler: Made, monkeypatch) -> None:
+def test_a_loss_cannot_read_what_is_not_in_the_key(decoder, rollout, runtime: Made, monkeypatch) -> None:
     monkeypatch.setitem(losses.LOSSES, "grpo", with_gain)
-    for own in (EAGER, compiler()):
+    for own in (EAGER, runtime()):
         with pytest.raises(AttributeError, match="gain"):
             gradient(decoder(), rollout, LossWithGain(gain=5.0), own)
 
 
-def test_a_setting_that_a_loss_reads_is_in_the_key(decoder, rollout, compiler: Made, monkeypatch) -> None:
+def test_a_setting_that_a_loss_reads_is_in_the_key(decoder, rollout, runtime: Made, monkeypatch) -> None:
     settings = make_dataclass("LossSettings", [("gain", float)], bases=(losses.LossSettings,), frozen=True)
     monkeypatch.setattr("lockstep.trainer.trainer.LossSettings", settings)
     monkeypatch.setitem(losses.LOSSES, "grpo", with_gain)
     for gain in (1.0, 5.0):
-        own = compiler()
+        own = runtime()
         found = gradient(decoder(), rollout, LossWithGain(gain=gain), own)
         assert torch.equal(found, gradient(decoder(), rollout, LossWithGain(gain=gain), EAGER))
         assert (own.captures, own.loaded) == (1, 0)

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.adamw import triton as kernels
 
 SIZE, MATRICES = 5000, 3100  # neither a multiple of a block
-SETTINGS = MATRICES, 0.9, 0.95, 1e-8, 0.1
+SETTINGS = ops.AdamWSettings(MATRICES, 0.9, 0.95, 1e-8, 0.1)
 
 
 def test_kernel_under_the_interpreter() -> None:
@@ -44,7 +44,7 @@ class Interpreted:
                 assert not tensors[1].any()
                 tensors[1].copy_(grad)
                 before = [t.clone() for t in tensors[2:]]
-                run(*tensors, lr, scale, applied, *SETTINGS)
+                run(ops.AdamWState(*tensors), ops.AdamWStep(lr, scale, applied), SETTINGS)
                 assert applied or all(map(torch.equal, before, tensors[2:]))
             assert torch.equal(ours[5], theirs[5])
             torch.testing.assert_close(ours[2:5], theirs[2:5], rtol=2e-6, atol=1e-7)
@@ -56,7 +56,8 @@ class Interpreted:
         tensors = state(torch.bfloat16)
         tensors[1].fill_(float("nan"))
         before = [t.clone() for t in tensors]
-        kernels.adamw(*tensors, torch.tensor(1.0), torch.tensor(1.0), torch.tensor(False), *SETTINGS)
+        step = ops.AdamWStep(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(False))
+        kernels.adamw(ops.AdamWState(*tensors), step, SETTINGS)
         assert not tensors[1].any()
         assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(tensors, before, strict=True)) if i != 1)
 

@@ -13,7 +13,7 @@ from processes import run_interpreted
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops.records import Rotation
+from lockstep.ops.records import AttentionGradient, Rotation
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.attention import triton as attention_triton
@@ -97,7 +97,7 @@ def test_operator_on_a_cpu(name):
     segments = LAYOUTS[name][1]
     grad, q, k, v = inputs(name, 4, 2, 16)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = ops.attention_packed(*leaves, *layout_tensors(segments), max_len(segments))
+    out = ops.attention_packed(*leaves, ops.Packed(*layout_tensors(segments), max_len(segments)))
     check(torch.autograd.grad(out, leaves, grad), grad, q, k, v, segments)
 
 
@@ -111,10 +111,9 @@ class Interpreted:
 
     def run(self, name: str, heads: int, kv_heads: int, head_dim: int) -> None:
         segments = LAYOUTS[name][1]
-        layout = layout_tensors(segments)
+        packed = ops.Packed(*layout_tensors(segments), max_len(segments))
         grad, q, k, v = inputs(name, heads, kv_heads, head_dim)
-        out, lse = attention_triton.packed(q, k, v, *layout, max_len(segments))
-        results = kernels.packed(grad, q, k, v, out, lse, *layout, max_len(segments))
+        results = kernels.packed(AttentionGradient(grad, q, k, v, *attention_triton.packed(q, k, v, packed)), packed)
         check(results, grad, q, k, v, segments)
 
     @pytest.mark.parametrize("name", LAYOUTS)
@@ -130,18 +129,18 @@ class Interpreted:
         """The bits of the separate kernels, their gradients added up as autograd does."""
         padding, segments = LAYOUTS["a group"]
         tokens, head_dim, heads, kv_heads = padding + sum(own for own, _, _ in segments), 16, 4, 2
-        layout = (*layout_tensors(segments), max_len(segments))
+        packed = ops.Packed(*layout_tensors(segments), max_len(segments))
         qkv, cos_sin = torch.randn(tokens, heads + 2 * kv_heads, head_dim).flatten(1), torch.randn(tokens, head_dim)
         weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else (None, None)
         rotation = Rotation(*weights, cos_sin, heads, kv_heads, 1e-6)
         q, k = rope_triton.qk_norm_rope(qkv, rotation).split((heads, kv_heads), 1)
         v = qkv.unflatten(1, (-1, head_dim))[:, heads + kv_heads :]
-        out, lse = attention_triton.packed(q, k, v, *layout)
-        grad = torch.randn_like(out)
-        dq, dk, dv = kernels.packed(grad, q, k, v, out, lse, *layout)
+        out, lse = attention_triton.packed(q, k, v, packed)
+        gradient = AttentionGradient(torch.randn_like(out), q, k, v, out, lse)
+        dq, dk, dv = kernels.packed(gradient, packed)
         expected, *of_weights = rope_triton_backward.qk_norm_rope(torch.cat((dq, dk), 1), qkv, rotation)
         expected = expected + torch.nn.functional.pad(dv.flatten(1), ((heads + kv_heads) * head_dim, 0))
-        found, *joined_weights = fused_triton_backward.rotated_attention(grad, q, k, v, out, lse, layout, qkv, rotation)
+        found, *joined_weights = fused_triton_backward.rotated_attention(gradient, packed, qkv, rotation)
         assert all(map(torch.equal, joined_weights, of_weights))
         assert torch.equal(expected.view(torch.int32), (found + 0).view(torch.int32))  # a -0 is 0 in a sum
         assert not found[-padding:].any() and found[-padding:].signbit().any(), "some zeros of the padding are -0"
@@ -154,6 +153,6 @@ class Interpreted:
     @pytest.mark.parametrize(("query_rows", "keys", "long"), [(64, 64, 0), (16, 64, 512), (64, 16, 0), (128, 32, 0)])
     def test_tiles(self, query_rows, keys, long, monkeypatch):
         monkeypatch.setattr(kernels, "LONG", long)
-        monkeypatch.setattr(kernels, "SMALL_TILE", kernels.AttentionBackwardTile(query_rows, keys, 4, 1))
+        monkeypatch.setattr(kernels, "SMALL_TILE", kernels.AttentionTile(query_rows, 4, 1, keys))
         self.run("groups, one of them split", 1, 1, 16)
         self.run("parts of a prompt", 3, 1, 16)

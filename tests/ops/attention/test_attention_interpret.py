@@ -13,7 +13,7 @@ from processes import run_interpreted
 from torch import Tensor
 
 from lockstep.ops.attention import reference as attention_reference
-from lockstep.ops.records import Rotation
+from lockstep.ops.records import Contexts, KVPages, Packed, Paged, PrefixGroups, Rotation
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import triton
@@ -69,25 +69,25 @@ class Pages:
 
     def packed(self, sequence: int = 0) -> Tensor:
         q, k, v = (x[sequence] for x in (self.q, self.k, self.v))
-        return attention_triton.packed(q, k, v, int32(0, LENGTH), int32(0), int32(0), LENGTH)[0]
+        return attention_triton.packed(q, k, v, Packed(int32(0, LENGTH), int32(0), int32(0), LENGTH))[0]
 
     def prefilled(self, cuts: list[int]) -> Tensor:
         chunks = [
             attention_triton.paged(
-                self.q[0, start:end], self.k_cache, self.v_cache, self.table[:1], int32(0, end - start), int32(end),
-                end - start, LENGTH,
+                self.q[0, start:end],
+                KVPages(self.k_cache, self.v_cache),
+                Paged(self.table[:1], int32(0, end - start), int32(end), end - start, LENGTH),
             )
             for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True)
-        ]  # fmt: skip
+        ]
         return torch.cat(chunks)
 
     def decoded(self, sequences: list[int], rows: list[int], *groups: Tensor) -> Tensor:
         """The queries at `rows` of `sequences`, one batch."""
         q = self.q[sequences, rows]
         starts, context = torch.arange(len(rows) + 1).int(), int32(*rows) + 1
-        return attention_triton.paged(
-            q, self.k_cache, self.v_cache, self.table[sequences], starts, context, 1, LENGTH, *groups
-        )
+        by = Paged(self.table[sequences], starts, context, 1, LENGTH)
+        return attention_triton.paged(q, KVPages(self.k_cache, self.v_cache), by, PrefixGroups(*groups))
 
 
 class Interpreted:
@@ -118,7 +118,9 @@ class Interpreted:
     def test_decode_is_chunked_prefill_is_packed_across_splits(self, monkeypatch):
         pages = Pages(1, 0)
         whole = pages.packed()
-        expected = attention_reference.packed(pages.q[0], pages.k[0], pages.v[0], int32(0, LENGTH), int32(0), int32(0))
+        expected = attention_reference.packed(
+            pages.q[0], pages.k[0], pages.v[0], Packed(int32(0, LENGTH), int32(0), int32(0), LENGTH)
+        )
         torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-4)
         assert same_bits(pages.decoded([0] * len(ROWS), ROWS), whole[ROWS])
         assert same_bits(pages.prefilled([]), whole)
@@ -164,17 +166,17 @@ class Interpreted:
         qkv = torch.randn(4, (HEADS + 2 * KV_HEADS) * HEAD_DIM) * torch.exp(torch.randn(4, 1))
         norms = [torch.randn(HEAD_DIM) if with_norms else None for _ in range(2)]
         angles = torch.rand(4, HEAD_DIM // 2) * 100
-        heads = (*norms, torch.cat((angles.cos(), angles.sin()), dim=1), HEADS, KV_HEADS, 1e-6)
+        rotation = Rotation(*norms, torch.cat((angles.cos(), angles.sin()), dim=1), HEADS, KV_HEADS, 1e-6)
         table, context, starts = pages.table[sequences], int32(*positions) + 1, torch.arange(5).int()
         page = table.gather(1, torch.tensor(positions).unsqueeze(1) // PAGE_SIZE).squeeze(1).long()
         slots = page * PAGE_SIZE + torch.tensor(positions) % PAGE_SIZE
         caches, expected = ([pages.k_cache.clone(), pages.v_cache.clone()] for _ in range(2))
         for cache in (*caches, *expected):
             cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = torch.nan
-        q = rope_triton.qk_norm_rope(qkv, Rotation(*heads), (*expected, slots))
-        alone = attention_triton.paged(q, *expected, table, starts, context, 1, LENGTH)
-        projected = triton_decode.Projected(*heads, slots)
+        q = rope_triton.qk_norm_rope(qkv, rotation, (*expected, slots))
+        alone = attention_triton.paged(q, KVPages(*expected), Paged(table, starts, context, 1, LENGTH))
+        cache, contexts = KVPages(*caches), Contexts(table, context, LENGTH)
         for _ in range(2):  # writing again changes nothing
-            out = triton_decode.decode(qkv, *caches, table, context, LENGTH, projected=projected)
+            out = triton_decode.attention_decode(qkv, rotation, cache, slots, contexts)
             assert same_bits(out, alone) and not out.isnan().any()
             assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))

@@ -37,7 +37,7 @@ def int32(*values: int) -> Tensor:
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ops.attention_packed(q, k, v, int32(0, len(q)), int32(0), int32(0), len(q))
+    return ops.attention_packed(q, k, v, ops.Packed(int32(0, len(q)), int32(0), int32(0), len(q)))
 
 
 def test_every_layout_has_the_same_splits():
@@ -46,15 +46,17 @@ def test_every_layout_has_the_same_splits():
     pages = torch.randperm(-(-LENGTH // PAGE_SIZE)).int()
     caches = [torch.full((len(pages), PAGE_SIZE, 1, 16), torch.nan) for _ in range(2)]
     position = torch.arange(LENGTH)
-    ops.write_kv(k, v, *caches, pages[position // PAGE_SIZE].long() * PAGE_SIZE + position % PAGE_SIZE)
+    ops.write_kv(k, v, ops.KVPages(*caches), pages[position // PAGE_SIZE].long() * PAGE_SIZE + position % PAGE_SIZE)
 
     count = len(ROWS)
     starts, context = torch.arange(count + 1).int(), int32(*ROWS) + 1
     table = pages.expand(count, -1).contiguous()
-    assert same_bits(ops.attention_paged(q[ROWS], *caches, table, starts, context, 1, LENGTH), whole[ROWS])
+    assert same_bits(
+        ops.attention_paged(q[ROWS], ops.KVPages(*caches), ops.Paged(table, starts, context, 1, LENGTH)), whole[ROWS]
+    )
     for start, end in zip([0, *CUTS], [*CUTS, LENGTH], strict=True):
         lengths = (int32(0, end - start), int32(end), end - start, LENGTH)
-        chunk = ops.attention_paged(q[start:end], *caches, pages.unsqueeze(0), *lengths)
+        chunk = ops.attention_paged(q[start:end], ops.KVPages(*caches), ops.Paged(pages.unsqueeze(0), *lengths))
         assert same_bits(chunk, whole[start:end])
 
     assert same_bits(packed(*(x[:KEY_SPLIT] for x in (q, k, v))), whole[:KEY_SPLIT])
@@ -70,7 +72,7 @@ def test_a_split_may_have_one_key():
     k_cache, v_cache = torch.zeros(2, pages, PAGE_SIZE, 1, 16).unbind()
     v_cache[-1, 0] = context
     table, lengths = torch.arange(pages).int().unsqueeze(0), (int32(0, 1), int32(context), 1, context)
-    out = ops.attention_paged(torch.randn(1, 2, 16), k_cache, v_cache, table, *lengths)
+    out = ops.attention_paged(torch.randn(1, 2, 16), ops.KVPages(k_cache, v_cache), ops.Paged(table, *lengths))
     torch.testing.assert_close(out, torch.ones(1, 2, 16))
 
 

@@ -50,7 +50,7 @@ def test_without_a_mask_it_is_native_attention() -> None:
     case = Case(150, 4, 2, 16)
     layout = (case.int32(0, 150), case.int32(0), case.int32(0), 150)
     with library.using(None):
-        assert same_bits(case.packed(Mask()), ops.attention_packed(case.q, case.k, case.v, *layout))
+        assert same_bits(case.packed(Mask()), ops.attention_packed(case.q, case.k, case.v, ops.Packed(*layout)))
 
 
 def test_a_row_without_a_key_is_zero() -> None:
@@ -102,7 +102,8 @@ def test_gradients_are_those_of_dense_attention(layout: str, name: str) -> None:
     own, start, length = (torch.tensor(column, dtype=torch.int32) for column in zip(*segments, strict=True))
     cu_seqlens = torch.nn.functional.pad(own.cumsum(0).int(), (1, 0))
     longest = int((own + length).max())
-    out, repeated = (ops.flex_packed(*leaves, cu_seqlens, start, length, longest, *mask, [start]) for _ in range(2))
+    by, by_mask = ops.Packed(cu_seqlens, start, length, longest), ops.FlexMask(*mask, [start])
+    out, repeated = (ops.flex_packed(*leaves, by, by_mask) for _ in range(2))
     found, again = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(repeated, leaves, grad)
 
     exact_leaves, total = [x.double().detach().requires_grad_() for x in leaves], 0.0

@@ -15,6 +15,7 @@ from flex_cases import LAYOUTS, MASKS, Case, Mask, dense, invariant, same_bits
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from lockstep import ops
 from lockstep.ops.attention import triton_flex
 
 
@@ -88,8 +89,8 @@ def test_it_is_dense_attention_with_the_mask(name: str) -> None:
 
 
 def test_a_window_reads_no_tile_before_it() -> None:
-    layout = torch.tensor([0, 640]), torch.tensor([0]), torch.tensor([0])
-    counts = {w: triton_flex._tiles_packed(*layout, 640, 4, 2, 640, w, triton_flex.FORWARD) for w in (0, 1, 64, 100)}
+    by, sizes = ops.Packed(torch.tensor([0, 640]), torch.tensor([0]), torch.tensor([0]), 640), ops.FlexSizes(640, 4, 2)
+    counts = {w: triton_flex._tiles_packed(by, sizes, w, triton_flex.FORWARD) for w in (0, 1, 64, 100)}
     assert counts[0].count_B.tolist()[:20] == [1 + i // 2 for i in range(20)]
     assert max(counts[1].count_B) == 1 and max(counts[64].count_B) == 2 and max(counts[100].count_B) == 3
     assert [counts[w].list_BL.shape[1] for w in (0, 1, 64, 100)] == [10, 2, 3, 4]
@@ -105,9 +106,9 @@ def test_gradients_are_those_of_dense_attention(layout: str, name: str) -> None:
         x[rows:] = torch.nan
     own, start, length = (torch.tensor(column, dtype=torch.int32) for column in zip(*segments, strict=True))
     cu_seqlens = torch.nn.functional.pad(own.cumsum(0).int(), (1, 0))
-    layout_tensors = cu_seqlens, start, length, int((own + length).max())
-    tiles = triton_flex.tiles_packed(*layout_tensors[:3], rows + padding, 4, 2, layout_tensors[3], mask.window)
-    found = triton_flex.packed_backward(grad, q, k, v, *layout_tensors, *mask, tiles)
+    by = ops.Packed(cu_seqlens, start, length, int((own + length).max()))
+    tiles = triton_flex.tiles_packed(by, ops.FlexSizes(rows + padding, 4, 2), mask.window)
+    found = triton_flex.packed_backward(grad, q, k, v, by, ops.FlexMask(*mask, tiles))
     leaves, total = [x.double().requires_grad_() for x in (q, k, v)], torch.zeros(())
     for (count, first, prefix), begin in zip(segments, cu_seqlens.tolist(), strict=False):
         at = torch.cat((torch.arange(first, first + prefix), torch.arange(begin, begin + count)))

@@ -72,10 +72,14 @@ class Sequence:
         outputs = []
         for start, end in zip([0, *cuts], [*cuts, self.length], strict=True):
             new = slice(start, end)
-            ops.write_kv(self.k[new], self.v[new], *caches, slots[new])
+            ops.write_kv(self.k[new], self.v[new], ops.KVPages(*caches), slots[new])
             lengths = torch.tensor([0, end - start], dtype=torch.int32)
             context = torch.tensor([end], dtype=torch.int32)
-            outputs.append(ops.attention_paged(self.q[new], *caches, table, lengths, context, end - start, end))
+            outputs.append(
+                ops.attention_paged(
+                    self.q[new], ops.KVPages(*caches), ops.Paged(table, lengths, context, end - start, end)
+                )
+            )
         return torch.cat(outputs)
 
     def decoded(self, positions: list[int], page_size: int = 16) -> Tensor:
@@ -88,7 +92,9 @@ class Sequence:
         table = torch.arange(pages, dtype=torch.int32).expand(len(positions), -1)
         starts = torch.arange(len(positions) + 1, dtype=torch.int32)
         context = torch.tensor(positions, dtype=torch.int32) + 1
-        return ops.attention_paged(self.q[positions], *caches, table, starts, context, 1, self.length)
+        return ops.attention_paged(
+            self.q[positions], ops.KVPages(*caches), ops.Paged(table, starts, context, 1, self.length)
+        )
 
 
 def packed(
@@ -96,7 +102,7 @@ def packed(
 ) -> Tensor:
     """`ops.attention_packed` of Python lists."""
     tensors = [torch.tensor(x, dtype=torch.int32) for x in (starts, prefix_start, prefix_len)]
-    return ops.attention_packed(q, k, v, *tensors, q.shape[0])
+    return ops.attention_packed(q, k, v, ops.Packed(*tensors, q.shape[0]))
 
 
 @pytest.mark.parametrize("prefix", [62, 63, 64, 126, 127, 128])
@@ -120,7 +126,7 @@ def test_samples_share_no_key_but_the_prompt_s(prefix: int) -> None:
             cache.flatten(0, 1)[slot] = torch.cat((getattr(shared, name), getattr(sample, name)))
     lengths, context = torch.tensor([0, 9, 18, 27], dtype=torch.int32), torch.full((3,), prefix + 9, dtype=torch.int32)
     pages_of = torch.tensor(table, dtype=torch.int32)
-    out = ops.attention_paged(q[prefix:], *caches, pages_of, lengths, context, 9, prefix + 9)
+    out = ops.attention_paged(q[prefix:], ops.KVPages(*caches), ops.Paged(pages_of, lengths, context, 9, prefix + 9))
     assert all(map(same, out.split(9), expected))
 
 
@@ -172,10 +178,12 @@ def siblings_keep_their_bits(page_size: int) -> bool:
     for sequence, pages in zip(sequences, table, strict=True):
         position = torch.arange(sequence.length)
         slots = pages[position // page_size].long() * page_size + position % page_size
-        ops.write_kv(sequence.k, sequence.v, *caches, slots)
+        ops.write_kv(sequence.k, sequence.v, ops.KVPages(*caches), slots)
     q = torch.stack([sequence.q[-1] for sequence in sequences])
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
-    out = ops.attention_paged(q, *caches, table, starts, torch.tensor(lengths, dtype=torch.int32), 1, max(lengths))
+    out = ops.attention_paged(
+        q, ops.KVPages(*caches), ops.Paged(table, starts, torch.tensor(lengths, dtype=torch.int32), 1, max(lengths))
+    )
     return all(same(row, sequence.packed()[-1]) for row, sequence in zip(out, sequences, strict=True))
 
 
@@ -195,7 +203,7 @@ def test_attention_agrees_with_the_reference() -> None:
         sequence = Sequence(150, heads, kv_heads, head_dim)
         sequence.q, sequence.k = torch.randn_like(sequence.q), torch.randn_like(sequence.k)
         tensors = [torch.tensor(x, dtype=torch.int32) for x in ([0, 150], [0], [0])]
-        expected = attention_reference.packed(sequence.q, sequence.k, sequence.v, *tensors)
+        expected = attention_reference.packed(sequence.q, sequence.k, sequence.v, ops.Packed(*tensors, 0))
         torch.testing.assert_close(sequence.packed(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -228,14 +236,16 @@ def test_what_lies_outside_is_refused() -> None:
     starts, context = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
     for table in ([[0, 4]], [[-1, 0]], [[0]]):
         with pytest.raises(IndexError, match="outside"):
-            ops.attention_paged(q, cache, cache, torch.tensor(table, dtype=torch.int32), starts, context, 1, 9)
+            ops.attention_paged(
+                q, ops.KVPages(cache, cache), ops.Paged(torch.tensor(table, dtype=torch.int32), starts, context, 1, 9)
+            )
     for slot in (-1, 32):
         with pytest.raises(IndexError, match="32"):
-            ops.write_kv(cache[0, :1], cache[0, :1], cache, cache, torch.tensor([slot]))
+            ops.write_kv(cache[0, :1], cache[0, :1], ops.KVPages(cache, cache), torch.tensor([slot]))
     with pytest.raises(IndexError, match="outside"):
         packed(q, cache[0, :1], cache[0, :1], [0, 1], [5], [3])
     with pytest.raises(TypeError, match="int32"):
-        ops.attention_paged(q, cache, cache, torch.tensor([[0, 1]]), starts, context, 1, 9)
+        ops.attention_paged(q, ops.KVPages(cache, cache), ops.Paged(torch.tensor([[0, 1]]), starts, context, 1, 9))
 
 
 # ---- other builds of the sources ----
@@ -309,8 +319,8 @@ def test_bits_do_not_depend_on_the_vector_width(tmp_path: Path) -> None:
             logits,
             native.rms_norm(x[:, :150], weight, 1e-6),
             native.silu_mul(x),
-            *native.statistics(logits, *parameters, None, True, True),
-            native.draw(logits, torch.ones(33), off, keys, position, False).int(),
+            *native.statistics(logits, parameters, None, True, True),
+            native.draw(logits, torch.ones(33), off, ops.SampleKeys(keys, position), False).int(),
         ]
 
     expected = run()

@@ -64,10 +64,10 @@ def test_write_kv_inside_is_write_kv_after(dtype, mode, with_norms):
     arguments, slots = (*norms, table, HEADS, KV_HEADS, 1e-6), torch.tensor([7, 0, 11, 4, 3])
     caches, expected = ([torch.full((4, 3, KV_HEADS, HEAD_DIM), 9.0).to(dtype) for _ in range(2)] for _ in range(2))
     with MODES[mode]():
-        q = ops.qk_norm_rope_write_kv(qkv, ops.Rotation(*arguments), *caches, slots)
+        q = ops.qk_norm_rope_write_kv(qkv, ops.Rotation(*arguments), ops.KVPages(*caches), slots)
         qk = ops.qk_norm_rope(qkv, ops.Rotation(*arguments))
         v = qkv[:, -KV_HEADS * HEAD_DIM :].unflatten(1, (KV_HEADS, HEAD_DIM))
-        ops.write_kv(qk[:, HEADS:], v, *expected, slots)
+        ops.write_kv(qk[:, HEADS:], v, ops.KVPages(*expected), slots)
     assert same_bits(q, qk[:, :HEADS])
     assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
     assert (caches[0] == 9).any() and (caches[0] != 9).any()
@@ -85,9 +85,11 @@ def test_decode_is_write_kv_and_paged_attention(dtype, mode):
     caches = [wide(5, 3, KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2)]
     expected = [cache.clone() for cache in caches]
     with MODES[mode]():
-        out = ops.attention_decode(qkv, *arguments, *caches, slots, table, context, 6)
-        q = ops.qk_norm_rope_write_kv(qkv, ops.Rotation(*arguments), *expected, slots)
-        assert same_bits(out, ops.attention_paged(q, *expected, table, starts, context, 1, 6))
+        out = ops.attention_decode(
+            qkv, ops.Rotation(*arguments), ops.KVPages(*caches), slots, ops.Contexts(table, context, 6)
+        )
+        q = ops.qk_norm_rope_write_kv(qkv, ops.Rotation(*arguments), ops.KVPages(*expected), slots)
+        assert same_bits(out, ops.attention_paged(q, ops.KVPages(*expected), ops.Paged(table, starts, context, 1, 6)))
     assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
 
 

@@ -3,6 +3,7 @@
 As in `test_kernels_interpret.py`, one test runs `Interpreted` in a process of its own, and products are float32.
 """
 
+import json
 import os
 from typing import get_args
 
@@ -138,3 +139,25 @@ def test_the_table_covers_the_architectures_it_was_measured_for():
         for shape in shapes:
             bounds = [bound for bound, _ in table[kind][shape]]
             assert bounds == sorted(set(bounds)) and bounds[-1] >= 256
+
+
+def test_a_gpu_has_its_own_table_or_the_nearest(monkeypatch, tmp_path):
+    for name, capability in {"A": (8, 0), "B": (9, 0), "C": (9, 0), "D": (12, 0)}.items():
+        entry = {"64x64": [[8, ["pipelined", ord(name), 16, 32, 4, 2]]]}
+        path = tmp_path / f"linear_{name}.json"
+        path.write_text(json.dumps({"gpu": name, "capability": capability, "linear": entry}))
+    monkeypatch.setattr(linear_table, "FOLDER", tmp_path)
+
+    def found(*gpu) -> str:
+        return chr(linear_table.table_for(*gpu)["linear"][64, 64][0][1].block_m)
+
+    assert [found(name, (9, 0)) for name in "BC"] == ["B", "C"]
+    assert found("E", (9, 0)) == "B" and found("E", (8, 6)) == "A"
+    assert found("E", (10, 0)) in "BC" and found("E", (12, 1)) == "D"
+
+
+def test_the_measured_gpu_has_the_table_in_the_package():
+    name, capability = linear_table.MEASURED
+    raw = json.loads(linear_table.path_of(name).read_text())
+    assert raw["gpu"] == name and tuple(raw["capability"]) == capability
+    assert linear_table.table_for("NVIDIA H100 80GB HBM3", (9, 0)) == linear_table.table_for(name, capability)

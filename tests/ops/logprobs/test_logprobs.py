@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops.logprobs import backward as logprobs_backward
 from lockstep.ops.logprobs import operator as logprobs_operator
 from lockstep.ops.logprobs import reference as logprobs_reference
 
@@ -17,11 +16,11 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def inputs() -> tuple[Tensor, ...]:
+def inputs() -> tuple[Tensor, Tensor, Tensor, ops.Filters]:
     hidden, weight = torch.randn(ROWS, DIM), torch.randn(VOCABULARY, DIM)
     temperature = torch.tensor([1.0, 0.7, 2.0, 1.0, 0.0, 0.3, 1.0])
     filters = torch.tensor([0, 9, 0, 0, 0, 40, 0], dtype=torch.int32), torch.full((ROWS,), 0.9), torch.zeros(ROWS)
-    return hidden, weight, torch.randint(VOCABULARY, (ROWS,)), temperature, *filters
+    return hidden, weight, torch.randint(VOCABULARY, (ROWS,)), ops.Filters(temperature, *filters)
 
 
 def definition(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, threshold: Tensor):
@@ -36,12 +35,11 @@ def definition(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Ten
 @pytest.mark.parametrize("chunk", [2, 1024])
 def test_gradients_of_either_and_both(use, chunk, monkeypatch):
     monkeypatch.setattr(logprobs_operator, "CHUNK", chunk)
-    monkeypatch.setattr(logprobs_backward, "CHUNK", chunk)
     hidden, weight, *rest = inputs()
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     out = ops.token_logprobs(*leaves, *rest, None, True)
     doubles = [x.detach().double().requires_grad_() for x in leaves]
-    exact = definition(*doubles, rest[0], rest[1].double(), out.threshold_C)
+    exact = definition(*doubles, rest[0], rest[1].temperature_C.double(), out.threshold_C)
     grads = [g for g, used in zip(torch.randn(2, ROWS), use, strict=True) if used]
 
     def chosen(pair):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from processes import run_interpreted
 
-from lockstep.ops.logprobs import backward as logprobs_backward
+from lockstep.ops.logprobs import operator as logprobs_operator
 from lockstep.ops.logprobs import reference as logprobs_reference
+from lockstep.ops.records import Filters, ScoredRows
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.logprobs import triton_backward as kernels
@@ -43,19 +44,17 @@ class Interpreted:
         top_p = torch.tensor([1.0, 0.9, 1.0, 0.5, 1.0, 1.0]) if truncated else torch.ones(ROWS)
         kept = (torch.rand_like(logits) < 0.5).scatter_(1, targets.unsqueeze(1), True)
         support = logprobs_reference.pack_support(kept) if kind == "support" else None
-        lse, sampled_lse, threshold, _ = logprobs_reference.statistics(
-            logits, temperature, top_k, top_p, torch.zeros(ROWS), support, truncated, False
-        )
+        filters = Filters(temperature, top_k, top_p, torch.zeros(ROWS))
+        stats = logprobs_reference.statistics(logits, filters, support, truncated, False)
         grads = torch.randn(2, ROWS)
         grads[0, 3] = grads[1, 4] = 0
-        arguments = targets, temperature, lse, sampled_lse, threshold, support, *grads, truncated
-        return (hidden, weight, logits), arguments
+        return (hidden, weight, logits), (ScoredRows(targets, temperature, support, *stats[:3], truncated), *grads)
 
     @pytest.mark.parametrize("vocabulary", [5, 256, 603])
     @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
     def test_formula(self, vocabulary, kind):
         (hidden, weight, logits), arguments = self.case(vocabulary, kind)
-        expected = logprobs_backward.grad_logits(logits, *arguments)
+        expected = logprobs_operator.grad_logits(logits, *arguments)
         result = kernels.grad_logits(hidden, weight, 0, *arguments)
         assert result.dtype == torch.float32
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
@@ -65,21 +64,21 @@ class Interpreted:
     @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
     @pytest.mark.parametrize("absent", [0, 1])
     def test_one_of_the_gradients_is_absent(self, kind, absent):
-        (hidden, weight, logits), (*arguments, grad_sampled, grad_model, truncated) = self.case(100, kind)
+        (hidden, weight, logits), (by, grad_sampled, grad_model) = self.case(100, kind)
         grads, zero = [grad_sampled, grad_model], torch.zeros(ROWS)
         grads[absent] = zero
-        expected = kernels.grad_logits(hidden, weight, 0, *arguments, *grads, truncated)
+        expected = kernels.grad_logits(hidden, weight, 0, by, *grads)
         grads[absent] = None
-        result = kernels.grad_logits(hidden, weight, 0, *arguments, *grads, truncated)
+        result = kernels.grad_logits(hidden, weight, 0, by, *grads)
         torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-7)
-        formula = logprobs_backward.grad_logits(logits, *arguments, *grads, truncated)
+        formula = logprobs_operator.grad_logits(logits, by, *grads)
         torch.testing.assert_close(result, formula, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
     def test_autograd(self, kind):
         """Of the definition, in float64: log-softmax over the support of the tempered logits, and of the logits."""
         (hidden, weight, logits), arguments = self.case(100, kind)
-        targets, temperature, _, _, threshold, support, grad_sampled, grad_model, _ = arguments
+        (targets, temperature, support, _, _, threshold, _), grad_sampled, grad_model = arguments
         result = kernels.grad_logits(hidden, weight, 0, *arguments)
         divisor = logprobs_reference.divisor(temperature).unsqueeze(1)
         kept = logits / divisor >= threshold.unsqueeze(1)
@@ -100,13 +99,13 @@ class Interpreted:
         assert result.isnan().any(1).tolist() == [False, False, False, True, False, False]
 
     def test_rows_without_a_gradient_are_zero_whatever_they_hold(self):
-        (hidden, weight, _), (*arguments, grad_sampled, grad_model, truncated) = self.case(100, "plain")
+        (hidden, weight, _), (by, grad_sampled, grad_model) = self.case(100, "plain")
         padding = torch.tensor([False, True, True, False, False, True])
         hidden[padding] = torch.nan
         none = torch.zeros(ROWS)
         for own in (padding, torch.ones(ROWS, dtype=torch.bool)):
             grads = (torch.where(own, none, g) for g in (grad_sampled, grad_model))
-            result = kernels.grad_logits(hidden, weight, 0, *arguments, *grads, truncated)
+            result = kernels.grad_logits(hidden, weight, 0, by, *grads)
             assert not result[own].any() and (result[~own] != 0).any(1).all()
 
 
@@ -117,7 +116,7 @@ def test_operator_under_fake_tensors(with_support):
         hidden, weight = (torch.empty(n, 16, dtype=torch.bfloat16, device="cuda") for n in (9, 50))
         targets, number = torch.empty(9, dtype=torch.int64, device="cuda"), torch.empty(9, device="cuda")
         support = torch.empty(9, 7, dtype=torch.uint8, device="cuda") if with_support else None
-        grads = logprobs_backward.token_logprobs_backward(
-            number, number, hidden, weight, targets, number, support, number, number, number, True
+        grads = logprobs_operator.token_logprobs_backward(
+            number, number, hidden, weight, ScoredRows(targets, number, support, number, number, number, True)
         )
     assert [(g.shape, g.dtype, g.device) for g in grads] == [(x.shape, x.dtype, x.device) for x in (hidden, weight)]

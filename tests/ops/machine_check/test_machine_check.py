@@ -13,14 +13,24 @@ from lockstep.cache import fingerprint, user_folder
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.machine_check import attention as machine_check_attention
 from lockstep.ops.machine_check import check as machine_check
-from lockstep.ops.machine_check.check import ExpertShape, HeadShape, LatentHeadShape, Product
+from lockstep.ops.machine_check.check import HeadShape, LatentHeadShape, Product
 from lockstep.ops.native import library
 from lockstep.ops.tables import linear_table
+from lockstep.ops.tables.linear_table import Kind
 
 CPU = torch.device("cpu")
-PRODUCTS = machine_check.decoder_products([1, 4], [70], [1, 2050], 24, HeadShape(4, 2, 8), 40, 100)
+KINDS: dict[tuple[int, int], Kind] = {
+    (64, 24): "norm_linear",
+    (24, 32): "linear_add",
+    (80, 24): "norm_gate_up",
+    (24, 40): "linear_add",
+}
+PRODUCTS = [
+    *(Product(kind, m, *shape) for m in (1, 4) for shape, kind in KINDS.items()),
+    *(Product("linear", 70, *shape) for shape in KINDS),
+    *(Product("linear_fp32", m, 100, 24) for m in (1, 2, 1024)),
+]
 HEADS = [HeadShape(4, 2, 8)]
-SHAPES = ("64x24", "24x32", "80x24", "24x40")
 
 
 @pytest.fixture
@@ -38,24 +48,6 @@ def no_overrides() -> Iterator[None]:
 
 def check(folder: Path, dtype: torch.dtype = torch.float32) -> machine_check.MachineReport:
     return machine_check.check(PRODUCTS, HEADS, CPU, dtype, folder)
-
-
-def test_shapes_of_a_decoder():
-    assert list(map(str, PRODUCTS)) == [
-        *(f"{kind} {m}x{shape}" for m in (1, 4) for kind, shape in zip(
-            ("norm_linear", "linear_add", "norm_gate_up", "linear_add"), SHAPES, strict=True)),
-        *(f"linear 70x{shape}" for shape in SHAPES),
-        *(f"linear_fp32 {m}x100x24" for m in (1, 2, 1024)),
-    ]  # fmt: skip
-
-
-def test_shapes_of_experts_and_latent_attention():
-    heads = LatentHeadShape(5, 20, 10, 6, 14, 24)
-    assert list(map(str, machine_check.decoder_products([2], [], [2], 70, heads, 0, 100, ExpertShape(3, 40, 80)))) == [
-        "linear 2x80x70", "linear 2x70x40", "linear 2x160x70", "linear_add 2x70x80",
-        "norm_linear 2x50x70", "norm_linear 2x80x24", "linear 2x20x10", "linear 2x14x20", "linear_add 2x70x70",
-        "linear_fp32 2x3x70", "linear_fp32 2x100x70",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,9 +80,9 @@ def test_rows_that_change_with_the_batch_are_found(folder, monkeypatch):
 def test_attention_that_depends_on_the_batch_is_found(folder, monkeypatch):
     paged = machine_check_attention.attention_paged
 
-    def decode_differs(*arguments):
-        out = paged(*arguments)
-        return torch.nextafter(out, out + 1) if arguments[6] == 1 else out
+    def decode_differs(q, cache, by):
+        out = paged(q, cache, by)
+        return torch.nextafter(out, out + 1) if by.max_query_len == 1 else out
 
     monkeypatch.setattr(machine_check_attention, "attention_paged", decode_differs)
     assert check(folder).broken == ("attention 4/2x8",)

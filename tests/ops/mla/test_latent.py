@@ -18,7 +18,7 @@ def seed() -> None:
 
 
 def packed(case: Case) -> Tensor:
-    return ops.latent_attention_packed(*case.inputs, case.scale, *case.layout)
+    return ops.latent_attention_packed(case.latents, case.layout)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,7 +48,7 @@ def test_gradients_are_those_of_the_definition() -> None:
     case = Case([70, 30, 0, 40], heads=3, prefixes=[0, 70, 0, 70], padding=5)
     grad = torch.randn_like(case.inputs[0])
     leaves = [x.clone().requires_grad_() for x in case.inputs]
-    out = ops.latent_attention_packed(*leaves, case.scale, *case.layout)
+    out = ops.latent_attention_packed(ops.Latent(*leaves, case.scale), case.layout)
     for mine, wanted in zip(torch.autograd.grad(out, leaves, grad), exact_gradients(case, grad), strict=True):
         torch.testing.assert_close(mine, wanted.float(), rtol=1e-4, atol=1e-4)
 

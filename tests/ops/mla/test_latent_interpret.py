@@ -30,7 +30,7 @@ def test_kernels_under_the_interpreter():
 
 
 def packed(case: Case) -> Tensor:
-    return mla_triton.packed(*case.inputs, case.scale, *case.layout)[0]
+    return mla_triton.packed(case.latents, case.layout)[0]
 
 
 class Interpreted:
@@ -69,7 +69,7 @@ class Interpreted:
     def test_other_tiles_change_no_bit(self, monkeypatch):
         case = Case([150], heads=3)
         whole = packed(case)
-        monkeypatch.setattr(mla_triton, "TILE", mla_triton.LatentTile(16, 4, 1))
+        monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(16, 4, 1))
         assert same_bits(packed(case), whole)
         monkeypatch.setattr(mla_triton, "KEY_SPLIT", 1 << 20)
         assert same_bits(packed(case)[:SPLIT], whole[:SPLIT]), "one split needs no merging"
@@ -80,10 +80,9 @@ class Interpreted:
         lengths = [70, 30, 0, 20] if heads == 3 else [20, 9]
         prefixes = [0, 70, 0, 70] if heads == 3 else [0, 20]
         case = Case(lengths, heads=heads, prefixes=prefixes, padding=5)
-        out, lse = mla_triton.packed(*case.inputs, case.scale, *case.layout)
+        out, lse = mla_triton.packed(case.latents, case.layout)
         grad = torch.randn_like(out)
-        layout, bounds = case.layout[:-1], (case.scale, case.layout[-1])
-        found = mla_triton_backward.packed(grad, *case.inputs, out, lse, *layout, *bounds)
+        found = mla_triton_backward.packed(grad, case.latents, case.layout, out, lse)
         for mine, wanted in zip(found, exact_gradients(case, grad), strict=True):
             torch.testing.assert_close(mine, wanted.float(), rtol=1e-4, atol=1e-4)
 

@@ -8,13 +8,14 @@ from torch.autograd import gradcheck
 
 from lockstep.ops import linear
 from lockstep.ops.moe import grouped_linear, routing
+from lockstep.ops.records import RouteSettings
 
 SOFTMAX = dict(slots=3, sigmoid=False, groups=1, kept_groups=1, normalize=True, scale=1.0)
 DEEPSEEK = dict(slots=4, sigmoid=True, groups=4, kept_groups=2, normalize=True, scale=2.5)
 
 
 def route(logits: torch.Tensor, bias: torch.Tensor | None = None, **settings):
-    return routing.route(logits, bias, *(SOFTMAX | settings).values())
+    return routing.route(logits, bias, RouteSettings(**(SOFTMAX | settings)))
 
 
 def wide(*shape: int, seed: int = 0) -> torch.Tensor:

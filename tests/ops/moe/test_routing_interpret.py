@@ -10,6 +10,7 @@ import torch
 from processes import run_interpreted
 
 from lockstep.ops.moe import routing
+from lockstep.ops.records import RouteSettings
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.moe import triton_routing as kernels
@@ -42,8 +43,8 @@ class Interpreted:
         logits[5:7] = 0.0
         logits[6, ::2] = -0.0
         bias = torch.randint(-2, 3, (experts,)) * 0.25 if biased else None
-        weights, chosen = kernels.route(logits, bias, *settings)
-        expected_weights, expected = routing.route(logits, bias, *settings)
+        weights, chosen = kernels.route(logits, bias, RouteSettings(*settings))
+        expected_weights, expected = routing.route(logits, bias, RouteSettings(*settings))
         assert torch.equal(chosen, expected)
         torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=0)
 

@@ -7,6 +7,7 @@ moments beside bfloat16 weights: 18 bytes a parameter). Each step: 5 prompts of 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import sys
@@ -15,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from capture import make_compiler
-from common import arguments, finish, random_weights, save, seconds
+from cases.capture import make_runtime
+from common import Report, random_weights, seconds
 from generate import Case, random_prompts
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
@@ -63,18 +64,18 @@ CASE, TINY_CASE = Case(5, 8, 145, 100, 0.8, 0.95), Case(2, 4, 20, 12, 0.8, 0.95)
 
 
 class Policy:
-    """Trainer and engine on one model, in graphs of one compiler."""
+    """Trainer and engine on one model, in graphs of one runtime."""
 
     def __init__(self, config: ModelConfig, case: Case, device: str) -> None:
         self.case = case
         self.model = random_weights(config, device)
         embed = self.model.embed
-        self.compiler = compiler = make_compiler("CUDA graph", embed.device)
-        self.trainer = Trainer(self.model, OptimizerConfig(), LossConfig(), compiler=compiler)
+        self.runtime = runtime = make_runtime("CUDA graph", embed.device)
+        self.trainer = Trainer(self.model, OptimizerConfig(), LossConfig(), runtime=runtime)
         options = GeneratorConfig(max_num_seqs=case.sequences)
         tokens = plan_cache_tokens(options, config, embed.dtype, embed.device, case.sequences, case.prompt + case.new)
         weights = SharedWeights(self.model, lambda: self.trainer.weights_version)
-        self.engine = Engine(weights, options, tokens, compiler=compiler)
+        self.engine = Engine(weights, options, tokens, runtime=runtime)
         length = case.prompt + case.new
         packed = case.prompts * case.prompt + case.sequences * (case.new - 1)
         self.shapes = [BatchShape(-(-packed // 16) * 16, case.sequences * case.new, case.sequences + 6, length)]
@@ -82,13 +83,13 @@ class Policy:
     def start(self, trusted: tuple[str, ...]) -> list[str]:
         """Make all graphs, kernels compiled side by side, and check them; what was checked."""
         if self.model.embed.is_cuda:
-            with self.compiler.warm_up.rehearsal():
+            with self.runtime.warm_up.rehearsal():
                 self._warm_up()
         self._warm_up()
         sampling = self.case.sampling
         work = [*self.trainer.trust_cases(self.shapes, sampling, check_parity=True), *self.engine.trust_cases()]
-        verdicts = check_against_eager(self.compiler, [w for w in work if w[0].name in trusted], "strict")
-        self.compiler.end_warm_up()
+        verdicts = check_against_eager(self.runtime, [w for w in work if w[0].name in trusted], "strict")
+        self.runtime.end_warm_up()
         return [f"{v.function}: {v.cases} cases, {v.level}" for v in verdicts]
 
     def _warm_up(self) -> None:
@@ -121,7 +122,7 @@ class Policy:
         return self.trainer.optim_step(LEARNING_RATE)
 
 
-def measure(family: Family, case: Case, steps: int, device: str) -> dict[str, Any]:
+def trained(family: Family, case: Case, steps: int, device: str) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
@@ -146,10 +147,10 @@ def measure(family: Family, case: Case, steps: int, device: str) -> dict[str, An
             figures["choices_checked"] += result.routing.choices_checked
             figures["tokens_routed_differently"] += result.routing.tokens_different
         assert result.applied, f"step {step} was not applied: {result}"
-    figures |= {"steps": steps, "texts": len(seen), "recompiles": policy.compiler.recompiles}
-    figures["replays"] = dict(policy.compiler.replays)
+    figures |= {"steps": steps, "texts": len(seen), "recompiles": policy.runtime.recompiles}
+    figures["replays"] = dict(policy.runtime.replays)
     figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None
-    policy.compiler.close()
+    policy.runtime.close()
     return figures
 
 
@@ -164,13 +165,14 @@ def row(name: str, f: dict[str, Any]) -> list[str]:
     return [name, billions, f"{f['startup_s']:.1f}", *times, different, experts, str(f["recompiles"]), peak]
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="*", help="families, by name; default: all")
     parser.add_argument("--steps", type=int, default=10)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
     families, case = (TINY, TINY_CASE) if args.device == "cpu" else (FAMILIES, CASE)
-    figures: dict[str, Any] = {"families": {}}
+    figures = report.figures["families"] = {}
     rows = [["model", "1e9 parameters", "start-up s", "generate ms", "train ms", "tokens different",
              "choices of experts different", "recompiles", "peak GiB"]]  # fmt: skip
     for name, family in families.items():
@@ -178,18 +180,13 @@ def main() -> int:
             continue
         print(name, file=sys.stderr, flush=True)
         try:
-            figures["families"][name] = measure(family, case, args.steps, args.device)
+            figures[name] = trained(family, case, args.steps, args.device)
         except Exception as error:
-            figures["families"][name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
-        rows.append(row(name, figures["families"][name]))
-        save("families", figures, args.json)
+            figures[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+        rows.append(row(name, figures[name]))
+        report.save()
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    finish("families", figures, rows, args.json)
-    found = figures["families"].values()
-    return int(any("failed" in f or f["tokens_different"] or f["recompiles"] for f in found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.tables.append(rows)
+    return any("failed" in f or f["tokens_different"] or f["recompiles"] for f in figures.values())

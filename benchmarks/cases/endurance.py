@@ -6,14 +6,14 @@ end-of-sequence token on the device, and by stop strings on the host.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from common import arguments, finish, random_weights
+from common import Report, random_weights
 
 from lockstep.config import OptimizerConfig, RunConfig, SamplingConfig, TaskConfig
 from lockstep.models import save_model
@@ -32,11 +32,12 @@ def prepare(folder: Path, arch: str, device: str) -> None:
     save_tokenizer(tokenizer, folder)
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--steps", type=int, default=200)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare(folder / "model", args.arch or ("tiny" if args.device == "cpu" else "qwen3-0.6b"), args.device)
@@ -52,7 +53,7 @@ def main() -> int:
         summary = train(config, folder / "run", resume=False)
         steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     settled = steps[len(steps) // 10 :]
-    figures = {
+    report.figures |= {
         "steps": len(steps),
         "mean_lengths": [s["response_length/mean"] for s in steps],
         "recompiles": steps[-1]["recompiles"],
@@ -63,6 +64,7 @@ def main() -> int:
         "step_s": statistics.median(s["time/step"] for s in settled),
         "startup": {k: v for k, v in summary.items() if k.startswith("startup/")},
     }
+    figures = report.figures
     grown = settled[-1]["memory/peak_gib"] - settled[0]["memory/peak_gib"]
     rows = [
         ["steps", "mean length", "recompiles", "tokens checked", "different", "peak GiB", "grown by", "step ms"],
@@ -77,9 +79,5 @@ def main() -> int:
             f"{figures['step_s'] * 1e3:.0f}",
         ],
     ]
-    finish("endurance", figures, rows, args.json)
-    return int(figures["recompiles"] > 0 or figures["tokens_different"] > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.tables.append(rows)
+    return figures["recompiles"] > 0 or figures["tokens_different"] > 0

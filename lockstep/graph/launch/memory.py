@@ -1,9 +1,9 @@
-"""A recorded graph's own memory for the inputs that come with each launch, and the copying into it."""
+"""What a launch reads and leaves: inputs copied to memory of the graph's own, static tensors by address, outputs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,3 +73,48 @@ def _places(inputs: Sequence[Tensor]) -> dict[int, int]:
         if count > 1 and lie_in and 2 * size >= inputs[lie_in[0]].untyped_storage().nbytes():
             return {i: inputs[i].data_ptr() - begin for i in lie_in}
     return {}
+
+
+class Addresses:
+    """Where tensors lie.
+
+    Of views of one tensor, such as gradients in a flat buffer, that tensor alone is asked. A parameter is a tensor of
+    its own, wherever its data lies, as anyone can give it other data.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        owners = [torch_trace.viewed_tensor(tensor) for tensor in tensors]
+        first = {id(owner): i for i, owner in reversed(list(enumerate(owners)))}
+        self._numbers = sorted(first.values())
+        self._asked = [owners[i] for i in self._numbers]
+        self._known = list(map(Tensor.data_ptr, self._asked))
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def moved(self) -> int | None:
+        """The number of the first tensor that is elsewhere, or whose owner is; None as it must be."""
+        now = list(map(Tensor.data_ptr, self._asked))
+        if now == self._known:
+            return None
+        return next(i for i, a, b in zip(self._numbers, now, self._known, strict=True) if a != b)
+
+
+class Outputs(dict[str, Tensor]):
+    """A launch's outputs by name.
+
+    Those that the function declared to be lasting stay right for as long as someone holds this: they are copied if the
+    same graph is launched again meanwhile. So read them here, each time anew, and not through a tensor that was taken
+    from here before.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def save(self, names: Iterable[str]) -> None:
+        """Copy those of these outputs that are still here, in one launch."""
+        with torch.inference_mode(False), torch.no_grad():
+            kept = {name: self[name] for name in names if name in self}
+            copies = [torch.empty_like(tensor) for tensor in kept.values()]
+            if kept:
+                torch_trace.copy_all(copies, list(kept.values()))
+        self.update(zip(kept, copies, strict=True))

@@ -6,8 +6,8 @@ Times are of calls inside a CUDA graph, over enough copies of the weights that t
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import arguments, finish, save
+from common import Report
 from ops_attention import attention
 from ops_common import BYTES_PER_S, DEVICE, FLOPS_PER_S, ON_GPU, Bench, Record, Run, error, normal
 from torch import Tensor
@@ -146,7 +146,7 @@ def logprobs(bench: Bench, models: dict[str, ModelConfig]) -> None:
 
             def ours(temperature: float, top_p: float, h=hidden, w=weight, t=targets, g=grad) -> tuple[Tensor, ...]:
                 columns = sampling_columns(len(t), temperature, top_p)
-                out = ops.token_logprobs(h, w, t, *columns, None, top_p < 1)
+                out = ops.token_logprobs(h, w, t, ops.Filters(*columns), None, top_p < 1)
                 return torch.autograd.grad(out.logprob_C, (h, w), g)
 
             other, other_bytes = {"cross_entropy": bench.time([torch_s], 1)}, peak_bytes(torch_s)
@@ -189,14 +189,14 @@ def sampling(bench: Bench, models: dict[str, ModelConfig]) -> None:
     from lockstep.ops.logprobs import triton as kernels
 
     def drawn(logits: Tensor, temperature: float, top_p: float) -> Run:
-        columns, rows = sampling_columns(len(logits), temperature, top_p), len(logits)
-        keys = torch.tensor([philox.sample_key(0, 0, 0, 0, i) for i in range(rows)]).to(DEVICE)
-        position = torch.arange(rows, device=DEVICE)
+        filters, rows = ops.Filters(*sampling_columns(len(logits), temperature, top_p)), len(logits)
+        key = torch.tensor([philox.sample_key(0, 0, 0, 0, i) for i in range(rows)]).to(DEVICE)
+        keys = ops.SampleKeys(key, torch.arange(rows, device=DEVICE))
 
         def run() -> tuple[Tensor, ...]:
-            lse, kept_lse, threshold, _ = kernels.statistics(logits, *columns, None, top_p < 1, False)
-            token = kernels.draw(logits, columns[0], threshold, keys, position, False)
-            return token, *kernels.scores(logits, token, columns[0], lse, kept_lse)
+            stats = kernels.statistics(logits, filters, None, top_p < 1, False)
+            token = kernels.draw(logits, filters.temperature_C, stats.threshold_C, keys, False)
+            return token, *kernels.scores(logits, token, filters.temperature_C, stats)
 
         return run
 
@@ -315,31 +315,27 @@ SECTIONS: dict[str, Callable[[Bench, dict[str, ModelConfig]], None]] = {
 }
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=list(SECTIONS), nargs="*", default=list(SECTIONS))
     default = "qwen3-0.6b" if ON_GPU else "tiny"
     parser.add_argument("--models", nargs="*", default=[default], help=f"architectures (default: {default})")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     if ON_GPU:
         cublas.configure_cuda()
     torch.manual_seed(0)
     bench = Bench(args.repeats)
     models = {name: architecture(name) for name in args.models}
-    figures = {"models": args.models, "bytes_per_s": BYTES_PER_S, "flops_per_s": FLOPS_PER_S, "records": bench.records}
+    report.figures |= {"models": args.models, "bytes_per_s": BYTES_PER_S, "flops_per_s": FLOPS_PER_S}
+    report.figures["records"] = bench.records
     for name in args.only:
         SECTIONS[name](bench, models)
-        save("ops", figures, args.json)
+        report.save()
         if ON_GPU:
             torch.cuda.empty_cache()
-    rows_ = bench.table()
-    finish("ops", figures, rows_, args.json)
+    report.tables.append(bench.table())
     for r in bench.records:
         if "peak_bytes" in r:
             ours, other = (r[k] / 2**30 for k in ("peak_bytes", "other_peak_bytes"))
-            print(f"{r['op']} {r['case']}: {ours:.2f} GiB at the peak, cross_entropy {other:.2f}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            report.notes.append(f"{r['op']} {r['case']}: {ours:.2f} GiB at the peak, cross_entropy {other:.2f}")

@@ -7,6 +7,7 @@ the table and does not stop the others; the exit code is 1 when any failed or di
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import statistics
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import arguments, finish, random_model, save, seconds
+from common import Report, random_model, seconds
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
@@ -42,8 +43,12 @@ GROUP = 8
 GIB = 2**30
 
 
-def make_compiler(way: str, device: torch.device) -> Runtime:
-    config = WAYS[way]
+def make_runtime(way: str, device: torch.device) -> Runtime:
+    return runtime_of(WAYS[way], device)
+
+
+def runtime_of(config: CompileConfig | None, device: torch.device) -> Runtime:
+    """On a CPU with a recorder that stands in for CUDA graphs."""
     if config is None:
         return EAGER
     recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
@@ -97,11 +102,11 @@ class Memory:
 
 
 class Driver:
-    """Seconds that the host spends in the driver to launch a compiler's recorded graphs, and to copy their inputs."""
+    """Seconds that the host spends in the driver to launch a runtime's recorded graphs, and to copy their inputs."""
 
-    def __init__(self, compiler: Runtime) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.seconds = 0.0
-        for function in compiler.programs:
+        for function in runtime.programs:
             for graph in function.graphs.values():
                 if graph._recording is not None and not graph.captured.split_at:  # between pieces, Python calls
                     graph._recording.replay = self._watched(graph._recording.replay)
@@ -122,7 +127,7 @@ def timed(
     """Median milliseconds: in all; of the host, to the end of its launches; and of that without the driver's part. The
     host's from an idle device, where it has waited and its caches are cold, and `queued` behind a run that the device
     is at."""
-    driver = driver or Driver(None)
+    driver = driver or Driver(EAGER)
     total = [seconds(run, device.type) for _ in range(repeats)]
     host: dict[str, list[float]] = {"": [], "queued_": []}
     python: dict[str, list[float]] = {"": [], "queued_": []}
@@ -146,12 +151,10 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
     of both, one behind the other."""
     device = source.embed.device
     batch = packed.to(device)
-    compiler = make_compiler(way, device)
+    runtime = make_runtime(way, device)
     with Memory(device) as memory:
         model = copy.deepcopy(source)
-        trainer = Trainer(
-            model, OptimizerConfig(weight_decay=0.1), LossConfig(), enforce_parity=False, compiler=compiler
-        )
+        trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), enforce_parity=False, runtime=runtime)
         evidence: list[Any] = []
         began = time.perf_counter()
         for _ in range(UPDATES):
@@ -164,7 +167,7 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
         batch.old_logprob_C.copy_(scored["logprob_C"])  # so no difference is found, and with a rate of 0 none arises
         batch.old_model_logprob_C.copy_(scored["model_logprob_C"])
         trainer.optim_step(0.0)
-        driver = Driver(compiler)
+        driver = Driver(runtime)
 
         def step() -> None:
             trainer.forward_backward(batch)
@@ -177,11 +180,11 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
             "first_steps_s": first_steps,
         }
     figures |= memory.figures
-    if compiler.compiles:
-        graphs = {f.name: g for f in compiler.programs for g in f.graphs.values()}
+    if runtime.compiles:
+        graphs = {f.name: g for f in runtime.programs for g in f.graphs.values()}
         figures["graphs"] = {name: list(g.captured.log) for name, g in graphs.items()}
-        figures["replays"] = dict(compiler.replays)
-        compiler.close()
+        figures["replays"] = dict(runtime.replays)
+        runtime.close()
     return evidence, figures
 
 
@@ -189,7 +192,7 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     """Completions of `repeats` rounds, and milliseconds a decode step once all prompts are in: in all, and those in
     which the host launches it."""
     device = model.embed.device
-    compiler = make_compiler(way, device)
+    runtime = make_runtime(way, device)
     groups = max(1, sequences // GROUP)
     sampling = SamplingParams(
         temperature=0.8, top_p=0.95, max_completion_length=length, n=sequences // groups, ignore_eos=True
@@ -200,7 +203,7 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     tokens = (prompt_length + length + config.page_size) * sequences
     with Memory(device) as memory:
         timings = Timings(keep_spans=True)
-        engine = Engine(SharedWeights(model), config, tokens, compiler=compiler)
+        engine = Engine(SharedWeights(model), config, tokens, runtime=runtime)
         engine.timings = timings
         rounds, times, host = [], [], []
         for _ in range(repeats + 1):
@@ -218,9 +221,9 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
     figures = {"ms_a_step": statistics.median(times[1:]) * 1e3, "first_round_ms_a_step": times[0] * 1e3}
     figures |= {"host_ms_a_step": statistics.median(host[1:])}
     figures |= {"tokens_per_s": sequences / statistics.median(times[1:]), **memory.figures}
-    if compiler.compiles:
-        figures["replays"] = compiler.replays.total()
-        compiler.close()
+    if runtime.compiles:
+        figures["replays"] = runtime.replays.total()
+        runtime.close()
     return rounds, figures
 
 
@@ -279,8 +282,7 @@ def decode_rows(name: str, figures: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--prompts", type=int, default=5, help="groups of 8 in the train step (default: 5)")
     parser.add_argument("--prompt-length", type=int, help="default: 145 on a GPU, 30 on a CPU")
@@ -291,18 +293,16 @@ def main() -> int:
     parser.add_argument(
         "--ways", choices=list(WAYS), nargs="*", default=list(WAYS), help="of the train step; default: all"
     )
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
     on_cpu = args.device == "cpu"
     prompt_length, length = args.prompt_length or (30 if on_cpu else 145), args.length or (20 if on_cpu else 100)
     arch, decoded = args.arch or ("tiny" if on_cpu else "qwen3-0.6b"), args.decode_length or (20 if on_cpu else 40)
     model = random_model(arch, args.device)
-    figures: dict[str, Any] = {
-        "arch": arch,
-        "dtype": str(model.embed.dtype),
-        "prompt_length": prompt_length,
-        "length": length,
-        "decoded": decoded,
-    }
+    figures = report.figures
+    figures |= {"arch": arch, "dtype": str(model.embed.dtype)}
+    figures |= {"prompt_length": prompt_length, "length": length, "decoded": decoded}
     rows = [["part", "way", "identical", "ms", "host ms", "Python ms", "queued", "GiB peak/reserved"]]
     if "train" not in args.skip:
         batch = train_batch(model, args.prompts, prompt_length, length)
@@ -310,7 +310,7 @@ def main() -> int:
         ways = {way: (lambda way=way: train_way(way, model, batch, args.repeats)) for way in args.ways}
         figures["train"] = section("train", ways)
         rows += train_rows(figures["train"])
-        save("capture", figures, args.json)
+        report.save()
     for sequences in [] if "decode" in args.skip else (args.sequences or ([1, 16] if on_cpu else [1, 40, 256])):
         ways = {
             way: (lambda way=way, n=sequences: decode_way(way, model, n, prompt_length, decoded, args.repeats))
@@ -319,12 +319,8 @@ def main() -> int:
         name = f"decode {sequences}"
         figures[name] = section(name, ways)
         rows += decode_rows(name, figures[name])
-        save("capture", figures, args.json)
+        report.save()
     if on_cpu:
         rows = [[cell.replace("CUDA graph", "fake recorder") for cell in row] for row in rows]
-    finish("capture", figures, rows, args.json)
-    return int(any(row[2] != "True" for row in rows[1:]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.tables.append(rows)
+    return any(row[2] != "True" for row in rows[1:])

@@ -7,6 +7,7 @@ beside its floor: matrix products in training, bytes that decoding must read in 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import statistics
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import arguments, finish, random_model, save, seconds
+from common import Report, random_model, seconds
 from generate import Case, Ours, byte_floor_s, random_prompts
 from train_step import Ours as TrainStep
 from train_step import floor, groups
@@ -93,17 +94,18 @@ def plot(figures: dict[str, list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the figures here")
     parser.add_argument("--read", type=Path, metavar="JSON", help="measure nothing and draw what is in this file")
     parser.add_argument("--tiny", action="store_true", help="the tiny model only, to try the script")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     if args.read:
         if not args.plot:
-            parser.error("--read draws a file's figures: say where to with --plot")
+            raise SystemExit("--read draws a file's figures: say where to with --plot")
         plot(json.loads(args.read.read_text(encoding="utf-8")), args.plot)
-        return
+        raise SystemExit
     sizes, more = (("tiny",), ("tiny",)) if args.tiny else (TRAIN_SIZES, GENERATE_SIZES)
     lengths, total = ((64, 128), 512) if args.tiny else (TRAIN_LENGTHS, LENGTH_TOKENS)
     d, n = args.device, args.repeats
@@ -112,11 +114,12 @@ def main() -> None:
         "train_lengths": [(f"{x}", lambda x=x: train(sizes[0], total // x, x, 1, 1, d, n)) for x in lengths],
         "generate": [(a, lambda a=a: generate(a, GENERATE_CASE, d, n)) for a in more],
     }
-    figures: dict[str, list[dict]] = {part: [] for part in work}
+    figures = report.figures
+    figures |= {part: [] for part in work}
     for part, runs in work.items():
         for name, run in runs:
             figures[part].append(attempt(name, run))
-            save("growth", figures, args.json)
+            report.save()
     rows = [["part", "case", "tok/s", "median ms", "min", "max", "floor ms", "peak GiB"]]
     for part, found in figures.items():
         for r in found:
@@ -126,10 +129,6 @@ def main() -> None:
             shown = [r[k] and f"{r[k] * 1e3:.1f}" for k in ("median_s", "min_s", "max_s", "floor_s")]
             peak = "-" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}"
             rows.append([part, r["name"], f"{r['tokens'] / r['median_s']:,.0f}", *(s or "-" for s in shown), peak])
-    finish("growth", figures, rows, args.json)
+    report.tables.append(rows)
     if args.plot:
         plot(figures, args.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,10 +7,10 @@ the keys that are seen. On a CPU sizes are small, and the figures mean nothing b
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
-from common import arguments, finish, save
+from common import Report
 from ops_common import DEVICE, ON_GPU, Bench, normal
 from torch import Tensor
 
@@ -40,18 +40,19 @@ def packed_case(bench: Bench, c: ModelConfig, batch: int, length: int, window: i
     tokens = batch * length
     q, k, v = (normal(tokens, n, c.head_dim).requires_grad_() for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
     zeros, grad = torch.zeros(batch, dtype=torch.int32, device=DEVICE), normal(*q.shape)
-    layout = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=DEVICE), zeros, zeros, length
+    starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=DEVICE)
+    by, sizes = ops.Packed(starts, zeros, zeros, length), ops.FlexSizes(tokens, c.num_heads, c.num_kv_heads)
 
     def lists() -> list[Tensor]:
-        return ops.flex_tiles_packed(tokens, c.num_heads, c.num_kv_heads, *layout, window)
+        return ops.flex_tiles_packed(by, sizes, window)
 
     tiles = lists()
 
     def flex() -> Tensor:
-        return ops.flex_packed(q, k, v, *layout, window, "", tiles)
+        return ops.flex_packed(q, k, v, by, ops.FlexMask(window, "", tiles))
 
     def native() -> Tensor:
-        return ops.attention_packed(q, k, v, *layout)
+        return ops.attention_packed(q, k, v, by)
 
     case = f"{batch}x{length}" + (f", window {window}" if window else "")
     flops = 4 * batch * keys_seen(length, window) * c.num_heads * c.head_dim
@@ -74,13 +75,13 @@ def packed_case(bench: Bench, c: ModelConfig, batch: int, length: int, window: i
 def packed_differences(c: ModelConfig, q: Tensor, k: Tensor, v: Tensor, length: int, window: int) -> int:
     """Words of the first sequence's rows that differ when each is decoded alone."""
     q, k, v = (x[:length] for x in (q, k, v))
-    layout = int32(0, length), int32(0), int32(0), length
-    tiles = ops.flex_tiles_packed(length, c.num_heads, c.num_kv_heads, *layout, window)
-    whole = ops.flex_packed(q, k, v, *layout, window, "", tiles)
+    by = ops.Packed(int32(0, length), int32(0), int32(0), length)
+    tiles = ops.flex_tiles_packed(by, ops.FlexSizes(length, c.num_heads, c.num_kv_heads), window)
+    whole = ops.flex_packed(q, k, v, by, ops.FlexMask(window, "", tiles))
     caches, table = cached(length, 1, k, v)
     rows = torch.randperm(length, device=DEVICE)[:64]
     tables, steps = table.expand(len(rows), -1).contiguous(), torch.arange(len(rows) + 1, device=DEVICE).int()
-    out = decoded(c, q[rows], caches, tables, steps, rows.int() + 1, length, window)()
+    out = decoded(c, q[rows], caches, ops.Paged(tables, steps, rows.int() + 1, 1, length), window)()
     words = WORDS[q.element_size()]
     return int((out.view(words) != whole[rows].contiguous().view(words)).sum())
 
@@ -99,19 +100,10 @@ def cached(length: int, sequences: int, k: Tensor, v: Tensor) -> tuple[list[Tens
     return caches, table.int()
 
 
-def decoded(
-    c: ModelConfig,
-    q: Tensor,
-    caches: list[Tensor],
-    table: Tensor,
-    steps: Tensor,
-    context: Tensor,
-    length: int,
-    window: int,
-):
+def decoded(c: ModelConfig, q: Tensor, caches: list[Tensor], by: ops.Paged, window: int):
     """A call that attends with one query a sequence."""
-    tiles = ops.flex_tiles_paged(len(q), c.num_heads, caches[0], table, steps, context, length, window)
-    return lambda: ops.flex_paged(q, *caches, table, steps, context, 1, length, window, "", tiles)
+    tiles = ops.flex_tiles_paged(by, ops.FlexSizes(len(q), c.num_heads, c.num_kv_heads), caches[0], window)
+    return lambda: ops.flex_paged(q, ops.KVPages(*caches), by, ops.FlexMask(window, "", tiles))
 
 
 @torch.no_grad()
@@ -120,35 +112,33 @@ def decode_case(bench: Bench, c: ModelConfig, batch: int, length: int, window: i
     q, k, v = (normal(n, h, c.head_dim) for n, h in ((batch, c.num_heads), *[(batch * length, c.num_kv_heads)] * 2))
     caches, table = cached(length, batch, k, v)
     steps, context = torch.arange(batch + 1, device=DEVICE).int(), int32(*[length] * batch)
-    run = decoded(c, q, caches, table, steps, context, length, window)
-    others = {"native": bench.time([lambda: ops.attention_paged(q, *caches, table, steps, context, 1, length)])}
+    by = ops.Paged(table, steps, context, 1, length)
+    run = decoded(c, q, caches, by, window)
+    others = {"native": bench.time([lambda: ops.attention_paged(q, ops.KVPages(*caches), by)])}
     read = 2 * batch * min(window or length, length) * c.num_kv_heads * c.head_dim * k.element_size() + 2 * q.nbytes
     case = f"decode {batch}x{length}" + (f", window {window}" if window else "")
     bench.add("flex", case, bench.time([run]), others, read)
     if ON_GPU:
-        lists = (len(q), c.num_heads, caches[0], table, steps, context, length, window)
+        lists = by, ops.FlexSizes(len(q), c.num_heads, c.num_kv_heads), caches[0], window
         bench.add("flex", f"{case} lists of tiles, once a step", bench.time([lambda: ops.flex_tiles_paged(*lists)]), {})
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default="qwen3-0.6b" if ON_GPU else "tiny", help="whose heads to take")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> int:
     torch.manual_seed(0)
     bench, c = Bench(args.repeats), architecture(args.arch)
-    figures = {"arch": args.arch, "page_size": PAGE, "records": bench.records}
+    report.figures |= {"arch": args.arch, "page_size": PAGE, "records": bench.records}
     for window in WINDOWS:
         for batch, length in PACKED:
             packed_case(bench, c, batch, length, window)
-            save("flex", figures, args.json)
+            report.save()
         for batch, length in DECODED:
             decode_case(bench, c, batch, length, window)
-            save("flex", figures, args.json)
-    finish("flex", figures, bench.table(), args.json)
+            report.save()
+    report.tables.append(bench.table())
     different = {r["case"]: r["different"] for r in bench.records if "different" in r}
-    print("words of decoded rows that differ from packed ones:", different)
-    return 1 if any(different.values()) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.notes.append(f"words of decoded rows that differ from packed ones: {different}")
+    return sum(different.values())

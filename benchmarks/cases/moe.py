@@ -8,15 +8,16 @@ evenly, which samples of one prompt do not. Of a train step it is the products o
 
 from __future__ import annotations
 
+import argparse
 import gc
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import arguments, finish, random_weights, save
+from cases.growth import measured
+from common import Report, random_weights
 from generate import Case, Ours, random_prompts
-from growth import measured
 from ops_common import BYTES_PER_S, DEVICE, FLOPS_PER_S, ON_GPU, Bench, error, normal
 from torch import Tensor
 from train_step import Ours as TrainStep
@@ -112,31 +113,27 @@ def train(c: ModelConfig, repeats: int) -> dict[str, Any]:
     return {"packed": packed, "tokens": tokens.numel(), **found, "floor_s": train_floor_s(c, packed, scored)}
 
 
-def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=4 if ON_GPU else 2)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     torch.manual_seed(0)
     c = replace(architecture(ARCH), num_layers=args.layers, eos_token_ids=())
     bench = Bench(args.repeats)
-    figures: dict[str, Any] = {"arch": ARCH, "layers": args.layers, "records": bench.records, "steps": {}}
+    report.figures |= {"arch": ARCH, "layers": args.layers, "records": bench.records, "steps": {}}
     grouped(bench, c)
-    save("moe", figures, args.json)
+    report.save()
     work = {n: (lambda case=case: decode(c, case, args.repeats)) for n, case in (DECODE if ON_GPU else SMALL).items()}
     work["train step"] = lambda: train(c, args.repeats)
     rows = [["step", "tok/s", "median ms", "min", "max", "floor ms", "peak GiB"]]
     for name, run in work.items():
-        f = figures["steps"][name] = run()
+        f = report.figures["steps"][name] = run()
         shown = [f"{f[k] * 1e3:.1f}" for k in ("median_s", "min_s", "max_s", "floor_s")]
         peak = "-" if f["peak_gib"] is None else f"{f['peak_gib']:.1f}"
         rows.append([name, f"{f['tokens'] / f['median_s']:,.0f}", *shown, peak])
-        save("moe", figures, args.json)
+        report.save()
         gc.collect()
         if ON_GPU:
             torch.cuda.empty_cache()
-    finish("moe", figures, bench.table(), args.json)
-    finish("moe", figures, rows, args.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.tables += [bench.table(), rows]

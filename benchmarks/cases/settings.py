@@ -8,6 +8,7 @@ The memory of one sample's activations is read off a trainer in this process.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from typing import Any
 
 import seed_workload
 import torch
-from common import arguments, finish, random_model, save
+from common import Report, random_model
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.trainer import Trainer, pack
@@ -119,7 +120,7 @@ def command(case: Case, folder: Path, run: Path, device: str) -> list[str]:
 
 def finished(words: Sequence[str], limit: float, **more: str) -> tuple[int, str]:
     """Exit code and what was printed; a command that takes too long is ended, and those that it started."""
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((root, f"{root}/benchmarks", os.environ.get("PYTHONPATH", ""))),
@@ -139,7 +140,7 @@ def finished(words: Sequence[str], limit: float, **more: str) -> tuple[int, str]
         return code, file.read().decode(errors="replace")
 
 
-def measure(case: Case, folder: Path, run: Path, device: str, limit: float) -> dict[str, Any]:
+def run_case(case: Case, folder: Path, run: Path, device: str, limit: float) -> dict[str, Any]:
     """What the run leaves; `failed` and what it printed where it did not come to its end."""
     began = time.monotonic()
     if case.killed:
@@ -237,17 +238,19 @@ def chosen(only: Sequence[str], device: str) -> list[str]:
     return [name for name in [*fits, ACTIVATIONS] if not only or name in only]
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="of dense cases; default: tiny on a CPU, qwen3-100m on a GPU")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="default: 540")
     parser.add_argument("--limit", type=float, default=150, metavar="SECONDS", help="of a case; default: 150")
     parser.add_argument("--only", nargs="*", default=[], choices=[*CASES, ACTIVATIONS], metavar="CASE")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the case that is at work is ended too
     end = time.monotonic() + args.budget - SPARE_S
     arch = args.arch or ("tiny" if args.device == "cpu" else "qwen3-100m")
-    figures: dict[str, Any] = {"arch": arch, "cases": {}, "wrong": {}}
+    figures = report.figures
+    figures |= {"arch": arch, "cases": {}, "wrong": {}}
     names = chosen(args.only, args.device)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -264,20 +267,16 @@ def main() -> int:
                 odd = [] if found.get("one_set", True) else [f"more memory for more samples: {found['gib']}"]
             else:
                 limit = min(args.limit, left)
-                found = figures["cases"][name] = measure(CASES[name], folder, folder / f"run{i}", args.device, limit)
+                found = figures["cases"][name] = run_case(CASES[name], folder, folder / f"run{i}", args.device, limit)
                 odd = wrong(CASES[name], found, figures["cases"])
             if odd:
                 figures["wrong"][name] = odd
             print(f"{name}: {'; '.join(odd) or 'holds'}, {found.get('seconds', 0):.1f} s", file=sys.stderr, flush=True)
-            save("settings", figures, args.json)
+            report.save()
     rows = [["case", "seconds", "tokens checked", "different", "holds"]]
     for name, found in figures["cases"].items():
         counts = [str(found.get(key, "-")) for key in ("tokens_checked", "tokens_different")]
         holds = "; ".join(figures["wrong"].get(name, [])) or "yes"
         rows.append([name, f"{found.get('seconds', 0):.1f}", *counts, holds])
-    finish("settings", figures, rows, args.json)
-    return int(bool(figures["wrong"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.tables.append(rows)
+    return bool(figures["wrong"])

@@ -6,14 +6,15 @@ dependently, a kernel's time includes its wait for the one before, so they may a
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from capture import make_compiler, train_batch
-from common import arguments, finish, random_model, save
+from cases.capture import make_runtime, train_batch
+from common import Report, random_model
 from generate import Case, make_engine, random_prompts
 from ops_common import BYTES_PER_S, FLOPS_PER_S
 from torch.profiler import ProfilerActivity, profile
@@ -123,7 +124,7 @@ def train(model: Decoder) -> tuple[list[Kernel], dict[str, float]]:
     """Of the seed workload's step: forward, backward, clip and AdamW."""
     device = model.embed.device
     trainer = Trainer(
-        model, OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=make_compiler("CUDA graph", device)
+        model, OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=make_runtime("CUDA graph", device)
     )
     batch = train_batch(model, *((5, 145, 100) if device.type == "cuda" else (1, 20, 8))).to(device)
 
@@ -180,22 +181,23 @@ def grouped(found: list[Kernel], floors: dict[str, float]) -> list[dict[str, Any
     return [{"what": name, **groups[name], "floor_us": floors.get(name)} for name in order]
 
 
-def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--top", type=int, default=10, help="kernels shown of each (default: 10)")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     on_cpu = args.device == "cpu"
     arch = args.arch or ("tiny" if on_cpu else "qwen3-0.6b")
     model = random_model(arch, args.device)
     parts = {n: (lambda case=case: decode(model, case)) for n, case in (SMALL if on_cpu else DECODE).items()}
     parts["train step"] = lambda: train(model)
-    figures: dict[str, Any] = {"arch": arch}
+    report.figures["arch"] = arch
     rows = [["part", "kernel", "us a step", "launches", "floor us"]]
     for part, run in parts.items():
         found, floors = run()
         groups = grouped(found, floors)
-        figures[part] = {
+        report.figures[part] = {
             "groups": groups,
             "kernels": [{"kernel": n, "us": us, "launches": count, "what": group_of(n)} for n, us, count in found[:40]],
         }
@@ -204,9 +206,5 @@ def main() -> None:
             floor = "" if g["floor_us"] is None else f"{g['floor_us']:.0f}"
             rows.append([part, g["what"].upper(), f"{g['us']:.0f}", f"{g['launches']:.0f}", floor])
         rows += [[part, n[:70], f"{us:.0f}", f"{count:.0f}", ""] for n, us, count in found[: args.top]]
-        save("kernels", figures, args.json)
-    finish("kernels", figures, rows, args.json)
-
-
-if __name__ == "__main__":
-    main()
+        report.save()
+    report.tables.append(rows)

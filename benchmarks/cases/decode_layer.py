@@ -6,13 +6,13 @@ The library side is cuBLAS (free to split K), torch's RMSNorm, SiLU, products an
 
 from __future__ import annotations
 
+import argparse
 import copy
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from common import arguments, finish, graph_us, save
+from common import Report, graph_us
 from torch import Tensor
 
 from lockstep import ops
@@ -88,7 +88,9 @@ class Stack:
     def _fused(self) -> dict:
         return {
             "qkv": lambda x, w: ops.norm_linear(x, self.norm, w[0], EPS),
-            "rope": lambda x, w: ops.qk_norm_rope_write_kv(x, self.heads(), *self.cache, self.slots).flatten(1),
+            "rope": lambda x, w: ops.qk_norm_rope_write_kv(
+                x, self.heads(), ops.KVPages(*self.cache), self.slots
+            ).flatten(1),
             "o": lambda x, w: ops.linear_add(x, w[1], self.residual),
             "gate_up": lambda x, w: ops.norm_gate_up(x, self.norm, w[2], EPS),
             "down": lambda x, w: ops.linear_add(x, w[3], self.residual),
@@ -138,14 +140,16 @@ def stock() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
 
 
-@torch.inference_mode()
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default="qwen3-0.6b" if DEVICE == "cuda" else "tiny")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 40, 256])
-    args = parser.parse_args()
+
+
+@torch.inference_mode()
+def measure(args: argparse.Namespace, report: Report) -> None:
     table = [["sequences", "part", "fused us", "library us", "fused/library", "floor us"]]
     figures: dict[str, dict[str, dict[str, float]]] = {}
+    report.figures |= {"arch": args.arch, "rows": figures}
     for rows in args.rows:
         stack = Stack(args.arch, rows)
         layers, floors = stack.config.num_layers, stack.floor_us()
@@ -158,11 +162,6 @@ def main() -> int:
             figures[str(rows)][name] = {"fused_us": us, "library_us": library[name], "floor_us": floors[name]}
             ratio = f"{us / library[name]:.2f}"
             table.append([str(rows), name, f"{us:.2f}", f"{library[name]:.2f}", ratio, f"{floors[name]:.2f}"])
-        save("decode_layer", {"arch": args.arch, "rows": figures}, args.json)
+        report.save()
     contract()
-    finish("decode_layer", {"arch": args.arch, "rows": figures}, table, args.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.tables.append(table)

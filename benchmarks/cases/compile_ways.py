@@ -9,6 +9,7 @@ when something differs that must not, or a way failed.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import sys
@@ -17,12 +18,11 @@ import traceback
 from typing import Any, NamedTuple
 
 import torch
-from capture import Memory, timed, train_batch
-from common import arguments, finish, random_model, save
+from cases.capture import Memory, runtime_of, timed, train_batch
+from common import Report, random_model
 from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import EAGER, FakeRecorder, Runtime
 from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.graph.check.tolerance import BOUNDS, relative_error
 from lockstep.models import Decoder
@@ -50,13 +50,6 @@ class Evidence(NamedTuple):
     gradient: Tensor
 
 
-def make_compiler(config: CompileConfig | None, device: torch.device) -> Runtime:
-    if config is None:
-        return EAGER
-    recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
-    return Runtime(config, device, recorder=FakeRecorder() if recorded_on_cpu else None)
-
-
 def one_step(trainer: Trainer, batch: PackedBatch) -> Evidence:
     """Gradients from zero, and an update of rate 0."""
     scored = trainer.programs.forward_backward(batch, "grpo", False)
@@ -68,14 +61,12 @@ def one_step(trainer: Trainer, batch: PackedBatch) -> Evidence:
     return evidence
 
 
-def measure(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tuple[Evidence, dict[str, Any]]:
+def timed_way(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tuple[Evidence, dict[str, Any]]:
     """What the first step left behind, and the figures of the way."""
     device = source.embed.device
-    compiler = make_compiler(WAYS[way], device)
+    runtime = runtime_of(WAYS[way], device)
     with Memory(device) as memory:
-        trainer = Trainer(
-            copy.deepcopy(source), OptimizerConfig(), LossConfig(), enforce_parity=False, compiler=compiler
-        )
+        trainer = Trainer(copy.deepcopy(source), OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=runtime)
         began = time.perf_counter()
         first = one_step(trainer, batch)
         figures: dict[str, Any] = {"first_step_s": time.perf_counter() - began}
@@ -84,10 +75,10 @@ def measure(way: str, source: Decoder, batch: PackedBatch, repeats: int) -> tupl
         figures["forward_backward"] = timed(lambda: trainer.forward_backward(batch), repeats, device)
         figures["optim_step"] = timed(lambda: trainer.launch_optim_step(0.0), repeats, device)
     figures |= memory.figures
-    if compiler.compiles:
-        figures["passes"] = {title: list(log) for title, log in compiler.builder.nodes.items()}
-        figures["seconds"], figures["compiled"] = dict(compiler.timings.seconds), compiler.captures
-        compiler.close()
+    if runtime.compiles:
+        figures["passes"] = {title: list(log) for title, log in runtime.builder.nodes.items()}
+        figures["seconds"], figures["compiled"] = dict(runtime.timings.seconds), runtime.captures
+        runtime.close()
     return first, figures
 
 
@@ -116,40 +107,38 @@ def row(way: str, f: dict[str, Any]) -> list[str]:
     return [way, passed, "equal" if f["logprobs_equal"] else "DIFFER", gradient, *times]
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--prompts", type=int, default=5, help="groups of 8 (default: 5)")
     parser.add_argument("--prompt-length", type=int, help="default: 145 on a GPU, 30 on a CPU")
     parser.add_argument("--length", type=int, help="completion tokens; default: 100 on a GPU, 20 on a CPU")
     parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS), help="eager is always run")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
     on_cpu = args.device == "cpu"
     prompt_length, length = args.prompt_length or (30 if on_cpu else 145), args.length or (20 if on_cpu else 100)
     arch = args.arch or ("tiny" if on_cpu else "qwen3-0.6b")
     model = random_model(arch, args.device)
     batch = train_batch(model, args.prompts, prompt_length, length).to(model.embed.device)
-    figures: dict[str, Any] = {"arch": arch, "dtype": str(model.embed.dtype), "packed_tokens": len(batch.tokens_T)}
-    figures["ways"] = ways = {}
+    ways: dict[str, Any] = {}
+    report.figures |= {"arch": arch, "dtype": str(model.embed.dtype), "packed_tokens": len(batch.tokens_T)}
+    report.figures["ways"] = ways
     rows = [["way", "holds", "log-probs", "gradient", "ms", "host ms", "update ms", "GiB peak/reserved", "s to first"]]
     eager: Evidence | None = None
     for way in ["eager", *(w for w in WAYS if w in args.only and w != "eager")]:
         print(way, file=sys.stderr, flush=True)
         try:
-            found, ways[way] = measure(way, model, batch, args.repeats)
+            found, ways[way] = timed_way(way, model, batch, args.repeats)
             eager = eager or found
             ways[way] |= judge(way, found, eager, model.embed.dtype)
         except Exception as error:
             traceback.print_exc()
             ways[way] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         rows.append(row(way, ways[way]))
-        save("compile_ways", figures, args.json)
+        report.save()
         gc.collect()
         if not on_cpu:
             torch.cuda.empty_cache()
-    finish("compile_ways", figures, rows, args.json)
-    return int(any(r[1] != "yes" for r in rows[1:]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.tables.append(rows)
+    return any(r[1] != "yes" for r in rows[1:])

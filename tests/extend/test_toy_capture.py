@@ -1,0 +1,63 @@
+"""A way to capture from outside the package: a function like `graph.capture`, entered in the table of the ways."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import generate, make_model, requests, words
+
+from lockstep.config import CAPTURES, CompileConfig, GeneratorConfig, Plugin, resolve_compile
+from lockstep.errors import InputError
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import EAGER, Captured, FakeRecorder, Runtime, Store, capture, check_against_eager
+
+CPU = torch.device("cpu")
+
+
+def capture_and_tell(name: str, *function: Any, **about: Any) -> Captured:
+    """As `step` captures, with a line in the report."""
+    captured = capture(name, *function, **about)
+    return replace(captured, log=(f"capture: toy; {len(captured.graph.nodes)} nodes",))
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setitem(CAPTURES, "toy", Plugin(f"{__name__}:capture_and_tell"))
+    yield "toy"
+
+
+@pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
+def test_a_model_decodes_by_it_with_the_bits_of_eager(toy: str, mode: str, tmp_path: Path) -> None:
+    config = CompileConfig(toy, mode)  # type: ignore[arg-type]
+    runtime = Runtime(config, CPU, recorder=FakeRecorder(), store=Store(tmp_path))
+    weights = SharedWeights(make_model(torch.float32))
+    engine, eager = (Engine(weights, GeneratorConfig(), 4096, runtime=r) for r in (runtime, EAGER))
+    assert words(generate(engine, *requests(4))) == words(generate(eager, *requests(4)))
+    assert all(log[0].startswith("capture: toy; ") for log in runtime.builder.nodes.values())
+    assert runtime.captures >= 2 and runtime.launches["decode"] > 4
+    assert (runtime.replays["decode"] > 0) == (mode != "none")
+    assert not list(tmp_path.iterdir()), "at the next start nothing tells whether it is what it was"
+    assert {v.faults for v in check_against_eager(runtime, engine.trust_cases(), "strict")} == {()}
+
+
+def test_what_is_in_no_table_is_refused_with_what_is(toy: str) -> None:
+    known = "it must be one of none, step, joint, layer, toy$"
+    with pytest.raises(InputError, match=rf"compile\.capture is 'toys'; {known}"):
+        resolve_compile(CompileConfig("toys"), on_gpu=False)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"compile\.backend is 'xla'; it must be one of none, eager, inductor$"):
+        resolve_compile(CompileConfig(toy, backend="xla"), on_gpu=False)  # type: ignore[arg-type]
+
+
+def test_what_is_not_chosen_is_not_imported() -> None:
+    source = "import sys; import lockstep.session.build; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout.split()
+    ours = {name.removeprefix("lockstep.graph.") for name in found}
+    assert "capture.step" in ours
+    assert ours.isdisjoint({"capture.joint", "capture.layers", "passes.inductor", "launch.piecewise"})

@@ -1,0 +1,115 @@
+"""A pass from outside the package: this file, by its name and a function's, in `compile.passes`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small import make_model
+
+from lockstep.config import CompileConfig, LossConfig, OptimizerConfig, RunConfig, validate
+from lockstep.errors import InputError
+from lockstep.graph import EAGER, Captured, GraphError, Runtime, Store, check_against_eager
+from lockstep.graph.ir.captured import op_name
+from lockstep.graph.passes.rewrite import rewritten
+from lockstep.session.build import resolve
+from lockstep.trainer import BatchShape, Trainer, pack
+from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+
+SHAPE = BatchShape(64, 32, 8, 32)
+
+
+def swap_operands(captured: Captured) -> tuple[Captured, str]:
+    """a + b as b + a: another graph with the same bits."""
+    result = rewritten(captured)
+    sums = [n for n in result.graph.nodes if op_name(n) == "aten.add" and len(n.all_input_nodes) == 2 and not n.kwargs]
+    for node in sums:
+        node.args = node.args[::-1]
+    result.module.recompile()
+    return result, f"{len(sums)} sums"
+
+
+def lose_a_gradient(captured: Captured) -> tuple[Captured, str]:
+    """What a mistake looks like: the last write that adds two tensors adds nothing."""
+    result = rewritten(captured)
+    *_, last = (n for n in result.graph.nodes if op_name(n) == "aten.add_" and len(n.all_input_nodes) == 2)
+    last.kwargs = {"alpha": 0}
+    result.module.recompile()
+    return result, "a gradient less"
+
+
+def compile_with(*passes: str) -> CompileConfig:
+    return CompileConfig("step", passes=passes)
+
+
+def own(function: str) -> str:
+    return f"{__file__}:{function}"
+
+
+def trained(runtime: Runtime) -> tuple[Trainer, torch.Tensor]:
+    """The weights after three updates."""
+    model = make_model(torch.float32)
+    trainer = Trainer(model, OptimizerConfig(learning_rate=0.01), LossConfig(), runtime=runtime, enforce_parity=False)
+    sequences = [TrainSequence([3, 4, 5 + i], (-1.0) ** i, 0.1, [-1.0] * 3, [-1.0] * 3) for i in range(3)]
+    for _ in range(3):
+        for batch in pack(
+            [TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, shapes=[SHAPE], check_parity=False
+        ):
+            trainer.forward_backward(batch)
+        assert trainer.optim_step(0.01).applied
+    return trainer, trainer.flat.data.clone()
+
+
+def test_a_pass_of_ones_own_rewrites_every_graph_and_keeps_the_bits(tmp_path: Path) -> None:
+    config, (_, eager) = compile_with("default", own("swap_operands")), trained(EAGER)
+    for _ in range(2):  # the second start traces again: nothing tells whether the pass is what it was
+        runtime = Runtime(config, torch.device("cpu"), store=Store(tmp_path))
+        trainer, found = trained(runtime)
+        assert torch.equal(found, eager)
+        assert (runtime.captures, runtime.loaded) == (2, 0)
+    logs = runtime.builder.nodes.values()
+    assert [[line.partition(":")[0] for line in log] for log in logs] == [["canonicalize", "swap_operands"]] * 2
+    assert any(int(log[-1].split()[-2]) > 0 for log in logs)
+    work = trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False, with_checks=False)
+    verdicts = check_against_eager(runtime, work, "strict")
+    assert {v.faults for v in verdicts} == {()}
+
+
+def test_a_pass_that_changes_bits_is_named_with_the_node() -> None:
+    runtime = Runtime(compile_with(own("lose_a_gradient"), "canonicalize"), torch.device("cpu"))
+    trainer = Trainer(make_model(torch.float32), OptimizerConfig(), LossConfig(), runtime=runtime)
+    (work, *_) = trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False)
+    with pytest.raises(GraphError, match=r"forward_backward.*lose_a_gradient differs from the step before in grad "):
+        check_against_eager(runtime, [work], "strict")
+
+
+def forget_the_note(captured: Captured) -> Captured:
+    return captured
+
+
+def test_a_pass_that_returns_something_else_is_told_what_it_returns() -> None:
+    runtime = Runtime(compile_with(own("forget_the_note")), torch.device("cpu"))
+    with pytest.raises(GraphError, match="forget_the_note returned a Captured; a pass returns the new graph"):
+        trained(runtime)
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        (("fuze",), r"compile\.passes has no 'fuze'; use default, some of canonicalize, .*, or a function as module:"),
+        (("default", "fuse"), "compile.passes has 'fuse' twice"),
+        (("nowhere.py:f",), "compile.passes 'nowhere.py:f': file nowhere.py does not exist"),
+        ((own("nothing"),), "has no function 'nothing'"),
+    ],
+)
+def test_a_pass_that_there_is_not_is_refused_with_what_there_is(passes: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        resolve(validate(RunConfig(device="cpu", compile=compile_with(*passes))))
+
+
+def test_what_a_list_leaves_out_cannot_be_asked_for() -> None:
+    config = replace(compile_with("canonicalize"), recompute=("full",))
+    with pytest.raises(InputError, match="compile.recompute is set, and compile.passes leaves recompute out"):
+        validate(RunConfig(device="cpu", compile=config))
