@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -177,6 +178,7 @@ class PackedBatch:
     support_C: Tensor | None = None  # uint8 [C, ceil(V / 8)], the sampled support, for updates after the first
     old_route_C: Tensor | None = None  # int32, `Completion.route_digests`, where they are to be compared
     old_route_T: Tensor | None = None  # int32, of the prompts' tokens the same; -1 where there is nothing to compare
+    cu_completions: Tensor | None = None  # int32 [S + 1]: completion n is rows cu[n]:cu[n + 1]; see `index_sequences`
     together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -184,6 +186,12 @@ class PackedBatch:
         super().__setattr__(name, value)
         if name not in _APART:
             super().__setattr__("together", None)
+
+    def index_sequences(self) -> None:
+        """Fill in `cu_completions`, for a loss with terms of whole sequences."""
+        ends = [0, *accumulate(len(sequence.token_ids) for sequence in self.sequences)]
+        ends += [ends[-1]] * (len(self.cu_seqlens) - len(ends))
+        self.cu_completions = torch.tensor(ends, dtype=torch.int32, device=self.cu_seqlens.device)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device`, side by side; `sequence_C` stays on the host."""

@@ -23,8 +23,9 @@ MOVED = {  # modules of rewards, by the names that configurations of older versi
 }
 
 
-def load_function(spec: str, what: str, other_forms: str = "") -> Callable[..., Any]:
-    """The function that `spec` names, module:function or path.py:function; `what` names it in errors.
+def load_function(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Callable[..., Any]:
+    """The function that `spec` names, module:function or path.py:function; errors say `what` it is, and of which
+    `kind`.
 
     A module may stand in the current folder, as for `python -m`. Raises `InputError` when the spec has another form,
     the file or module cannot be imported, or it has no such function.
@@ -32,7 +33,7 @@ def load_function(spec: str, what: str, other_forms: str = "") -> Callable[..., 
     source, _, name = spec.rpartition(":")
     if not source or not name:
         separator = "," if other_forms else " or"
-        raise InputError(f"{what} must be module:function{separator} path.py:function{other_forms}")
+        raise InputError(f"{what} must be module:{kind}{separator} path.py:{kind}{other_forms}")
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     except FileNotFoundError as error:
@@ -43,7 +44,7 @@ def load_function(spec: str, what: str, other_forms: str = "") -> Callable[..., 
         raise InputError(f"{what}: importing {source} raised {type(error).__name__}: {one_line(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise InputError(f"{what}: {source} has no function {name!r}")
+        raise InputError(f"{what}: {source} has no {kind} {name!r}")
     try:
         inspect.signature(function)
     except (TypeError, ValueError) as error:

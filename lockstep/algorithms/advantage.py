@@ -36,6 +36,20 @@ def _normalized(rewards: Rewards, scales: Sequence[float]) -> list[list[float]]:
     ]
 
 
+def whitened(values: Rewards) -> list[list[float]]:
+    """Values less the mean of all, over the deviation of all."""
+    flat = list(chain.from_iterable(values))
+    center, scale = mean(flat), _std(flat) + _STD_EPSILON
+    return [[(value - center) / scale for value in group] for group in values]
+
+
+def scaled(rewards: Rewards) -> list[list[float]]:
+    """Centered by group, over the deviation of all that this gives; exactly 0 where a group's rewards are equal."""
+    found = _centered(rewards)
+    scale = _std(list(chain.from_iterable(found))) + _STD_EPSILON
+    return [[value / scale for value in group] for group in found]
+
+
 def _std(values: Sequence[float]) -> float:
     """The sample standard deviation (n - 1), 0 for a single value."""
     return stdev(values) if len(values) > 1 else 0.0

@@ -1,6 +1,6 @@
-"""Policy losses, one small function a family, over per-token tensors.
+"""What losses are made of, over per-token tensors.
 
-A loss is a per-token value; its normalization is in the weights (`packing.loss_weights`). Nothing is clamped to hide
+A loss is a per-token value; its normalization is in the weights (`Algorithm.weights`). Nothing is clamped to hide
 an overflow: the loss is then infinite or NaN, and the step is not applied.
 """
 
@@ -8,56 +8,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..config import LossConfig, LossType
+from .. import ops
 
-DAPO_EPSILON_HIGH = 0.28  # section 4.1 of arXiv 2503.14476
+KLEstimator = Callable[[Tensor, Tensor], Tensor]  # of the model's and the reference's log-probs, nats a token
 
 
 class TokenValues(NamedTuple):
     """What a loss may look at, float32 [C] each: log-probs as the weights are now, of the sampled distribution and of
-    the model's own; the sampled one when the token was generated; the advantage."""
+    the model's own; the sampled one when the token was generated; the advantage. `cu_completions` (None where
+    `Algorithm.whole_sequences` does not ask for it) tells which tokens are of one sequence."""
 
     logprob_C: Tensor
     model_logprob_C: Tensor
     old_logprob_C: Tensor
     advantage_C: Tensor
+    cu_completions: Tensor | None = None
+
+    def sequence_sum(self, values_C: Tensor) -> Tensor:
+        """For each token the sum over its sequence, [C]; 0 for padding."""
+        assert self.cu_completions is not None, "a term of whole sequences without Algorithm.whole_sequences"
+        return ops.sequence_sum(values_C, self.cu_completions)
+
+    def sequence_mean(self, values_C: Tensor) -> Tensor:
+        """For each token the mean over its sequence, [C]; 0 for padding."""
+        length_C = self.sequence_sum(torch.ones_like(values_C)).clamp(min=1)
+        return self.sequence_sum(values_C) / length_C
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """What a loss may read of a `LossConfig`. Stored graphs of a loss are found by this object: a setting that
-    one needs becomes a field here, under the configuration's name, and so part of their key."""
-
-    epsilon: float
-    epsilon_high: float | None
-    beta: float
-    use_bias_correction_kl: bool
-    router_aux_loss_coef: float
-
-    @classmethod
-    def of(cls, config: LossConfig) -> Self:
-        """Those of a configuration."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
-
-
-TokenLoss = Callable[[TokenValues, LossSettings], tuple[Tensor, Tensor]]  # loss_C, and clipped_C (bool)
-
-
-def clipped_surrogate(values: TokenValues, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(
+    log_ratio_C: Tensor, advantage_C: Tensor, epsilon: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective, negated: `-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, and where it clips.
 
-    `r = exp(logprob - old_logprob)`, of the distribution that was sampled (Schulman et al. 2017, equation 7). The
+    `r = exp(log_ratio)`, of the distribution that was sampled (Schulman et al. 2017, equation 7). The
     minimum clips from above where A > 0 and from below where A < 0, so the bound is put on `log r`, on that side
     alone: the same function, but the exponential overflows only where the objective does, and the gradient of a
     clipped token is 0 and never 0 * inf.
     """
-    log_ratio_C, advantage_C = values.logprob_C - values.old_logprob_C, values.advantage_C
     low = math.log1p(-epsilon) if epsilon < 1 else -math.inf
     bounded_C = torch.where(
         advantage_C >= 0, log_ratio_C.clamp(max=math.log1p(epsilon_high)), log_ratio_C.clamp(min=low)
@@ -66,24 +58,14 @@ def clipped_surrogate(values: TokenValues, epsilon: float, epsilon_high: float) 
     return -advantage_C * torch.exp(bounded_C), clipped_C
 
 
-def grpo(values: TokenValues, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """Symmetric clip unless `epsilon_high` is given. `dr_grpo` differs in its weights only."""
-    high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
-    return clipped_surrogate(values, settings.epsilon, high)
+def kl_k1(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
+    """`model - ref`: unbiased, of either sign. Without a correction its gradient in a loss is 0 in the mean."""
+    return model_logprob_C - ref_logprob_C
 
 
-def dapo(values: TokenValues, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """Clip-higher: more room above than below (arXiv 2503.14476, section 3.1)."""
-    high = DAPO_EPSILON_HIGH if settings.epsilon_high is None else settings.epsilon_high
-    return clipped_surrogate(values, settings.epsilon, high)
-
-
-def sft(values: TokenValues, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the model's own distribution."""
-    return -values.model_logprob_C, torch.zeros_like(values.model_logprob_C, dtype=torch.bool)
-
-
-LOSSES: dict[LossType, TokenLoss] = {"grpo": grpo, "dr_grpo": grpo, "dapo": dapo, "sft": sft}
+def kl_k2(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
+    """Half the square of `kl_k1`: biased, never negative; on its own samples its gradient is that of the divergence."""
+    return 0.5 * (model_logprob_C - ref_logprob_C).square()
 
 
 def kl_k3(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
@@ -96,12 +78,32 @@ def kl_k3(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
     return torch.expm1(difference_C) - difference_C
 
 
-def corrected_kl(values: TokenValues, ref_logprob_C: Tensor) -> Tensor:
-    """`kl_k3` times the probability of the token in the model over that in the distribution it was sampled from.
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
-    In the mean over the tokens that a position can have, it is KL(model || reference) of that position, and its
-    gradient is the gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): at any temperature and after any number of
-    updates. Where filters left tokens out, their part of the sum is missing.
+
+def corrected_kl(values: TokenValues, ref_logprob_C: Tensor, estimator: KLEstimator = kl_k3) -> Tensor:
+    """The estimate times the probability of the token in the model over that in the distribution it was sampled from.
+
+    In the mean over the tokens that a position can have, it is (k1, k3) KL(model || reference) of that position, and
+    its gradient is the gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): at any temperature and after any number
+    of updates. Where filters left tokens out, their part of the sum is missing.
     """
     weight_C = torch.exp(values.model_logprob_C - values.old_logprob_C)
-    return weight_C * kl_k3(values.model_logprob_C, ref_logprob_C)
+    return weight_C * estimator(values.model_logprob_C, ref_logprob_C)
+
+
+def truncated_weight(values: TokenValues, mode: str, clip_max: float) -> tuple[Tensor, Tensor]:
+    """The probability of what was sampled, now over then, cut at `clip_max` or left out above; and where it is.
+
+    Of the token or, in the modes sequence_*, of its whole sequence. There is no gradient. Where nothing has changed it
+    is exactly 1. (TRL's `vllm_importance_sampling_mode`; arXiv 2510.18855 leaves out, IcePop.)
+    """
+    log_ratio_C = (values.logprob_C - values.old_logprob_C).detach()
+    if mode.startswith("sequence"):
+        log_ratio_C = values.sequence_sum(log_ratio_C)
+    bound = math.log(clip_max)
+    above_C = log_ratio_C > bound
+    weight_C = torch.exp(log_ratio_C.clamp(max=bound))
+    if mode.endswith("mask"):
+        weight_C = torch.where(above_C, 0.0, weight_C)
+    return weight_C, above_C & (values.advantage_C != 0)

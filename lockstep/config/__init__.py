@@ -23,8 +23,9 @@ from .sections.compile import of_generation as of_generation
 from .sections.compile import recordings as recordings
 from .sections.compile import resolve_compile as resolve_compile
 from .sections.generator import GeneratorConfig as GeneratorConfig
+from .sections.loss import LOSS_TYPES as LOSS_TYPES
+from .sections.loss import READ_BY as READ_BY
 from .sections.loss import LossConfig as LossConfig
-from .sections.loss import LossType as LossType
 from .sections.metrics import MetricsConfig as MetricsConfig
 from .sections.optimizer import OptimizerConfig as OptimizerConfig
 from .sections.parallel import ParallelConfig as ParallelConfig

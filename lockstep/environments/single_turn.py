@@ -54,12 +54,14 @@ class SingleTurn:
     timings: Timings = field(default_factory=Timings)
     world: World = ONE
 
-    def collect(self, problems: Problems, sampling: SamplingParams, domain: int, step: int) -> Collected:
+    def collect(
+        self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
+    ) -> Collected:
         """Sample `sampling.n` completions of each (group, problem) and score them. Each rank takes its share of the
         problems, and has all groups in the end; one with a completion that no reward applies to is kept apart.
 
         Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group
-        has a reward, and whatever scoring refuses.
+        has a reward and one is `required`, and whatever scoring refuses.
         """
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
         own = self.world.mesh.fsdp.own(problems)
@@ -71,7 +73,7 @@ class SingleTurn:
             counts.update(of_rank.counts)
         for name in [name for name in counts if name.startswith(LOGGED)]:
             counts[name] /= sum(name in of_rank.counts for of_rank in found)  # type: ignore[assignment]  # means
-        if problems and not groups:
+        if problems and not groups and required:
             names = ", ".join(reward.name for reward in self.rewards.rewards)
             raise InputError(
                 f"{where}: every group has a completion that no reward applies to: {names} returned None or failed; "

@@ -112,4 +112,4 @@ def _draw(model: Decoder, b: State, hidden: Tensor, route: Tensor | None, trunca
     keys = ops.SampleKeys(b["key"], b["position"] + 1)
     drawn = ops.sample(hidden, model.lm_head, keys, filters, truncated, greedy)
     state = (b[name] for name in ("stop", "token", "position", "remaining", "results", "next_result"))
-    ops.advance_rows(ops.Drawn(*drawn), ops.DecodeRows(*state), route)
+    ops.decode_advance(ops.Drawn(*drawn), ops.DecodeRows(*state), route)

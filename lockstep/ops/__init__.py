@@ -16,15 +16,15 @@ from .attention.decode import attention_decode, qk_norm_rope_write_kv
 from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
 from .attention.masks import MaskFunction, register_mask, visibility
 from .attention.operator import KEY_TILE, attention_packed, attention_paged, write_kv
-from .decode_update.operator import advance_rows, decode_slots
+from .decode_update.operator import decode_advance, decode_slots
 from .embedding.operator import gather_rows
 from .fused import backward as fused_backward  # registers what graphs call
 from .linear.fused import linear_add, norm_gate_up, norm_linear
 from .linear.operator import linear
-from .linear.per_head import head_linear
+from .linear.per_head import per_head_linear
 from .logprobs.operator import TokenLogprobs, sample, support_mask, token_logprobs
 from .logprobs.philox import sample_key
-from .mla.operator import latent_attention_packed, latent_attention_paged, write_latent
+from .mla.operator import mla_packed, mla_paged, mla_write
 from .moe.grouped_linear import grouped_linear
 from .moe.routing import combine, dispatch, dispatch_plan, route, router_logits
 from .moe.statistics import expert_loads, route_digest, router_probabilities
@@ -51,6 +51,7 @@ from .records import (
     SampleKeys,
 )
 from .rope.operator import qk_norm_rope, rope_table
+from .sequence.operator import sequence_sum
 
 __all__ = [
     "ALONE",
@@ -76,7 +77,7 @@ __all__ = [
     "SampleKeys",
     "TokenLogprobs",
     "adamw",
-    "advance_rows",
+    "decode_advance",
     "attention_decode",
     "attention_packed",
     "attention_paged",
@@ -94,9 +95,9 @@ __all__ = [
     "fused_backward",
     "gather_rows",
     "grouped_linear",
-    "head_linear",
-    "latent_attention_packed",
-    "latent_attention_paged",
+    "per_head_linear",
+    "mla_packed",
+    "mla_paged",
     "linear",
     "linear_add",
     "norm_gate_up",
@@ -112,11 +113,12 @@ __all__ = [
     "router_probabilities",
     "sample",
     "sample_key",
+    "sequence_sum",
     "silu_mul",
     "square_sums",
     "support_mask",
     "token_logprobs",
     "visibility",
     "write_kv",
-    "write_latent",
+    "mla_write",
 ]

@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from statistics import mean, pstdev
 from typing import Any
 
 import torch
 
-from ..algorithms.advantage import group_advantages, overlong_penalty
+from ..algorithms import SUPERVISED, supervised
+from ..algorithms.losses import KL_ESTIMATORS
 from ..config import RunConfig
 from ..environments import single_turn
 from ..errors import LockstepError, NonFiniteError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate, raise_mismatch
 from ..timings import Span, totals
-from ..trainer import Packing, PendingResult, StepResult, learning_rate, loss_weights, pack_shards, packed_slots
+from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards, packed_slots
 from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
     PackedBatch,
+    Rollout,
     RolloutGroup,
     SamplingParams,
     TrainGroup,
     TrainSequence,
 )
+from .dynamic_sampling import collect_with_signal
 
 _TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync")  # phases whose seconds are metrics
 
@@ -43,12 +47,14 @@ class Loop:
         self.config = config
         self.run = run
         self.world = run.world
+        self.algorithm = run.trainer.algorithm
         shards = config.parallel.batch_shards or run.world.size
         self.shards = range(shards)
         self.own_shards = run.world.mesh.fsdp.own(self.shards)
         self.device = run.policy.model.embed.device
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
         self.idle_steps = 0
+        self.prompts_used = 0  # of the task's, which a checkpoint keeps
         self.spans: list[Span] = []  # of the latest step
         self.max_prompt_length = run.prompt_limit.tokens
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
@@ -69,6 +75,10 @@ class Loop:
             generated = groups + without_reward
             self._latest = (generated, None)
             sampled = self._sampled(generated)
+            reference: dict[str, float] = {}
+            if config.loss.beta > 0 and config.loss.use_kl_in_reward:
+                with self.world.deadline(f"the reference in step {step + 1}"):
+                    reference["kl"] = self._kl_off_rewards(groups)
             with timings.measured("advantages"):
                 self._advantages(groups)
             with timings.measured("pack"):
@@ -87,20 +97,49 @@ class Loop:
                 self._require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)
             self._count_idle(step, trained=bool(batches))
         counts["updates"] = sum(r.applied for r in results)
+        if config.loss.importance_sampling_mode is not None:
+            counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
-        return counts | self._metrics(groups, result, [*batches, *checks], version), groups
+        return counts | self._metrics(groups, result, [*batches, *checks], version) | reference, groups
 
     def _collect(self, step: int) -> single_turn.Collected:
-        problems = [(g, self.run.task.train_problem(step, g)) for g in range(self.config.trainer.prompts_per_step)]
-        return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
+        prompts = self.config.trainer.prompts_per_step
+        if not self.config.loss.dynamic_sampling:
+            self.prompts_used = (step + 1) * prompts
+            problems = [(g, self.run.task.train_problem(step, g)) for g in range(prompts)]
+            return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
+
+        def sample(wanted: list[tuple[int, int]]) -> single_turn.Collected:
+            places = [(number, divmod(self.prompts_used + i, prompts)) for number, i in wanted]
+            problems = [(number, self.run.task.train_problem(*place)) for number, place in places]
+            return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step, required=len(problems) == prompts)
+
+        most = self.config.loss.max_num_gen_batches * prompts
+        found, used = collect_with_signal(prompts, most, sample, self._has_signal)
+        self.prompts_used += used
+        return found
+
+    def _has_signal(self, group: RolloutGroup) -> bool:
+        """Whether there is something to learn from a group, of its samples that are not masked."""
+        return self.algorithm.keep([r.reward for r in group.rollouts if self._counts(r)])
+
+    def _counts(self, rollout: Rollout) -> bool:
+        """Whether a sample is trained on."""
+        masks = self.config.loss.mask_truncated_completions
+        return not (masks and rollout.completion.finish_reason == "length")
 
     def _rollouts(
-        self, problems: single_turn.Problems, sampling: SamplingParams, domain: int, step: int
+        self,
+        problems: single_turn.Problems,
+        sampling: SamplingParams,
+        domain: int,
+        step: int,
+        required: bool = True,
     ) -> single_turn.Collected:
         run = self.run
         how = run.policy.encode, run.engine.generate, run.task.rewards, self.config.seed
         turn = single_turn.SingleTurn(*how, self.max_prompt_length, run.timings, self.world)
-        return turn.collect(problems, sampling, domain, step)
+        return turn.collect(problems, sampling, domain, step, required)
 
     def _sampled(self, groups: list[RolloutGroup]) -> int:
         """The completion tokens that are to be compared."""
@@ -109,16 +148,32 @@ class Loop:
         return sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
 
     def _advantages(self, groups: list[RolloutGroup]) -> None:
-        """Group-relative advantages of the rewards, DAPO's length penalty included."""
+        """The algorithm's advantages of the rewards, its penalties included."""
         loss, limit = self.config.loss, self.config.sampling.max_completion_length
         for group in groups:
             for r in group.rollouts:
-                length = len(r.completion.token_ids)
-                r.reward += overlong_penalty(length, limit, loss.overlong_buffer, loss.overlong_penalty)
+                r.reward += self.algorithm.penalty(loss, len(r.completion.token_ids), limit)
         rewards = [[r.reward for r in group.rollouts] for group in groups]
-        for group, advantages in zip(groups, group_advantages(rewards, loss.scale_rewards), strict=True):
+        for group, advantages in zip(groups, self.algorithm.advantages(loss, rewards), strict=True):
             for r, advantage in zip(group.rollouts, advantages, strict=True):
                 r.advantage = advantage
+
+    def _kl_off_rewards(self, groups: list[RolloutGroup]) -> float:
+        """Take the KL divergence from the reference off each reward, `beta` times its estimates' sum over the
+        completion; returns the mean estimate a token."""
+        found: dict[str, float] = {}
+        for batch in self._batches(groups, {}):
+            self.run.trainer.reference_logprobs(batch)
+            estimate = KL_ESTIMATORS[self.config.loss.kl_estimator]
+            kl_C = estimate(batch.old_model_logprob_C, batch.ref_logprob_C)[batch.valid_C]
+            for sequence, tokens in zip(batch.sequences, _split(kl_C.tolist(), batch), strict=True):
+                found[sequence.request] = math.fsum(tokens)
+        for of_rank in self.world.gather(found):
+            found |= of_rank
+        for group in groups:
+            for r in group.rollouts:
+                r.reward -= self.config.loss.beta * found[f"group {group.group} sample {r.completion.identity.sample}"]
+        return math.fsum(found.values()) / sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
 
     def _pack(
         self, groups: list[RolloutGroup], without_reward: list[RolloutGroup]
@@ -129,7 +184,7 @@ class Loop:
         advantages (`skip_zero_variance`), or without a reward.
         """
         config, weights = self.config, self._weights(groups)
-        skip = config.trainer.skip_zero_variance and config.loss.beta == 0
+        skip = config.trainer.skip_zero_variance and not config.loss.kl_in_loss
         trained: list[RolloutGroup] = []
         skipped: list[RolloutGroup] = []
         for g in groups:
@@ -142,12 +197,11 @@ class Loop:
         """Each rollout's weight a token in the policy loss, normalized over the whole step: skipped groups count, as
         that loss of theirs has no gradient, and masked completions count among the sequences. The load-balancing loss
         has a weight of 1 over what is trained on."""
-        loss = self.config.loss
         rollouts = [r for g in groups for r in g.rollouts]
-        kept = [r for r in rollouts if not (loss.mask_truncated_completions and r.completion.finish_reason == "length")]
+        kept = [r for r in rollouts if self._counts(r)]
         lengths = [len(r.completion.token_ids) for r in kept]
         limit = self.config.sampling.max_completion_length
-        weights = loss_weights(loss.loss_type, lengths, len(rollouts), limit)
+        weights = self.algorithm.weights(lengths, len(rollouts), limit)
         return {id(r): w for r, w in zip(kept, weights, strict=True)}
 
     def _batches(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:
@@ -169,7 +223,10 @@ class Loop:
         """This rank's micro-batches, as many as every other's, of groups that their numbers deal into shards."""
         count = len(self.shards)
         shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
-        return [batch.to(self.device) for batch in pack_shards(shards, self.own_shards, how, check_parity)]
+        packed = pack_shards(shards, self.own_shards, how, check_parity)
+        for batch in packed if self.algorithm.indexes_sequences else ():
+            batch.index_sequences()
+        return [batch.to(self.device) for batch in packed]
 
     def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:
         """A rollout's updates, up to the first that was not applied: none is launched after it. The first needs
@@ -187,7 +244,7 @@ class Loop:
         trainer = self.run.trainer
         with self.run.timings.measured("forward_backward", on_device=True):
             for batch in batches:
-                if first and self.config.loss.beta > 0:
+                if first and self.config.loss.kl_in_loss:
                     trainer.reference_logprobs(batch)
                 trainer.forward_backward(batch, keep_support=first and not last)
                 batch.check_parity = False
@@ -234,14 +291,14 @@ class Loop:
         t, policy, trainer = self.config.trainer, self.run.policy, self.run.trainer
         problems = [self.run.task.warmup_problem(step, i) for i in range(t.warmup_batch_size)]
         targets = [policy.encode_completion(p.worked_example or "") for p in problems]
-        weights = loss_weights("sft", [len(ids) for ids in targets], len(targets), 0)
+        weights = supervised(self.config.loss).weights([len(ids) for ids in targets], len(targets), 0)
         groups = [
             TrainGroup(policy.encode(p.prompt), [TrainSequence(ids, 0.0, w, request=f"example {i}")], SamplingParams())
             for i, (p, ids, w) in enumerate(zip(problems, targets, weights, strict=True))
         ]
         with self.world.deadline(f"warm-up step {step + 1}"):
             for batch in self._packed(range(len(groups)), groups, Packing(t.max_tokens_per_micro_batch), False):
-                trainer.forward_backward(batch, loss_type="sft")
+                trainer.forward_backward(batch, loss_type=SUPERVISED)
             result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps), sampled=0)
             trainer.gather_weights()
         self._require_finite(f"warm-up step {step + 1}", result)
@@ -305,6 +362,13 @@ class Loop:
     @staticmethod
     def _packed_tokens(groups: list[RolloutGroup]) -> int:
         return sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
+
+
+def _split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
+    """A batch's values a completion token, sequence by sequence."""
+    rest = iter(values)
+    for sequence in batch.sequences:
+        yield list(islice(rest, len(sequence.token_ids)))
 
 
 def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:

@@ -171,6 +171,8 @@ class Recorder:
                 resumed = loop.certificate.settings.setdefault("resumed_with_other_numerics", [])
                 resumed.append({"steps_done": loaded.step, "changed": changed})
             loop.idle_steps = loaded.state["idle_steps"]
+            prompts = self.config.trainer.prompts_per_step
+            loop.prompts_used = loaded.state.get("prompts_used", loaded.step * prompts)
             self.validations = loaded.state["validations"]
             self._earlier = loaded.state["seconds"]["total_s"]
             self.summary |= loaded.state["seconds"]
@@ -201,6 +203,7 @@ class Recorder:
             "trainer": counters,
             "certificate": vars(loop.certificate),
             "idle_steps": loop.idle_steps,
+            "prompts_used": loop.prompts_used,
             "validations": self.validations,
             "warmup": self.summary.get("warmup"),
             "numerics": self._numerics_of(loop),

@@ -21,7 +21,7 @@ from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines, to_json
 
 SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # every step's metrics have them
 CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
-_DATA_FIELDS = ("task.data", "task.validation_data", "attention_mask")
+_DATA_FIELDS = ("task.data", "task.validation_data", "attention_mask", "loss.loss_type")
 
 
 def inputs(config: RunConfig) -> dict[str, Any]:
@@ -47,7 +47,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
     paths = {name: settings[name] for name in _DATA_FIELDS}
-    paths["attention_mask"] = (settings["attention_mask"] or "").rpartition(":")[0] or None
+    for name in ("attention_mask", "loss.loss_type"):  # path.py:name
+        paths[name] = (settings[name] or "").rpartition(":")[0] or None
     return {name: _fingerprint(path) for name, path in paths.items()}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..algorithms import algorithm_of
 from ..config import (
     CompileConfig,
     RunConfig,
@@ -242,6 +243,7 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     Raises:
         InputError: it cannot work with these.
     """
+    algorithm_of(config.loss)  # a user's is loaded and tried before anything takes long
     device = resolve_device(config.device)
     compile = resolve_compile(config.compile, device.type == "cuda")
     if compile.cudagraph_mode != "none" and device.type != "cuda":
@@ -262,7 +264,8 @@ def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> l
     groups, samples = t.prompts_per_step // max(1, config.parallel.batch_shards), s.num_generations
     expected = groups * samples * s.max_completion_length  # completion tokens of a shard, if none stops
     one_batch = groups * longest_prompt + expected <= t.max_tokens_per_micro_batch
-    fixed_length = s.ignore_eos and not s.stop and not t.skip_zero_variance and t.mode == "packed"
+    leaves_out = t.skip_zero_variance or config.loss.dynamic_sampling
+    fixed_length = s.ignore_eos and not s.stop and not leaves_out and t.mode == "packed"
     longest = min(longest_prompt * PROMPT_MARGIN, prompt_limit) + s.max_completion_length
     sizes = (1, 1) if t.mode == "per_sample" else (groups, samples)
     bounds = {"max_len": longest, "max_tokens": t.max_tokens_per_micro_batch}

@@ -129,12 +129,12 @@ def _make_validation_graphs(run: TrainingSession) -> None:
 
 def _batches(config: RunConfig) -> dict[str, Any]:
     """What the trainer has to know of the batches to come."""
-    skips = config.trainer.skip_zero_variance and config.loss.beta == 0
+    skips = config.trainer.skip_zero_variance and not config.loss.kl_in_loss
     check_parity, masks = config.parity != "off", config.loss.mask_truncated_completions
     return {
         "check_parity": check_parity,
         "num_iterations": config.trainer.num_iterations,
-        "with_checks": check_parity and (skips or masks),
+        "with_checks": check_parity and (skips or masks or config.loss.dynamic_sampling),
     }
 
 
@@ -167,7 +167,8 @@ def _precompile(
 def _steps(run: TrainingSession) -> tuple[object, ...]:
     """What the kernels of such a start depend on besides the model."""
     c = run.config
-    return run.shapes, c.sampling, c.generator, c.trainer, c.compile, c.parity, c.loss.beta, run.world.size
+    loss = c.loss.algorithm, c.loss.beta
+    return run.shapes, c.sampling, c.generator, c.trainer, c.compile, c.parity, *loss, run.world.size
 
 
 def _rehearse_check(run: TrainingSession) -> None:

@@ -37,7 +37,9 @@ def trust_cases(
     functions, values = programs.by_name, programs.state.values
     vocabulary = programs.model.config.vocab_size
     routed = check_parity and programs.model.config.moe_layers > 0
-    drafts = _batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed)
+    drafts = list(_batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed))
+    for _, batch in drafts if programs.algorithm.indexes_sequences else ():
+        batch.index_sequences()
     batches = [(name, batch.to(programs.flat.data.device)) for name, batch in drafts]
     for _, batch in batches:
         batch.check_parity = check_parity

@@ -15,7 +15,7 @@ def _open_sizes() -> graph.Dynamic:
     """The packed batch's tensors by what their names end in; one trace serves every size."""
     ends = {"T": ("T",), "C": ("C",), "S": ("S",)}
     sizes = {f.name: ends[f.name[-1]] for f in fields(PackedBatch) if f.name[-2:-1] == "_" and f.name[-1] in ends}
-    return {**sizes, "cu_seqlens": ("S1",), "support_C": ("C", None)}
+    return {**sizes, "cu_seqlens": ("S1",), "cu_completions": ("S1",), "support_C": ("C", None)}
 
 
 OPEN_SIZES = _open_sizes()

@@ -14,34 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import LossType
 from ..errors import InputError
 from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
 from .shapes import BatchShape, fit
-
-
-def loss_weights(
-    loss_type: LossType, lengths: list[int], num_sequences: int, max_completion_length: int
-) -> list[float]:
-    """What multiplies each token's loss, one weight a sequence, such that the step's loss is the plain sum.
-
-    - `grpo`: the mean over each sequence, then over sequences, 1 / (length * num_sequences): DeepSeekMath, equation 3
-      (arXiv 2402.03300).
-    - `dr_grpo`: a constant in place of the length, 1 / (max_completion_length * num_sequences): Understanding
-      R1-Zero-Like Training, section 3.2 (arXiv 2503.20783).
-    - `dapo`, `sft`: the mean over all tokens, 1 / sum(lengths): DAPO, section 3.3 (arXiv 2503.14476).
-
-    Args:
-        lengths: completion tokens of each sequence that is trained on in this step, all micro-batches together.
-        num_sequences: sequences that the mean is over.
-        max_completion_length: the sampling limit (`dr_grpo`).
-    """
-    if loss_type == "grpo":
-        return [1.0 / (length * num_sequences) for length in lengths]
-    if loss_type == "dr_grpo":
-        return [1.0 / (max_completion_length * num_sequences) for _ in lengths]
-    total = sum(lengths)
-    return [1.0 / total for _ in lengths]
 
 
 class Packing(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import graph
-from ..algorithms.losses import LOSSES, LossSettings
-from ..config import LossConfig, LossType
+from ..algorithms import SUPERVISED, Algorithm, algorithm_of, supervised
+from ..config import LossConfig
 from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
@@ -47,6 +47,7 @@ class TrainerPrograms:
     before the next call; what was compared (`step.COMPARED`) stays right where it is returned.
 
     Attributes:
+        algorithm: the run's. algorithms: it and that of supervised steps, by `loss_type`.
         by_name: all of them.
     """
 
@@ -60,7 +61,8 @@ class TrainerPrograms:
         state: UpdateState,
     ) -> None:
         self.model, self.reference, self.optimizer, self.state = model, reference, optimizer, state
-        self.loss, self.loss_type = LossSettings.of(loss), loss.loss_type
+        self.loss_type, self.algorithm, self.supervised = loss.loss_type, algorithm_of(loss), supervised(loss)
+        self.algorithms: dict[str, Algorithm] = {SUPERVISED: self.supervised, loss.loss_type: self.algorithm}
         self.flat = flat = optimizer.flat
         moe = model.config.moe if model.config.moe_layers else None
         self.experts = moe.num_experts if moe else 0
@@ -69,7 +71,7 @@ class TrainerPrograms:
         training = replace(scoring, grad=dict(zip(flat.names, flat.grads, strict=True)))
         self._differentiated = graph.Differentiated(self._train_forward, flat.accumulate)
         baked = self.constants()
-        if not all(map(graph.in_package, LOSSES.values())):  # a loss from elsewhere is traced at every start
+        if not all(graph.in_package(type(a)) for a in self.algorithms.values()):  # others are traced at every start
             del baked["forward_backward"]
         self.by_name: dict[str, graph.Program] = {}
 
@@ -108,7 +110,8 @@ class TrainerPrograms:
         return {
             "forward_backward": {
                 **model,
-                "loss": self.loss,
+                "loss": self.algorithm,
+                "supervised": self.supervised,
                 "reference": self.reference is not None,
                 "sharding": sharding,
             },
@@ -129,7 +132,7 @@ class TrainerPrograms:
         """A launch on `batch`, to be checked."""
         return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
-    def forward_backward(self, batch: PackedBatch, loss_type: LossType, with_support: bool) -> dict[str, Tensor]:
+    def forward_backward(self, batch: PackedBatch, loss_type: str, with_support: bool) -> dict[str, Tensor]:
         """See `step.forward`, whose gradients are added up; what it returns, by name."""
         statics = {**statics_of(batch), "loss_type": loss_type, "with_support": with_support}
         return self.by_name["forward_backward"](batch.tensors(), **statics)
@@ -156,10 +159,11 @@ class TrainerPrograms:
             return self._differentiated(own, **statics)
 
     def _train_forward(
-        self, inputs: graph.Inputs, loss_type: LossType, with_support: bool, **statics: Any
+        self, inputs: graph.Inputs, loss_type: str, with_support: bool, **statics: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
-        objective = step.Objective(loss_type, self.loss, self.reference is not None and loss_type != "sft")
+        algorithm = self.algorithms[loss_type]
+        objective = step.Objective(algorithm, self.reference is not None and algorithm.kl_in_loss)
         with graph.substituted(self.model, inputs):
             loss, scored = step.forward(self.model, values, batch, objective, with_support)
         return loss, scored.tensors()

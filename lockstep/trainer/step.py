@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..algorithms.losses import LOSSES, LossSettings, TokenValues, corrected_kl, kl_k3
-from ..config import LossType
+from ..algorithms import Algorithm, TokenValues
 from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
@@ -90,10 +89,9 @@ def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = Non
 
 
 class Objective(NamedTuple):
-    """What is minimized: a loss with its settings, and whether the KL term from `batch.ref_logprob_C` is added."""
+    """What is minimized: an algorithm's loss, and whether the KL term from `batch.ref_logprob_C` is added."""
 
-    loss_type: LossType
-    settings: LossSettings
+    algorithm: Algorithm
     with_kl: bool
 
 
@@ -135,19 +133,19 @@ def _loss(
     objective: Objective,
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
-    settings = objective.settings
-    values = TokenValues(scores.logprob_C, scores.model_logprob_C, batch.old_logprob_C, batch.advantage_C)
-    loss_C, clipped_C = LOSSES[objective.loss_type](values, settings)
+    algorithm = objective.algorithm
+    given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions
+    values = TokenValues(scores.logprob_C, scores.model_logprob_C, *given)
+    loss_C, clipped_C = algorithm.corrected_loss(values)
     if objective.with_kl:
-        ref_C, corrected = batch.ref_logprob_C, settings.use_bias_correction_kl
-        kl_C = corrected_kl(values, ref_C) if corrected else kl_k3(values.model_logprob_C, ref_C)
+        kl_C = algorithm.kl(values, batch.ref_logprob_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
-        loss_C = loss_C + settings.beta * kl_C
+        loss_C = loss_C + algorithm.beta * kl_C
     loss = (batch.weight_C * loss_C).sum()
-    if routed is not None and settings.router_aux_loss_coef > 0:
+    if routed is not None and algorithm.router_aux_loss_coef > 0:
         aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # its mean over the tokens trained on
         statistics["aux_loss"].add_(aux_loss.detach())
-        loss = loss + settings.router_aux_loss_coef * aux_loss
+        loss = loss + algorithm.router_aux_loss_coef * aux_loss
     statistics["loss"].add_(loss.detach())
     statistics["tokens"].add_(batch.valid_C.sum())
     statistics["clipped"].add_(clipped_C.sum())  # never padding: its advantage is 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..config import LossConfig, LossType, OptimizerConfig
+from ..config import LossConfig, OptimizerConfig
 from ..distributed import ONE, World
 from ..errors import InputError
 from ..graph import EAGER, Runtime
@@ -44,6 +44,7 @@ class Trainer:
             same order, on batches of its own, as many as the others.
 
     Attributes:
+        algorithm: that of `loss`.
         weights_version: updates applied so far, of those whose results the host has.
 
     Raises:
@@ -94,11 +95,10 @@ class Trainer:
         self._runtime = runtime
         runtime.prepare(*filter(None, (model, reference)))
         self.programs = TrainerPrograms(self._runtime, model, reference, self.optimizer, loss, state)
+        self.algorithm = self.programs.algorithm
         self._scored: Checked = []  # checked batches and their log-probs
 
-    def forward_backward(
-        self, batch: PackedBatch, loss_type: LossType | None = None, keep_support: bool = False
-    ) -> None:
+    def forward_backward(self, batch: PackedBatch, loss_type: str | None = None, keep_support: bool = False) -> None:
         """Add the gradients of `sum(weight * loss)` over the batch's completion tokens to those accumulated.
 
         Args:
@@ -106,6 +106,8 @@ class Trainer:
             keep_support: store the sampled support in `batch.support_C`, for later updates on the same batch; those
                 run with `batch.check_parity` off, as the weights are no longer the generator's.
         """
+        if self.algorithm.indexes_sequences and batch.cu_completions is None:
+            batch.index_sequences()
         with_support = keep_support and batch.truncated and batch.support_C is None
         scored = self.programs.forward_backward(batch, loss_type or self.loss.loss_type, with_support)
         if with_support:

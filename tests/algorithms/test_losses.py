@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from lockstep.algorithms.losses import LossSettings, TokenValues, corrected_kl, kl_k3
+from lockstep.algorithms import algorithm_of, supervised
+from lockstep.algorithms.losses import TokenValues, corrected_kl, kl_k3
 from lockstep.config import LossConfig
-from lockstep.trainer import LOSSES
 
 
 def evaluate(loss_type, log_ratio, advantage, **config):
@@ -14,7 +14,9 @@ def evaluate(loss_type, log_ratio, advantage, **config):
     logprob = (old + torch.tensor(log_ratio)).requires_grad_()
     model = torch.linspace(-3, -1, len(log_ratio), requires_grad=True)
     values = TokenValues(logprob, model, old, torch.tensor(advantage))
-    loss, clipped = LOSSES[loss_type](values, LossSettings.of(LossConfig(**config)))
+    settings = LossConfig(**config) if loss_type == "sft" else LossConfig(loss_type, **config)
+    algorithm = supervised(settings) if loss_type == "sft" else algorithm_of(settings)
+    loss, clipped = algorithm.loss(values)
     target = model if loss_type == "sft" else logprob
     (grad,) = torch.autograd.grad(loss.sum(), target)
     return loss.detach(), clipped.tolist(), grad

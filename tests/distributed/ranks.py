@@ -131,6 +131,19 @@ def experts(world: World) -> Any:
 
 
 @check
+def whole_sequences(world: World) -> Any:
+    """A ratio a sequence, of graphs on the ranks and eager in one process."""
+    loss = LossConfig("gspo", epsilon=1e-3)
+    one = run(Trainer(decoder(), OPTIMIZER, loss), ONE)
+    recorder = FakeRecorder() if DEVICE.type == "cpu" else None
+    config = CompileConfig("step", cudagraph_mode="full")
+    runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+    found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world)
+    runtime.close()
+    return on_all(world, different(found, one))
+
+
+@check
 def another_order_of_addition(world: World) -> Any:
     """The mutant: what ranks send is added last rank first."""
     one = run(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, steps=1)

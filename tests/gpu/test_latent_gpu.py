@@ -28,7 +28,7 @@ def make(lengths: list[int], heads: int = HEADS, **more) -> Case:
 
 
 def packed(case: Case) -> Tensor:
-    return ops.latent_attention_packed(case.latents, case.layout)
+    return ops.mla_packed(case.latents, case.layout)
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
@@ -41,10 +41,10 @@ def test_decode_is_chunked_prefill_is_packed(census, heads):
     whole = packed(case)
     assert relative_error(whole, exact(case)) < 1e-2
     for cuts in ([257], [1, 2, 257], [63, 64, 65, 257], [100, 256, 257]):
-        chunks = case.prefilled(ops.latent_attention_paged, cuts)
+        chunks = case.prefilled(ops.mla_paged, cuts)
         assert census("latent attention: chunked prefill = packed", chunks, whole) == 0
     for rows in ([256], list(range(0, 257, 3)), list(range(257))):
-        decoded = case.decoded(ops.latent_attention_paged, rows)
+        decoded = case.decoded(ops.mla_paged, rows)
         assert census("latent attention: decode = packed", decoded, whole[rows]) == 0
 
 
@@ -64,9 +64,9 @@ def test_packed_is_invariant_to_neighbours_and_prefixes_are_shared(census):
 def test_splits_are_the_same_in_every_layout(census):
     case = make([9000], heads=16)
     whole = packed(case)
-    prefilled = case.prefilled(ops.latent_attention_paged, [100, 4095, 4200, 9000])
+    prefilled = case.prefilled(ops.mla_paged, [100, 4095, 4200, 9000])
     assert census("latent attention: long chunked prefill = packed", prefilled, whole) == 0
-    decoded = case.decoded(ops.latent_attention_paged, EDGES)
+    decoded = case.decoded(ops.mla_paged, EDGES)
     assert census("latent attention: long decode = packed", decoded, whole[EDGES]) == 0
     one_split = packed(Case.like(case, list(range(KEY_SPLIT))))
     assert census("latent attention: one split of several = alone", one_split, whole[:KEY_SPLIT]) == 0
@@ -92,9 +92,7 @@ def test_gradients(census, heads):
     grad = torch.randn_like(case.inputs[0])
 
     def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(
-            ops.latent_attention_packed(ops.Latent(*leaves, case.scale), case.layout), leaves, grad
-        )
+        return torch.autograd.grad(ops.mla_packed(ops.Latent(*leaves, case.scale), case.layout), leaves, grad)
 
     found = gradients()
     for mine, again in zip(found, gradients(), strict=True):
@@ -110,19 +108,19 @@ def test_products_a_head_are_the_chain_in_any_batch(census, width, columns):
     fused = torch.randn(1025, heads, width + 64, device=DEVICE)
     x = (fused * torch.exp(2 * torch.randn_like(fused))).bfloat16()[:, :, :width]
     weight = torch.randn(heads, width, columns, device=DEVICE).bfloat16().transpose(1, 2)
-    out = ops.head_linear(x, weight)
+    out = ops.per_head_linear(x, weight)
     for n in range(0, heads, 17):
         chain = chain_of(x[:, n].contiguous(), weight[n].contiguous())
         assert census("product a head = one-accumulator chain", out[:, n], chain) == 0
     for rows in (1, 2, 7, 16, 17, 63, 64, 65, 129, 512):
-        assert census("product a head: batches", ops.head_linear(x[-rows:], weight), out[-rows:]) == 0
+        assert census("product a head: batches", ops.per_head_linear(x[-rows:], weight), out[-rows:]) == 0
 
 
 def test_gradients_of_products_a_head():
     x = torch.randn(300, 16, NOPE_DIM, device=DEVICE).bfloat16().requires_grad_()
     weight = torch.randn(16, RANK, NOPE_DIM, device=DEVICE).bfloat16().requires_grad_()
     grad = torch.randn(300, 16, RANK, device=DEVICE).bfloat16()
-    found = torch.autograd.grad(ops.head_linear(x, weight), (x, weight), grad)
+    found = torch.autograd.grad(ops.per_head_linear(x, weight), (x, weight), grad)
     leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
     wanted = torch.autograd.grad(torch.einsum("tnk,nmk->tnm", *leaves), leaves, grad.double())
     assert all(relative_error(a, b) < 1e-2 for a, b in zip(found, wanted, strict=True))
@@ -154,7 +152,7 @@ def test_time_of_decode(monkeypatch, tile):
     starts = torch.arange(sequences + 1, device=DEVICE).int()
     contexts = torch.full((sequences,), context, dtype=torch.int32, device=DEVICE)
     by = ops.Paged(table, starts, contexts, 1, context)
-    ms = captured_milliseconds(lambda: ops.latent_attention_paged(q, q_rope, cache, 0.1, by))
+    ms = captured_milliseconds(lambda: ops.mla_paged(q, q_rope, cache, 0.1, by))
     flops = 2 * sequences * context * HEADS * (2 * RANK + ROPE_DIM)
     assert shown(f"decode {sequences} x {context}, tile {tile}", ms, flops, cache.numel() * 2) < 12
 
@@ -173,7 +171,7 @@ def test_time_of_the_backward():
     case = make([1024] * 4)
     out, lse = operators._packed(case.latents, case.layout)
     grad, arguments = torch.randn_like(out), (case.latents, case.layout, out, lse)
-    ms = captured_milliseconds(lambda: operators.latent_attention_packed_backward(grad, *arguments), 3)
+    ms = captured_milliseconds(lambda: operators.mla_packed_backward(grad, *arguments), 3)
     flops = 2 * 4 * 1024 * 1025 / 2 * HEADS * (7 * RANK + 4 * ROPE_DIM)  # with the scores done twice
     assert shown("backward, 4 x 1024 tokens", ms, flops, 0) < 30
 
@@ -182,6 +180,6 @@ def test_time_of_the_backward():
 def test_time_of_products_a_head(rows):
     x = torch.randn(rows, HEADS, NOPE_DIM, device=DEVICE).bfloat16()
     weight = torch.randn(HEADS, RANK, NOPE_DIM, device=DEVICE).bfloat16()
-    ms = captured_milliseconds(lambda: ops.head_linear(x, weight))
+    ms = captured_milliseconds(lambda: ops.per_head_linear(x, weight))
     touched = 2 * (x.numel() + weight.numel() + rows * HEADS * RANK)
     assert shown(f"product a head, {rows} rows", ms, 2 * rows * HEADS * NOPE_DIM * RANK, touched) < 12

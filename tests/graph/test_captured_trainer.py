@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.sft import SFT
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import (
     EAGER,
@@ -24,7 +25,7 @@ from lockstep.graph import (
     substituted,
 )
 from lockstep.models import Decoder
-from lockstep.trainer import BatchShape, Trainer, loss_weights, pack
+from lockstep.trainer import BatchShape, Trainer, pack
 from lockstep.trainer import programs as trainer_runs
 from lockstep.types import SamplingParams
 
@@ -96,6 +97,25 @@ def test_a_graph_serves_every_step_of_its_bucket(decoder, rollout, runtime_of) -
     assert runtime.replays == {"forward_backward": 3, "optim_step": 3}
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo", "sapo", "dppo", "rloo"])  # others have these losses
+def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, runtime_of, loss_type: str) -> None:
+    """Two updates a rollout, the second at ratios that are not 1."""
+
+    def run(runtime: Runtime) -> list[Any]:
+        model = decoder()
+        trainer = Trainer(model, OptimizerConfig(), LossConfig(loss_type), runtime=runtime)
+        (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
+        results = []
+        for first in (True, False):
+            trainer.forward_backward(batch, keep_support=first)
+            results.append(trainer.optim_step(1e-2))
+            batch.check_parity = False
+        assert results[0].tokens_different == 0 == results[0].clip_ratio
+        return [*results, trainer.flat.data]
+
+    assert same(run(runtime_of()), run(EAGER))
+
+
 def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rollout, runtime_of) -> None:
     def run(runtime: Runtime) -> list[Any]:
         model = decoder()
@@ -103,7 +123,7 @@ def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rol
         groups = rollout(model, 0)
         lengths = [len(s.token_ids) for g in groups for s in g.sequences]
         for sequence, weight in zip(
-            (s for g in groups for s in g.sequences), loss_weights("sft", lengths, len(lengths), 0), strict=True
+            (s for g in groups for s in g.sequences), SFT().weights(lengths, len(lengths), 0), strict=True
         ):
             sequence.loss_weight = weight
         (batch,) = pack(groups, max_tokens=256, check_parity=False)

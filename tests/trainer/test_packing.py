@@ -3,8 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.algorithms import ALGORITHMS
 from lockstep.errors import InputError
-from lockstep.trainer import Packing, bucket, loss_weights, pack, pack_shards, packed_slots
+from lockstep.trainer import Packing, bucket, pack, pack_shards, packed_slots
 from lockstep.types import ALIGNMENT, SamplingParams, TrainGroup, TrainSequence
 
 
@@ -168,6 +169,9 @@ def test_shares_are_of_the_packed_tokens_of_all_shards():
 
 
 def test_loss_weights():
+    def loss_weights(loss_type, *args):
+        return ALGORITHMS[loss_type]().weights(*args)
+
     assert loss_weights("grpo", [2, 5], 3, 10) == pytest.approx([1 / 6, 1 / 15])
     assert loss_weights("dr_grpo", [2, 5], 3, 10) == pytest.approx([1 / 30, 1 / 30])
     assert loss_weights("dapo", [2, 5], 3, 10) == pytest.approx([1 / 7, 1 / 7])

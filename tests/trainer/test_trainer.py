@@ -7,9 +7,10 @@ import pytest
 import torch
 from updates import FILTERED, LR, MAX_TOKENS, WARM, NoHostReads, bits, gradients, make_trainer, one_batch, same
 
+from lockstep.algorithms import ALGORITHMS
 from lockstep.models import save_model
 from lockstep.models.weight_map import weight_map
-from lockstep.trainer import loss_weights, pack
+from lockstep.trainer import pack
 from lockstep.types import SamplingParams
 
 
@@ -123,7 +124,7 @@ def test_the_step_equals_autograd_on_a_dense_padded_model(make_model, make_group
     loss = dense_loss(logits, groups, loss_type, old, advantage, reference_logits, beta=0.05, corrected=tie)
     loss.backward()
 
-    weights = loss_weights(loss_type, lengths, len(sequences), 100)
+    weights = ALGORITHMS[loss_type]().weights(lengths, len(sequences), 100)
     for s, weight, values in zip(sequences, weights, torch.split(old, lengths), strict=True):
         s.loss_weight, s.logprobs = weight, values.tolist()
     kl = {"beta": 0.05, "use_bias_correction_kl": tie}
@@ -280,7 +281,7 @@ def test_supervised_steps_lower_the_loss(make_model, make_groups):
     trainer = make_trainer(model)
     groups = make_groups()
     lengths = [len(s.token_ids) for g in groups for s in g.sequences]
-    weights = iter(loss_weights("sft", lengths, len(lengths), 0))
+    weights = iter(ALGORITHMS["sft"]().weights(lengths, len(lengths), 0))
     for group in groups:
         for sequence in group.sequences:
             sequence.loss_weight = next(weights)

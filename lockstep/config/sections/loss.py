@@ -6,22 +6,61 @@ from typing import Literal
 
 from .section import Section, at_least, between, refuse
 
-LossType = Literal["grpo", "dr_grpo", "dapo", "sft"]
+LOSS_TYPES = (
+    *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
+)
+_CLIPPED = "grpo", "dr_grpo", "dapo", "gspo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
+# Settings that some algorithms read; each of the others is read by all.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "epsilon": _CLIPPED,
+    "epsilon_high": (*_CLIPPED, "cispo"),
+    "scale_rewards": ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo"),
+    "overlong_buffer": ("dapo",),
+    "overlong_penalty": ("dapo",),
+    "sapo_temperature_pos": ("sapo",),
+    "sapo_temperature_neg": ("sapo",),
+    "divergence_type": ("dppo",),
+    "normalize_advantages": ("rloo",),
+    "dynamic_sampling": tuple(name for name in LOSS_TYPES if name != "reinforce_pp"),
+}
+
+
+ImportanceSampling = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @dataclass(frozen=True)
 class LossConfig(Section):
     """The policy loss and the advantage estimate."""
 
-    loss_type: LossType = "grpo"
-    """grpo: mean over each sequence, then over sequences. dr_grpo: sum over max_completion_length. dapo: mean over
-    all tokens with an asymmetric clip."""
+    loss_type: str = "grpo"
+    """The algorithm: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, rloo, reinforce_pp, reinforce_pp_baseline; or one of
+    your own, as module:Class or path.py:Class."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """sequence makes gspo of grpo: one ratio of probabilities a sequence."""
     epsilon: float = at_least(0, default=0.2)
-    """Clip range below (and above unless epsilon_high is given)."""
+    """Clip range below (and above unless epsilon_high is given); dppo: the divergence that is too far. gspo's
+    ratios are close to 1: its paper has 3e-4, and 4e-4 above."""
     epsilon_high: float | None = at_least(0, default=None)
-    """Clip range above; 0.28 by default for dapo."""
+    """Clip range above; 0.28 by default for dapo. cispo: the largest weight, 5 by default."""
+    sapo_temperature_pos: float = between(1e-3, 1e3, default=1.0)
+    """sapo: how fast the gate closes where the advantage is positive."""
+    sapo_temperature_neg: float = between(1e-3, 1e3, default=1.05)
+    """sapo: the same where it is not."""
+    divergence_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """dppo: total variation, or KL divergence (the paper's epsilon for that is 0.05)."""
     beta: float = at_least(0, default=0.0)
     """Weight of the KL divergence from the frozen initial model, of both at temperature 1 and without filters."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """The estimate of that divergence from a token's log-probs: their difference d (k1), d^2 / 2 (k2), or e^-d - 1 + d
+    (k3)."""
+    use_kl_in_reward: bool = False
+    """Take beta times the sum of the estimates over a completion off its reward, instead of adding it to the loss."""
+    importance_sampling_mode: ImportanceSampling | None = None
+    """For the updates after a rollout's first: weigh the loss by the ratio of the weights of now to those that sampled,
+    of tokens or of whole sequences, cut at importance_sampling_clip_max or left out above it, in place of the loss's
+    own ratio and clip. In the first update the weight is exactly 1."""
+    importance_sampling_clip_max: float = at_least(1, default=3.0)
+    """The largest such weight."""
     use_bias_correction_kl: bool = True
     """Weigh each token's KL estimate by its probability in the model over that in the distribution it was sampled from:
     unbiased at every temperature, its gradient too; what filters (top_k, top_p, min_p) left out is missing. Off: the
@@ -29,27 +68,59 @@ class LossConfig(Section):
     scale_rewards: Literal["none", "group", "batch"] = "none"
     """Divide advantages by the standard deviation of the group's or the batch's rewards. TRL's default is group; none,
     as in Dr. GRPO, weighs easy, middling and hard prompts alike."""
+    normalize_advantages: bool = False
+    """rloo: less the mean of all the step's advantages, over their standard deviation."""
     overlong_buffer: int = at_least(0, default=0)
     """dapo: the last this many tokens before max_completion_length cost a linear penalty; 0 is off."""
     overlong_penalty: float = between(0, 1e6, default=1.0)
     """dapo: the penalty at max_completion_length."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal, before penalties, by those of further prompts until the step is full;
+    DAPO's paper does. They are checked and not trained on."""
+    max_num_gen_batches: int = between(2, 1000, default=10)
+    """dynamic_sampling: a step uses at most this many times prompts_per_step prompts; then it is trained as it is."""
     router_aux_loss_coef: float = at_least(0, default=0.0)
     """Weight of the load-balancing loss of a mixture of experts, of the tokens that an update trains on; 0 is off."""
     mask_truncated_completions: bool = False
     """Leave completions that did not finish out of the loss. As in TRL the means of grpo and dr_grpo still count them
     among the sequences, and that of dapo leaves out their tokens."""
 
+    @property
+    def algorithm(self) -> str:
+        """`loss_type`, the alias resolved."""
+        return "gspo" if self.importance_sampling_level == "sequence" else self.loss_type
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.beta > 0 and not self.use_kl_in_reward
+
     def check(self) -> None:
         refuse(
-            self.loss_type == "sft", "loss.loss_type sft is for the supervised warm-up only; use grpo, dr_grpo or dapo"
+            self.loss_type not in LOSS_TYPES and ":" not in self.loss_type,
+            f"loss.loss_type is {self.loss_type!r}; it must be one of {', '.join(LOSS_TYPES)}, or an algorithm of your "
+            "own, as module:Class or path.py:Class",
         )
         refuse(
-            self.epsilon_high is not None and self.epsilon_high < self.epsilon,
+            self.importance_sampling_level == "sequence" and self.loss_type not in ("grpo", "gspo"),
+            f"loss.importance_sampling_level is sequence, which makes gspo of grpo, and loss.loss_type is "
+            f"{self.loss_type}; use loss_type gspo, or remove it",
+        )
+        refuse(
+            self.epsilon_high is not None and self.algorithm in READ_BY["epsilon"] and self.epsilon_high < self.epsilon,
             "loss.epsilon_high is below loss.epsilon; it must be at least as large",
         )
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        if self.loss_type != "dapo":
-            yield "overlong_buffer", f"on loss_type {self.loss_type}; use dapo or remove it"
+        for name, readers in READ_BY.items():
+            if self.algorithm in LOSS_TYPES and self.algorithm not in readers:
+                yield name, f"on loss_type {self.algorithm}; use {' or '.join(readers)}, or remove it"
+        if self.beta == 0:
+            yield "kl_estimator", "without loss.beta; set that above 0, or remove it"
+            yield "use_kl_in_reward", "without loss.beta; set that above 0, or remove it"
+        if not self.dynamic_sampling:
+            yield "max_num_gen_batches", "without loss.dynamic_sampling; turn that on, or remove it"
+        if self.importance_sampling_mode is None:
+            yield "importance_sampling_clip_max", "without loss.importance_sampling_mode; give one, or remove it"
         if self.overlong_buffer == 0:
             yield "overlong_penalty", "without loss.overlong_buffer; set that above 0, or remove the penalty"

@@ -20,8 +20,8 @@ from ..torch_private import trace as torch_trace
 from .cudagraph import GraphRecorder, Recording
 
 ATTENTION = frozenset(
-    f"lockstep.{variant}attention_{layout}"
-    for variant in ("", "latent_", "rotated_")
+    f"lockstep.{kind}_{layout}"
+    for kind in ("attention", "mla", "rotated_attention")
     for layout in ("packed", "packed_backward", "paged")
 ) | {"lockstep.attention_decode", "lockstep.flex_packed", "lockstep.flex_packed_backward", "lockstep.flex_paged"}
 

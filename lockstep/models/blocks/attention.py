@@ -67,7 +67,7 @@ class PackedAttention:
 
     def latent(self, layer: int, x: ops.Latent) -> Tensor:
         """See `Attend.latent`."""
-        return ops.latent_attention_packed(x, self.packed)
+        return ops.mla_packed(x, self.packed)
 
 
 @dataclass(frozen=True)
@@ -102,5 +102,5 @@ class PagedAttention:
     def latent(self, layer: int, x: ops.Latent) -> Tensor:
         """See `Attend.latent`."""
         cache = self.pages.k_cache[layer].squeeze(2)
-        ops.write_latent(x.latent_TR, x.k_rope_TP, cache, self.slots_T)
-        return ops.latent_attention_paged(x.q_TNR, x.q_rope_TNP, cache, x.scale, self.paged)
+        ops.mla_write(x.latent_TR, x.k_rope_TP, cache, self.slots_T)
+        return ops.mla_paged(x.q_TNR, x.q_rope_TNP, cache, x.scale, self.paged)

@@ -59,6 +59,6 @@ class LatentAttention(nn.Module):
         rotated = ops.qk_norm_rope(rotary_TE, ops.Rotation(None, None, rope_TH, heads, 1, 0.0))
         q_rope_TNP, k_rope_T1P = rotated.split((heads, 1), dim=1)
         key_up, value_up = self.kv_up.unflatten(0, (heads, -1)).split((m.nope_dim, m.v_dim), dim=1)
-        q_TNR = ops.head_linear(q_TNH, key_up.transpose(1, 2))
+        q_TNR = ops.per_head_linear(q_TNH, key_up.transpose(1, 2))
         latents = ops.Latent(q_TNR, q_rope_TNP, latent_TR, k_rope_T1P.squeeze(1), self.scale)
-        return ops.head_linear(attend.latent(index, latents), value_up).flatten(1)
+        return ops.per_head_linear(attend.latent(index, latents), value_up).flatten(1)

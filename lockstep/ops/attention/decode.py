@@ -42,12 +42,7 @@ def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T:
     fake=lambda qkv_SE, by, *_: qkv_SE.new_empty(qkv_SE.shape[0], by.num_heads, by.cos_sin_TH.shape[1]),
 )
 def attention_decode(
-    qkv_SE: Tensor,
-    by: Rotation,
-    cache: KVPages,
-    slots_S: Tensor,
-    contexts: Contexts,
-    groups: PrefixGroups = ALONE,
+    qkv_SE: Tensor, by: Rotation, cache: KVPages, slots_S: Tensor, contexts: Contexts, groups: PrefixGroups = ALONE
 ) -> Tensor:
     """`qk_norm_rope_write_kv` and `attention_paged` of one new token a sequence, [S, N, H]. No autograd.
 

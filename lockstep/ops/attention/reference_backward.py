@@ -21,12 +21,7 @@ SCORE_BUDGET = 1 << 27
 
 
 def packed(
-    grad_TNH: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    by: Packed,
-    visible: MaskFunction | None = None,
+    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, visible: MaskFunction | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention.operator.attention_packed` (with `visible`, of `flex.flex_packed`) for q, k, v,
     accumulated in float32 in a fixed order."""

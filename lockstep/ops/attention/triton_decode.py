@@ -354,12 +354,7 @@ def _rotation(
 
 
 def attention_decode(
-    qkv_SE: Tensor,
-    by: Rotation,
-    cache: KVPages,
-    slots_S: Tensor,
-    contexts: Contexts,
-    groups: PrefixGroups = ALONE,
+    qkv_SE: Tensor, by: Rotation, cache: KVPages, slots_S: Tensor, contexts: Contexts, groups: PrefixGroups = ALONE
 ) -> Tensor:
     """See `decode.attention_decode`."""
     if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:

@@ -38,11 +38,11 @@ def decode_slots(
 
 
 @operator(
-    "lockstep::advance_rows",
+    "lockstep::decode_advance",
     mutates=("token_R", "position_R", "remaining_R", "results_RMN", "next_result"),
     cuda="triton:advance",
 )
-def advance_rows(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> None:
+def decode_advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> None:
     """Store what was drawn and leave each row ready for its next token.
 
     A row whose token is its last (by count, or one of its stop ids) becomes idle: nothing remains, position 0. Of the

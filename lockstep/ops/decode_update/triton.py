@@ -111,7 +111,7 @@ def _advance_kernel(
 
 
 def advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> None:
-    """See `decode_update.operator.advance_rows`."""
+    """See `decode_update.operator.decode_advance`."""
     assert rows.stop_RK.is_contiguous() and rows.results_RMN.is_contiguous()
     assert rows.results_RMN.shape[1] == 3 + (route_R is not None)
     _advance_kernel[(1,)](

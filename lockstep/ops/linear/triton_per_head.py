@@ -58,8 +58,8 @@ def _head_linear_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(t < rows)[:, None] & (m < columns)[None, :])
 
 
-def head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
-    """See `per_head.head_linear`."""
+def per_head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
+    """See `per_head.per_head_linear`."""
     (rows, heads, depth), columns = x_TNK.shape, weight_NMK.shape[1]
     out_TNM = torch.empty((rows, heads, columns), dtype=x_TNK.dtype, device=x_TNK.device)
     tile = _tile(rows)

@@ -1,4 +1,4 @@
-"""Row statistics of logits and the sampler's draw. Meaning: `logprobs_reference.py`.
+"""Row statistics of logits and the sampler's draw. Meaning: `reference.py`.
 
 A row is cut into fixed blocks, a program each; a second kernel folds a row's partial results in one fixed order. Both
 are functions of the vocabulary alone, and the same compiled kernels serve scoring and sampling.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention.operator import KEY_TILE, attention_packed, attention_paged
-from ..mla.operator import latent_attention_packed, latent_attention_paged
+from ..mla.operator import mla_packed, mla_paged
 from ..records import KVPages, Latent, Packed, Paged
 from .inputs import cancel, pairs, same_bits, wide
 from .shapes import HeadShape, LatentHeadShape
@@ -89,8 +89,8 @@ def _heads_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _latents_agree(q_TNR: Tensor, q_rope_TNP: Tensor, latent_TR: Tensor, k_rope_TP: Tensor) -> bool:
     cache, scale = _paged(torch.cat((latent_TR, k_rope_TP), dim=1)), (q_TNR.shape[2] + q_rope_TNP.shape[2]) ** -0.5
     return _roles_agree(
-        lambda by: latent_attention_packed(Latent(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale), by),
-        lambda rows, by: latent_attention_paged(q_TNR[rows], q_rope_TNP[rows], cache, scale, by),
+        lambda by: mla_packed(Latent(q_TNR, q_rope_TNP, latent_TR, k_rope_TP, scale), by),
+        lambda rows, by: mla_paged(q_TNR[rows], q_rope_TNP[rows], cache, scale, by),
         q_TNR.device,
     )
 

@@ -20,7 +20,7 @@ from ..records import Latent, Packed, Paged
 from . import reference
 
 
-def latent_attention_packed(x: Latent, by: Packed) -> Tensor:
+def mla_packed(x: Latent, by: Packed) -> Tensor:
     """Latent attention over packed segments, each after an optional shared prefix; [T, N, R] in q's dtype, zero in
     padding."""
     return _packed(x, by)[0]
@@ -33,11 +33,11 @@ def _packed_fake(x, by):
 
 def _backward(ctx, grad_TNR: Tensor, _):
     *inputs, out_TNR, lse_TN = saved(ctx)
-    return latent_attention_packed_backward(grad_TNR.contiguous(), *inputs, out_TNR, lse_TN)
+    return mla_packed_backward(grad_TNR.contiguous(), *inputs, out_TNR, lse_TN)
 
 
 @operator(
-    "lockstep::latent_attention_packed",
+    "lockstep::mla_packed",
     native=partial(reference.packed, attention=native.packed),
     cuda="triton:packed",
     fake=_packed_fake,
@@ -50,11 +50,11 @@ def _packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
 
 
 @operator(
-    "lockstep::latent_attention_packed_backward",
+    "lockstep::mla_packed_backward",
     cuda="triton_backward:packed",
     fake=lambda grad_TNR, x, *_: tuple(part.new_empty(part.shape) for part in x[:4]),
 )
-def latent_attention_packed_backward(
+def mla_packed_backward(
     grad_TNR: Tensor, x: Latent, by: Packed, out_TNR: Tensor, lse_TN: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients for the first four inputs, zero in padding rows. Not under the forward's contract, but the same every
@@ -63,22 +63,22 @@ def latent_attention_packed_backward(
 
 
 @operator(
-    "lockstep::latent_attention_paged",
+    "lockstep::mla_paged",
     native=partial(reference.paged, attention=native.paged),
     cuda="triton:paged",
     fake=lambda q_TNR, *_: q_TNR.new_empty(q_TNR.shape),
 )
-def latent_attention_paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
+def mla_paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
     """Latent attention of new tokens over a paged cache [pages, page_size, H] that already holds their rows;
     [T, N, R]."""
     return reference.paged(q_TNR, q_rope_TNP, cache, scale, by)
 
 
 @operator(
-    "lockstep::write_latent",
+    "lockstep::mla_write",
     mutates=("cache",),
     cuda=SAME,
 )
-def write_latent(latent_TR: Tensor, k_rope_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
+def mla_write(latent_TR: Tensor, k_rope_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
     """Store rows at `slots_T` (int64; page * page_size + offset) of a cache [pages, page_size, H]."""
     cache.flatten(0, 1).index_copy_(0, slots_T, torch.cat((latent_TR, k_rope_TP), dim=1))

@@ -18,14 +18,14 @@ from ..records import KVPages, Latent, Packed, Paged
 
 
 def packed(x: Latent, by: Packed, attention: Callable[..., Tensor] = reference.packed) -> tuple[Tensor, Tensor]:
-    """See `mla.operator.latent_attention_packed`; `attention` is of queries, keys and values."""
+    """See `mla.operator.mla_packed`; `attention` is of queries, keys and values."""
     q_TNH, k_T1H = _queries(x.q_TNR, x.q_rope_TNP, x.scale), _keys(x)
     out_TNH = attention(q_TNH, k_T1H, k_T1H, by)
     return _latents(out_TNH, x.q_TNR), x.q_TNR.new_empty(0, dtype=torch.float32)
 
 
 def packed_backward(grad_TNR: Tensor, x: Latent, by: Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `mla.operator.latent_attention_packed_backward`."""
+    """See `mla.operator.mla_packed_backward`."""
     parts = (x.q_TNR.shape[2], x.q_rope_TNP.shape[2])
     q_TNH, k_T1H = _queries(x.q_TNR, x.q_rope_TNP, x.scale), _keys(x).float()
     grad_TNH = F.pad(grad_TNR.float(), (0, parts[1]))
@@ -43,7 +43,7 @@ def paged(
     by: Paged,
     attention: Callable[..., Tensor] = reference.paged,
 ) -> Tensor:
-    """See `mla.operator.latent_attention_paged`."""
+    """See `mla.operator.mla_paged`."""
     keys = cache.unsqueeze(2)
     return _latents(attention(_queries(q_TNR, q_rope_TNP, scale), KVPages(keys, keys), by), q_TNR)
 

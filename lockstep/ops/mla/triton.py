@@ -78,13 +78,13 @@ def _launch(x: Latent, at: tuple[Tensor, ...], page_size: int, bounds: tuple[int
 
 
 def packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
-    """See `mla.operator.latent_attention_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [T,
+    """See `mla.operator.mla_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [T,
     N]."""
     return _launch(x, (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), 0, (by.max_len,) * 2)
 
 
 def paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
-    """See `mla.operator.latent_attention_paged`."""
+    """See `mla.operator.mla_paged`."""
     rows = cache.flatten(0, 1).split((q_TNR.shape[2], q_rope_TNP.shape[2]), dim=1)
     at, bounds = (by.cu_seqlens, by.context_len_S, by.block_table), (by.max_query_len, by.max_context_len)
     return _launch(Latent(q_TNR, q_rope_TNP, *rows, scale), at, cache.shape[1], bounds)[0]

@@ -27,7 +27,7 @@ GROUP = 16  # heads that a program of the second kernel does, if they divide by 
 def packed(
     grad_TNR: Tensor, x: Latent, by: Packed, out_TNR: Tensor, lse_TN: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `mla.operator.latent_attention_packed_backward`."""
+    """See `mla.operator.mla_packed_backward`."""
     q_TNR, q_rope_TNP, latent_TR, k_rope_TP = map(rows_last, x[:4])
     (tokens, heads, rank), rope_dim, segments = q_TNR.shape, k_rope_TP.shape[1], by.prefix_len_S.shape[0]
     grad_TNR, out_TNR = grad_TNR.contiguous(), out_TNR.contiguous()

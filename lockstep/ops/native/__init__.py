@@ -3,7 +3,7 @@
 The two paths agree closely but not bit for bit, so a process stays on one. Functions have the names, arguments and
 meanings of the reference's; the expressions are in the C sources.
 
-Shape suffixes as in `rows.py`, `attention.py` and `logprobs_reference.py`.
+Shape suffixes as in the operators and in `logprobs.reference`.
 """
 
 from __future__ import annotations

@@ -147,11 +147,7 @@ def _qk_norm_rope_kernel(
     tl.store(out + HALF, rotated_second, mask=mask)
 
 
-def qk_norm_rope(
-    qkv_TE: Tensor,
-    by: Rotation,
-    cache: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Tensor:
+def qk_norm_rope(qkv_TE: Tensor, by: Rotation, cache: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
     """See `rope.operator.qk_norm_rope`; with a cache (keys, values, slots of the tokens),
     `attention.decode.qk_norm_rope_write_kv`."""
     q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by

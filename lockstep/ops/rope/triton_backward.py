@@ -118,10 +118,7 @@ def _qk_norm_rope_kernel(
 
 
 def qk_norm_rope(
-    grad: Tensor,
-    qkv_TE: Tensor,
-    by: Rotation,
-    grad_qkv_TE: Tensor | None = None,
+    grad: Tensor, qkv_TE: Tensor, by: Rotation, grad_qkv_TE: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rope.operator.qk_norm_rope_backward`; a `grad_qkv_TE` that is given holds the values' gradients and gets the
     rest."""

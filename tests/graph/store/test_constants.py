@@ -37,10 +37,13 @@ SOFTMAX = replace(DENSE, family="qwen3_moe", moe=MoEConfig(4, 2, 16), rope_scali
 NOT_IN_THE_GRAPH = {  # and so not in its key, or every change of them would trace anew
     *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.lr_scheduler", "loss.scale_rewards"),
     *("loss.overlong_buffer", "loss.overlong_penalty", "loss.mask_truncated_completions"),
+    *("loss.dynamic_sampling", "loss.max_num_gen_batches", "loss.normalize_advantages"),
 }
 OTHER = {"qwen3": "llama", "qwen3_moe": "llama", "deepseek_v3": "qwen3", "llama3": "linear", "none": "group"} | {
     "grpo": "dapo",
     "constant": "linear",
+    "token": "sequence",
+    "k3": "k2",
 }
 
 LOSS, ADAMW = LossConfig(beta=0.1), OptimizerConfig()
@@ -77,6 +80,8 @@ def traced(
     sequence = TrainSequence([3, 4], 1.0, 0.1, [0.0] * 2, [0.0] * 2, route_digests=[1, 2] if model.moe else None)
     (batch,) = pack([TrainGroup([1, 2], [sequence], SamplingParams())], max_tokens=64, check_parity=True)
     batch.ref_logprob_C = torch.zeros_like(batch.old_logprob_C)
+    if trainer.algorithm.indexes_sequences:
+        batch.index_sequences()
     case = trainer.programs.case("", batch, lambda: None)
     statics = {"forward_backward": {"loss_type": loss.loss_type, "with_support": False} | dict(case.statics)}
     statics |= {"check": dict(case.statics), "reference_logprobs": dict(case.statics), "optim_step": {}}
@@ -123,6 +128,8 @@ def variants(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def changed(value: Any, name: str) -> Any:
     """Another value that is as good."""
+    if name == "importance_sampling_mode":
+        return "token_mask"
     if name in ("epsilon_high", "mscale", "attention_factor"):
         return 0.7
     if name in ("eos_token_ids", "dense_layers", "sliding_layers"):
@@ -182,7 +189,13 @@ def test_every_field_of_the_loss_and_the_optimizer() -> None:
     assert seen == {
         *("loss.loss_type", "loss.epsilon", "loss.epsilon_high", "loss.beta", "optimizer.beta1", "optimizer.beta2"),
         *("optimizer.epsilon", "optimizer.weight_decay", "optimizer.max_grad_norm"),
-        "loss.use_bias_correction_kl",
+        *(
+            "loss.use_bias_correction_kl",
+            "loss.importance_sampling_level",
+            "loss.kl_estimator",
+            "loss.use_kl_in_reward",
+        ),
+        "loss.importance_sampling_mode",
     }
 
 

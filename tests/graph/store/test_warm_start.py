@@ -8,14 +8,15 @@ import logging
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lockstep.algorithms import losses
+from lockstep.algorithms import ALGORITHMS, TokenValues
+from lockstep.algorithms.grpo import GRPO
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, FakeRecorder, Inputs, Runtime, Store, check_against_eager, digest
@@ -195,13 +196,24 @@ class LossWithGain(LossConfig):
     gain: float = 1.0
 
 
-def with_gain(values: losses.TokenValues, settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class UndeclaredGain(GRPO):
+    """What a contributor writes who forgets the setting."""
+
+    def loss(self, values: TokenValues) -> tuple[torch.Tensor, torch.Tensor]:
+        loss_C, clipped_C = super().loss(values)
+        return self.gain * loss_C, clipped_C  # type: ignore[attr-defined, no-any-return]
+
+
+@dataclass(frozen=True)
+class WithGain(UndeclaredGain):
     """What a contributor writes who adds a setting to the loss."""
-    loss_C, clipped_C = losses.grpo(values, settings)
-    return settings.gain * loss_C, clipped_C
+
+    gain: float = 1.0
 
 
-with_gain.__module__ = losses.__name__  # an edit of the package
+for edit in (UndeclaredGain, WithGain):
+    edit.__module__ = GRPO.__module__  # an edit of the package
 
 
 def gradient(model: Decoder, rollout: Callable[..., Any], loss: LossConfig, runtime: Runtime) -> torch.Tensor:
@@ -226,11 +238,12 @@ def test_a_loss_of_one_s_own_is_traced_at_every_start(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
-    def own_loss(values: losses.TokenValues, settings: losses.LossSettings) -> tuple[torch.Tensor, torch.Tensor]:
-        loss_C, clipped_C = losses.grpo(values, settings)
-        return importlib.import_module("own_helper").VALUE * loss_C, clipped_C
+    class Own(GRPO):
+        def loss(self, values: TokenValues) -> tuple[torch.Tensor, torch.Tensor]:
+            loss_C, clipped_C = super().loss(values)
+            return importlib.import_module("own_helper").VALUE * loss_C, clipped_C
 
-    monkeypatch.setitem(losses.LOSSES, "grpo", own_loss)
+    monkeypatch.setitem(ALGORITHMS, "grpo", Own)
     found = []
     for gain in (1.0, 5.0):
         restarted(tmp_path, monkeypatch, f"VALUE = {gain}\n")
@@ -269,16 +282,14 @@ def test_an_edited_helper_of_a_mask_is_seen(
 
 
 def test_a_loss_cannot_read_what_is_not_in_the_key(decoder, rollout, runtime: Made, monkeypatch) -> None:
-    monkeypatch.setitem(losses.LOSSES, "grpo", with_gain)
+    monkeypatch.setitem(ALGORITHMS, "grpo", UndeclaredGain)
     for own in (EAGER, runtime()):
         with pytest.raises(AttributeError, match="gain"):
             gradient(decoder(), rollout, LossWithGain(gain=5.0), own)
 
 
 def test_a_setting_that_a_loss_reads_is_in_the_key(decoder, rollout, runtime: Made, monkeypatch) -> None:
-    settings = make_dataclass("LossSettings", [("gain", float)], bases=(losses.LossSettings,), frozen=True)
-    monkeypatch.setattr("lockstep.trainer.trainer.LossSettings", settings)
-    monkeypatch.setitem(losses.LOSSES, "grpo", with_gain)
+    monkeypatch.setitem(ALGORITHMS, "grpo", WithGain)
     for gain in (1.0, 5.0):
         own = runtime()
         found = gradient(decoder(), rollout, LossWithGain(gain=gain), own)

@@ -40,7 +40,7 @@ def rows(count: int, routed: bool = False) -> dict[str, torch.Tensor]:
 
 
 def arguments(r: dict[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Of `advance_rows`."""
+    """Of `decode_advance`."""
     drawn, state = list(r.values())[:3], list(r.values())[3:9]
     return ops.Drawn(*drawn), ops.DecodeRows(*state), *([r["route"]] if "route" in r else [])
 
@@ -58,7 +58,7 @@ def test_slots_are_of_the_rows_own_page_and_an_idle_rows_of_the_null_page() -> N
 def test_a_row_moves_on_or_becomes_idle() -> None:
     r = rows(60)
     before = {name: tensor.clone() for name, tensor in r.items()}
-    ops.advance_rows(*arguments(r))
+    ops.decode_advance(*arguments(r))
     kinds = set()
     for row in range(60):
         old = {name: tensor[row].tolist() for name, tensor in before.items() if name != "next"}
@@ -74,8 +74,8 @@ def test_a_row_moves_on_or_becomes_idle() -> None:
 
 def test_a_result_has_a_fourth_word_for_the_experts() -> None:
     plain, routed = rows(20), rows(20, routed=True)
-    ops.advance_rows(*arguments(plain))
-    ops.advance_rows(*arguments(routed))
+    ops.decode_advance(*arguments(plain))
+    ops.decode_advance(*arguments(routed))
     assert torch.equal(routed["results"][:, 3, 1], routed["route"])
     assert torch.equal(routed["results"][:, :3], plain["results"])
 
@@ -95,6 +95,6 @@ class Interpreted:
                 for slots, r in ((kernels.slots, own), (decode_update_operator.decode_slots, reference))
             )
             assert all(map(torch.equal, slots, expected))
-            decode_update_operator.advance_rows(*arguments(reference))
+            decode_update_operator.decode_advance(*arguments(reference))
             kernels.advance(*arguments(own))
             assert all(torch.equal(own[name], reference[name]) for name in own)

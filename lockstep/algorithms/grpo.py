@@ -1,0 +1,29 @@
+"""GRPO: group relative policy optimization, DeepSeekMath (arXiv 2402.03300), equation 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .algorithm import Algorithm
+from .losses import TokenValues, clipped_surrogate
+
+
+@dataclass(frozen=True)
+class GRPO(Algorithm):
+    """`-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, `r` the token's ratio of probabilities and `A` its reward
+    less the group's mean (over the deviation that `scale_rewards` names); the mean over each sequence, then over
+    sequences. The clip is symmetric unless `epsilon_high` is given."""
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+
+    @property
+    def upper(self) -> float:
+        """The clip range above."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
+        log_ratio_C = values.logprob_C - values.old_logprob_C
+        return clipped_surrogate(log_ratio_C, values.advantage_C, self.epsilon, self.upper)

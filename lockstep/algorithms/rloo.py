@@ -1,0 +1,39 @@
+"""RLOO: REINFORCE leave-one-out, Back to Basics (arXiv 2402.14740), with the clip of TRL's `RLOOTrainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..config import LossConfig
+from .advantage import Rewards, whitened
+from .grpo import GRPO
+from .losses import TokenValues, clipped_surrogate
+
+
+@dataclass(frozen=True)
+class RLOO(GRPO):
+    """`-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)` with the ratio of whole sequences, `log r =
+    sum_t(logprob_t - old_t)`, and `A` the reward less the mean of the group's others; the mean over sequences.
+    `normalize_advantages`: less the mean of all, over their deviation. The paper's KL term is `use_kl_in_reward` with
+    `kl_estimator` k1."""
+
+    whole_sequences: ClassVar[bool] = True
+
+    def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
+        found = [[_beyond_the_others(reward, group) for reward in group] for group in rewards]
+        return whitened(found) if config.normalize_advantages else found
+
+    def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
+        log_ratio_C = values.sequence_sum(values.logprob_C - values.old_logprob_C)
+        return clipped_surrogate(log_ratio_C, values.advantage_C, self.epsilon, self.upper)
+
+
+def _beyond_the_others(reward: float, group: Sequence[float]) -> float:
+    """A reward less the mean of the group's others: exactly 0 where all are equal."""
+    n = len(group)
+    return (reward - mean(group)) * n / (n - 1) if n > 1 else 0.0

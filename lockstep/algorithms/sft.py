@@ -1,0 +1,25 @@
+"""Supervised fine-tuning: the cross-entropy of worked examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from .algorithm import Algorithm, mean_over_tokens, nowhere
+from .losses import TokenValues
+
+
+@dataclass(frozen=True)
+class SFT(Algorithm):
+    """`-log p` in the model's own distribution, the mean over all tokens."""
+
+    has_kl: ClassVar[bool] = False
+
+    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
+        return mean_over_tokens(lengths)
+
+    def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
+        return -values.model_logprob_C, nowhere(values.model_logprob_C)

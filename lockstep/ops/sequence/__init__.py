@@ -1,0 +1,1 @@
+"""Terms of whole sequences in a loss a token."""

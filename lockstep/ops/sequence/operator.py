@@ -1,0 +1,41 @@
+"""Sums over the tokens of each sequence, with their gradient.
+
+Shape suffixes: C completion tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..operator import operator
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward(ctx, grad_C: Tensor):
+    return sequence_sum(grad_C, *ctx.saved_tensors), None  # it is symmetric
+
+
+@operator(
+    "lockstep::sequence_sum",
+    cuda="triton:sequence_sum",
+    fake=lambda values_C, cu_completions: torch.empty_like(values_C, memory_format=torch.contiguous_format),
+    setup=_setup,
+    backward=_backward,
+)
+def sequence_sum(values_C: Tensor, cu_completions: Tensor) -> Tensor:
+    """For each token the sum over its sequence, [C]; 0 for a token of none.
+
+    Sequence s has the rows from `cu_completions[s]` to `cu_completions[s + 1]` (int32 [S + 1]). The order of additions
+    depends on the sequence's length alone, so the bits do not depend on where it stands, nor beside what.
+    """
+    values_C = values_C.contiguous()
+    out_C = torch.zeros_like(values_C)
+    for start, end in pairwise(cu_completions.tolist()):
+        out_C[start:end] = values_C[start:end].sum()
+    return out_C

@@ -1,0 +1,52 @@
+"""Dynamic sampling: prompts whose samples teach nothing are replaced by further ones (DAPO, arXiv 2503.14476, 3.2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from ..environments.single_turn import LOGGED, Collected
+from ..types import RolloutGroup
+
+# Collects the groups of some prompts, given as pairs: the group's number, and the how-manieth of the step's prompts.
+Sample = Callable[[list[tuple[int, int]]], Collected]
+
+
+def collect_with_signal(
+    prompts: int, most: int, sample: Sample, has_signal: Callable[[RolloutGroup], bool]
+) -> tuple[Collected, int]:
+    """`prompts` groups that have a signal, and how many prompts that took; when another round would take more than
+    `most`, groups without one fill the step. Groups that were replaced are among those without a reward.
+
+    What replaces group n has the number n + `prompts`, so the shards of a step stay as large, and no two groups of a
+    step have the random numbers of the same.
+    """
+    wanted, used = list(range(prompts)), 0
+    kept: list[RolloutGroup] = []
+    replaced: list[RolloutGroup] = []
+    rounds: list[dict[str, float]] = []
+    while True:
+        found = sample([(number, used + i) for i, number in enumerate(wanted)])
+        used += len(wanted)
+        rounds.append(found.counts)
+        signal = [group for group in found.groups if has_signal(group)]
+        idle = [group for group in found.groups if not has_signal(group)]
+        kept += signal
+        replaced += found.without_reward
+        wanted = [number + prompts for number in wanted if number not in {group.group for group in signal}]
+        if not wanted or used + len(wanted) > most:
+            break
+        replaced += idle
+    kept += idle
+    counts = _together(rounds) | {"dynamic_sampling/prompts": used, "dynamic_sampling/rounds": len(rounds)}
+    kept.sort(key=lambda group: group.group % prompts)
+    return Collected(kept, sorted(replaced, key=lambda group: group.group), counts), used
+
+
+def _together(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """What rounds counted, added up; the mean of what reward functions logged."""
+    total: Counter[str] = Counter()
+    for counts in rounds:
+        total.update(counts)
+    of = {name: sum(name in counts for counts in rounds) for name in total}
+    return {name: value / of[name] if name.startswith(LOGGED) else value for name, value in total.items()}

@@ -1,0 +1,319 @@
+"""Each algorithm's loss and gradients on logits of `transformers`: against a few lines of plain torch over a padded
+batch, and against TRL's own loss; ragged, with ratios other than 1, and with completions that are masked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.algorithms import ALGORITHMS, SUPERVISED, Algorithm, TokenValues, algorithm_of
+from lockstep.config import LOSS_TYPES, READ_BY, LossConfig
+from lockstep.errors import InputError
+
+LENGTHS = [1, 7, 4, 12, 3, 9]
+GROUPS = [[0, 1, 2], [3, 4, 5]]
+LIMIT = 12  # what the longest has
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gspo": {"epsilon": 0.01, "epsilon_high": 0.02},
+    "cispo": {"epsilon_high": 1.2},
+    "dppo": {"epsilon": 0.002, "epsilon_high": 0.003},
+    "rloo": {"epsilon": 0.02},
+}
+
+
+@pytest.fixture(scope="module")
+def transformers_logits() -> Tensor:
+    """[sequences, LIMIT, vocabulary] of a tiny random model."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        return 8 * model(torch.randint(0, 40, (len(LENGTHS), LIMIT))).logits
+
+
+class Case:
+    """A padded batch, its log-probs and theirs when it was sampled, and rewards."""
+
+    def __init__(self, logits: Tensor, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.logits = logits.clone().requires_grad_()
+        self.ids = torch.randint(0, 40, logits.shape[:2], generator=draw)
+        self.logp = torch.log_softmax(self.logits, -1).gather(-1, self.ids[..., None])[..., 0]
+        self.old = self.logp.detach() + 0.3 * torch.randn(self.logp.shape, generator=draw)
+        self.ref = self.logp.detach() + 0.3 * torch.randn(self.logp.shape, generator=draw)
+        self.lengths = torch.tensor(LENGTHS)
+        self.real = torch.arange(LIMIT) < self.lengths[:, None]
+        self.masked = [3] if seed % 2 else []  # cut off, and left out
+        self.mask = self.real.clone()
+        self.mask[self.masked] = False
+        self.rewards = torch.rand(len(LENGTHS), generator=draw).double()
+
+    def groups(self) -> list[list[float]]:
+        return [[self.rewards[i].item() for i in group] for group in GROUPS]
+
+    def ours(self, algorithm: Algorithm, config: LossConfig) -> Tensor:
+        """The step's loss as the package has it, from packed rows and a few rows of padding."""
+        found = algorithm.advantages(config, self.groups())
+        advantages = torch.tensor([a for group in found for a in group], dtype=torch.float32)
+        kept = [i for i in range(len(LENGTHS)) if i not in self.masked]
+        weights = torch.zeros(len(LENGTHS))
+        weights[kept] = torch.tensor(algorithm.weights([LENGTHS[i] for i in kept], len(LENGTHS), LIMIT))
+        cu = torch.cat([torch.zeros(1), self.lengths.cumsum(0), torch.full((2,), sum(LENGTHS))]).int()
+
+        def rows(values: Tensor, fill: float = 0.0) -> Tensor:
+            return torch.cat((values[self.real], torch.full((5,), fill)))
+
+        per_token = [rows(x[:, None].expand(-1, LIMIT)) for x in (advantages, weights)]
+        logp = rows(self.logp, -3.0)
+        values = TokenValues(logp, logp, rows(self.old), per_token[0], cu)
+        loss, clipped = algorithm.corrected_loss(values)
+        assert not clipped[-5:].any(), "padding is clipped"
+        if config.beta:
+            loss = loss + config.beta * algorithm.kl(values, rows(self.ref))
+        self.clipped = clipped
+        return (per_token[1] * loss).sum()
+
+
+def plain(name: str, c: Case, config: LossConfig, advantage: Tensor) -> Tensor:
+    """The papers' formulas over a padded batch."""
+    log_ratio, n = c.logp - c.old, c.real.sum(1, keepdim=True)
+    if name == "gspo":
+        log_ratio = ((log_ratio * c.real).sum(1, keepdim=True) / n).expand_as(c.logp)
+    if name == "rloo":
+        log_ratio = (log_ratio * c.real).sum(1, keepdim=True).expand_as(c.logp)
+    r, a = log_ratio.exp(), advantage[:, None].float()
+    low, high = config.epsilon, config.epsilon if config.epsilon_high is None else config.epsilon_high
+    high = 0.28 if name == "dapo" and config.epsilon_high is None else high
+    if name == "cispo":
+        token = -r.detach().clamp(max=high) * a * c.logp
+    elif name == "sapo":
+        tau = torch.where(a > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+        token = -4 / tau * torch.sigmoid(tau * (r - 1)) * a
+    elif name == "dppo":
+        p, q = c.logp.detach().exp(), c.old.exp()
+        far = (p - q).abs()
+        if config.divergence_type == "binary_kl":
+            far = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+        masked = ((a > 0) & (r > 1) & (far > high)) | ((a < 0) & (r < 1) & (far > low))
+        token = -(r * a) * ~masked
+    else:
+        token = -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
+    token = token * c.mask
+    if name in ("dapo", "cispo", "reinforce_pp", "reinforce_pp_baseline"):
+        return token.sum() / c.mask.sum()
+    if name == "dr_grpo":
+        return token.sum() / (LIMIT * len(LENGTHS))
+    return (token.sum(1) / n[:, 0]).mean()
+
+
+def plain_advantages(name: str, rewards: Tensor) -> Tensor:
+    grouped = rewards.view(len(GROUPS), -1)
+    centered = (grouped - grouped.mean(1, keepdim=True)).flatten()
+    if name == "rloo":
+        others = (grouped.sum(1, keepdim=True) - grouped) / (grouped.shape[1] - 1)
+        return (grouped - others).flatten()
+    if name == "reinforce_pp":
+        return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    if name == "reinforce_pp_baseline":
+        return centered / (centered.std() + 1e-4)
+    return centered
+
+
+def assert_same(c: Case, ours: Tensor, other: Tensor) -> None:
+    assert abs(ours.item() - other.item()) <= 1e-5 * max(abs(other.item()), 1e-2)
+    (have,) = torch.autograd.grad(ours, c.logits, retain_graph=True)
+    (want,) = torch.autograd.grad(other, c.logits, retain_graph=True)
+    assert want.norm() > 0 and (have - want).norm() <= 1e-5 * want.norm()
+
+
+def config_of(name: str, **changes: Any) -> LossConfig:
+    config = LossConfig(name, **SETTINGS.get(name, {}))
+    return replace(config, **changes)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", LOSS_TYPES)
+def test_the_loss_is_the_papers(transformers_logits: Tensor, name: str, seed: int) -> None:
+    c, config = Case(transformers_logits, seed), config_of(name)
+    ours = c.ours(algorithm_of(config), config)
+    assert_same(c, ours, plain(name, c, config, plain_advantages(name, c.rewards)))
+    assert c.clipped.any() == (name != "sapo")
+
+
+def test_dppo_by_kl(transformers_logits: Tensor) -> None:
+    c, config = Case(transformers_logits, 0), config_of("dppo", divergence_type="binary_kl")
+    assert_same(c, c.ours(algorithm_of(config), config), plain("dppo", c, config, plain_advantages("dppo", c.rewards)))
+
+
+def trl_loss(c: Case, config: LossConfig, name: str, advantage: Tensor) -> Tensor:
+    """What TRL's trainers compute of the same log-probs; `self` has what their method reads."""
+    trl = pytest.importorskip("trl")
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    high = 0.28 if name == "dapo" and config.epsilon_high is None else high
+    accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+    model = SimpleNamespace(training=False)
+    trainer = SimpleNamespace(
+        model=model,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (c.logp, torch.zeros_like(c.logp), None),
+        args=SimpleNamespace(
+            delta=None,
+            use_bias_correction_kl=config.use_bias_correction_kl,
+            sapo_temperature_pos=config.sapo_temperature_pos,
+            sapo_temperature_neg=config.sapo_temperature_neg,
+        ),
+        accelerator=accelerator, beta=config.beta, epsilon_low=config.epsilon, epsilon_high=high,
+        loss_type="grpo" if name == "gspo" else name,
+        importance_sampling_level="sequence" if name == "gspo" else "token",
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, max_completion_length=LIMIT,
+        aux_loss_enabled=False, _entropy_bonus_enabled=False, current_gradient_accumulation_steps=1,
+        _metrics={"eval": defaultdict(list)},
+    )  # fmt: skip
+    inputs = {
+        "prompt_ids": c.ids, "prompt_mask": c.real, "completion_ids": c.ids, "completion_mask": c.mask.float(),
+        "advantages": advantage.float(), "old_per_token_logps": c.old, "ref_per_token_logps": c.ref,
+        "old_logps": (c.old * c.mask).sum(1), "num_items_in_batch": c.mask.sum(),
+    }  # fmt: skip
+    kind = trl.RLOOTrainer if name == "rloo" else trl.GRPOTrainer
+    return kind._compute_loss(trainer, model, inputs)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo"])
+def test_the_loss_is_trls(transformers_logits: Tensor, name: str, seed: int, beta: float) -> None:
+    """TRL weighs the KL estimate by the ratio that the loss has, of whole sequences too; so there it is not weighed."""
+    if name == "rloo" and (seed or beta):
+        pytest.skip("TRL's loss sums over masked sequences' tokens, and has its KL in the reward")
+    weighed = name != "gspo"
+    c, config = Case(transformers_logits, seed), config_of(name, beta=beta, use_bias_correction_kl=weighed)
+    advantage = plain_advantages(name, c.rewards)
+    assert_same(c, c.ours(algorithm_of(config), config), trl_loss(c, config, name, advantage))
+
+
+def test_normalized_advantages_are_trls() -> None:
+    config = LossConfig("rloo", normalize_advantages=True)
+    found = torch.tensor(algorithm_of(config).advantages(config, [[1.0, 0.0, 0.5], [0.0, 0.0, 1.0]])).flatten()
+    plain = plain_advantages("rloo", torch.tensor([1.0, 0.0, 0.5, 0.0, 0.0, 1.0]))
+    torch.testing.assert_close(found, (plain - plain.mean()) / (plain.std() + 1e-4))
+
+
+@pytest.mark.parametrize("name", LOSS_TYPES)
+def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
+    """At a ratio of exactly 1 nothing is clipped, and the gradient by a token's log-prob is `-A`."""
+    logp = torch.tensor([-2.0, -3.0, -1e-6, -80.0]).requires_grad_()
+    advantage = torch.tensor([0.5, 0.5, -3.0, -3.0])
+    cu = torch.tensor([0, 2, 4, 4], dtype=torch.int32)
+    loss, clipped = algorithm_of(LossConfig(name)).loss(TokenValues(logp, logp, logp.detach(), advantage, cu))
+    weight = torch.tensor([0.5, 0.5, 0.5, 0.5]) if name == "rloo" else torch.ones(4)  # the sum, in the mean of two
+    (gradient,) = torch.autograd.grad((weight * loss).sum(), logp)
+    assert torch.equal(gradient, -advantage) and not clipped.any()
+
+
+@pytest.mark.parametrize("name", LOSS_TYPES)
+def test_a_huge_ratio_never_gives_a_gradient_that_is_no_number(name: str) -> None:
+    """Where the objective is flat or cut, the gradient is 0 or finite; where it is not, it is infinite and seen."""
+    logp, old = torch.tensor([-1e-3, -200.0]).requires_grad_(), torch.tensor([-200.0, -1e-3])
+    cu = torch.tensor([0, 1, 2], dtype=torch.int32)
+    advantage = torch.tensor([1.0, -1.0])
+    values = TokenValues(logp, logp, old, advantage, cu)
+    loss, _ = algorithm_of(LossConfig(name)).loss(values)
+    (gradient,) = torch.autograd.grad(loss.sum(), logp)
+    assert loss.isfinite().all() and gradient.isfinite().all()
+
+
+def test_every_setting_is_read_by_those_who_are_said_to() -> None:
+    """The table of settings and the algorithms' fields agree, and so do the names."""
+    assert {*LOSS_TYPES, SUPERVISED} == ALGORITHMS.keys()
+    shared = {f.name for f in fields(Algorithm)}
+    settings = {f.name for f in fields(LossConfig)}
+    in_loss = READ_BY.keys() - {"scale_rewards", "overlong_buffer", "overlong_penalty", "normalize_advantages"}
+    in_loss -= {"dynamic_sampling"}
+    for name in LOSS_TYPES:
+        own = {f.name for f in fields(ALGORITHMS[name])} - shared
+        assert own <= settings and own == {setting for setting in in_loss if name in READ_BY[setting]}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LossConfig("ppo"), "loss.loss_type is 'ppo'; it must be one of grpo, dr_grpo, "),
+        (LossConfig("cispo", epsilon=0.1), "loss.epsilon has no effect on loss_type cispo"),
+        (LossConfig("rloo", scale_rewards="group"), "loss.scale_rewards has no effect on loss_type rloo"),
+        (LossConfig("dapo", importance_sampling_level="sequence"), "loss.importance_sampling_level is sequence"),
+        (
+            LossConfig("gspo", sapo_temperature_pos=2.0),
+            "loss.sapo_temperature_pos has no effect on",
+        ),
+        (LossConfig(kl_estimator="k1"), "loss.kl_estimator has no effect without loss.beta"),
+        (LossConfig(use_kl_in_reward=True), "loss.use_kl_in_reward has no effect without loss.beta"),
+        (LossConfig(importance_sampling_clip_max=2.0), "loss.importance_sampling_clip_max has no effect without"),
+        (LossConfig("sapo", sapo_temperature_pos=0.0), "loss.sapo_temperature_pos is 0.0; it must be between"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named(config: LossConfig, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        config.validate()
+    assert str(caught.value).startswith(message)
+
+
+def test_trls_sequence_level_is_gspo() -> None:
+    config = LossConfig(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)
+    config.validate()
+    assert algorithm_of(config) == algorithm_of(LossConfig("gspo", epsilon=3e-4, epsilon_high=4e-4))
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_truncated_importance_sampling(transformers_logits: Tensor, name: str, mode: Any) -> None:
+    """A weight in place of the loss's own ratio, cut or left out above 1.2; exactly 1 where nothing has moved."""
+    c, config = Case(transformers_logits, 0), LossConfig(name)
+    weighed = replace(config, importance_sampling_mode=mode, importance_sampling_clip_max=1.2)
+    log_ratio = (c.logp - c.old).detach() * c.real
+    if mode.startswith("sequence"):
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(c.logp)
+    weight = log_ratio.exp().clamp(max=1.2)
+    if mode.endswith("mask"):
+        weight = torch.where(log_ratio.exp() > 1.2, 0.0, weight)
+    scale = -weight * plain_advantages(name, c.rewards)[:, None].float() * c.mask
+    now = c.logp - c.logp.detach()  # 0, with a gradient
+    if name == "cispo":
+        plain = (scale * c.logp).sum() / c.mask.sum()
+    elif name == "grpo":
+        plain = ((scale * now.exp()).sum(1) / c.lengths).mean()
+    else:  # one ratio a sequence, whose gradient is of all its tokens
+        whole = ((now * c.real).sum(1) / c.lengths).exp()
+        plain = ((scale * whole[:, None]).sum(1) / c.lengths).mean()
+    assert_same(c, c.ours(algorithm_of(weighed), weighed), plain)
+    assert c.clipped.any()
+    c.old = c.logp.detach()
+    one, other = (c.ours(algorithm_of(x), x) for x in (weighed, config))
+    assert torch.equal(one, other) and not c.clipped.any()
+    assert torch.equal(*(torch.autograd.grad(x, c.logits, retain_graph=True)[0] for x in (one, other)))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_estimates_of_the_divergence(estimator: Any) -> None:
+    """Of the tokens that a position can have, weighed, k1 and k3 are the divergence, and so is their gradient; k2's
+    gradient is it without a weight."""
+    draw = torch.Generator().manual_seed(2)
+    logits = torch.randn(9, dtype=torch.float64, generator=draw).requires_grad_()
+    model, ref = torch.log_softmax(logits, 0), torch.randn(9, dtype=torch.float64, generator=draw).log_softmax(0)
+    drawn = torch.log_softmax(logits.detach() / 0.7, 0) if estimator != "k2" else model.detach()
+    exact = (model.exp() * (model - ref)).sum()
+    algorithm = algorithm_of(LossConfig(beta=0.1, kl_estimator=estimator, use_bias_correction_kl=estimator != "k2"))
+    found = (drawn.exp() * algorithm.kl(TokenValues(model, model, drawn, torch.zeros(9)), ref)).sum()
+    if estimator != "k2":
+        torch.testing.assert_close(found, exact)
+    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, exact)]
+    torch.testing.assert_close(*gradients)

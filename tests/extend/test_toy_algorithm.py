@@ -1,0 +1,131 @@
+"""An algorithm from outside the package, with a term of whole sequences: this file, named by one flag."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import lockstep
+from lockstep.algorithms import Algorithm, TokenValues, algorithm_of
+from lockstep.config import (
+    CheckpointConfig,
+    CompileConfig,
+    LossConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from lockstep.errors import InputError
+from lockstep.run.train import train
+
+
+@dataclass(frozen=True)
+class Toy(Algorithm):
+    """`-r A`, less the more of it a whole sequence has moved: `r / (1 + |mean log r|)`."""
+
+    epsilon: float = 0.5  # from the configuration
+    strength: float = 1.0  # of its own
+
+    whole_sequences: ClassVar[bool] = True
+
+    def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
+        log_ratio_C = values.logprob_C - values.old_logprob_C
+        moved_C = values.sequence_mean(log_ratio_C).abs()
+        loss_C = -values.advantage_C * torch.exp(log_ratio_C) / (1 + self.strength * moved_C)
+        return loss_C, moved_C > self.epsilon
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Two steps of two updates of a tiny random model, by a copy of this file."""
+    shutil.copy(__file__, tmp_path / "toy.py")
+    return RunConfig(
+        steps=2,
+        task=TaskConfig(easy=True, validation_prompts=0),
+        sampling=SamplingConfig(num_generations=4, max_completion_length=8),
+        trainer=TrainerConfig(prompts_per_step=2, num_iterations=2, skip_zero_variance=False),
+        loss=LossConfig(f"{tmp_path / 'toy.py'}:Toy", epsilon=0.25),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        checkpoint=CheckpointConfig(interval=1),
+        compile=CompileConfig("step"),
+    )
+
+
+def test_it_has_its_own_settings_and_those_of_the_run(config: RunConfig) -> None:
+    algorithm: Any = algorithm_of(config.loss)
+    assert (algorithm.epsilon, algorithm.strength, algorithm.beta) == (0.25, 1.0, 0.0)
+
+
+def test_it_is_captured_checked_and_traced_at_every_start(config: RunConfig, tmp_path: Path) -> None:
+    eager, graphs = replace(config, compile=CompileConfig("none")), tmp_path / "graphs"
+    train(eager, tmp_path / "eager", resume=False)
+    train(replace(config, steps=1), graphs, resume=False)
+    summary = train(config, graphs, resume=True)
+    weights = [(run / "model/model.safetensors").read_bytes() for run in (tmp_path / "eager", graphs)]
+    assert weights[0] == weights[1]
+    lines = [json.loads(line) for line in (graphs / "metrics.jsonl").read_text().splitlines()]
+    assert all(m["parity/tokens_different"] == 0 < m["parity/tokens_checked"] for m in lines)
+    compiled = summary["compile"]  # of the second start: both kinds of its updates are traced, all else was stored
+    assert compiled["traces"] == 2 and compiled["loaded"] > 2
+    (tmp_path / "toy.py").write_text((tmp_path / "toy.py").read_text() + "\n# edited\n")
+    with pytest.raises(InputError, match=r"loss\.loss_type .*toy\.py:Toy was .* bytes"):
+        train(replace(config, steps=3), graphs, resume=True)
+
+
+WRONG = """
+import torch
+from lockstep.algorithms import Algorithm
+
+class NoLoss(Algorithm):
+    pass
+
+class Total(Algorithm):
+    def loss(self, values):
+        return values.logprob_C.sum(), values.logprob_C > 0
+
+class Still(Algorithm):
+    def loss(self, values):
+        return values.advantage_C, values.logprob_C > 0
+
+class Broken(Algorithm):
+    def loss(self, values):
+        return values.nothing
+
+def function(values):
+    return values
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoLoss", "raised NotImplementedError: NoLoss has no loss"),
+        ("Total", r"its loss is torch.float32 \[\]; it must be torch.float32, one a token \(\[6\] here\)"),
+        ("Still", "its loss has no gradient by the log-probs"),
+        ("Broken", "raised AttributeError: 'TokenValues' object has no attribute 'nothing'"),
+        ("function", "must be a class, a subclass of lockstep.algorithms.Algorithm"),
+        ("Missing", "has no Class 'Missing'"),
+    ],
+)
+def test_what_is_wrong_with_one_is_said_at_once(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    config = LossConfig(f"{tmp_path / 'wrong.py'}:{name}")
+    config.validate()
+    with pytest.raises(InputError, match=rf"loss\.loss_type '.*wrong\.py:{name}'.*{message}"):
+        algorithm_of(config)
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    page = (Path(lockstep.__file__).parents[1] / "docs" / "algorithms.md").read_text()
+    (tmp_path / "my_algorithm.py").write_text(page.split("```python\n")[1].split("```")[0])
+    algorithm: Any = algorithm_of(LossConfig(f"{tmp_path / 'my_algorithm.py'}:Mine", epsilon=0.3))
+    assert (algorithm.epsilon, algorithm.strength, algorithm.indexes_sequences) == (0.3, 0.5, True)
