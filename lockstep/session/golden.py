@@ -139,11 +139,10 @@ def _sample(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Tokens drawn with and without filters, and their log-probabilities; on the CPU."""
     hidden, weight = _fixed(_ROWS, 131, seed=97).to(dtype), _fixed(509, 131, seed=98).to(dtype) / 16
     keys = torch.tensor([ops.sample_key(7, 0, 3, group, 1) for group in range(_ROWS)])
-    places = ops.SampleKeys(keys, torch.arange(_ROWS) * 1000)
     temperature, min_p = torch.full((_ROWS,), 1.5), torch.zeros(_ROWS)
     top_k, top_p = torch.arange(_ROWS, dtype=torch.int32) * 20, torch.ones(_ROWS)
-    filters = ops.Filters(temperature, top_k, top_p, min_p)
-    return ops.sample(hidden, weight, places, filters, True, False)  # with filters, not greedy
+    rows = ops.SampleKeys(keys, torch.arange(_ROWS) * 1000), ops.Filters(temperature, top_k, top_p, min_p)
+    return ops.sample(hidden, weight, *rows, True, False)  # with filters, not greedy
 
 
 def _filled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
@@ -158,8 +157,7 @@ def _filled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str 
 def _scored(model: Decoder, device: torch.device) -> ops.TokenLogprobs:
     """Of every token the next, which is fixed, under filters."""
     tokens = torch.arange(_TOKENS, device=device) * 37 % model.config.vocab_size
-    attend = PackedAttention(_layout(device), model.masks)
-    hidden = model(tokens, torch.arange(_TOKENS, device=device), attend)
+    hidden = model(tokens, torch.arange(_TOKENS, device=device), PackedAttention(_layout(device), model.masks))
     temperature, top_p, min_p = (torch.full((_TOKENS,), number, device=device) for number in (0.7, 0.9, 0.01))
     top_k = torch.full((_TOKENS,), 50, dtype=torch.int32, device=device)
     filters = ops.Filters(temperature, top_k, top_p, min_p)

@@ -57,19 +57,23 @@ def test_a_killed_process_keeps_nobody_out(tmp_path: Path, other: int) -> None:
 
 def test_a_copy_of_the_process_does_not_keep_the_folder(tmp_path: Path) -> None:
     """A reward function's child lives on, say, when the run has been killed."""
-    end, other_end = os.pipe()
+    (end, other_end), (ready, is_ready) = os.pipe(), os.pipe()
     with held(tmp_path):
         copy = os.fork()
         if copy == 0:
             os.close(other_end)
+            os.write(is_ready, b"1")
             os.read(end, 1)  # until the test is over
             os._exit(0)
+        os.read(ready, 1)
         os.close(next(iter(lock._open)))  # as the end of this process would, without a word
         lock._open.clear()
         with held(tmp_path):
             pass
     os.close(other_end)
     assert os.waitpid(copy, 0)[1] == 0
+    for descriptor in (end, ready, is_ready):
+        os.close(descriptor)
 
 
 def test_a_lock_that_was_deleted_under_the_next_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
