@@ -37,7 +37,7 @@ from lockstep.generator.running_batch import RunningBatch
 from lockstep.graph import Inputs
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import architecture
-from lockstep.ops import pdl
+from lockstep.ops import pdl, sequence_sum
 from lockstep.ops.fused.backward import add_gradient, rms_norm_add, rotated_attention_packed
 from lockstep.ops.linear import cublas, hopper_async
 from lockstep.ops.linear import triton as linear_triton
@@ -162,6 +162,7 @@ def train(model: Decoder) -> None:
                 trainer.forward_backward(batch)
             with torch.no_grad():
                 score(model, batch)
+    sequence_sum(batch.old_logprob_C, batch.cu_seqlens)  # of losses with terms of whole sequences
     trainer.programs.optim_step()
     if model.config.mla is None:
         joined(model)

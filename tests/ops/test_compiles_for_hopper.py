@@ -15,6 +15,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 pytestmark = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Triton cannot compile for NVIDIA GPUs")
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compile_check.py"
+LOSSES = {"_sequence_sum_kernel"}  # of terms of whole sequences
 
 
 def check(tmp_path: Path, *flags: str) -> tuple[int, dict]:
@@ -29,7 +30,11 @@ def check(tmp_path: Path, *flags: str) -> tuple[int, dict]:
 @pytest.mark.parametrize(
     ("arch", "role", "names"),
     [
-        ("qwen3-0.6b", "train", {"_attention_kernel", "_query_kernel", "_key_kernel", "_adamw_kernel"}),
+        (
+            "qwen3-0.6b",
+            "train",
+            {"_attention_kernel", "_query_kernel", "_adamw_kernel", "_key_kernel", "_sequence_sum_kernel"},
+        ),
         ("qwen3-0.6b", "generate", {"_linear_kernel", "_decode_kernel", "_group_kernel", "_draw_kernel"}),
         ("deepseek-v3-3-layers-32-experts", "generate", {"_attention_kernel", "_walking_kernel"}),
     ],
