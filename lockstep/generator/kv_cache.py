@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from ..config import GeneratorConfig
-from ..errors import InputError
+from ..errors import refuse
 from ..models import ModelConfig
 from ..models.checks import memory_bytes
 
@@ -171,18 +171,18 @@ def plan_cache_tokens(
     if config.kv_cache_tokens:
         planned = config.kv_cache_tokens
         needed, memory = planned * bytes_per_token(model, dtype), memory_bytes(device)
-        if needed > memory:
-            raise InputError(
-                f"generator.kv_cache_tokens: {planned} tokens take {needed / 2**30:,.0f} GiB, and {device.type} has "
-                f"{memory / 2**30:,.0f} GiB; lower it, or set it to 0 to have it planned"
-            )
+        refuse(
+            needed > memory,
+            f"generator.kv_cache_tokens: {planned} tokens take {needed / 2**30:,.0f} GiB, and {device.type} has "
+            f"{memory / 2**30:,.0f} GiB; lower it, or set it to 0 to have it planned",
+        )
     else:
         wanted = min(sequences, config.max_num_seqs) * per_sequence
         free = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
         planned = min(wanted, _steady(free // bytes_per_token(model, dtype)))
-    if planned // config.page_size < pages_a_sequence:
-        raise InputError(
-            f"generator.kv_cache_tokens: the cache holds {planned} tokens, one sequence may need "
-            f"{pages_a_sequence * config.page_size}; raise it, or shorten the prompt or sampling.max_completion_length"
-        )
+    refuse(
+        planned // config.page_size < pages_a_sequence,
+        f"generator.kv_cache_tokens: the cache holds {planned} tokens, one sequence may need "
+        f"{pages_a_sequence * config.page_size}; raise it, or shorten the prompt or sampling.max_completion_length",
+    )
     return planned

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..config.random_weights import MARK
-from ..errors import InputError
+from ..errors import InputError, refuse
 from .blocks.rope import RopeScaling, YarnScaling
 from .checks import require_memory
 from .config import MLAConfig, ModelConfig, MoEConfig
@@ -90,8 +90,7 @@ ARCHITECTURES: dict[str, ModelConfig] = {
 
 def architecture(name: str) -> ModelConfig:
     """The named configuration; `InputError` lists the names when there is none."""
-    if name not in ARCHITECTURES:
-        raise InputError(f"arch {name!r} is unknown; choose from {', '.join(ARCHITECTURES)}")
+    refuse(name not in ARCHITECTURES, f"arch {name!r} is unknown; choose from {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
 
 
@@ -124,8 +123,7 @@ def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, v
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: {'not empty' if out.is_dir() else 'a file'}; name a new folder")
-    if not 0 <= seed < 2**63:
-        raise InputError(f"--seed is {seed}; it must be between 0 and {2**63 - 1}")
+    refuse(not 0 <= seed < 2**63, f"--seed is {seed}; it must be between 0 and {2**63 - 1}")
     config = replace(config, vocab_size=config.vocab_size if vocab_size is None else vocab_size)
     tok: Any = load_tokenizer(Path(tokenizer)) if tokenizer else byte_tokenizer()
     check_vocabulary(tok, config.vocab_size, f"arch {arch}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cache.tokenizers import kept
-from ..errors import InputError, LockstepError, PromptTooLong
+from ..errors import InputError, LockstepError, PromptTooLong, refuse
 from ..json_file import read_json, read_object
 
 if TYPE_CHECKING:
@@ -75,10 +75,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     holds a chat template with a syntax error.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError(f"tokenizer folder {folder} does not exist")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise InputError(f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
+    refuse(not folder.is_dir(), f"tokenizer folder {folder} does not exist")
+    found = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    refuse(not found, f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
     return kept(folder, lambda: _whole_tokenizer(folder))
 
 
@@ -160,8 +159,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, where:
     A tokenizer with fewer tokens than the model has rows is usual: embeddings are padded to round sizes.
     """
     needed = max(tokenizer.get_vocab().values()) + 1
-    if needed > vocab_size:
-        raise InputError(f"{where} needs a vocabulary of {needed}, but the model's has {vocab_size} entries")
+    refuse(needed > vocab_size, f"{where} needs a vocabulary of {needed}, but the model's has {vocab_size} entries")
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
