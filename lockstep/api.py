@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import machine
-from .config import RunConfig, validate, yaml_file
+from .config import EARLIER, RunConfig, validate, yaml_file
 from .errors import InputError
 from .run import lock as run_lock
 from .run.closing import interrupted
@@ -115,11 +115,11 @@ def _spec(function: Callable[..., Any]) -> str:
 
 
 def resumed(run_dir: Path) -> RunConfig:
-    """The configuration of the run in `run_dir`."""
+    """The configuration of the run in `run_dir`; what its version had no setting for is as it was."""
     path = run_dir / "config.yaml"
     if not os.path.lexists(path):
         raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml)")
-    return yaml_file.load(path)
+    return yaml_file.load(path, begin=EARLIER)
 
 
 def _refuse_changes(run_dir: Path, old: RunConfig, new: RunConfig) -> None:

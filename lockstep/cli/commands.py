@@ -249,7 +249,7 @@ def _init(flags: Init) -> Outcome:
     from ..models.init import init_folder
 
     summary = init_folder(flags.arch, flags.out, flags.seed, flags.tokenizer, flags.vocab_size)
-    return Outcome(summary, [aligned({name: str(value) for name, value in summary.items()})])
+    return Outcome(summary, [aligned({name: str(value) for name, value in summary.items() if value is not None})])
 
 
 COMMANDS: dict[type, Callable[[Any], Outcome]] = {

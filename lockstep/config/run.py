@@ -102,6 +102,10 @@ class RunConfig(Section):
             yield "attention_mask", _NO_MASK
 
 
+# What runs did before there was a setting to name it: its default, but where that is new.
+EARLIER = RunConfig(loss=LossConfig(use_bias_correction_kl=False))
+
+
 def validate(config: RunConfig) -> RunConfig:
     """Return `config` when every field is usable; raise `InputError` naming the first that is not."""
     config.validate()

@@ -25,8 +25,8 @@ def save(config: RunConfig, path: Path) -> None:
 Recipes = Mapping[str, Callable[[str | None], RunConfig]]
 
 
-def load(path: Path, recipes: Recipes | None = None) -> RunConfig:
-    """Read a config.yaml. A key that is left out has the default of its dataclass.
+def load(path: Path, recipes: Recipes | None = None, begin: RunConfig | None = None) -> RunConfig:
+    """Read a config.yaml. A key that is left out has its value in `begin`, by default that of its dataclass.
 
     With `recipes`, the file is what someone begins from: keys that it leaves out are those of the recipe that it names,
     which must be one unless none is left out, and a file without any key is refused.
@@ -46,7 +46,7 @@ def load(path: Path, recipes: Recipes | None = None) -> RunConfig:
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     try:
         if recipes is None:
-            return _dataclass({} if values is None else values, RunConfig(), "")
+            return _dataclass({} if values is None else values, begin or RunConfig(), "")
         return _dataclass(values, _begin(values, recipes), "")
     except InputError as error:
         raise InputError(f"{path}: {error}") from None

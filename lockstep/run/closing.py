@@ -97,5 +97,5 @@ def interrupted(run_dir: Path, processes: int) -> str:
 
 def aligned(rows: Mapping[str, str | None]) -> str:
     """A line a name with its text, where there is one."""
-    width = max(map(len, rows))
+    width = max(map(len, rows), default=0)
     return "".join(f"{name:<{width}}  {text}\n" for name, text in rows.items() if text)

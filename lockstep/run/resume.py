@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig, yaml_file
+from ..config import EARLIER, RunConfig, yaml_file
 from ..errors import InputError
 from ..models import describe_folder
 from ..user_functions import one_line
@@ -81,7 +81,7 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
     if "words" not in loaded.state["numerics"]:
         found.append(f"{name} does not record words of its arithmetic: versions and names were compared")
     if new := sorted(_settings(RunConfig()).keys() - config.keys()):
-        found.append(f"{name} does not know {', '.join(new)}: they have their defaults")
+        found.append(f"{name} does not know {', '.join(new)}: they are what they were without a setting")
     metrics = run_dir / METRICS_FILE
     recorded = {record["step"] for record in read_lines(metrics)} if metrics.exists() else set()
     if missing := [step for step in range(loaded.step) if step not in recorded]:
@@ -153,9 +153,9 @@ def _require_records(run_dir: Path, steps: int) -> None:
 def _require_same_config(
     run_dir: Path, loaded: checkpoint.LoadedCheckpoint, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
-    defaults = _settings(RunConfig())
+    earlier = _settings(EARLIER)
     for name in sorted(old.keys() | new.keys()):
-        before, after = old.get(name, defaults.get(name)), new.get(name)
+        before, after = old.get(name, earlier.get(name)), new.get(name)
         if before != after and not (name == "steps" and after > before):
             rule = "it may only be raised" if name == "steps" else "only --steps may change"
             raise InputError(

@@ -21,6 +21,7 @@ from model_edits import written
 from processes import DEADLINE, finished, running, wait_for
 from safetensors.torch import load_file
 
+from lockstep.api import resumed
 from lockstep.cli.main import main
 from lockstep.config import yaml_file
 from lockstep.errors import InputError
@@ -299,7 +300,11 @@ def test_what_an_earlier_version_did_not_record_is_said(small_run: Path, capsys:
     errors = capsys.readouterr().err
     assert f"step_2 does not record the files of model {small_run.parent / 'tiny'}: they were not compared" in errors
     assert "step_2 does not record words of its arithmetic: versions and names were compared" in errors
-    assert "step_2 does not know sampling.min_p: they have their defaults" in errors
+    assert "step_2 does not know sampling.min_p: they are what they were without a setting" in errors
+    config = (small_run / "config.yaml").read_text()
+    (small_run / "config.yaml").write_text(config.replace("  use_bias_correction_kl: true\n", ""))
+    assert not resumed(small_run).loss.use_bias_correction_kl  # its default is another
+    (small_run / "config.yaml").write_text(config)
     saved_before(small_run)
     state = checkpoint.latest(small_run / "checkpoints")
     assert state is not None and state.step == 3 and state.state["numerics"]["torch"] == torch.__version__

@@ -193,13 +193,13 @@ def test_stock_matrix_products_are_caught(engine_of: EngineOf, monkeypatch: pyte
 def test_stock_attention_is_caught(engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: torch's own attention adds in an order that depends on the sequence's length."""
 
-    def stock(q_TNH, k_RKH, v_RKH, queries, rows, visible):
+    def stock(q_TNH, of, queries):
         out = torch.zeros_like(q_TNH)
         for sequence, (row, length, position) in enumerate(queries):
             if length:
-                keys = rows(torch.tensor([sequence]), torch.arange(position + length).unsqueeze(0))[0]
+                keys = of.rows(torch.tensor([sequence]), torch.arange(position + length).unsqueeze(0))[0]
                 q = q_TNH[row : row + length].transpose(0, 1).unsqueeze(0)
-                k, v = (x[keys].transpose(0, 1).unsqueeze(0) for x in (k_RKH, v_RKH))
+                k, v = (x[keys].transpose(0, 1).unsqueeze(0) for x in (of.k_RKH, of.v_RKH))
                 mask = torch.ones(length, position + length, dtype=torch.bool).tril(position)
                 attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
                 out[row : row + length] = attended[0].transpose(0, 1)
