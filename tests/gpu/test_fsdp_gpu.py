@@ -14,7 +14,9 @@ from processes import finished
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+RANKS, BENCHMARK = ROOT / "tests" / "distributed" / "ranks.py", ROOT / "benchmarks" / "fsdp.py"
+assert RANKS.is_file() and BENCHMARK.is_file()
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
@@ -29,7 +31,7 @@ def json_of(command: list[str], **environment: str) -> Any:
 @pytest.fixture(scope="module", params=["", "expandable_segments:True"], ids=["plain memory", "expandable segments"])
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `tests/distributed/ranks.py` finds on two GPUs."""
-    return json_of([*TORCHRUN, str(TESTS / "parallel" / "ranks.py"), "cuda"], PYTORCH_CUDA_ALLOC_CONF=request.param)
+    return json_of([*TORCHRUN, str(RANKS), "cuda"], PYTORCH_CUDA_ALLOC_CONF=request.param)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "experts", "state_in_one_process"])
@@ -56,9 +58,8 @@ def test_a_fault_on_one_gpu_stops_the_update_on_both(found: dict[str, Any]) -> N
 
 def test_ten_steps_of_reinforcement_learning(tmp_path: Path) -> None:
     """`benchmarks/fsdp.py` at a small size: 10 steps, recorded graphs, one process and two, bucketed and not."""
-    script = TESTS.parent / "benchmarks" / "fsdp.py"
-    path = f"{TESTS.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    command = [sys.executable, str(script), "--arch", "qwen3-100m", "--json", str(tmp_path / "figures.json")]
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, str(BENCHMARK), "--arch", "qwen3-100m", "--json", str(tmp_path / "figures.json")]
     run = finished(command, env=os.environ | {"PYTHONPATH": path})
     assert run.returncode == 0, run.stdout + run.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
