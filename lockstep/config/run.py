@@ -87,7 +87,7 @@ class RunConfig(Section):
             "trainer.warmup_reward needs held-out problems; set task.validation_prompts above 0, or warmup_reward to 0",
         )
         refuse(
-            s.num_generations == 1 and t.skip_zero_variance,
+            s.num_generations == 1 and t.skip_zero_variance and lo.of_groups,
             "sampling.num_generations is 1: every group's advantage would be zero, and with "
             "trainer.skip_zero_variance nothing is trained; use 2 or more",
         )

@@ -29,11 +29,12 @@ def collect_with_signal(
         found = sample([(number, used + i) for i, number in enumerate(wanted)])
         used += len(wanted)
         rounds.append(found.counts)
-        signal = [group for group in found.groups if has_signal(group)]
-        idle = [group for group in found.groups if not has_signal(group)]
-        kept += signal
+        idle: list[RolloutGroup] = []
+        for group in found.groups:
+            (kept if has_signal(group) else idle).append(group)
         replaced += found.without_reward
-        wanted = [number + prompts for number in wanted if number not in {group.group for group in signal}]
+        full = {group.group for group in kept}
+        wanted = [number + prompts for number in wanted if number not in full]
         if not wanted or used + len(wanted) > most:
             break
         replaced += idle

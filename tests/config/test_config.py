@@ -98,6 +98,13 @@ def test_greedy_sampling_of_one_sample_is_refused_for_training_alone() -> None:
         validate(RunConfig(sampling=sampling))
 
 
+def test_one_sample_a_prompt_is_for_algorithms_that_do_not_compare_a_prompts_samples() -> None:
+    one = RunConfig(sampling=SamplingConfig(num_generations=1), loss=LossConfig("reinforce_pp"))
+    assert validate(one) == one
+    with pytest.raises(InputError, match=r"sampling\.num_generations is 1: every group's advantage would be zero"):
+        validate(dataclasses.replace(one, loss=LossConfig("reinforce_pp_baseline")))
+
+
 def test_every_number_says_its_range() -> None:
     for part in RunConfig().parts():
         numbers = {item.name for item in dataclasses.fields(part) if item.type in (int, float, float | None)}

@@ -11,6 +11,7 @@ LOSS_TYPES = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
 )
 _CLIPPED = "grpo", "dr_grpo", "dapo", "gspo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
+_OF_GROUPS = tuple(name for name in LOSS_TYPES if name != "reinforce_pp")  # they compare a prompt's samples
 # Settings that some algorithms read; each of the others is read by all.
 READ_BY: dict[str, tuple[str, ...]] = {
     "epsilon": _CLIPPED,
@@ -21,7 +22,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "sapo_temperature_neg": ("sapo",),
     "divergence_type": ("dppo",),
     "normalize_advantages": ("rloo",),
-    "dynamic_sampling": tuple(name for name in LOSS_TYPES if name != "reinforce_pp"),
+    "dynamic_sampling": _OF_GROUPS,
 }
 
 
@@ -89,6 +90,11 @@ class LossConfig(Section):
     def algorithm(self) -> str:
         """`loss_type`, the alias resolved."""
         return "gspo" if self.importance_sampling_level == "sequence" else self.loss_type
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether advantages compare a prompt's samples with each other; of your own algorithm it is taken so."""
+        return self.algorithm in _OF_GROUPS or self.algorithm not in LOSS_TYPES
 
     @property
     def kl_in_loss(self) -> bool:
