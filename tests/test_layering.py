@@ -67,7 +67,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "algorithms": (
         "advantage losses",
         "algorithm",
-        "cispo dapo grpo sapo sft user",
+        "cispo dapo distillation grpo sapo sft user",
         "dppo dr_grpo gspo reinforce_pp rloo",
         ".",
     ),
