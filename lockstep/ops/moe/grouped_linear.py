@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 
 from ..linear.operator import linear, matmul
-from ..operator import operator
-
-
-def _backward(ctx, grad_RN: Tensor):
-    return *grouped_linear_backward(grad_RN.contiguous(), *ctx.saved_tensors), None
+from ..operator import operator, saved
 
 
 @operator(
     "lockstep::grouped_linear",
     cuda="triton_grouped:grouped_linear",
     fake=lambda x_RK, weight_GNK, offsets: x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1]),
-    backward=_backward,
+    backward=lambda ctx, grad_RN: grouped_linear_backward(grad_RN.contiguous(), *saved(ctx)),
 )
 def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
     """`x[r] @ weight[g].T` for each row r of group g, [R, N] in x's dtype; the bits of `linear` a row.

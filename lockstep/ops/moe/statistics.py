@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operator import SAME, operator
+from ..operator import SAME, operator, saved
 
 _BASE = 0x2545F4F5  # 5 modulo 8: powers of it are odd, and two of them differ in their low bits
 _BITS = 31
@@ -53,15 +53,11 @@ def expert_loads(experts_TN: Tensor, valid_T: Tensor, layers: int, experts: int)
     return counts.scatter_add_(0, places_TLK.flatten(), ones_TLK.flatten()).view(layers, experts)  # integers: exact
 
 
-def _grad(ctx, grad_E: Tensor):
-    return router_probabilities_backward(grad_E.contiguous(), *ctx.saved_tensors), None
-
-
 @operator(
     "lockstep::router_probabilities",
     cuda=SAME,
     fake=lambda logits_TE, valid_T: logits_TE.new_empty(logits_TE.shape[1]),
-    backward=_grad,
+    backward=lambda ctx, grad_E: router_probabilities_backward(grad_E.contiguous(), *saved(ctx)),
 )
 def router_probabilities(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
     """The softmax of the router's scores summed over the valid tokens, float32 [E], differentiable.

@@ -10,23 +10,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..operator import operator
-
-
-def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-def _backward(ctx, grad_C: Tensor):
-    return sequence_sum(grad_C, *ctx.saved_tensors), None  # it is symmetric
+from ..operator import operator, save, saved
 
 
 @operator(
     "lockstep::sequence_sum",
     cuda="triton:sequence_sum",
     fake=lambda values_C, cu_completions: torch.empty_like(values_C, memory_format=torch.contiguous_format),
-    setup=_setup,
-    backward=_backward,
+    setup=lambda ctx, inputs, output: save(ctx, inputs[1]),
+    backward=lambda ctx, grad_C: sequence_sum(grad_C, *saved(ctx)),  # it is symmetric
 )
 def sequence_sum(values_C: Tensor, cu_completions: Tensor) -> Tensor:
     """For each token the sum over its sequence, [C]; 0 for a token of none.
