@@ -13,22 +13,6 @@ from ..operator import operator, saved
 
 
 @operator(
-    "lockstep::silu_mul",
-    native=native.silu_mul,
-    cuda="triton:silu_mul",
-    fake=lambda gate_up_TE: gate_up_TE.new_empty(gate_up_TE.shape[0], gate_up_TE.shape[1] // 2),
-    backward=lambda ctx, grad_TF: silu_mul_backward(grad_TF, *saved(ctx)),
-)
-def silu_mul(gate_up_TE: Tensor) -> Tensor:
-    """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F] (Shazeer 2020).
-
-    `x / (1 + exp(-x))`: torch's own silu differs between its vector body and scalar tail.
-    """
-    gate, up = gate_up_TE.float().chunk(2, dim=1)
-    return (gate / (torch.exp(-gate) + 1.0) * up).to(gate_up_TE.dtype)
-
-
-@operator(
     "lockstep::silu_mul_backward",
     native=native.silu_mul_backward,
     cuda="triton_backward:silu_mul",
@@ -42,3 +26,19 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
     silu = gate * sigmoid
     grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
     return torch.cat((grad_gate, grad * silu), dim=1).to(gate_up_TE.dtype)
+
+
+@operator(
+    "lockstep::silu_mul",
+    native=native.silu_mul,
+    cuda="triton:silu_mul",
+    fake=lambda gate_up_TE: gate_up_TE.new_empty(gate_up_TE.shape[0], gate_up_TE.shape[1] // 2),
+    backward=lambda ctx, grad_TF: silu_mul_backward(grad_TF, *saved(ctx)),
+)
+def silu_mul(gate_up_TE: Tensor) -> Tensor:
+    """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F] (Shazeer 2020).
+
+    `x / (1 + exp(-x))`: torch's own silu differs between its vector body and scalar tail.
+    """
+    gate, up = gate_up_TE.float().chunk(2, dim=1)
+    return (gate / (torch.exp(-gate) + 1.0) * up).to(gate_up_TE.dtype)

@@ -364,6 +364,11 @@ def find_tile(
     return segment, tile, tl.sum(tl.where(s == segment, tiles_S, 0), axis=0)
 
 
+def block(width: int) -> int:
+    """A power of two that holds so many elements, and that `tl.dot` takes."""
+    return max(triton.next_power_of_2(width), MIN_BLOCK)
+
+
 def rows_last(x: Tensor) -> Tensor:
     """`x` with its head dim contiguous, which is what the kernels address."""
     return x if x.stride(-1) == 1 else x.contiguous()

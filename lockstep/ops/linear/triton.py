@@ -168,10 +168,7 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         BLOCK_K=choice.block_k,
         EVEN_K=depth % choice.block_k == 0,
         GROUP=GROUP_M,
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
-        enable_fp_fusion=False,
-        **pdl.options(x_MK),
+        **pdl.options(x_MK, num_warps=choice.num_warps, num_stages=choice.num_stages),
     )
     return out_MN
 

@@ -13,6 +13,23 @@ from ..operator import operator, saved
 
 
 @operator(
+    "lockstep::grouped_linear_backward",
+    cuda="triton_grouped:grouped_linear_backward",
+    fake=lambda grad_RN, x_RK, weight_GNK, offsets: (torch.empty_like(x_RK), torch.empty_like(weight_GNK)),
+)
+def grouped_linear_backward(
+    grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients for the input and the weights (zero for a group without rows); the same every time."""
+    grad_x_RK, grad_w_GNK = torch.empty_like(x_RK), torch.zeros_like(weight_GNK)
+    for g, (start, end) in enumerate(_spans(offsets)):
+        if end > start:
+            grad_x_RK[start:end] = matmul(grad_RN[start:end], weight_GNK[g])
+            grad_w_GNK[g] = matmul(grad_RN[start:end].t(), x_RK[start:end])
+    return grad_x_RK, grad_w_GNK
+
+
+@operator(
     "lockstep::grouped_linear",
     cuda="triton_grouped:grouped_linear",
     fake=lambda x_RK, weight_GNK, offsets: x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1]),
@@ -29,23 +46,6 @@ def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
         if end > start:
             out_RN[start:end] = linear(x_RK[start:end], weight_GNK[g])
     return out_RN
-
-
-@operator(
-    "lockstep::grouped_linear_backward",
-    cuda="triton_grouped:grouped_linear_backward",
-    fake=lambda grad_RN, x_RK, weight_GNK, offsets: (torch.empty_like(x_RK), torch.empty_like(weight_GNK)),
-)
-def grouped_linear_backward(
-    grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients for the input and the weights (zero for a group without rows); the same every time."""
-    grad_x_RK, grad_w_GNK = torch.empty_like(x_RK), torch.zeros_like(weight_GNK)
-    for g, (start, end) in enumerate(_spans(offsets)):
-        if end > start:
-            grad_x_RK[start:end] = matmul(grad_RN[start:end], weight_GNK[g])
-            grad_w_GNK[g] = matmul(grad_RN[start:end].t(), x_RK[start:end])
-    return grad_x_RK, grad_w_GNK
 
 
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:

@@ -33,6 +33,27 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return linear_fp32(x_TD, weight_ED)
 
 
+@operator(
+    "lockstep::route_backward",
+    cuda=SAME,
+    fake=lambda grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale: torch.empty_like(logits_TE),
+)
+def route_backward(
+    grad_TK: Tensor, logits_TE: Tensor, experts_TK: Tensor, sigmoid: bool, normalize: bool, scale: float
+) -> Tensor:
+    """Gradient of `route`'s weights for the logits, float32 [T, E]; the choice itself has none."""
+    scores_TE = _scores(logits_TE, sigmoid)
+    grad_TK = grad_TK * scale
+    if normalize:
+        chosen_TK = scores_TE.gather(1, experts_TK)
+        total_T1 = _sum_in_order(chosen_TK)
+        grad_TK = (grad_TK - (grad_TK * chosen_TK).sum(1, keepdim=True) / total_T1) / total_T1
+    grad_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, grad_TK)  # a token's experts are distinct
+    if sigmoid:
+        return grad_TE * scores_TE * (1 - scores_TE)
+    return scores_TE * (grad_TE - (grad_TE * scores_TE).sum(1, keepdim=True))
+
+
 def _route_setup(ctx, inputs, output) -> None:
     save(ctx, inputs[0], output[1], inputs[3], *inputs[6:])
     ctx.mark_non_differentiable(output[1])
@@ -100,27 +121,6 @@ def _sum_in_order(weights_TK: Tensor) -> Tensor:
     for slot in range(1, weights_TK.shape[1]):
         total_T1 = total_T1 + weights_TK[:, slot : slot + 1]
     return total_T1
-
-
-@operator(
-    "lockstep::route_backward",
-    cuda=SAME,
-    fake=lambda grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale: torch.empty_like(logits_TE),
-)
-def route_backward(
-    grad_TK: Tensor, logits_TE: Tensor, experts_TK: Tensor, sigmoid: bool, normalize: bool, scale: float
-) -> Tensor:
-    """Gradient of `route`'s weights for the logits, float32 [T, E]; the choice itself has none."""
-    scores_TE = _scores(logits_TE, sigmoid)
-    grad_TK = grad_TK * scale
-    if normalize:
-        chosen_TK = scores_TE.gather(1, experts_TK)
-        total_T1 = _sum_in_order(chosen_TK)
-        grad_TK = (grad_TK - (grad_TK * chosen_TK).sum(1, keepdim=True) / total_T1) / total_T1
-    grad_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, grad_TK)  # a token's experts are distinct
-    if sigmoid:
-        return grad_TE * scores_TE * (1 - scores_TE)
-    return scores_TE * (grad_TE - (grad_TE * scores_TE).sum(1, keepdim=True))
 
 
 @operator(

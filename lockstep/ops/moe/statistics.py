@@ -54,6 +54,18 @@ def expert_loads(experts_TN: Tensor, valid_T: Tensor, layers: int, experts: int)
 
 
 @operator(
+    "lockstep::router_probabilities_backward",
+    cuda=SAME,
+    fake=lambda grad_E, logits_TE, valid_T: torch.empty_like(logits_TE),
+)
+def router_probabilities_backward(grad_E: Tensor, logits_TE: Tensor, valid_T: Tensor) -> Tensor:
+    """Gradient for the scores, float32 [T, E]."""
+    weighted_TE = torch.softmax(logits_TE, dim=1)
+    centered_TE = grad_E - (weighted_TE * grad_E).sum(1, keepdim=True)
+    return torch.where(valid_T.unsqueeze(1), weighted_TE * centered_TE, 0.0)
+
+
+@operator(
     "lockstep::router_probabilities",
     cuda=SAME,
     fake=lambda logits_TE, valid_T: logits_TE.new_empty(logits_TE.shape[1]),
@@ -66,15 +78,3 @@ def router_probabilities(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
         logits_TE: float32 from `router_logits`. valid_T: bool.
     """
     return torch.where(valid_T.unsqueeze(1), torch.softmax(logits_TE, dim=1), 0.0).sum(0)
-
-
-@operator(
-    "lockstep::router_probabilities_backward",
-    cuda=SAME,
-    fake=lambda grad_E, logits_TE, valid_T: torch.empty_like(logits_TE),
-)
-def router_probabilities_backward(grad_E: Tensor, logits_TE: Tensor, valid_T: Tensor) -> Tensor:
-    """Gradient for the scores, float32 [T, E]."""
-    weighted_TE = torch.softmax(logits_TE, dim=1)
-    centered_TE = grad_E - (weighted_TE * grad_E).sum(1, keepdim=True)
-    return torch.where(valid_T.unsqueeze(1), weighted_TE * centered_TE, 0.0)

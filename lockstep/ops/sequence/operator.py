@@ -10,7 +10,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..operator import operator, save, saved
+from ..operator import operator, save
+
+
+def _backward(ctx, grad_C: Tensor):
+    return sequence_sum(grad_C, *ctx.saved_tensors)  # it is symmetric
 
 
 @operator(
@@ -18,7 +22,7 @@ from ..operator import operator, save, saved
     cuda="triton:sequence_sum",
     fake=lambda values_C, cu_completions: torch.empty_like(values_C, memory_format=torch.contiguous_format),
     setup=lambda ctx, inputs, output: save(ctx, inputs[1]),
-    backward=lambda ctx, grad_C: sequence_sum(grad_C, *saved(ctx)),  # it is symmetric
+    backward=_backward,
 )
 def sequence_sum(values_C: Tensor, cu_completions: Tensor) -> Tensor:
     """For each token the sum over its sequence, [C]; 0 for a token of none.
