@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import ALONE, KVPages, Packed, Paged, PrefixGroups
+from ..row_alignment import unit_inner
 from . import triton_decode
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_tiles import (
@@ -31,7 +32,6 @@ from .triton_tiles import (
     empty_state,
     load_query_parts,
     merge_states,
-    rows_last,
 )
 
 TILE = AttentionTile(64, 4, 3)
@@ -198,7 +198,7 @@ def launch(
         at, max_queries, max_context = (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), by.max_len, by.max_len
     else:
         at, max_queries, max_context = (by.cu_seqlens, by.context_len_S, by.block_table), *by[3:]
-    q_TNH, k_RKH, v_RKH = map(rows_last, qkv)
+    q_TNH, k_RKH, v_RKH = map(unit_inner, qkv)
     (tokens, heads, head_dim), kv_heads = q_TNH.shape, k_RKH.shape[1]
     group = heads // kv_heads
     out_TNH = torch.empty((tokens, heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)

@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import AttentionGradient, Packed
+from ..row_alignment import unit_inner
 from .triton_tiles import (
     LN_2,
     LONG,
@@ -44,7 +45,6 @@ from .triton_tiles import (
     load_query_parts,
     over_keys,
     over_queries,
-    rows_last,
 )
 
 DQ_TILE, DKV_TILE = AttentionTile(64, 4, 2, keys=32), AttentionTile(64, 4, 2, keys=64)
@@ -318,7 +318,7 @@ def launch(
 ) -> None:
     """Both kernels, with a tile each and, of latents, with more arguments each: among them the second's heads a
     group."""
-    read = q_TNH, k_TKH, _ = tuple(map(rows_last, x[1:4]))
+    read = q_TNH, k_TKH, _ = tuple(map(unit_inner, x[1:4]))
     (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], by.prefix_len_S.shape[0]
     grad_TNH, out_TNH = x.grad_TNH.contiguous(), x.out_TNH.contiguous()
     (dq_TNH, dk_TKH, dv_TKH), lse_KTG, delta_KTG = grads, x.lse_KTG, torch.empty_like(x.lse_KTG)

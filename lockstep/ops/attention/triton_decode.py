@@ -27,10 +27,10 @@ from torch import Tensor
 from .. import pdl
 from ..records import ALONE, Contexts, KVPages, PrefixGroups, Rotation
 from ..rope.triton import qk_norm_rope, rotated_heads
-from ..row_alignment import aligned_rows
+from ..row_alignment import aligned_rows, unit_inner
 from . import triton_prefetch
 from .reference import KEY_SPLIT, KEY_TILE
-from .triton_tiles import Keys, attend, block, empty_state, load_queries, merge_states, rows_last
+from .triton_tiles import Keys, attend, block, empty_state, load_queries, merge_states
 
 STAGES = 3
 MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
@@ -297,9 +297,9 @@ def decode(
     projected, group_rows_CW = rotation is not None, groups.group_rows_CW
     heads, device = rotation.num_heads if rotation else q.shape[1], q.device
     group, splits = heads // kv_heads, max(triton.cdiv(by.max_context_len, KEY_SPLIT), 1)
-    k_RKH, v_RKH = (rows_last(pages.view(-1, *pages.shape[2:])) for pages in cache)
-    q = aligned_rows(q).view(sequences, -1, head_dim) if projected else rows_last(q)
-    block_table = rows_last(by.block_table)
+    k_RKH, v_RKH = (unit_inner(pages.view(-1, *pages.shape[2:])) for pages in cache)
+    q = aligned_rows(q).view(sequences, -1, head_dim) if projected else unit_inner(q)
+    block_table = unit_inner(by.block_table)
     grouped = group_rows_CW is not None and group_rows_CW.numel() > 0
     assert not (grouped and projected), "what groups read is rotated before"
     stored = (splits, sequences, heads) if grouped or splits > 1 else (0,)

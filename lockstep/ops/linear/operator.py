@@ -26,7 +26,7 @@ def _backward(ctx, grad_TN: Tensor):
 @operator(
     "lockstep::linear",
     native=native.linear,
-    cuda="cuda:linear",
+    cuda="kernels:linear",
     fake=lambda x_TK, weight_NK: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
     backward=_backward,
 )
@@ -43,7 +43,7 @@ def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
 
 @operator(
     "lockstep::linear_fp32",
-    cuda="cuda:linear_fp32",
+    cuda="kernels:linear_fp32",
     fake=lambda x_TK, weight_NK: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0], dtype=torch.float32),
 )
 def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:

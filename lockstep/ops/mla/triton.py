@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.triton import launch
-from ..attention.triton_tiles import AttentionTile, block, rows_last
+from ..attention.triton_tiles import AttentionTile, block
 from ..records import Latent, Packed, Paged
+from ..row_alignment import unit_inner
 
 TILE = AttentionTile(64, 8, 2)
 
@@ -34,7 +35,7 @@ def rotated(q_rope_TNP: Tensor, k_rope_rows: Tensor) -> dict[str, Any]:
 
 def as_keys(latent_rows: Tensor) -> Tensor:
     """Rows of latents as a kv head's, [rows, 1, R]; the next head's, if a program asks for them, are the same."""
-    x = rows_last(latent_rows)
+    x = unit_inner(latent_rows)
     return x.as_strided((x.shape[0], 1, x.shape[1]), (x.stride(0), 0, 1))
 
 
@@ -42,7 +43,7 @@ def _launch(x: Latent, by: Packed | Paged, page_size: int, max_queries: int) -> 
     """Rows of latents and of rotated keys lie anywhere."""
     latent = as_keys(x.latent_TR)
     tile = TILE._replace(query_rows=min(block(max_queries * x.q_TNR.shape[1]), TILE.query_rows))
-    parts = rotated(rows_last(x.q_rope_TNP), rows_last(x.k_rope_TP))
+    parts = rotated(unit_inner(x.q_rope_TNP), unit_inner(x.k_rope_TP))
     return launch((x.q_TNR, latent, latent), x.scale, by, page_size, tile, **parts)
 
 

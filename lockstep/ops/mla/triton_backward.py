@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..attention.triton_backward import launch
-from ..attention.triton_tiles import AttentionTile, rows_last
+from ..attention.triton_tiles import AttentionTile
 from ..records import AttentionGradient, Latent, Packed
+from ..row_alignment import unit_inner
 from .triton import as_keys, rotated
 
 QUERY_TILE, KEY_TILE = AttentionTile(32, 8, 1, keys=32), AttentionTile(32, 8, 1, keys=32)  # larger ones spill registers
@@ -24,7 +25,7 @@ def packed(
     grad_TNR: Tensor, x: Latent, by: Packed, out_TNR: Tensor, lse_TN: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `mla.operator.mla_packed_backward`."""
-    q_rope_TNP, k_rope_TP, latent = rows_last(x.q_rope_TNP), rows_last(x.k_rope_TP), as_keys(x.latent_TR)
+    q_rope_TNP, k_rope_TP, latent = unit_inner(x.q_rope_TNP), unit_inner(x.k_rope_TP), as_keys(x.latent_TR)
     tokens, heads, rank = x.q_TNR.shape
     group = GROUP if heads % GROUP == 0 else heads
     dq_TNR, dq_rope_TNP = (x.q_TNR.new_empty(part.shape) for part in (x.q_TNR, q_rope_TNP))
