@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.yaml_file import flat
+from ..display import WORDS
 from ..metrics import LEARNING, PHASES, SECTIONS
 from ..timeline import TIMELINE_FILE
 from .curves import compared, details, learning
@@ -15,25 +16,6 @@ from .page import change, duration, number, write_page
 from .record import Record, as_float, changed_fields, read_record
 from .rollouts import rollouts
 from .timeline import typical_step
-
-# Phases of start-up, and what they are called.
-STARTUP = {
-    "import": "imports",
-    "task": "task and data",
-    "load": "model and tokenizer",
-    "restore": "checkpoint",
-    "trackers": "trackers",
-    "import_tracer": "import of the tracer",
-    "load_graphs": "stored graphs",
-    "trace": "tracing graphs",
-    "passes": "passes over graphs",
-    "store_graphs": "storing graphs",
-    "compile": "compiling kernels",
-    "record": "recording graphs",
-    "verify": "graphs against eager",
-    "gate": "check of the machine",
-    "other": "the rest",
-}
 
 _OWN_SECTION = ("environment", "validation", "compile")  # of the summary, what is shown elsewhere
 
@@ -121,10 +103,10 @@ def _startup(summary: dict[str, Any]) -> list[tuple[str, float]]:
     shown = {name: seconds for name, seconds in phases.items() if seconds >= total / 100}
     rest += sum(phases.values()) - sum(shown.values())
     split = [
-        (STARTUP.get(name, name.replace("_", " ")), seconds)
+        (WORDS.get(name, name.replace("_", " ")), seconds)
         for name, seconds in sorted(shown.items(), key=lambda part: -part[1])
     ]
-    return [*split, (STARTUP["other"], rest)] if rest > 0 else split
+    return [*split, ("the rest", rest)] if rest > 0 else split
 
 
 def _positive(value: Any) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,30 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
 
     Raises `InputError` for a path that is no place for a page, `LockstepError` when the disk refuses it.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise InputError(f"{path}: a page is written to a file whose name ends in .html")
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
-    pages = Environment(
+    with replacing(path) as temporary:
+        page = _templates().get_template(template).render(values)
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+    return path
+
+
+@cache
+def _templates() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    found = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    pages.globals["COLOURS"] = COLOURS
-    pages.filters |= {"text": text, "duration": duration, "preformatted": preformatted, "flat": flat}
-    with replacing(path) as temporary:
-        temporary.write_text(pages.get_template(template).render(values), encoding="utf-8", errors="replace")
-    return path
+    found.globals["COLOURS"] = COLOURS
+    found.filters |= {"text": text, "duration": duration, "preformatted": preformatted, "flat": flat}
+    return found
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
