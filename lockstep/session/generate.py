@@ -121,11 +121,11 @@ class LLM(Session):
         part of what keys the random numbers: calls with other steps draw others.
         """
         requests = self._requests(prompts, sampling or SamplingParams(), step)
-        texts: dict[tuple[int, int], _TextStream] = {}
+        texts: dict[tuple[int, int], TextStream] = {}
         for prompt, sample, token_ids, completion in self.engine(*requests[:2]).stream(*requests):
             if completion is not None:
                 require_numbers(prompt, completion)
-            text = texts.setdefault((prompt, sample), _TextStream(self.policy.decode))
+            text = texts.setdefault((prompt, sample), TextStream(self.policy.decode))
             piece = text.feed(token_ids) if completion is None else text.finish(completion.text)
             if piece or completion is not None:
                 yield Piece(prompt, sample, piece, completion)
@@ -236,7 +236,7 @@ def check_sampling(sampling: SamplingParams, seed: int = 0) -> None:
     SamplingConfig(num_generations=sampling.n, **same).validate()
 
 
-class _TextStream:
+class TextStream:
     """Text of growing token ids, a piece at a time.
 
     Only the tokens since the last whole character but one piece are decoded again, so a long text costs no more a

@@ -15,7 +15,7 @@ from lockstep.cli.main import main
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError
 from lockstep.generator import Engine
-from lockstep.session.generate import LLM, _TextStream
+from lockstep.session.generate import LLM, TextStream
 from lockstep.types import GENERATE_DOMAIN, SampleIdentity, SamplingParams
 
 SHORT = SamplingParams(max_completion_length=12, n=2)
@@ -156,7 +156,7 @@ def utf8(token_ids: list[int]) -> str:
 @given(st.text(max_size=12) | st.binary(max_size=24), st.integers(1, 5))
 def test_pieces_add_up_for_any_bytes(content: str | bytes, size: int) -> None:
     token_ids = list(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
-    text, shown = _TextStream(utf8), ""
+    text, shown = TextStream(utf8), ""
     for end in range(size, len(token_ids) + size, size):
         shown += text.feed(token_ids[:end])
         assert utf8(token_ids).startswith(shown)
@@ -164,7 +164,7 @@ def test_pieces_add_up_for_any_bytes(content: str | bytes, size: int) -> None:
 
 
 def test_a_character_is_held_back_until_it_is_whole() -> None:
-    text, euro = _TextStream(utf8), list("a€".encode())
+    text, euro = TextStream(utf8), list("a€".encode())
     assert [text.feed(euro[: i + 1]) for i in range(4)] == ["a", "", "", "€"]
 
 
