@@ -19,11 +19,11 @@ from ..graph import EAGER, Runtime
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
 from .check_cases import Work
 from .kv_cache import KVCache
-from .programs import row_buckets
 from .request import Grown, Prefill, Sequence
 from .runner import Block, Runner
 from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
+from .sizes import row_buckets
 from .weights import SharedWeights, SnapshotWeights
 
 AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
@@ -54,7 +54,6 @@ class Engine:
         ahead: int | None = None,
     ) -> None:
         model = weights.model
-        self.weights = weights
         self.config = config
         self.model_config = model.config
         self.detokenize = detokenize
@@ -198,7 +197,7 @@ class Engine:
 
     def _launch(self) -> list[Sequence]:
         """One launch; returns the samples that have grown, those that finished released."""
-        version = self.weights.version
+        version = self.runner.weights.version
         if any(block.version != version for block in self._flight):
             self.drain()
         chunks = self.scheduler.schedule_prefill(version)
@@ -225,20 +224,21 @@ class Engine:
         with self.timings.measured("prefill", on_device=True, tokens=tokens, sequences=len(self.scheduler.running)):
             block = self.runner.mixed(chunks)
         for chunk in ending:
-            self.scheduler.filled(chunk.prefill)
+            ended = chunk.prefill
+            self.scheduler.register(ended.token_ids, ended.pages, ended.cache_version)
         if copies:
             self.cache.copy_pages(*map(list, zip(*copies, strict=True)))
         return block
 
     def _launch_decode(self) -> Block | None:
         """A block of decode steps; None when all that run are known to have their last token by then."""
-        steps = min(self.config.steps_per_sync, self.scheduler.steps_left)
+        running, clock = self.scheduler.running, self.scheduler.clock
+        steps = min(self.config.steps_per_sync, max((s.end for s in running), default=clock) - clock)
         if self.scheduler.waiting:  # for slots or pages: look earlier for some that are free
             steps = min(steps, max(1, self.config.steps_per_sync // 2))
         steps = self._reserve(steps) if steps > 0 else 0
         if steps < 1:
             return None
-        running = self.scheduler.running
         with self.timings.measured("decode", on_device=True, steps=steps, sequences=len(running)):
             return self.runner.decode(running, steps)
 
