@@ -75,8 +75,7 @@ def _choice(service: Service, body: CompletionBody, place: int, job: Job, comple
 def _logprobs(
     service: Service, body: CompletionBody, sampled: Completion | Update, offset: int
 ) -> dict[str, Any] | None:
-    decode = service.policy.tokenizer.decode
-    return None if body.logprobs is None else completion_logprobs(decode, sampled, offset)
+    return None if body.logprobs is None else completion_logprobs(service.token_text, sampled, offset)
 
 
 async def _chunks(
