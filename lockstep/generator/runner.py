@@ -19,7 +19,7 @@ from .running_batch import RunningBatch
 from .scheduler import Chunk
 from .weights import SharedWeights, SnapshotWeights
 
-# Tokens, both log-probabilities and, of a model with experts, `Completion.route_digests`, one a step.
+# Tokens, both log-probabilities and, of a model with experts, `Segment.route_digests`, one a step.
 Drawn = tuple[Sequence, list[int], list[float], list[float], list[int] | None]
 
 

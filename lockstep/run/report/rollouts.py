@@ -47,7 +47,20 @@ def _card(title: str, group: dict[str, Any], sample: dict[str, Any]) -> str:
     return (
         f'<div class="card"><div class="head"><h3>{escape(title)}</h3>'
         f'<span class="dim">group {escape(text(group.get("group")))}</span></div>'
-        f'<p class="dim">{escape(facts)}</p>{_prompt(group.get("prompt"))}{preformatted(sample.get("text"))}</div>'
+        f'<p class="dim">{escape(facts)}</p>{_prompt(group.get("prompt"))}{_response(sample)}</div>'
+    )
+
+
+def _response(sample: dict[str, Any]) -> str:
+    """What was sampled; of several turns also what was given between them, each under its name."""
+    segments = sample.get("segments")
+    turns = segments[1:] if isinstance(segments, list) and len(segments) > 2 else []
+    if not turns or not all(isinstance(turn, dict) for turn in turns):
+        return preformatted(sample.get("text"))
+    return "".join(
+        f'<p class="dim">{escape(text(turn.get("kind")))}, {escape(text(turn.get("tokens")))} tokens</p>'
+        f"{preformatted(turn.get('text'))}"
+        for turn in turns
     )
 
 
