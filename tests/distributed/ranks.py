@@ -269,6 +269,15 @@ def agreement(world: World) -> Any:
     return on_all(world, found)
 
 
+class Left(FakeRecorder):
+    """Of a runtime that nobody closes."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def main() -> None:
     machine.own_gpu()
     world = join(ParallelConfig(timeout=200), DEVICE.type)
@@ -282,7 +291,10 @@ def main() -> None:
             raise
     if world.first:
         print(json.dumps(found))
+    full = CompileConfig("step", cudagraph_mode="full")
+    left = Runtime(full, DEVICE, recorder=Left(), mesh={"fsdp": world.size}, peers=world)
     world.close()
+    assert left.recorder is not None and left.recorder.closed  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
