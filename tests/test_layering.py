@@ -54,7 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     "rl": {"algorithms", "environments", "session", "trainer"},
     "run": {"cache", "distributed", "machine", "models", "ops", "rl", "session"},
     "api": {"distributed", "machine", "run", "session"},
-    "cli": {"api", "environments", "machine", "models", "run", "session"},
+    "serve": {"generator", "models", "session"},
+    "cli": {"api", "environments", "machine", "models", "run", "serve", "session"},
     "__main__": {"cli"},
     # lockstep/__init__.py: the version, which every room may read, and the public names, imported on first use.
     "": {"api", "machine", "run", "session"},
@@ -67,7 +68,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "algorithms": (
         "advantage losses",
         "algorithm",
-        "cispo dapo grpo sapo sft user",
+        "cispo dapo distillation grpo sapo sft user",
         "dppo dr_grpo gspo reinforce_pp rloo",
         ".",
     ),
@@ -112,8 +113,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "forward running_batch",
         "scheduler",
         "prefill_batch",
-        "check_cases",
-        "programs",
+        "check_cases sizes",
         "runner",
         "engine",
         ".",
@@ -137,6 +137,16 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "rl": ("dynamic_sampling", "loop", "sft_warmup"),
     "run": ("checkpoint closing crash display lock metrics trackers", "resume timeline", "report", "recorder", "train"),
+    "serve": (
+        "batcher errors metrics settings tool_calls",
+        "bodies chat_prompt text",
+        "service",
+        "events",
+        "routes.common",
+        "routes",
+        "app",
+        "server",
+    ),
     "cli": ("chat flags", "commands", "main"),
 }
 
