@@ -163,7 +163,8 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
             evidence.append(trainer.optim_step(LEARNING_RATE))
         first_steps = time.perf_counter() - began
         evidence += [int(fingerprint(t)) for t in (trainer.flat.data, *trainer.state()[0].values())]
-        scored = trainer.programs.forward_backward(batch, trainer.loss.loss_type, False)
+        statics = {"loss_type": trainer.loss.loss_type, "with_support": False}
+        scored = trainer.programs.launch("forward_backward", batch, **statics)
         batch.old_logprob_C.copy_(scored["logprob_C"])  # so no difference is found, and with a rate of 0 none arises
         batch.old_model_logprob_C.copy_(scored["model_logprob_C"])
         trainer.optim_step(0.0)
