@@ -6,9 +6,10 @@ import contextlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,12 @@ from . import torch_private
 from .mesh import Axis, Mesh
 
 T = TypeVar("T")
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
 GRACE = 10.0  # seconds by which the collectives' own deadlines come before ours, which ends the process
 
 
@@ -36,6 +43,7 @@ class World:
     size: int = 1
     timeout: float = 0.0
     on_gpu: bool = False
+    _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -142,6 +150,14 @@ class World:
         )
         os._exit(1)
 
+    def closes(self, holder: Closes) -> None:
+        """Close `holder`, which recorded collectives, before this process leaves, unless it is gone by then.
+
+        A group whose collectives a CUDA graph still holds does not end: NCCL waits for the graph.
+        """
+        if self.size > 1:
+            self._open.add(holder)
+
     def close(self, failed: bool = False) -> None:
         """Leave together: every graph is closed and every wait over. After a failure nobody is waited for."""
         if self.size == 1:
@@ -152,6 +168,8 @@ class World:
         with self.peers(), self.deadline("leaving together"):
             if not failed:
                 dist.barrier()
+            for holder in list(self._open):
+                holder.close()
             torch_private.forget_group(self.mesh.fsdp.group)
             dist.destroy_process_group()
 

@@ -112,6 +112,19 @@ class Sequence:
         )
 
 
+@dataclass(frozen=True)
+class Grown:
+    """A sample that has new tokens: all that it has so far, which the engine goes on adding to, and its completion once
+    it is finished. `logprobs` and `model_logprobs` are as in `Completion`."""
+
+    request_id: int
+    identity: SampleIdentity
+    token_ids: list[int]
+    logprobs: list[float]
+    model_logprobs: list[float]
+    completion: Completion | None
+
+
 @dataclass(eq=False)
 class Prefill:
     """Tokens to run through the model once for all `samples`, which then go on from there apart.

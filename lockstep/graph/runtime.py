@@ -59,6 +59,7 @@ class Runtime:
         make_layers = load_hook(way.hook) if self.eager else None
         self.layers = make_layers and make_layers(self.builder.backend.compile_module, self._layer_made)
         self.programs: list[Program] = []
+        self.peers.closes(self)
 
     def program(
         self,
@@ -159,7 +160,7 @@ class Runtime:
         return total
 
     def close(self) -> None:
-        """Close every graph, then the pool. Do so before a process group is destroyed."""
+        """Close every graph, then the pool; `World.close` does so too, before the process group goes."""
         for program in self.programs:
             program.close()
         if self.recorder is not None:

@@ -79,6 +79,8 @@ def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) ->
     for step in range(steps):
         groups = rollout(trainer.model, step)
         for batch in batches(groups, own, max_tokens):
+            if trainer.reference is not None:
+                trainer.reference_logprobs(batch)
             trainer.forward_backward(batch)
         for batch in batches(groups, own, max_tokens):
             trainer.check(batch)
@@ -140,6 +142,17 @@ def whole_sequences(world: World) -> Any:
     runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
     found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world)
     runtime.close()
+    return on_all(world, different(found, one))
+
+
+@check
+def a_teacher(world: World) -> Any:
+    """Each rank has a whole one."""
+    loss, teacher = LossConfig("distillation", teacher="a folder"), decoder()
+    with torch.no_grad():
+        teacher.embed.mul_(0.5)
+    one = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher), ONE)
+    found = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world), world)
     return on_all(world, different(found, one))
 
 
@@ -269,6 +282,15 @@ def agreement(world: World) -> Any:
     return on_all(world, found)
 
 
+class Left(FakeRecorder):
+    """Of a runtime that nobody closes."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def main() -> None:
     machine.own_gpu()
     world = join(ParallelConfig(timeout=200), DEVICE.type)
@@ -282,7 +304,10 @@ def main() -> None:
             raise
     if world.first:
         print(json.dumps(found))
+    full = CompileConfig("step", cudagraph_mode="full")
+    left = Runtime(full, DEVICE, recorder=Left(), mesh={"fsdp": world.size}, peers=world)
     world.close()
+    assert left.recorder is not None and left.recorder.closed  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
