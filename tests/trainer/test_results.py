@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from updates import LR, NoHostReads, bits, make_trainer, one_batch, same
 
 from lockstep.config import CompileConfig
-from lockstep.graph import EAGER, FakeRecorder, Runtime, check_against_eager
+from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.result import ROWS
 from lockstep.types import SamplingParams
