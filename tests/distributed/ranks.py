@@ -18,6 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fake_recorder import FakeRecorder
 from small import train_groups
 
 from lockstep import distributed, machine
@@ -25,7 +26,7 @@ from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, Optimize
 from lockstep.distributed import ONE, World, join
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import FakeRecorder, GraphError, Runtime, check_against_eager, digest
+from lockstep.graph import GraphError, Runtime, check_against_eager, digest
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
