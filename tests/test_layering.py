@@ -90,7 +90,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "config",
         "blocks checks families weight_map",
         "decoder shards",
-        "folder",
+        "folder patterns",
         ". init",
     ),
     "graph": (
