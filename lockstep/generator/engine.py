@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from ..config import GeneratorConfig
 from ..errors import InputError, refuse
@@ -18,11 +19,11 @@ from ..graph import EAGER, Runtime
 from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
 from .check_cases import Work
 from .kv_cache import KVCache
-from .programs import row_buckets
-from .request import Prefill, Sequence
+from .request import Grown, Prefill, Sequence
 from .runner import Block, Runner
 from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
+from .sizes import row_buckets
 from .weights import SharedWeights, SnapshotWeights
 
 AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
@@ -53,7 +54,6 @@ class Engine:
         ahead: int | None = None,
     ) -> None:
         model = weights.model
-        self.weights = weights
         self.config = config
         self.model_config = model.config
         self.detokenize = detokenize
@@ -78,8 +78,8 @@ class Engine:
     def generate(
         self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
     ) -> list[list[Completion]]:
-        """Complete each prompt `sampling.n` times; sample i has `identity.sample == i`. All or nothing: when it
-        raises, none of these requests is left behind."""
+        """Complete each prompt `sampling.n` times, as `add_request` numbers them. All or nothing: when it raises, none
+        of these requests is left behind."""
         with self._queued(prompt_ids, sampling, identities) as ids:
             done: dict[int, list[Completion]] = {}
             total = sum(params.n for params in sampling)
@@ -111,11 +111,8 @@ class Engine:
         its completion once it is finished. Closing the iterator aborts what is left."""
         with self._queued(prompt_ids, sampling, identities) as ids:
             while self._pending:
-                sampled = self._advance()
-                for s in sampled:
-                    done = self._pending[s.request_id][s.identity.sample]
-                    yield ids.index(s.request_id), s.identity.sample, s.token_ids, done
-                self._collect(sampled)
+                for grown in self.advance():
+                    yield ids.index(grown.request_id), grown.identity.sample, grown.token_ids, grown.completion
 
     def warm_up(self, sequences: int, tokens: int, sampling: SamplingParams) -> None:
         """Make the graphs for up to so many sequences at once, each of up to `tokens` tokens with its prompt.
@@ -145,7 +142,11 @@ class Engine:
         return self.runner.trust_cases()
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
-        """Queue a request; returns its id. `InputError` when it could never run."""
+        """Queue a request; returns its id. Its samples are `identity.sample` and those that follow it, n in all.
+
+        Requests may come at any time between launches: no bit of a sample depends on when, or on what else runs.
+        Raises `InputError` when it could never run.
+        """
         self.check(prompt_ids, sampling, identity.group)
         self._make_room(len(prompt_ids) + sampling.max_completion_length)
         request_id = next(self._ids)
@@ -156,12 +157,12 @@ class Engine:
                 request_id,
                 list(prompt_ids),
                 sampling,
-                SampleIdentity(identity.seed, identity.domain, identity.step, identity.group, i),
+                replace(identity, sample=identity.sample + i),
                 stop_ids,
             )
             for i in range(sampling.n)
         ]
-        self._pending[request_id] = dict.fromkeys(range(sampling.n))
+        self._pending[request_id] = dict.fromkeys(sample.identity.sample for sample in samples)
         self.scheduler.waiting.append(Prefill(list(prompt_ids), samples))
         return request_id
 
@@ -180,11 +181,23 @@ class Engine:
 
         On a GPU they are those of the launch before. After an exception the requests that were running must be aborted.
         """
-        return self._collect(self._advance())
+        return self._collect(self._launch())
 
-    def _advance(self) -> list[Sequence]:
+    def advance(self) -> list[Grown]:
+        """As `step`, telling of each sample that has grown, also of those whose requests go on."""
+        sampled = self._launch()
+        grown = [
+            Grown(s.request_id, s.identity, s.token_ids, s.logprobs, s.model_logprobs, self._done(s)) for s in sampled
+        ]
+        self._collect(sampled)
+        return grown
+
+    def _done(self, sequence: Sequence) -> Completion | None:
+        return self._pending[sequence.request_id][sequence.identity.sample]
+
+    def _launch(self) -> list[Sequence]:
         """One launch; returns the samples that have grown, those that finished released."""
-        version = self.weights.version
+        version = self.runner.weights.version
         if any(block.version != version for block in self._flight):
             self.drain()
         chunks = self.scheduler.schedule_prefill(version)
@@ -211,20 +224,21 @@ class Engine:
         with self.timings.measured("prefill", on_device=True, tokens=tokens, sequences=len(self.scheduler.running)):
             block = self.runner.mixed(chunks)
         for chunk in ending:
-            self.scheduler.filled(chunk.prefill)
+            ended = chunk.prefill
+            self.scheduler.register(ended.token_ids, ended.pages, ended.cache_version)
         if copies:
             self.cache.copy_pages(*map(list, zip(*copies, strict=True)))
         return block
 
     def _launch_decode(self) -> Block | None:
         """A block of decode steps; None when all that run are known to have their last token by then."""
-        steps = min(self.config.steps_per_sync, self.scheduler.steps_left)
+        running, clock = self.scheduler.running, self.scheduler.clock
+        steps = min(self.config.steps_per_sync, max((s.end for s in running), default=clock) - clock)
         if self.scheduler.waiting:  # for slots or pages: look earlier for some that are free
             steps = min(steps, max(1, self.config.steps_per_sync // 2))
         steps = self._reserve(steps) if steps > 0 else 0
         if steps < 1:
             return None
-        running = self.scheduler.running
         with self.timings.measured("decode", on_device=True, steps=steps, sequences=len(running)):
             return self.runner.decode(running, steps)
 

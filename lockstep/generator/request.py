@@ -25,6 +25,7 @@ class Sequence:
         end: the decode step, counted by the scheduler, after which it has its last token if no stop comes before.
         lease: tells which note of the steps that its pages last for is the valid one; 0: none.
         shared: what it has in common with the samples that started with it.
+        positions: those that it may come to need: its last token's keys and values are never made.
         routes, prompt_routes: as in `Completion.route_digests` and `prompt_route_digests`.
     """
 
@@ -50,6 +51,7 @@ class Sequence:
     def __post_init__(self) -> None:
         i = self.identity
         self.key = sample_key(i.seed, i.domain, i.step, i.group, i.sample)
+        self.positions = len(self.prompt_ids) + self.sampling.max_completion_length - 1
 
     @property
     def length(self) -> int:
@@ -108,6 +110,19 @@ class Sequence:
             self.routes,
             self.prompt_routes,
         )
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A sample that has new tokens: all that it has so far, which the engine goes on adding to, and its completion once
+    it is finished. `logprobs` and `model_logprobs` are as in `Completion`."""
+
+    request_id: int
+    identity: SampleIdentity
+    token_ids: list[int]
+    logprobs: list[float]
+    model_logprobs: list[float]
+    completion: Completion | None
 
 
 @dataclass(eq=False)

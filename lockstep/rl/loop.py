@@ -244,7 +244,7 @@ class Loop:
         trainer = self.run.trainer
         with self.run.timings.measured("forward_backward", on_device=True):
             for batch in batches:
-                if first and self.config.loss.kl_in_loss:
+                if first and self.algorithm.reads_reference:
                     trainer.reference_logprobs(batch)
                 trainer.forward_backward(batch, keep_support=first and not last)
                 batch.check_parity = False
@@ -308,6 +308,8 @@ class Loop:
         """Greedy completions of the validation problems, or of those that a warm-up ends by: mean reward, and each
         reward function's mean."""
         task = self.run.task
+        if not task.rewards.rewards:
+            return {}  # nothing measures them
         problems = list(enumerate(task.selection_problems() if selection else task.validation_problems()))
         if not problems:
             return {}

@@ -105,6 +105,7 @@ class TrainerPrograms:
     def constants(self) -> dict[str, graph.Constants]:
         """For each function what its graphs depend on: the very objects that its body reads."""
         model = {"model": self.model.config, "masks": self.model.masks}
+        second = self.reference or self.model
         layout = self.flat.layout
         sharding = {"ranks": layout.ranks, "shapes": dict(zip(self.flat.names, layout.shapes, strict=True))}
         return {
@@ -125,7 +126,7 @@ class TrainerPrograms:
                 "ranks": layout.ranks,
             },
             "gather_weights": {"sharding": sharding},
-            "reference_logprobs": model,  # the reference is a copy
+            "reference_logprobs": {"model": second.config, "masks": second.masks},
         }
 
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:

@@ -134,7 +134,7 @@ def _loss(
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
     algorithm = objective.algorithm
-    given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions
+    given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions, batch.ref_logprob_C
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, *given)
     loss_C, clipped_C = algorithm.corrected_loss(values)
     if objective.with_kl:

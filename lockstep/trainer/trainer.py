@@ -36,7 +36,8 @@ class Trainer:
     """Trains `model` in place with gradients accumulated over micro-batches.
 
     Args:
-        reference: frozen model for the KL term; required when `loss.beta` is above 0.
+        reference: frozen model for the KL term, or the teacher; required when `loss.beta` is above 0, and by an
+            algorithm that has a teacher.
         enforce_parity: do not update when a log-probability differs from the generator's in any bit, or a choice of
             experts does, or when not every sampled token was compared.
         runtime: what runs the trainer's programs; by default eagerly.
@@ -96,6 +97,8 @@ class Trainer:
         runtime.prepare(*filter(None, (model, reference)))
         self.programs = TrainerPrograms(self._runtime, model, reference, self.optimizer, loss, state)
         self.algorithm = self.programs.algorithm
+        if self.algorithm.has_teacher and reference is None:
+            raise ValueError(f"loss.loss_type is {loss.loss_type}: it needs a teacher as the reference model")
         self._scored: Checked = []  # checked batches and their log-probs
 
     def forward_backward(self, batch: PackedBatch, loss_type: str | None = None, keep_support: bool = False) -> None:
@@ -288,7 +291,7 @@ class Trainer:
             applied=bool(s["applied"]),
             finite=math.isfinite(s["loss"]) and math.isfinite(s["grad_norm"]),
             clip_ratio=s["clipped"] / tokens,
-            kl=None if self.reference is None else s["kl"] / tokens,
+            kl=s["kl"] / tokens if self.reference is not None and self.algorithm.has_kl else None,
             entropy=s["entropy"] / max(s["scored"], 1.0),
             tokens=int(s["tokens"]),
             tokens_sampled=sampled,

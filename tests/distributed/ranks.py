@@ -79,6 +79,8 @@ def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) ->
     for step in range(steps):
         groups = rollout(trainer.model, step)
         for batch in batches(groups, own, max_tokens):
+            if trainer.reference is not None:
+                trainer.reference_logprobs(batch)
             trainer.forward_backward(batch)
         for batch in batches(groups, own, max_tokens):
             trainer.check(batch)
@@ -159,6 +161,17 @@ def parameter_groups(world: World) -> Any:
     now = dict(trainer.model.named_parameters())
     kept = [name for name, parameter in start.named_parameters() if torch.equal(parameter, now[name])]
     return on_all(world, [unlike, len(trainer.optimizer.groups), kept])
+
+
+@check
+def a_teacher(world: World) -> Any:
+    """Each rank has a whole one."""
+    loss, teacher = LossConfig("distillation", teacher="a folder"), decoder()
+    with torch.no_grad():
+        teacher.embed.mul_(0.5)
+    one = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher), ONE)
+    found = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world), world)
+    return on_all(world, different(found, one))
 
 
 @check

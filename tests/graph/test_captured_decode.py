@@ -10,8 +10,8 @@ import torch
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
-from lockstep.generator import programs as graphs_module
-from lockstep.generator.programs import row_buckets, token_buckets
+from lockstep.generator import sizes as graphs_module
+from lockstep.generator.sizes import row_buckets, token_buckets
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder
 from lockstep.types import Completion, SampleIdentity, SamplingParams
@@ -86,6 +86,7 @@ def test_rows_without_a_sequence_write_to_nobodys_page(decoder, runtime_of: Call
     model = decoder()
     eager, captured, mutant = (engine(model, c) for c in (EAGER, runtime_of(), runtime_of()))
     mutant.cache.null_page = 0
+    mutant.runner.use(mutant.runner.weights)  # the page is a constant of its graphs
     for e in (eager, captured, mutant):
         generate(e, count=5)  # 9 sequences at most, in rows for 16
     assert torch.equal(captured.cache.k[:, :-1], eager.cache.k[:, :-1])
@@ -161,10 +162,9 @@ def test_updated_weights_are_seen_and_a_snapshot_is_another_model(decoder, runti
     with torch.no_grad():
         model.layers[0].down.mul_(1.5)
     expected = words(generate(engine(model, EAGER)))
-    captured.weights = SharedWeights(model, lambda: 1)  # a new version: no page of the old weights is found
-    captured.runner.weights = captured.weights
+    captured.runner.use(SharedWeights(model, lambda: 1))  # a new version: no page of the old weights is found
     assert words(generate(captured)) == expected != first
-    captured.weights = captured.runner.weights = snapshot
+    captured.runner.use(snapshot)
     snapshot.version = 2
     assert words(generate(captured)) == first
 

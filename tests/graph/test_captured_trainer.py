@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.algorithms import ALGORITHMS
 from lockstep.algorithms.sft import SFT
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import (
@@ -97,14 +98,18 @@ def test_a_graph_serves_every_step_of_its_bucket(decoder, rollout, runtime_of) -
     assert runtime.replays == {"forward_backward": 3, "optim_step": 3}
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo", "sapo", "dppo", "rloo"])  # others have these losses
+@pytest.mark.parametrize("loss_type", [*("dapo", "gspo", "cispo", "sapo", "dppo", "rloo"), "distillation"])
 def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, runtime_of, loss_type: str) -> None:
-    """Two updates a rollout, the second at ratios that are not 1."""
+    """Two updates a rollout, the second at ratios that are not 1. The algorithms left out have one of these losses."""
 
     def run(runtime: Runtime) -> list[Any]:
         model = decoder()
-        trainer = Trainer(model, OptimizerConfig(), LossConfig(loss_type), runtime=runtime)
+        loss = LossConfig(loss_type, teacher="a folder" if loss_type == "distillation" else None)
+        reference = decoder(seed=1) if ALGORITHMS[loss_type].has_teacher else None
+        trainer = Trainer(model, OptimizerConfig(), loss, reference=reference, runtime=runtime)
         (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
+        if reference:
+            trainer.reference_logprobs(batch)
         results = []
         for first in (True, False):
             trainer.forward_backward(batch, keep_support=first)

@@ -26,7 +26,7 @@ class TaskConfig(Section):
     """Where prompts and rewards come from."""
 
     name: Literal["sum-digits", "word-arithmetic", "gsm8k", "dataset"] = "sum-digits"
-    """Prompt source. `dataset` reads --data and needs at least one --reward."""
+    """Prompt source. `dataset` reads --data and needs at least one --reward, but for distillation."""
     data: str | None = None
     """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
     split: str = "train"
@@ -72,10 +72,6 @@ class TaskConfig(Section):
         name, weights = self.name, self.reward_weights
         refuse(name == "gsm8k" and not self.data, "task.data is missing: gsm8k needs --data FILE.jsonl")
         refuse(name == "dataset" and not self.data, "task.data is missing: a dataset task needs --data PATH or hub id")
-        refuse(
-            name == "dataset" and not self.reward,
-            "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
-        )
         template_variables(self.chat_template_kwargs)
         refuse(self.prompt_column == "", "task.prompt_column is empty; name the column that holds the prompt")
         refuse(self.system_prompt == "", "task.system_prompt is empty; give a text, or leave it out")
