@@ -147,6 +147,24 @@ def whole_sequences(world: World) -> Any:
 
 
 @check
+def parameter_groups(world: World) -> Any:
+    """Frozen parameters and other rates, of graphs on the ranks and eager in one process."""
+    optimizer = replace(
+        OPTIMIZER, freeze=("model.layers.0",), lr_scales=("model.norm=3",), weight_decays=("*_proj=0.2",)
+    )
+    start, one = decoder(), run(Trainer(decoder(), optimizer, LossConfig()), ONE)
+    recorder = FakeRecorder() if DEVICE.type == "cpu" else None
+    config = CompileConfig("step", cudagraph_mode="full")
+    runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), optimizer, LossConfig(), world=world, runtime=runtime)
+    unlike = different(run(trainer, world), one)
+    runtime.close()
+    now = dict(trainer.model.named_parameters())
+    kept = [name for name, parameter in start.named_parameters() if torch.equal(parameter, now[name])]
+    return on_all(world, [unlike, len(trainer.optimizer.groups), kept])
+
+
+@check
 def a_teacher(world: World) -> Any:
     """Each rank has a whole one."""
     loss, teacher = LossConfig("distillation", teacher="a folder"), decoder()
