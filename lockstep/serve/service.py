@@ -21,7 +21,7 @@ from ..errors import InputError, LockstepError
 from ..generator import Engine
 from ..session.build import Policy
 from ..session.generate import require_numbers
-from ..types import GENERATE_DOMAIN, Completion, SampleIdentity
+from ..types import GENERATE_DOMAIN, SampleIdentity, Trajectory
 from .batcher import Batcher, Job, News, Update
 from .bodies import SamplingFields
 from .errors import ApiError, ClientLeft, closing, refused
@@ -205,7 +205,7 @@ class Ticket:
                 self._finish(job, index[job], item.completion)
             yield index[job], item
 
-    def _finish(self, job: Job, index: int, completion: Completion) -> None:
+    def _finish(self, job: Job, index: int, completion: Trajectory) -> None:
         self.unfinished[job] -= 1
         if not self.unfinished[job]:
             del self.unfinished[job]
@@ -215,9 +215,9 @@ class Ticket:
         except LockstepError as error:
             raise ApiError(500, str(error), code="non_finite") from error
 
-    async def completions(self) -> list[list[Completion]]:
+    async def completions(self) -> list[list[Trajectory]]:
         """Of each job its samples, once all are finished."""
-        found: list[dict[int, Completion]] = [{} for _ in self.jobs]
+        found: list[dict[int, Trajectory]] = [{} for _ in self.jobs]
         async for index, update in self.updates():
             if update.completion is not None:
                 found[index][update.sample] = update.completion
