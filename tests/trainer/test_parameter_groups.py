@@ -98,6 +98,26 @@ def test_what_is_frozen_keeps_its_bits_and_the_others_their_gradients(make_model
     assert {name for name in weights if torch.equal(weights[name], start[name])} == FROZEN
 
 
+def test_state_resumes_without_what_is_frozen(make_model, make_groups, record) -> None:
+    one, other = (Trainer(make_model(), GROUPED, LossConfig()) for _ in range(2))
+
+    def update(trainer: Trainer) -> None:
+        for batch in pack(record(trainer.model, make_groups()), max_tokens=1 << 12, check_parity=True):
+            trainer.forward_backward(batch)
+        assert trainer.optim_step(LR).applied
+
+    update(one)
+    tensors, numbers = one.state()
+    trained = sum(p.numel() for name, p in one.model.named_parameters() if name not in FROZEN)
+    assert trained <= len(tensors["master"]) < trained + len(one.flat.names) * 1024  # each padded to a block
+    other.load_state({name: tensor.clone() for name, tensor in tensors.items()}, numbers)
+    for trainer in (one, other):
+        update(trainer)
+    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+    with pytest.raises(ValueError, match="master"):
+        Trainer(make_model(), OptimizerConfig(), LossConfig()).load_state(tensors, numbers)
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 def test_graphs_have_the_bits_of_eager(make_model, make_groups, record, recorded: bool) -> None:
     config = CompileConfig("step", cudagraph_mode="full" if recorded else "none")
