@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import small
 import torch
+from fake_recorder import FakeRecorder
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.errors import InputError
-from lockstep.graph import EAGER, FakeRecorder, Runtime, check_against_eager
+from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.graph.ir.captured import op_name
 from lockstep.models import Decoder, by_pattern
 from lockstep.trainer import BatchShape, Trainer, pack
