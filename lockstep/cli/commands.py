@@ -28,7 +28,7 @@ from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Serve
 
 if TYPE_CHECKING:
     from ..session.generate import LLM
-    from ..types import SamplingParams
+    from ..types import Completion, SamplingParams
 
 
 _MODEL = ("attention", "attention_mask", "compile")  # flags of all that use a model
@@ -87,11 +87,21 @@ def _generate(flags: Generate) -> Outcome:
     if not flags.json:
         return Outcome(text=_closing(llm, _in_order(llm, prompts, sampling)))
     with llm:
-        results = [[asdict(one) for one in completions] for completions in llm.generate(prompts, sampling)]
+        results = [[_as_json(one) for one in completions] for completions in llm.generate(prompts, sampling)]
     if flags.prompts is None:
         return Outcome({"model": flags.model, "prompt": prompts[0], "completions": results[0]})
     pairs = [{"prompt": prompt, "completions": result} for prompt, result in zip(prompts, results, strict=True)]
     return Outcome({"model": flags.model, "prompts": pairs})
+
+
+_PER_TOKEN = ("token_ids", "logprobs", "model_logprobs", "weight_versions")
+
+
+def _as_json(one: Completion) -> dict[str, Any]:
+    """What `--json` prints of a completion."""
+    found = {name: getattr(one, name) for name in (*_PER_TOKEN, "text", "finish_reason")}
+    routes = {name: getattr(one, name) for name in ("route_digests", "prompt_route_digests")}
+    return found | {"identity": asdict(one.identity)} | routes
 
 
 def _prompts(flags: Generate) -> list[Any]:
@@ -135,17 +145,13 @@ def _serve(flags: Serve) -> Outcome:
     check_generation(flags.compile)
     variables = template_variables(flags.chat_template_kwargs, "--chat-template-kwargs")
     try:
-        from ..serve.server import Server, stopped_by_signals
+        from ..serve.server import serve
     except ImportError as error:
         raise InputError(f"serve needs packages of its own ({error}): pip install 'lockstep-rl[serve]'") from error
     from ..session.generate import LLM
 
     how = {name: getattr(flags, name) for name in ("device", "dtype", "seed", *_MODEL)}
-    with LLM(flags.model, **how, config=settings.generator, template_variables=variables) as llm:
-        server = Server(llm, settings)
-        with stopped_by_signals(server):
-            print(f"serving {settings.name} at {server.url}{settings.remark}", file=sys.stderr, flush=True)
-            server.run()
+    serve(lambda: LLM(flags.model, **how, config=settings.generator, template_variables=variables), settings)
     return Outcome()
 
 

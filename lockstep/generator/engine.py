@@ -16,7 +16,7 @@ from dataclasses import replace
 from ..config import GeneratorConfig
 from ..errors import InputError, refuse
 from ..graph import EAGER, Runtime
-from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
+from ..types import FinishReason, SampleIdentity, SamplingParams, Trajectory
 from .check_cases import Work
 from .kv_cache import KVCache
 from .request import Grown, Prefill, Sequence
@@ -37,7 +37,7 @@ class Engine:
         weights: the trainer's own weights or a snapshot.
         config: engine settings.
         cache_tokens: capacity of the KV cache (`plan_cache_tokens`).
-        detokenize: token ids to text; needed for stop strings and for `Completion.text`.
+        detokenize: token ids to text; needed for stop strings and for `Trajectory.text`.
         runtime: what runs the steps; by default eagerly. In its `timings` launches (`prefill`, `decode`) and the
             reading of their results (`read`) are measured.
         ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
@@ -73,15 +73,15 @@ class Engine:
         self._flight: deque[Block] = deque()  # launched, and not read yet
         self._grown: list[Sequence] = []  # by what was read
         self._ids = itertools.count()
-        self._pending: dict[int, dict[int, Completion | None]] = {}
+        self._pending: dict[int, dict[int, Trajectory | None]] = {}
 
     def generate(
         self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Complete each prompt `sampling.n` times, as `add_request` numbers them. All or nothing: when it raises, none
         of these requests is left behind."""
         with self._queued(prompt_ids, sampling, identities) as ids:
-            done: dict[int, list[Completion]] = {}
+            done: dict[int, list[Trajectory]] = {}
             total = sum(params.n for params in sampling)
             while len(done) < len(ids):
                 done |= dict(self.step())
@@ -106,7 +106,7 @@ class Engine:
 
     def stream(
         self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
-    ) -> Iterator[tuple[int, int, list[int], Completion | None]]:
+    ) -> Iterator[tuple[int, int, list[int], Trajectory | None]]:
         """As `generate`, telling of each sample as it grows: the prompt's index, the sample, its tokens so far, and
         its completion once it is finished. Closing the iterator aborts what is left."""
         with self._queued(prompt_ids, sampling, identities) as ids:
@@ -152,10 +152,11 @@ class Engine:
         request_id = next(self._ids)
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
         stop_ids = frozenset((*eos, *sampling.stop_token_ids))
+        prompt_ids = list(prompt_ids)
         samples = [
             Sequence(
                 request_id,
-                list(prompt_ids),
+                prompt_ids,
                 sampling,
                 replace(identity, sample=identity.sample + i),
                 stop_ids,
@@ -163,10 +164,10 @@ class Engine:
             for i in range(sampling.n)
         ]
         self._pending[request_id] = dict.fromkeys(sample.identity.sample for sample in samples)
-        self.scheduler.waiting.append(Prefill(list(prompt_ids), samples))
+        self.scheduler.waiting.append(Prefill(prompt_ids, samples))
         return request_id
 
-    def abort(self, request_id: int) -> list[Completion]:
+    def abort(self, request_id: int) -> list[Trajectory]:
         """Cancel a request; returns what its samples had so far. Unknown or finished ids return nothing."""
         done = self._pending.pop(request_id, None)
         if done is None:
@@ -176,7 +177,7 @@ class Engine:
         self._grown = [s for s in self._grown if s.request_id != request_id]
         return [c for c in done.values() if c is not None]
 
-    def step(self) -> list[tuple[int, list[Completion]]]:
+    def step(self) -> list[tuple[int, list[Trajectory]]]:
         """Launch one mixed step, or several decode steps when no prompt can start; returns the requests that finished.
 
         On a GPU they are those of the launch before. After an exception the requests that were running must be aborted.
@@ -192,7 +193,7 @@ class Engine:
         self._collect(sampled)
         return grown
 
-    def _done(self, sequence: Sequence) -> Completion | None:
+    def _done(self, sequence: Sequence) -> Trajectory | None:
         return self._pending[sequence.request_id][sequence.identity.sample]
 
     def _launch(self) -> list[Sequence]:
@@ -284,7 +285,7 @@ class Engine:
             self.drain()
             self.runner.widen(room)
 
-    def _collect(self, sampled: list[Sequence]) -> list[tuple[int, list[Completion]]]:
+    def _collect(self, sampled: list[Sequence]) -> list[tuple[int, list[Trajectory]]]:
         """Those of the samples' requests whose samples are all finished, no longer pending."""
         finished = []
         for request_id in dict.fromkeys(s.request_id for s in sampled):
@@ -311,9 +312,9 @@ class Engine:
         sequence.truncate(low)
         sequence.finish_reason = "stop"
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Trajectory:
         sequence.finish_reason = reason
-        return sequence.completion(self.detokenize(sequence.token_ids) if self.detokenize else "")
+        return sequence.trajectory(self.detokenize(sequence.token_ids) if self.detokenize else "")
 
     def check(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
         """Raise `InputError` when such a request could never run; it is called prompt `group` + 1."""

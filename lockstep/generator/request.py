@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..ops import sample_key
-from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
+from ..types import FinishReason, SampleIdentity, SamplingParams, Segment, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Sequence:
         lease: tells which note of the steps that its pages last for is the valid one; 0: none.
         shared: what it has in common with the samples that started with it.
         positions: those that it may come to need: its last token's keys and values are never made.
-        routes, prompt_routes: as in `Completion.route_digests` and `prompt_route_digests`.
+        routes, prompt_routes: as in `Segment.route_digests`.
     """
 
     request_id: int
@@ -96,33 +96,26 @@ class Sequence:
         for values in (self.token_ids, self.logprobs, self.model_logprobs, self.versions, self.routes or []):
             del values[count:]
 
-    def completion(self, text: str) -> Completion:
+    def trajectory(self, text: str) -> Trajectory:
         """The finished sample."""
         assert self.finish_reason is not None
-        return Completion(
-            self.token_ids,
-            self.logprobs,
-            self.model_logprobs,
-            self.versions,
-            text,
-            self.finish_reason,
-            self.identity,
-            self.routes,
-            self.prompt_routes,
-        )
+        drawn = self.token_ids, True, self.logprobs, self.model_logprobs, self.versions, self.routes, text
+        segments = [Segment(self.prompt_ids, route_digests=self.prompt_routes), Segment(*drawn)]
+        name = f"group {self.identity.group} sample {self.identity.sample}"
+        return Trajectory(segments, self.finish_reason, self.identity, name)
 
 
 @dataclass(frozen=True)
 class Grown:
     """A sample that has new tokens: all that it has so far, which the engine goes on adding to, and its completion once
-    it is finished. `logprobs` and `model_logprobs` are as in `Completion`."""
+    it is finished. `logprobs` and `model_logprobs` are as in `Segment`."""
 
     request_id: int
     identity: SampleIdentity
     token_ids: list[int]
     logprobs: list[float]
     model_logprobs: list[float]
-    completion: Completion | None
+    completion: Trajectory | None
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from .scheduler import Chunk
 from .sizes import DECODE, MIXED, sizes_of
 from .weights import SharedWeights, SnapshotWeights
 
-# Tokens, both log-probabilities and, of a model with experts, `Completion.route_digests`, one a step.
+# Tokens, both log-probabilities and, of a model with experts, `Segment.route_digests`, one a step.
 Drawn = tuple[Sequence, list[int], list[float], list[float], list[int] | None]
 
 

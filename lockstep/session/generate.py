@@ -21,7 +21,7 @@ from ..config import (
 )
 from ..errors import InputError, NonFiniteError
 from ..generator import Engine
-from ..types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
+from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
 from .build import Session, resolve
 from .warm_up import make_ready, prepare_machine, warn_if_slow
 
@@ -35,7 +35,7 @@ class Piece:
     prompt: int
     sample: int
     text: str
-    completion: Completion | None
+    completion: Trajectory | None
 
 
 class LLM(Session):
@@ -98,7 +98,7 @@ class LLM(Session):
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """For each prompt its `sampling.n` completions; one prompt may stand alone.
 
         Equal seeds give equal tokens, whatever else is in the batch. Raises `InputError` for sampling parameters out
@@ -212,7 +212,7 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def require_numbers(prompt: int, completion: Completion) -> None:
+def require_numbers(prompt: int, completion: Trajectory) -> None:
     """Raise `NonFiniteError` naming the first token whose log-probability is NaN or infinite: it was not sampled from
     what the model learned."""
     for token, logprobs in enumerate(zip(completion.logprobs, completion.model_logprobs, strict=True)):

@@ -122,7 +122,7 @@ class TrainerPrograms:
             "check": {**model, "sharding": sharding},
             "optim_step": {
                 "optimizer": self.optimizer.settings,
-                "matrix_elements": self.flat.num_matrix_elements,
+                "groups": {str(i): group for i, group in enumerate(self.optimizer.groups)},
                 "enforce_parity": self.state.enforce_parity,
                 "router_biases": tuple(self.state.router_biases),
                 "experts": self.experts,
@@ -177,9 +177,8 @@ class TrainerPrograms:
             ok = ok & (s["different"] == 0) & (s["identical"] == b["sampled"])
             if self.experts:
                 ok = ok & (s["prompt_routed_differently"] == 0)
-        settings = self.optimizer.settings
-        grad_norm, applied = adamw_step(tensors, self.flat, settings, b["lr"], ok)
+        grad_norm, applied = adamw_step(tensors, self.optimizer, b["lr"], ok)
         if biases := [b[name] for name in self.state.router_biases]:
-            routing.balance(biases, s["loads"], settings.router_bias_rate, applied)
+            routing.balance(biases, s["loads"], self.optimizer.settings.router_bias_rate, applied)
         step.take(b["statistics"], b["results"], grad_norm, applied, self.experts)
         return {}

@@ -22,7 +22,7 @@ from ..models import Decoder
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
 from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
-from .optimizer import AdamW
+from .optimizer import AdamW, frozen_parameters, parameter_groups
 from .packing import blank_batch
 from .parameters import flat_parameters
 from .programs import TrainerPrograms, UpdateState
@@ -50,7 +50,7 @@ class Trainer:
 
     Raises:
         InputError: `loss.router_aux_loss_coef` is set, and the model has no experts chosen by a softmax; or
-            `optimizer.router_bias_rate` is, and it has no biases.
+            `optimizer.router_bias_rate` is, and it has no biases; or a pattern of `optimizer` does not fit its names.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Trainer:
             )
         self.model, self.reference, self.loss = model, reference, loss
         self.world = world
-        self.flat = flat_parameters(model, world.mesh)
-        self.optimizer = AdamW(self.flat, optimizer)
+        self.flat = flat_parameters(model, world.mesh, frozen_parameters(model, optimizer))
+        self.optimizer = AdamW(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
         self.weights_version = 0
         device = self.flat.data.device
         self._lr = torch.zeros((), device=device)
@@ -209,8 +209,8 @@ class Trainer:
         return self._launched(lr, sampled)
 
     def _to_compare(self) -> int:
-        """Completion tokens of the batches since the last update that were to be compared, of all ranks, by the
-        sequences that they were made of."""
+        """Sampled tokens of the batches since the last update that were to be compared, of all ranks, by the
+        trajectories that they were made of."""
         own = sum(len(s.token_ids) for batch, _ in self._scored for s in batch.sequences)
         return sum(self.world.gather(own))
 

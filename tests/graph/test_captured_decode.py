@@ -14,7 +14,7 @@ from lockstep.generator import sizes as graphs_module
 from lockstep.generator.sizes import row_buckets, token_buckets
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder
-from lockstep.types import Completion, SampleIdentity, SamplingParams
+from lockstep.types import SampleIdentity, SamplingParams, Trajectory
 
 KINDS = (
     {"temperature": 1.0},
@@ -36,7 +36,7 @@ def graphs(runtime: Runtime) -> dict[str, int]:
     return found
 
 
-def generate(engine: Engine, kinds=KINDS, count: int = 7, step: int = 0) -> list[list[Completion]]:
+def generate(engine: Engine, kinds=KINDS, count: int = 7, step: int = 0) -> list[list[Trajectory]]:
     """Prompts of many lengths, 1 to 3 samples each; some stop early, so that the batch shrinks."""
     prompts = [[(11 * g + i) % 97 for i in range(1 + 13 * g % 50)] for g in range(count)]
     sampling = [
@@ -46,7 +46,7 @@ def generate(engine: Engine, kinds=KINDS, count: int = 7, step: int = 0) -> list
     return engine.generate(prompts, sampling, [SampleIdentity(3, 0, step, g) for g in range(count)])
 
 
-def words(completions: list[list[Completion]]) -> list:
+def words(completions: list[list[Trajectory]]) -> list:
     return [
         (c.token_ids, [x.hex() for x in (*c.logprobs, *c.model_logprobs)], c.finish_reason)
         for group in completions

@@ -114,7 +114,7 @@ def test_kl_in_the_reward(config: RunConfig) -> None:
     assert first["kl"] == 0 and all(r.reward == r.rewards["letters"] for g in groups for r in g.rollouts)
     second, groups = loop.step(1)
     taken = sum(r.rewards["letters"] - r.reward for g in groups for r in g.rollouts)
-    tokens = sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+    tokens = sum(len(r.token_ids) for g in groups for r in g.rollouts)
     assert second["kl"] != 0 and taken == pytest.approx(0.5 * second["kl"] * tokens, rel=1e-6)
     assert second["parity/tokens_different"] == 0 == second["parity/tokens_not_covered"]
 
@@ -147,7 +147,7 @@ def test_steps_are_full_and_no_prompt_is_used_twice_or_left_out(
         assert sorted(g.group % 3 for g in groups) == [0, 1, 2] and any(g.group >= 3 for g in groups)
         assert found["dynamic_sampling/prompts"] == len(asked) - before > 3
         assert found["frac_reward_zero_std"] == 0 == found["parity/tokens_not_covered"]
-        assert found["parity/tokens_checked"] > sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+        assert found["parity/tokens_checked"] > sum(len(r.token_ids) for g in groups for r in g.rollouts)
     assert asked == [divmod(i, 3) for i in range(len(asked))] and loop.prompts_used == len(asked)
 
 

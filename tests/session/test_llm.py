@@ -177,6 +177,10 @@ def test_generate_streams_what_json_reports(model: Path, capsys: pytest.CaptureF
     printed = json.loads(capsys.readouterr().out)
     assert printed.keys() == {"model", "prompt", "completions"} and printed["prompt"] == "ab"
     assert len(printed["completions"][0]["logprobs"]) == len(printed["completions"][0]["token_ids"])
+    assert list(printed["completions"][0]) == [
+        *("token_ids", "logprobs", "model_logprobs", "weight_versions", "text", "finish_reason", "identity"),
+        *("route_digests", "prompt_route_digests"),
+    ]
     assert generate(model, "--prompt", "ab", "--n", "3") == 0
     texts = [one["text"] for one in printed["completions"]]
     assert capsys.readouterr().out == "".join(f"--- {i + 1} of 3\n{text}\n" for i, text in enumerate(texts))

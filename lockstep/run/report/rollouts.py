@@ -21,7 +21,7 @@ class Sample:
     group: Any
     facts: str
     prompt: Any
-    text: Any
+    turns: list[tuple[str, Any]]
 
     @property
     def long(self) -> bool:
@@ -42,7 +42,7 @@ def _chosen(groups: list[dict[str, Any]]) -> list[Sample]:
             ranks = [sign * _value(sample, by) for _, sample in samples]
             group, sample = samples.pop(ranks.index(max(ranks)))
             prompt = _messages(group.get("prompt"))
-            found.append(Sample(title, group.get("group"), _facts(sample), prompt, sample.get("text")))
+            found.append(Sample(title, group.get("group"), _facts(sample), prompt, _turns(sample)))
     return found
 
 
@@ -57,6 +57,16 @@ def _facts(sample: dict[str, Any]) -> str:
     if len(each) > 1:
         facts += " (" + ", ".join(f"{name} {text(value)}" for name, value in each.items()) + ")"
     return facts
+
+
+def _turns(sample: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What came after the prompt, with a name over each where there were several turns: what was sampled and what was
+    given between."""
+    segments = sample.get("segments")
+    turns = segments[1:] if isinstance(segments, list) and len(segments) > 2 else []
+    if not turns or not all(isinstance(turn, dict) for turn in turns):
+        return [("", sample.get("text"))]
+    return [(f"{text(turn.get('kind'))}, {text(turn.get('tokens'))} tokens", turn.get("text")) for turn in turns]
 
 
 def _messages(prompt: Any) -> Any:
