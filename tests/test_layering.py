@@ -100,7 +100,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "ir",
         "capture launch store",
         "passes",
-        "capture.joint ranks store.key",
+        "capture.joint store.key",
         "builder warm_up",
         "program",
         "runtime",
