@@ -31,8 +31,16 @@ from .logprobs.operator import TokenLogprobs, sample, support_mask, token_logpro
 from .logprobs.philox import sample_key
 from .mla.operator import mla_packed, mla_paged, mla_write
 from .moe.grouped_linear import grouped_linear
-from .moe.routing import combine, dispatch, dispatch_plan, route, router_logits
-from .moe.statistics import expert_loads, route_digest, router_probabilities
+from .moe.routing import (
+    combine,
+    dispatch,
+    dispatch_plan,
+    expert_loads,
+    route,
+    route_digest,
+    router_logits,
+    router_probabilities,
+)
 from .native.library import cpu_backend, cpu_build
 from .norm.operator import rms_norm
 from .records import (

@@ -45,6 +45,15 @@ def _prefetch(row_ptr, depth):
     )
 
 
+@triton.jit
+def swizzled(program, blocks_m, blocks_n, GROUP: tl.constexpr):
+    """A program's block of rows and of columns: `GROUP` blocks of rows take turns at a block of columns."""
+    first_m = program // (GROUP * blocks_n) * GROUP
+    group = tl.minimum(blocks_m - first_m, GROUP)
+    within = program % (GROUP * blocks_n)
+    return first_m + within % group, within // group
+
+
 @triton.jit(do_not_specialize=["rows", "early", "prefetch"])
 def _linear_kernel(
     x_ptr,  # [rows, depth]
@@ -68,13 +77,8 @@ def _linear_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    blocks_m, blocks_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
-    program = tl.program_id(0)
-    first_m = program // (GROUP * blocks_n) * GROUP
-    group = tl.minimum(blocks_m - first_m, GROUP)
-    within = program % (GROUP * blocks_n)
-    m = (first_m + within % group) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = within // group * BLOCK_N + tl.arange(0, BLOCK_N)
+    block_m, block_n = swizzled(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), GROUP)
+    m, n = block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = (m < rows)[:, None]
     inside_out = inside & (n < columns)[None, :]
