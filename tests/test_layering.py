@@ -91,7 +91,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "config",
         "blocks checks families weight_map",
         "decoder shards",
-        "folder",
+        "folder patterns",
         ". init",
     ),
     "graph": (
