@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -47,6 +48,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, _error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientLeft, _left)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(Exception, _fault)
     app.add_middleware(_Counted, metrics=service.metrics)
     return app
