@@ -190,7 +190,6 @@ def test_a_client_that_leaves_frees_its_pages_within_a_second(served: Running, s
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": HELLO, "temperature": "hot"}, "temperature", "valid number"),
     ("chat", {"messages": HELLO, "temperature": -1}, "temperature", "greater than or equal to 0"),
-    ("chat", {"messages": HELLO, "temperature": float("nan")}, "temperature", "finite"),
     ("chat", {"messages": HELLO, "top_p": 0}, "top_p", "greater than"),
     ("chat", {"messages": HELLO, "n": 0}, "n", "greater than"),
     ("chat", {"messages": HELLO, "n": 5000}, "n", "has room for"),
@@ -217,7 +216,6 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     ("chat", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a string"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "text"),
-    ("chat", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),
     ("chat", {"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "together they may be 512"),
     ("chat", {"messages": [{"role": "assistant", "content": "", "token_ids": [999]}]}, "messages[0].token_ids", "512"),
     ("completions", {"prompt": ""}, "prompt", "no tokens"),
@@ -261,7 +259,9 @@ def test_other_requests_that_get_no_answer(served: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="'gpt' is not served here") as found:
         served.client.chat.completions.create(model="gpt", messages=HELLO)
     assert found.value.param == "model" and found.value.code == "model_not_found"
-    for content, wanted in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (b"[" * 100_000, 400), (b" " * (17 << 20), 413)):
+    bodies = [b"{", b"[]", b"\xff", b"[" * 100_000, b'{"temperature": NaN}', b'{"messages": "\\ud800"}']
+    for content in [*bodies, b" " * (17 << 20)]:
+        wanted = 413 if len(content) > 16 << 20 else 400
         response = served.http.post(PATHS["chat"], content=content)
         assert response.status_code == wanted and set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert served.http.get("/v1/chat/completions").status_code == 405
