@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import islice
 from statistics import mean, pstdev
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..session.build import TrainingSession
 from ..session.certificate import Certificate, raise_mismatch
 from ..timings import Span, totals
 from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards, packed_slots
+from ..trainer.graph_inputs import complete
 from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
@@ -35,9 +35,11 @@ from ..types import (
     TrainGroup,
     TrainSequence,
 )
+from .critic import estimate, split
 from .dynamic_sampling import collect_with_signal
 
-_TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync")  # phases whose seconds are metrics
+# Phases whose seconds are metrics.
+_TIMED = ("step", "generate", "rewards", "critic", "forward_backward", "optim_step", "sync")
 
 
 class Loop:
@@ -83,6 +85,10 @@ class Loop:
                 self._advantages(groups)
             with timings.measured("pack"):
                 batches, checks = self._pack(groups, without_reward)
+            critic: dict[str, Any] = {}
+            if self.algorithm.has_critic:
+                with self.world.deadline(f"the critic in step {step + 1}"), timings.measured("critic", on_device=True):
+                    critic = estimate(trainer, config.loss, batches, self._counted(groups))
             with self.world.deadline(f"training in step {step + 1}"):
                 with timings.measured("forward_backward", on_device=True):
                     for batch in checks:
@@ -100,7 +106,7 @@ class Loop:
         if config.loss.importance_sampling_mode is not None:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
-        return counts | self._metrics(groups, result, [*batches, *checks], version) | reference, groups
+        return counts | self._metrics(groups, result, [*batches, *checks], version) | reference | critic, groups
 
     def _collect(self, step: int) -> single_turn.Collected:
         prompts = self.config.trainer.prompts_per_step
@@ -166,7 +172,7 @@ class Loop:
             self.run.trainer.reference_logprobs(batch)
             estimate = KL_ESTIMATORS[self.config.loss.kl_estimator]
             kl_C = estimate(batch.old_model_logprob_C, batch.ref_logprob_C)[batch.valid_C]
-            for sequence, tokens in zip(batch.sequences, _split(kl_C.tolist(), batch), strict=True):
+            for sequence, tokens in zip(batch.sequences, split(kl_C.tolist(), batch), strict=True):
                 found[sequence.request] = math.fsum(tokens)
         for of_rank in self.world.gather(found):
             found |= of_rank
@@ -204,6 +210,11 @@ class Loop:
         weights = self.algorithm.weights(lengths, len(rollouts), limit)
         return {id(r): w for r, w in zip(kept, weights, strict=True)}
 
+    def _counted(self, groups: list[RolloutGroup]) -> dict[str, Rollout]:
+        """The samples that are trained on, by the names that they have in batches."""
+        found = {f"group {g.group} sample {r.completion.identity.sample}": r for g in groups for r in g.rollouts}
+        return {name: r for name, r in found.items() if self._counts(r)}
+
     def _batches(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:
         if not groups:
             return []
@@ -224,8 +235,8 @@ class Loop:
         count = len(self.shards)
         shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
         packed = pack_shards(shards, self.own_shards, how, check_parity)
-        for batch in packed if self.algorithm.indexes_sequences else ():
-            batch.index_sequences()
+        for batch in packed:
+            complete(batch, self.algorithm)
         return [batch.to(self.device) for batch in packed]
 
     def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:
@@ -364,13 +375,6 @@ class Loop:
     @staticmethod
     def _packed_tokens(groups: list[RolloutGroup]) -> int:
         return sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
-
-
-def _split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
-    """A batch's values a completion token, sequence by sequence."""
-    rest = iter(values)
-    for sequence in batch.sequences:
-        yield list(islice(rest, len(sequence.token_ids)))
 
 
 def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:

@@ -86,6 +86,8 @@ class TrainerPrograms:
         add("optim_step", self._optim_body, self._updating(), {"param", "grad", "optimizer", "buffer"})
         if isinstance(flat, ShardedParameters):
             add("gather_weights", flat.gather, flat.gathering, {"buffer"})
+        if self.algorithm.has_critic:
+            add("values", self._values_body, scoring, {"buffer"})
         if reference is not None:
             add("reference_logprobs", self._reference_body, graph.module_inputs(reference), ())
         for name in ("forward_backward", "check"):
@@ -117,6 +119,7 @@ class TrainerPrograms:
                 "sharding": sharding,
             },
             "check": {**model, "sharding": sharding},
+            "values": {**model, "sharding": sharding},
             "optim_step": {
                 "optimizer": self.optimizer.settings,
                 "matrix_elements": self.flat.num_matrix_elements,
@@ -146,6 +149,10 @@ class TrainerPrograms:
         """The reference's log-probs of the tokens (temperature 1, untruncated), [C]."""
         return self.by_name["reference_logprobs"](batch.tensors(), **statics_of(batch))["model_logprob_C"]
 
+    def values(self, batch: PackedBatch) -> Tensor:
+        """The critic's values, [C]."""
+        return self.by_name["values"](batch.tensors(), **statics_of(batch))["value_C"]
+
     def optim_step(self) -> None:
         """Update at the rate `lr` if the statistics allow it, and write what was found (`step.take`)."""
         self.by_name["optim_step"]()
@@ -174,6 +181,12 @@ class TrainerPrograms:
         checked = self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False)
         with checked as own, graph.substituted(self.model, own):
             return step.check(self.model, own.buffer["statistics"], batch).tensors()
+
+    def _values_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
+        batch = batch_of(inputs, **statics)
+        whole = self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False)
+        with whole as own, graph.substituted(self.model, own):
+            return {"value_C": step.critic_values(self.model, step.predicting_rows(self.model, batch))}
 
     def _reference_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         model = self.reference
