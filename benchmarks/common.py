@@ -167,7 +167,8 @@ def save(name: str, figures: dict[str, Any], path: Path | None) -> None:
 
 def peer_environment(**more: str) -> dict[str, str]:
     """Variables for a peer's process: how threads wait, which importing lockstep chose for this one, is left to it."""
-    return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | more
+    chosen = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
+    return {name: value for name, value in os.environ.items() if name not in chosen} | more
 
 
 def write_json(content: Any, path: Path) -> None:

@@ -79,6 +79,17 @@ def settings(f: Figures) -> Lines:
     yield from (f"{name}: {'; '.join(odd)}" for name, odd in f["wrong"].items())
 
 
+def algorithms(f: Figures) -> Lines:
+    found = f["algorithms"]
+    ran = {name: a for name, a in found.items() if "failed" not in a}
+    for name, a in ran.items():
+        yield at_most(f"{name}: a step, times grpo's", a["ratio"]["step"], 1.03)
+    what = f"tokens different of {sum(a['tokens_checked'] for a in ran.values())}"
+    yield at_most(what, sum(a["tokens_different"] for a in ran.values()), 0)
+    yield at_most("recompiles", f["recompiles"], 0)
+    yield from (f"{name} FAILED: {found[name]['failed']}" for name in found.keys() - ran.keys())
+
+
 def gpu_tests(f: Figures) -> Lines:
     yield f"{f['passed']} passed, {f['skipped']} skipped" + ("" if f.get("complete") else ", not ended")
     yield at_most("failed", f["failed"], 0)
@@ -243,6 +254,7 @@ READERS: dict[str, Callable[[Figures], Lines]] = {
     "parity_cost": parity_cost, "train_step": train_step, "ops": ops, "moe": moe, "decode_layer": decode_layer,
     "growth": growth, "startup": startup, "flex": flex, "fsdp": fsdp,
     "settings": settings,
+    "algorithms": algorithms,
 }  # fmt: skip
 
 

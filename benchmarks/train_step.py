@@ -18,36 +18,38 @@ from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, save_model
 from lockstep.trainer import Trainer, batch_shapes, pack
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import RolloutGroup, SamplingParams, Segment, Trajectory
 
 LEARNING_RATE = 1e-6
 MAX_TOKENS = 1 << 17  # of a micro-batch
 
 
-def groups(tokens: torch.Tensor, shared: int, prompt: int) -> list[TrainGroup]:
+def groups(tokens: torch.Tensor, shared: int, prompt: int) -> list[RolloutGroup]:
     """Rows as a prompt and its completion; with `shared` > 1 so many follow one prompt."""
     rows = tokens.tolist()
     cut = prompt if shared > 1 else 1
     weight = 1.0 / (len(rows) * (len(rows[0]) - cut))
     made = []
     for i in range(0, len(rows), shared):
-        sequences = [TrainSequence(row[cut:], 1.0, weight) for row in rows[i : i + shared]]
-        made.append(TrainGroup(rows[i][:cut], sequences, SamplingParams()))
+        prompt, turns = Segment(rows[i][:cut]), [Segment(row[cut:], sampled=True) for row in rows[i : i + shared]]
+        made.append(
+            RolloutGroup([Trajectory([prompt, t], advantage=1.0, loss_weight=weight) for t in turns], SamplingParams())
+        )
     return made
 
 
 class Ours:
     """Packing included; batches are padded to the shapes of a run of such sequences."""
 
-    def __init__(self, model: Decoder, made: list[TrainGroup]) -> None:
+    def __init__(self, model: Decoder, made: list[RolloutGroup]) -> None:
         self.device = model.embed.device
         on_gpu = self.device.type == "cuda"
         runtime = Runtime(CompileConfig("step", cudagraph_mode="full"), self.device) if on_gpu else EAGER
         self.trainer = Trainer(model, OptimizerConfig(learning_rate=LEARNING_RATE), LossConfig(), runtime=runtime)
         self.groups = made
-        prompt, completion = len(made[0].prompt_ids), len(made[0].sequences[0].token_ids)
+        prompt, completion = len(made[0].prompt_ids), len(made[0].rollouts[0].token_ids)
         bounds = {"max_len": prompt + completion, "max_tokens": MAX_TOKENS}
-        self.shapes = batch_shapes(len(made), len(made[0].sequences), prompt, completion, **bounds)
+        self.shapes = batch_shapes(len(made), len(made[0].rollouts), prompt, completion, **bounds)
 
     def __call__(self) -> None:
         for batch in pack(self.groups, max_tokens=MAX_TOKENS, check_parity=False, shapes=self.shapes):

@@ -47,18 +47,28 @@ def _device(device: torch.device) -> str:
     return f"CPU with {os.cpu_count()} cores, {threads} {'thread' if threads == 1 else 'threads'}"
 
 
+def server_key() -> str | None:
+    """The key that a server asks its clients for; a command line would show it to others on the machine."""
+    return os.environ.get("LOCKSTEP_API_KEY")
+
+
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 THREADS_BESIDE_A_GPU = 8
 
 
+SPINS = "2000"  # about a tenth of a millisecond: the time from one operator to the next
+
+
 def wait_asleep() -> None:
-    """Let OpenMP's idle threads sleep, unless the environment says how they wait; comes before torch is imported.
+    """Let OpenMP's idle threads sleep soon, unless the environment says how they wait; comes before torch is imported.
 
     They spin by default: with a core taken by anything else, each operator waits for a thread that waits for the core.
+    Asleep at once, they are woken at nearly every operator of a small model, which takes as long as the operator. GNU's
+    OpenMP, which torch has on Linux, spins for a count and then sleeps.
     """
     if not any(name in os.environ for name in _WAITING):
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS}
 
 
 def bound_threads(device: torch.device) -> None:

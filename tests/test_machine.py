@@ -19,15 +19,18 @@ CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREAD
 
 @pytest.mark.parametrize(
     ("given", "policy"),
-    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "5"}, None)],
+    [
+        ({}, "PASSIVE 2000"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None"),
+        ({"GOMP_SPINCOUNT": "5"}, "None 5"),
+        ({"KMP_BLOCKTIME": "0"}, "None None"),
+    ],
 )
-def test_idle_threads_sleep_unless_the_environment_says_how_they_wait(
-    given: dict[str, str], policy: str | None
-) -> None:
-    program = "import lockstep, os, sys; print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
+def test_idle_threads_sleep_soon_unless_the_environment_says_how_they_wait(given: dict[str, str], policy: str) -> None:
+    program = "import lockstep, os, sys; print(*map(os.environ.get, sys.argv[1:]), 'torch' in sys.modules)"
     inherited = {name: value for name, value in os.environ.items() if name not in CHOICES}
-    done = finished([sys.executable, "-c", program], env=inherited | given)
-    assert done.stdout.split() == [str(policy), "False"], done.stderr
+    done = finished([sys.executable, "-c", program, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"], env=inherited | given)
+    assert done.stdout.split() == [*policy.split(), "False"], done.stderr
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.models import Decoder
 from lockstep.timings import Span, Timings
 from lockstep.trainer import Trainer, pack
-from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
 WAYS: dict[str, CompileConfig | None] = {
     "eager": None,
@@ -66,17 +66,13 @@ def train_batch(model: Decoder, prompts: int, prompt_length: int, length: int) -
         return (-12 + torch.randn(length, generator=generator)).tolist()
 
     sampling = SamplingParams(temperature=0.8, top_p=0.95)
-    groups = [
-        TrainGroup(
-            tokens(prompt_length),
-            [
-                TrainSequence(tokens(length), (-1.0) ** i, 1 / (length * prompts * GROUP), logprobs(), logprobs())
-                for i in range(GROUP)
-            ],
-            sampling,
-        )
-        for _ in range(prompts)
-    ]
+    weight = 1 / (length * prompts * GROUP)
+    groups = []
+    for _ in range(prompts):
+        prompt = Segment(tokens(prompt_length))
+        turns = [Segment(tokens(length), True, logprobs(), logprobs()) for _ in range(GROUP)]
+        made = [Trajectory([prompt, t], advantage=(-1.0) ** i, loss_weight=weight) for i, t in enumerate(turns)]
+        groups.append(RolloutGroup(made, sampling))
     (batch,) = pack(groups, max_tokens=1 << 17, check_parity=True)
     return batch
 

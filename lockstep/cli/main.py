@@ -21,7 +21,7 @@ import tyro
 
 from .. import __version__
 from ..api import resumed
-from ..config import RunConfig, recipes, unread, yaml_file
+from ..config import RunConfig, left_behind, recipes, unread, without, yaml_file
 from ..errors import InputError, LockstepError, Terminated
 from ..machine import launched, several_processes
 from ..run.display import FailsafeStream, RequiredStream
@@ -146,9 +146,8 @@ def _parse(arguments: list[str]) -> Any:
             return tyro.cli(kind, **given)
         named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
         flags = tyro.cli(kind, **given, default=kind.of(recipes.RECIPES[named](None), recipe=""))
-        flags = tyro.cli(kind, **given, default=kind.of(_base(flags)))
-        _refuse_unread(arguments, flags.resolved())
-        return flags
+        begin = _base(flags)
+        return _settled(tyro.cli(kind, **given, default=kind.of(begin)), arguments, begin)
     except SystemExit as stop:
         return int(stop.code or 0)
 
@@ -172,12 +171,22 @@ def _refuse_repeated(arguments: list[str]) -> None:
         seen[name] = flag
 
 
-def _refuse_unread(arguments: list[str], config: RunConfig) -> None:
-    """A flag that nothing reads is refused at any value, also at the one that it has without being given."""
-    given = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
+def _settled(flags: Train | Precompile, arguments: list[str], begin: RunConfig) -> Train | Precompile:
+    """`flags` without what they left of `begin` that nothing reads beside them.
+
+    A flag that nothing reads is refused at any value, also at the one that it has without being given.
+    """
+    names = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
+    given = {name.removeprefix("--").replace("-", "_") for name in names}
+    config = flags.resolved()
     for path, why in unread(config):
-        if f"--{path.replace('_', '-')}" in given:
+        if path in given:
             raise InputError(f"{path} has no effect {why}")
+    if not (paths := left_behind(config, begin, given)):
+        return flags
+    if launched().rank == 0:
+        print(f"left out, as nothing reads it beside these flags: {', '.join(paths)}", file=sys.stderr)
+    return flags.of_other(without(config, paths))
 
 
 def _base(flags: Train | Precompile) -> RunConfig:

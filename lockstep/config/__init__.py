@@ -6,7 +6,17 @@
 
 # ruff: noqa: F401 (the names of this room)
 
-from .run import EARLIER, Attention, RunConfig, check_attention, resolve_parallel, unread, validate
+from .run import (
+    EARLIER,
+    Attention,
+    RunConfig,
+    check_attention,
+    left_behind,
+    resolve_parallel,
+    unread,
+    validate,
+    without,
+)
 from .sections.checkpoint import CheckpointConfig
 from .sections.compile import (
     BACKENDS,

@@ -1,8 +1,8 @@
 """A whole run's configuration: the sections together, and what they need of each other."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import InputError, refuse
 from .sections.checkpoint import CheckpointConfig
@@ -130,6 +130,33 @@ def unread(c: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted field, why) of each setting that has no effect in `c`, a recipe's too: refused where someone gives it."""
     for part in c.parts():
         yield from ((part.path(name), why) for name, why in part.unread())
+
+
+def left_behind(c: RunConfig, begin: RunConfig, given: Collection[str]) -> list[str]:
+    """The dotted fields of `c` that are as in `begin`, had an effect there, and have none beside the fields `given`:
+    what a recipe chose for an algorithm or a task in whose place there is another."""
+    read_before = set(_without_effect(begin))
+    return [path for path in _without_effect(c) if path not in read_before and path not in given]
+
+
+def without(c: RunConfig, paths: Iterable[str]) -> RunConfig:
+    """`c` with the defaults of these dotted fields."""
+    for section, _, name in (path.rpartition(".") for path in paths):
+        part: Any = getattr(c, section) if section else c
+        part = replace(part, **{name: getattr(type(part)(), name)})
+        changed: Any = {section: part}
+        c = replace(c, **changed) if section else part
+    return c
+
+
+def _without_effect(c: RunConfig) -> list[str]:
+    """The dotted fields that differ from their defaults and that nothing reads."""
+    return [
+        part.path(name)
+        for part in c.parts()
+        for name, _ in part.without_effect()
+        if getattr(part, name) != getattr(type(part)(), name)
+    ]
 
 
 def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ..errors import InputError
-from . import RunConfig
+from . import RunConfig, left_behind, without
 
 
 def save(config: RunConfig, path: Path) -> None:
@@ -29,7 +29,8 @@ def load(path: Path, recipes: Recipes | None = None, begin: RunConfig | None = N
     """Read a config.yaml. A key that is left out has its value in `begin`, by default that of its dataclass.
 
     With `recipes`, the file is what someone begins from: keys that it leaves out are those of the recipe that it names,
-    which must be one unless none is left out, and a file without any key is refused.
+    which must be one unless none is left out, and a file without any key is refused. What the recipe sets for an
+    algorithm or a task in whose place the file has another falls away.
 
     Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
     Values' ranges are `config.validate`'s business.
@@ -47,7 +48,9 @@ def load(path: Path, recipes: Recipes | None = None, begin: RunConfig | None = N
     try:
         if recipes is None:
             return _dataclass({} if values is None else values, begin or RunConfig(), "")
-        return _dataclass(values, _begin(values, recipes), "")
+        begin = _begin(values, recipes)
+        config = _dataclass(values, begin, "")
+        return without(config, left_behind(config, begin, _dotted(values)))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -67,8 +70,12 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def flat(config: Any) -> dict[str, Any]:
     """`to_dict` with dotted names, such as `sampling.top_p`."""
+    return _dotted(to_dict(config))
+
+
+def _dotted(values: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for key, value in to_dict(config).items():
+    for key, value in values.items():
         inner = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
         result.update(inner)
     return result

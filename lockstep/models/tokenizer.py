@@ -192,19 +192,29 @@ def encode_prompt(
     Raises `InputError` when messages meet a tokenizer without a template or a template that refuses them.
     """
     if isinstance(prompt, str):
-        return _ids(tokenizer, prompt, special=True)
+        return encode_text(tokenizer, prompt, special=True)
+    return encode_text(tokenizer, render_chat(tokenizer, prompt, chat_template_kwargs), special=False)
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> str:
+    """Messages as the text that the tokenizer's chat template makes of them, with its generation prompt. Raises as
+    `encode_prompt`."""
     if not tokenizer.chat_template:
         raise InputError("the prompt is chat messages, but the tokenizer has no chat template; give a text prompt")
     try:
-        text = tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
         )
     except Exception as error:  # Jinja's errors and whatever the template itself raises
         raise InputError(f"{_template_file(tokenizer)} refuses the messages: {error}") from error
-    return _ids(tokenizer, text, special=False)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
+    """Token ids of a text, with `special` those that the tokenizer adds by default too."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""What kernels of row operators share: the alignment and the warps on which a row's bits depend.
+"""What kernels share: strides, and the alignment and the warps on which a row's bits depend.
 
 A program does one row (one token), so the order of a row's sum is a function of its width.
 """
@@ -10,6 +10,11 @@ import triton
 from torch import Tensor
 
 ALIGNMENT = 16  # Triton compiles a kernel anew for pointers and strides that are multiples of this
+
+
+def unit_inner(x: Tensor) -> Tensor:
+    """`x` with unit inner stride, copied if need be."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def aligned_rows(x: Tensor) -> Tensor:

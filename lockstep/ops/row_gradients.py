@@ -15,11 +15,6 @@ from torch import Tensor
 FOLD_ROWS, FOLD_BLOCK, FOLD_WARPS = 512, 8, 8
 
 
-def unit_inner(x: Tensor) -> Tensor:
-    """`x` with unit inner stride, copied if need be."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @triton.jit
 def _fold_kernel(partial_ptr, out_ptr, programs, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -12,37 +12,37 @@ from torch import Tensor
 
 from ..config import LossConfig
 from ..trainer import Trainer
-from ..types import PackedBatch, Rollout
+from ..types import PackedBatch, Trajectory
 
 
 def estimate(
-    trainer: Trainer, config: LossConfig, batches: Sequence[PackedBatch], rollouts: Mapping[str, Rollout]
+    trainer: Trainer, config: LossConfig, batches: Sequence[PackedBatch], rollouts: Sequence[Trajectory]
 ) -> dict[str, Any]:
     """Fill in the batches' advantages, values and returns, of the samples that are trained on; returns the metrics.
 
     A rollout's advantage becomes its tokens' mean.
 
     Args:
-        rollouts: those of all ranks that are trained on, by the names of the batches' sequences.
+        rollouts: those of all ranks that are trained on.
     """
     values: dict[str, list[float]] = {}
     for batch in batches:
         trainer.values(batch)
         assert batch.old_value_C is not None
         of_batch = split(batch.old_value_C[batch.valid_C].tolist(), batch)
-        values |= {sequence.request: found for sequence, found in zip(batch.sequences, of_batch, strict=True)}
+        values |= {sequence.name: found for sequence, found in zip(batch.sequences, of_batch, strict=True)}
     for of_rank in trainer.world.gather(values):
         values |= of_rank
-    rollouts = {name: rollout for name, rollout in rollouts.items() if name in values}
-    said = [values[name] for name in rollouts]
-    advantages, returns = trainer.algorithm.estimate(config, [r.reward for r in rollouts.values()], said)
-    by_name = dict(zip(rollouts, zip(advantages, returns, strict=True), strict=True))
+    rollouts = [rollout for rollout in rollouts if rollout.name in values]
+    said = [values[rollout.name] for rollout in rollouts]
+    advantages, returns = trainer.algorithm.estimate(config, [r.reward for r in rollouts], said)
+    by_name = {r.name: found for r, *found in zip(rollouts, advantages, returns, strict=True)}
     for batch in batches:
         assert batch.return_C is not None
-        pairs = [by_name.get(s.request, ([0.0] * len(s.token_ids),) * 2) for s in batch.sequences]
+        pairs = [by_name.get(s.name, ([0.0] * len(s.token_ids),) * 2) for s in batch.sequences]
         for i, rows_C in enumerate((batch.advantage_C, batch.return_C)):
             _fill(rows_C, list(chain.from_iterable(pair[i] for pair in pairs)))
-    for rollout, of_tokens in zip(rollouts.values(), advantages, strict=True):
+    for rollout, of_tokens in zip(rollouts, advantages, strict=True):
         rollout.advantage = math.fsum(of_tokens) / len(of_tokens)
     return _metrics(list(chain.from_iterable(said)), list(chain.from_iterable(returns)))
 

@@ -29,11 +29,10 @@ from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
     PackedBatch,
-    Rollout,
     RolloutGroup,
     SamplingParams,
-    TrainGroup,
-    TrainSequence,
+    Segment,
+    Trajectory,
 )
 from .critic import estimate, split
 from .dynamic_sampling import collect_with_signal
@@ -88,7 +87,8 @@ class Loop:
             critic: dict[str, Any] = {}
             if self.algorithm.has_critic:
                 with self.world.deadline(f"the critic in step {step + 1}"), timings.measured("critic", on_device=True):
-                    critic = estimate(trainer, config.loss, batches, self._counted(groups))
+                    counted = [r for g in groups for r in g.rollouts if self._counts(r)]
+                    critic = estimate(trainer, config.loss, batches, counted)
             with self.world.deadline(f"training in step {step + 1}"):
                 with timings.measured("forward_backward", on_device=True):
                     for batch in checks:
@@ -129,10 +129,10 @@ class Loop:
         """Whether there is something to learn from a group, of its samples that are not masked."""
         return self.algorithm.keep([r.reward for r in group.rollouts if self._counts(r)])
 
-    def _counts(self, rollout: Rollout) -> bool:
+    def _counts(self, rollout: Trajectory) -> bool:
         """Whether a sample is trained on."""
         masks = self.config.loss.mask_truncated_completions
-        return not (masks and rollout.completion.finish_reason == "length")
+        return not (masks and rollout.finish_reason == "length")
 
     def _rollouts(
         self,
@@ -151,14 +151,14 @@ class Loop:
         """The completion tokens that are to be compared."""
         if self.config.parity == "off":
             return 0
-        return sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+        return sum(len(r.token_ids) for g in groups for r in g.rollouts)
 
     def _advantages(self, groups: list[RolloutGroup]) -> None:
         """The algorithm's advantages of the rewards, its penalties included."""
         loss, limit = self.config.loss, self.config.sampling.max_completion_length
         for group in groups:
             for r in group.rollouts:
-                r.reward += self.algorithm.penalty(loss, len(r.completion.token_ids), limit)
+                r.reward += self.algorithm.penalty(loss, len(r.token_ids), limit)
         rewards = [[r.reward for r in group.rollouts] for group in groups]
         for group, advantages in zip(groups, self.algorithm.advantages(loss, rewards), strict=True):
             for r, advantage in zip(group.rollouts, advantages, strict=True):
@@ -173,13 +173,13 @@ class Loop:
             estimate = KL_ESTIMATORS[self.config.loss.kl_estimator]
             kl_C = estimate(batch.old_model_logprob_C, batch.ref_logprob_C)[batch.valid_C]
             for sequence, tokens in zip(batch.sequences, split(kl_C.tolist(), batch), strict=True):
-                found[sequence.request] = math.fsum(tokens)
+                found[sequence.name] = math.fsum(tokens)
         for of_rank in self.world.gather(found):
             found |= of_rank
         for group in groups:
             for r in group.rollouts:
-                r.reward -= self.config.loss.beta * found[f"group {group.group} sample {r.completion.identity.sample}"]
-        return math.fsum(found.values()) / sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+                r.reward -= self.config.loss.beta * found[r.name]
+        return math.fsum(found.values()) / sum(len(r.token_ids) for g in groups for r in g.rollouts)
 
     def _pack(
         self, groups: list[RolloutGroup], without_reward: list[RolloutGroup]
@@ -205,31 +205,22 @@ class Loop:
         has a weight of 1 over what is trained on."""
         rollouts = [r for g in groups for r in g.rollouts]
         kept = [r for r in rollouts if self._counts(r)]
-        lengths = [len(r.completion.token_ids) for r in kept]
+        lengths = [len(r.token_ids) for r in kept]
         limit = self.config.sampling.max_completion_length
         weights = self.algorithm.weights(lengths, len(rollouts), limit)
         return {id(r): w for r, w in zip(kept, weights, strict=True)}
 
-    def _counted(self, groups: list[RolloutGroup]) -> dict[str, Rollout]:
-        """The samples that are trained on, by the names that they have in batches."""
-        found = {f"group {g.group} sample {r.completion.identity.sample}": r for g in groups for r in g.rollouts}
-        return {name: r for name, r in found.items() if self._counts(r)}
-
     def _batches(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:
         if not groups:
             return []
-        train_groups = []
-        for g in groups:
-            made = TrainGroup.sampled(f"group {g.group}", g.prompt_ids, [r.completion for r in g.rollouts], g.sampling)
-            for sequence, r in zip(made.sequences, g.rollouts, strict=True):
-                sequence.advantage, sequence.loss_weight = r.advantage, weights.get(id(r), 0.0)
-            train_groups.append(made)
+        for r in (r for g in groups for r in g.rollouts):
+            r.loss_weight = weights.get(id(r), 0.0)
         t, check = self.config.trainer, self.config.parity != "off"
         how = Packing(t.max_tokens_per_micro_batch, t.mode, shapes=self.run.shapes)
-        return self._packed([g.group for g in groups], train_groups, how, check)
+        return self._packed([g.group for g in groups], groups, how, check)
 
     def _packed(
-        self, numbers: Sequence[int], groups: Sequence[TrainGroup], how: Packing, check_parity: bool
+        self, numbers: Sequence[int], groups: Sequence[RolloutGroup], how: Packing, check_parity: bool
     ) -> list[PackedBatch]:
         """This rank's micro-batches, as many as every other's, of groups that their numbers deal into shards."""
         count = len(self.shards)
@@ -304,7 +295,7 @@ class Loop:
         targets = [policy.encode_completion(p.worked_example or "") for p in problems]
         weights = supervised(self.config.loss).weights([len(ids) for ids in targets], len(targets), 0)
         groups = [
-            TrainGroup(policy.encode(p.prompt), [TrainSequence(ids, 0.0, w, request=f"example {i}")], SamplingParams())
+            RolloutGroup([_example(i, policy.encode(p.prompt), ids, w)], SamplingParams())
             for i, (p, ids, w) in enumerate(zip(problems, targets, weights, strict=True))
         ]
         with self.world.deadline(f"warm-up step {step + 1}"):
@@ -332,8 +323,8 @@ class Loop:
     def _metrics(
         self, groups: list[RolloutGroup], result: StepResult, batches: list[PackedBatch], version: int
     ) -> dict[str, Any]:
-        completions = [r.completion for g in groups for r in g.rollouts]
-        lengths = [len(c.token_ids) for c in completions]
+        rollouts = [r for g in groups for r in g.rollouts]
+        lengths = [len(r.token_ids) for r in rollouts]
         spent = {"sync": 0.0} | totals(self.spans)  # in one process the generator reads the trainer's weights
         seconds = {name: value for name, value in spent.items() if name in _TIMED}
         zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
@@ -347,8 +338,8 @@ class Loop:
             "entropy": result.entropy,
             "clip_ratio": result.clip_ratio,
             "response_length/mean": mean(lengths),
-            "response_length/clip_ratio": mean(float(c.finish_reason == "length") for c in completions),
-            "policy_age": version - min(v for c in completions for v in c.weight_versions),
+            "response_length/clip_ratio": mean(float(r.finish_reason == "length") for r in rollouts),
+            "policy_age": version - min(v for r in rollouts for v in r.weight_versions),
             "logprob_diff/max": result.logprob_diff_max,
             "parity/tokens_checked": result.tokens_checked,
             "parity/tokens_different": result.tokens_different,
@@ -374,7 +365,13 @@ class Loop:
 
     @staticmethod
     def _packed_tokens(groups: list[RolloutGroup]) -> int:
-        return sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
+        return sum(len(s.token_ids) for g in groups for r in g.rollouts for s in r.segments)
+
+
+def _example(index: int, prompt_ids: list[int], target_ids: list[int], weight: float) -> Trajectory:
+    """A worked example, to be trained on as if it had been sampled."""
+    segments = [Segment(prompt_ids), Segment(target_ids, sampled=True)]
+    return Trajectory(segments, name=f"example {index}", loss_weight=weight)
 
 
 def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, LockstepError
 
 if TYPE_CHECKING:
-    from ..types import RolloutGroup
+    from ..types import RolloutGroup, Trajectory
 
 # Every metric of a step by what it is about, with its title. `<fn>` stands for a reward or graph function's name.
 LEARNING, PHASES, PARITY = "Learning", "Where a step's seconds go", "Parity"
@@ -218,15 +218,27 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
     for group in groups:
         samples = [
             {
-                "text": rollout.completion.text,
+                "text": rollout.text,
                 "reward": rollout.reward,
                 "rewards": rollout.rewards,
                 "advantage": rollout.advantage,
-                "tokens": len(rollout.completion.token_ids),
-                "token_ids": rollout.completion.token_ids,
-                "finish_reason": rollout.completion.finish_reason,
+                "tokens": len(rollout.token_ids),
+                "token_ids": rollout.token_ids,
+                "finish_reason": rollout.finish_reason,
+                "segments": _segments(rollout),
                 **({"extra": rollout.extra} if rollout.extra else {}),
             }
             for rollout in group.rollouts
         ]
         yield {"step": step, "group": group.group, "prompt": group.prompt, "samples": samples}
+
+
+def _segments(rollout: Trajectory) -> list[dict[str, Any]]:
+    """The segments in order, each with its kind and its number of tokens. Where there are more than a prompt and its
+    completion, which the record has anyway, those after the prompt have their text, and given ones their tokens."""
+    found: list[dict[str, Any]] = []
+    for segment in rollout.segments:
+        found.append({"kind": "sampled" if segment.sampled else "given", "tokens": len(segment.token_ids)})
+        if len(rollout.segments) > 2 and segment is not rollout.prompt:
+            found[-1] |= {"text": segment.text} | ({} if segment.sampled else {"token_ids": segment.token_ids})
+    return found

@@ -59,11 +59,12 @@ class Policy:
 
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Token ids of a prompt (text, or chat messages through the model's template)."""
-        check_size(prompt, self.model.config.max_position_embeddings, self._longest_token)
+        check_size(prompt, self.model.config.max_position_embeddings, self.longest_token)
         return encode_prompt(self.tokenizer, prompt, self.template_variables)
 
     @cached_property
-    def _longest_token(self) -> int:
+    def longest_token(self) -> int:
+        """Bytes of the longest text that one token stands for, at most."""
         return longest_token(self.tokenizer)
 
     def encode_completion(self, text: str) -> list[int]:

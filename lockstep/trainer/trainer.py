@@ -227,8 +227,8 @@ class Trainer:
             self._expected = sampled
 
     def _to_compare(self) -> int:
-        """Completion tokens of the batches since the last update that were to be compared, of all ranks, by the
-        sequences that they were made of."""
+        """Sampled tokens of the batches since the last update that were to be compared, of all ranks, by the
+        trajectories that they were made of."""
         own = sum(len(s.token_ids) for batch, _ in self._scored for s in batch.sequences)
         return sum(self.world.gather(own))
 

@@ -21,7 +21,7 @@ from processes import finished, unread_pipe
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.config import CompileConfig, RunConfig, yaml_file
+from lockstep.config import LOSS_TYPES, READ_BY, CompileConfig, LossConfig, RunConfig, yaml_file
 from lockstep.config.recipes import RECIPES
 from lockstep.distributed import ONE, World
 from lockstep.errors import InputError, LockstepError, ParityError
@@ -107,6 +107,42 @@ def test_flags_override_the_recipe(run: Recorder) -> None:
         loss=replace(recipe.loss, loss_type="dapo"),
         generator=replace(recipe.generator, prefix_caching=False),
     )
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_algorithm_trains_on_every_recipe(
+    run: Recorder, capsys: pytest.CaptureFixture[str], name: str, loss_type: str
+) -> None:
+    """What a recipe sets for its own algorithm falls away with it, and that is said."""
+    rows = {"gsm8k": "--data d", "dataset": "--data d --reward math"}.get(name, "")
+    begin = RECIPES[name](None)
+    fallen = [
+        field
+        for field, readers in READ_BY.items()
+        if loss_type not in readers and getattr(begin.loss, field) != getattr(LossConfig(), field)
+    ]
+    config = resolved(run, f"{name} {rows} --steps 3 --loss.loss-type {loss_type}")
+    assert config.loss == replace(
+        begin.loss, loss_type=loss_type, **{field: getattr(LossConfig(), field) for field in fallen}
+    )
+    assert config.trainer == begin.trainer and config.steps == 3
+    said = capsys.readouterr().err
+    assert ("left out" in said) == bool(fallen) and all(f"loss.{field}" in said for field in fallen)
+
+
+@pytest.mark.parametrize("flag", ["--loss.overlong-buffer 4", "--loss.overlong_buffer=4", "--loss.overlong-buffer 0"])
+def test_a_flag_that_the_algorithm_does_not_read_is_not_left_out(
+    run: Recorder, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert command(f"train --loss.loss-type gspo {flag}") == 2 and not run.calls
+    assert "loss.overlong_buffer has no effect on loss_type gspo; use dapo" in capsys.readouterr().err
+
+
+def test_a_replayed_run_takes_another_algorithm(run: Recorder) -> None:
+    resolved(run, "--run-dir first")
+    config = resolved(run, "--config first/config.yaml --loss.loss-type rloo --run-dir second")
+    assert config.loss == LossConfig(loss_type="rloo")
 
 
 @pytest.mark.parametrize("prefix", ["--", "--task."])

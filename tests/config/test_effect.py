@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.config import RunConfig, TaskConfig, TrainerConfig, unread, validate, yaml_file
+from lockstep.config import LOSS_TYPES, READ_BY, RunConfig, TaskConfig, TrainerConfig, unread, validate, yaml_file
 from lockstep.config.recipes import RECIPES
 from lockstep.errors import InputError
 
@@ -99,6 +99,19 @@ def test_what_a_file_leaves_out_is_the_recipes(tmp_path: Path) -> None:
     assert yaml_file.load(path, RECIPES) == expected
     yaml_file.save(expected, path)
     assert yaml_file.load(path, RECIPES) == expected
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_file_with_another_algorithm_than_its_recipe(tmp_path: Path, loss_type: str) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f"recipe: sum-digits\nloss: {{loss_type: {loss_type}}}\n")
+    loss = validate(yaml_file.load(path, RECIPES)).loss
+    assert (loss.overlong_buffer > 0) == (loss_type == "dapo")
+    assert (loss.scale_rewards == "group") == (loss_type in READ_BY["scale_rewards"])
+    path.write_text(f"recipe: sum-digits\nloss: {{loss_type: {loss_type}, overlong_buffer: 4}}\n")
+    if loss_type != "dapo":
+        with pytest.raises(InputError, match=f"loss.overlong_buffer has no effect on loss_type {loss_type}"):
+            validate(yaml_file.load(path, RECIPES))
 
 
 def test_a_whole_file_of_ones_own_recipe_is_replayed(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, Packing, Trainer, pack_shards
-from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup
+from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingParams
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)
@@ -57,7 +57,7 @@ def decoder(dtype: torch.dtype = DTYPE, config: ModelConfig = CONFIG) -> Decoder
     return model
 
 
-def rollout(model: Decoder, step: int, groups: int = 5) -> list[TrainGroup]:
+def rollout(model: Decoder, step: int, groups: int = 5) -> list[RolloutGroup]:
     """The same groups on every rank: as many as make shards of unequal size."""
     engine = Engine(SharedWeights(model), GeneratorConfig(), cache_tokens=2048)
     prompts = [[(7 * g + i) % 97 for i in range(3 + 5 * g)] for g in range(groups)]
@@ -66,7 +66,7 @@ def rollout(model: Decoder, step: int, groups: int = 5) -> list[TrainGroup]:
     return train_groups(prompts, [FILTERED] * groups, found, weight=0.02)
 
 
-def batches(groups: list[TrainGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
+def batches(groups: list[RolloutGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
     """Of two shards, of several micro-batches each; the second shard has fewer."""
     packed = pack_shards([groups[::2], groups[1::2]], own, Packing(max_tokens), check_parity=True)
     return [batch.to(DEVICE) for batch in packed]

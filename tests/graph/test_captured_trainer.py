@@ -131,9 +131,9 @@ def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rol
         model = decoder()
         trainer = Trainer(model, OptimizerConfig(), LossConfig(other), runtime=runtime)
         groups = rollout(model, 0)
-        lengths = [len(s.token_ids) for g in groups for s in g.sequences]
+        lengths = [len(s.token_ids) for g in groups for s in g.rollouts]
         for sequence, weight in zip(
-            (s for g in groups for s in g.sequences), SFT().weights(lengths, len(lengths), 0), strict=True
+            (s for g in groups for s in g.rollouts), SFT().weights(lengths, len(lengths), 0), strict=True
         ):
             sequence.loss_weight = weight
         (batch,) = pack(groups, max_tokens=256, check_parity=False)
@@ -150,7 +150,7 @@ def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rol
 def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, rollout, runtime_of) -> None:
     model = decoder()
     groups = rollout(model, 0)
-    values = groups[0].sequences[1].logprobs
+    values = groups[0].rollouts[1].logprobs
     trainer_value, values[2] = values[2], float(torch.tensor(values[2]).nextafter(torch.tensor(0.0)))
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     before = trainer.flat.data.clone()
@@ -168,7 +168,7 @@ def mismatches_of_two(decoder, rollout, runtime: Runtime, shapes: list[BatchShap
     `checked` was before."""
     model = decoder()
     groups = [rollout(model, step) for step in range(2)]
-    sequence = groups[0][0].sequences[0]
+    sequence = groups[0][0].rollouts[0]
     assert sequence.logprobs is not None and sequence.model_logprobs is not None
     sequence.logprobs[1] *= 2
     sequence.model_logprobs[1] *= 2
@@ -198,10 +198,10 @@ def test_a_result_taken_after_the_next_steps_launch_names_its_own_mismatches(dec
     model = decoder()
     groups = rollout(model, 0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
-    right, values = groups[0].sequences[0].logprobs, []
+    right, values = groups[0].rollouts[0].logprobs, []
     for i in range(3):
-        groups[0].sequences[0].logprobs = [*right[:i], right[i] * 2, *right[i + 1 :]]
-        groups[1].sequences[0].logprobs[0] *= 1.5
+        groups[0].rollouts[0].turns[0].logprobs = [*right[:i], right[i] * 2, *right[i + 1 :]]
+        groups[1].rollouts[0].logprobs[0] *= 1.5
         (batch,) = pack(groups, max_tokens=256, check_parity=True)
         trainer.forward_backward(batch)
         values.append(trainer.launch_optim_step(1e-2))

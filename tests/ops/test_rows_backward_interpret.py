@@ -11,7 +11,7 @@ import torch
 from processes import run_interpreted
 from torch import Tensor
 
-from lockstep.ops import reference
+from lockstep import ops
 from lockstep.ops.embedding.operator import gather_rows_backward
 from lockstep.ops.norm.operator import rms_norm_backward
 from lockstep.ops.records import Rotation
@@ -84,7 +84,7 @@ class Interpreted:
         qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim)
         grad = torch.randn(rows, heads + kv_heads, head_dim)
         weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else ()
-        cos_sin = reference.rope_table(torch.arange(rows) * 7, torch.rand(head_dim // 2))
+        cos_sin = ops.rope_table.__wrapped__(torch.arange(rows) * 7, torch.rand(head_dim // 2))
 
         def function(qkv, q_weight=None, k_weight=None):
             return exact_qk(qkv, q_weight, k_weight, cos_sin, heads, kv_heads)

@@ -118,7 +118,7 @@ def test_kl_in_the_reward(config: RunConfig) -> None:
     assert first["kl"] == 0 and all(r.reward == r.rewards["letters"] for g in groups for r in g.rollouts)
     second, groups = loop.step(1)
     taken = sum(r.rewards["letters"] - r.reward for g in groups for r in g.rollouts)
-    tokens = sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+    tokens = sum(len(r.token_ids) for g in groups for r in g.rollouts)
     assert second["kl"] != 0 and taken == pytest.approx(0.5 * second["kl"] * tokens, rel=1e-6)
     assert second["parity/tokens_different"] == 0 == second["parity/tokens_not_covered"]
 
@@ -151,7 +151,7 @@ def test_steps_are_full_and_no_prompt_is_used_twice_or_left_out(
         assert sorted(g.group % 3 for g in groups) == [0, 1, 2] and any(g.group >= 3 for g in groups)
         assert found["dynamic_sampling/prompts"] == len(asked) - before > 3
         assert found["frac_reward_zero_std"] == 0 == found["parity/tokens_not_covered"]
-        assert found["parity/tokens_checked"] > sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+        assert found["parity/tokens_checked"] > sum(len(r.token_ids) for g in groups for r in g.rollouts)
     assert asked == [divmod(i, 3) for i in range(len(asked))] and loop.prompts_used == len(asked)
 
 
@@ -200,7 +200,7 @@ def test_the_critic_comes_to_know_the_rewards(config: RunConfig, tmp_path: Path)
     assert metrics[0]["critic/value/mean"] == 0 == metrics[0]["critic/explained_variance"]
     assert abs(metrics[-1]["critic/value/mean"] - metrics[-1]["critic/return/mean"]) < 0.15
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.2 and all(listed(name) for name in metrics[0])
-    advantages = [(r.advantage, len(r.completion.token_ids)) for g in found[0][1] for r in g.rollouts]
+    advantages = [(r.advantage, len(r.token_ids)) for g in found[0][1] for r in g.rollouts]
     assert sum(a * n for a, n in advantages) == pytest.approx(0, abs=1e-6) and any(a > 0 for a, _ in advantages)
     save_policy(run.policy, folder := tmp_path / "model")
     head = run.policy.model.value_head

@@ -151,12 +151,12 @@ def call_all(
     results: list[Any] = []
     for index, (function, arguments, _) in enumerate(calls):
         began([index])
-        results.append(_started(function, arguments))
+        results.append(started(function, arguments))
     waiting = [index for index, result in enumerate(results) if inspect.iscoroutine(result)]
     if waiting:
         began(waiting)
-        finished = _run([_finished(results[index], calls[index][0]) for index in waiting])
-        for index, result in zip(waiting, finished, strict=True):
+        values = _run([finished(results[index], calls[index][0]) for index in waiting])
+        for index, result in zip(waiting, values, strict=True):
             results[index] = result
     return [
         result if isinstance(result, Failed) else _values(result, count)
@@ -164,7 +164,7 @@ def call_all(
     ]
 
 
-def _started(function: RewardFunction, arguments: Arguments) -> Any:
+def started(function: RewardFunction, arguments: Arguments) -> Any:
     """The function's result, its coroutine, or its failure."""
     try:
         with ending_forks():
@@ -182,7 +182,8 @@ def _own(name: str, value: Any) -> Any:
     return {key: _own("", inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
-async def _finished(coroutine: Any, function: RewardFunction) -> Any:
+async def finished(coroutine: Any, function: RewardFunction) -> Any:
+    """What the function's coroutine comes to, or its failure."""
     try:
         with ending_forks():
             return await coroutine

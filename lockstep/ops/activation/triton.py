@@ -27,8 +27,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, gate_up_stride, WIDTH: tl.constexpr, 
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     gate = tl.load(gate_up_ptr + row * gate_up_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * gate_up_stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
     out = silu_gated(gate, up)
@@ -46,8 +45,6 @@ def silu_mul(gate_up_TE: Tensor) -> Tensor:
         gate_up_TE.stride(0),
         WIDTH=width,
         BLOCK=SILU_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **pdl.options(gate_up_TE),
+        **pdl.options(gate_up_TE, num_warps=4),
     )
     return out_TF

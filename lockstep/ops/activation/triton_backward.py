@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..row_gradients import unit_inner
+from ..row_alignment import unit_inner
 from .triton import SILU_BLOCK
 
 

@@ -40,7 +40,7 @@ def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
 
 @operator(
     "lockstep::norm_linear",
-    cuda="cuda:norm_linear",
+    cuda="kernels:norm_linear",
     fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]),
 )
 def _norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
@@ -49,7 +49,7 @@ def _norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) ->
 
 @operator(
     "lockstep::norm_gate_up",
-    cuda="cuda:norm_gate_up",
+    cuda="kernels:norm_gate_up",
     fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
 )
 def _norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
@@ -60,7 +60,7 @@ def _norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -
 
 @operator(
     "lockstep::linear_add",
-    cuda="cuda:linear_add",
+    cuda="kernels:linear_add",
     fake=lambda x_TK, weight_NK, residual_TN: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
 )
 def _linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:

@@ -253,8 +253,6 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         X_STAGES=choice.x_stages,
         W_STAGES=choice.num_stages,
         WGMMA=choice.block_m >= WGMMA_ROWS,
-        num_warps=choice.num_warps,
-        enable_fp_fusion=False,
-        **pdl.options(x_MK),
+        **pdl.options(x_MK, num_warps=choice.num_warps),
     )
     return out_MN

@@ -89,8 +89,7 @@ def check(
         dtype: the compute dtype.
         folder: where verdicts are kept; default `user_folder.cache_folder()`.
     """
-    shapes: list[Shape] = [*products, *heads]
-    wanted = {str(shape): shape for shape in shapes}
+    wanted: dict[str, Shape] = {str(shape): shape for shape in (*products, *heads)}
     path = _path(device, dtype, folder)
     outcomes = _known(path)
     if due := wanted.keys() - outcomes.keys():
@@ -128,8 +127,7 @@ def rehearse(
     """Go through the motions of `check`, and forget what is found: where launches only compile
     (`ops.precompile`), this compiles what it launches."""
     outcomes = _known(_path(device, dtype, folder))
-    shapes: list[Shape] = [*products, *heads]
-    for shape in shapes:
+    for shape in (*products, *heads):
         if str(shape) not in outcomes:
             _check(shape, device, dtype)
 

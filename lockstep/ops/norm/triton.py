@@ -21,8 +21,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
@@ -42,8 +41,6 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         eps,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
-        num_warps=_warps(width, 8),
-        enable_fp_fusion=False,
-        **pdl.options(x_TD),
+        **pdl.options(x_TD, num_warps=_warps(width, 8)),
     )
     return out_TD

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..row_alignment import _warps
-from ..row_gradients import _fold, unit_inner
+from ..row_alignment import _warps, unit_inner
+from ..row_gradients import _fold
 
 NORM_ROWS, NORM_TILE, NORM_THREAD = 8, 2048, 16  # rows whose weight gradients one program adds up; elements
 

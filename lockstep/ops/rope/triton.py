@@ -110,8 +110,7 @@ def _qk_norm_rope_kernel(
     mask = (head < HEADS) & inside
     offset = head * (2 * HALF) + column
     qkv_ptr += token * qkv_stride
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     first = tl.load(qkv_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(qkv_ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
     if CACHED:
@@ -174,9 +173,7 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation, cache: tuple[Tensor, Tensor, Tens
         HALF=half,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
-        num_warps=_warps(2 * block_heads * block_half, 32),
-        enable_fp_fusion=False,
-        **pdl.options(qkv_TE),
+        **pdl.options(qkv_TE, num_warps=_warps(2 * block_heads * block_half, 32)),
     )
     return out
 
@@ -188,8 +185,7 @@ def _rope_table_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_HALF)
     mask = column < HALF
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     angle = tl.load(position_ptr + token).to(tl.float32) * tl.load(inv_freq_ptr + column, mask=mask, other=0.0)
     out_ptr += token * (2 * HALF) + column
     tl.store(out_ptr, libdevice.cos(angle), mask=mask)
@@ -206,9 +202,7 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
         out_TH,
         HALF=half,
         BLOCK_HALF=triton.next_power_of_2(half),
-        num_warps=_warps(triton.next_power_of_2(half), 1),
-        enable_fp_fusion=False,
-        **pdl.options(inv_freq),
+        **pdl.options(inv_freq, num_warps=_warps(triton.next_power_of_2(half), 1)),
     )
     return out_TH
 

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import Rotation
-from ..row_gradients import _fold, unit_inner
+from ..row_alignment import unit_inner
+from ..row_gradients import _fold
 
 QK_ROWS, QK_HEADS, QK_WARPS = 16, 8, 4  # tokens and heads that one program does, and its warps
 

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from small import completed, train_group
 from torch import fx
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
@@ -18,7 +19,7 @@ from lockstep.graph.passes.collectives import by_layer, first_use, gradient_exch
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import SamplingParams
 
 LAYERS = [f"layers.{i}" for i in range(4)]
 
@@ -30,8 +31,8 @@ def traced(rank: int = 0, tie: bool = True) -> Captured:
     runtime = Runtime(config, torch.device("cpu"), mesh={"fsdp": 2})
     model = initialize(Decoder(replace(architecture("tiny"), tie_word_embeddings=tie), torch.float32), 0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime, world=World(rank, 2, 10.0))
-    sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
-    (batch,) = pack([TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
+    sequences = [completed([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
+    (batch,) = pack([train_group([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
     programs = trainer.programs
     case = programs.case("", batch, lambda: None, loss_type="grpo", with_support=False)
     return programs.by_name["forward_backward"].graph(case.user, case.statics).captured

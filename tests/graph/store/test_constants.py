@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import completed, train_group
 
 from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
@@ -27,7 +28,7 @@ from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import Trainer, pack
 from lockstep.trainer.programs import TrainerPrograms
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import SamplingParams
 
 DENSE = ModelConfig(64, 16, 16, 1, 2, 2, 8, rope_theta=1e4, max_position_embeddings=256)
 ROUTED = MoEConfig(4, 1, 16, sigmoid=True, groups=2, shared_experts=1, router_bias=True)
@@ -77,8 +78,8 @@ def traced(
         decoder.masks = masks
     reference = decoders[1] if loss.beta else None
     trainer = Trainer(decoders[0], optimizer, loss, reference=reference, enforce_parity=enforce_parity, runtime=runtime)
-    sequence = TrainSequence([3, 4], 1.0, 0.1, [0.0] * 2, [0.0] * 2, route_digests=[1, 2] if model.moe else None)
-    (batch,) = pack([TrainGroup([1, 2], [sequence], SamplingParams())], max_tokens=64, check_parity=True)
+    sequence = completed([3, 4], 1.0, 0.1, [0.0] * 2, [0.0] * 2, route_digests=[1, 2] if model.moe else None)
+    (batch,) = pack([train_group([1, 2], [sequence], SamplingParams())], max_tokens=64, check_parity=True)
     batch.ref_logprob_C = torch.zeros_like(batch.old_logprob_C)
     if trainer.algorithm.indexes_sequences:
         batch.index_sequences()

@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep import ops
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from lockstep.ops.attention import triton as attention_triton
     from lockstep.ops.linear import triton_per_head
     from lockstep.ops.mla import triton as mla_triton
     from lockstep.ops.mla import triton_backward as mla_triton_backward
@@ -44,7 +45,7 @@ class Interpreted:
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(True)  # fills new memory with NaN
         monkeypatch.setattr(np, "matmul", matmul)
-        monkeypatch.setattr(mla_triton, "KEY_SPLIT", SPLIT)
+        monkeypatch.setattr(attention_triton, "KEY_SPLIT", SPLIT)
         yield
         torch.use_deterministic_algorithms(False)
 
@@ -71,7 +72,7 @@ class Interpreted:
         whole = packed(case)
         monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(16, 4, 1))
         assert same_bits(packed(case), whole)
-        monkeypatch.setattr(mla_triton, "KEY_SPLIT", 1 << 20)
+        monkeypatch.setattr(attention_triton, "KEY_SPLIT", 1 << 20)
         assert same_bits(packed(case)[:SPLIT], whole[:SPLIT]), "one split needs no merging"
         assert not same_bits(packed(case)[SPLIT:], whole[SPLIT:]), "CONTROL: other splits are another sum"
 
