@@ -34,7 +34,7 @@ def _tests(*files: str) -> tuple[str, ...]:
 
 
 def _learning(limit: int, *flags: str) -> tuple[str, ...]:
-    return ("benchmarks/learning.py", "--json", "{json}", "--limit", str(limit), "--", *flags)
+    return ("benchmarks/run.py", "learning", "--json", "{json}", "--limit", str(limit), "--", *flags)
 
 
 LINEAR_MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
@@ -48,7 +48,7 @@ DIGITS = (
 
 PARTS = (
     # The first run finds no kernel compiled: a cold start. The second, and all that follows, finds most of them.
-    Part("seed_workload", _script("seed_workload", "--steps", "20", "--runs", "2", "--peer", "trl-vllm"), 260, 420),
+    Part("seed_workload", _case("seed_workload", "--steps", "20", "--runs", "2", "--peer", "trl-vllm"), 260, 420),
     Part("tests-roles", _tests("precompile", "families", "routing", "moe", "trust", "timings"), 80, 200),
     Part("tests-compile", _tests("compile"), 90, 260),
     Part("capture", _case("capture"), 90, 180),
@@ -56,12 +56,12 @@ PARTS = (
     Part("learning-words", _learning(120, *WORDS), 60, 150),
     Part("algorithms", _case("algorithms"), 120, 240),
     Part("families", _case("families"), 110, 240),
-    Part("generate", _script("generate", "--peer", "none", "--case", "seed", "--case", "seed, top-p", "--case", "one",
+    Part("generate", _case("generate", "--peer", "none", "--case", "seed", "--case", "seed, top-p", "--case", "one",
                              "--case", "mid", "--case", "mixed"), 120, 220),
     Part("kernels", _case("kernels"), 60, 150),
     Part("endurance", _case("endurance", "--steps", "200"), 75, 160),
-    Part("parity_cost", _script("parity_cost"), 130, 240),
-    Part("train_step", _script("train_step"), 120, 200),
+    Part("parity_cost", _case("parity_cost"), 130, 240),
+    Part("train_step", _case("train_step"), 120, 200),
     Part("tests-latent", _tests("latent"), 90, 200),
     Part("tests-ops", _tests("fused", "fused_backward", "sampling", "adamw", "ops"), 120, 280),
     Part("tests-attention", _tests("attention", "attention_backward", "backward", "generator", "llm", "whole_model"),
@@ -71,27 +71,27 @@ PARTS = (
     Part("ops", _case("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),
     Part("ops-linear", _case("ops", "--only", "linear", "--models", *LINEAR_MODELS), 60, 240),
     Part("moe", _case("moe"), 60, 150),
-    Part("startup", _script("startup", "--repeats", "2"), 140, 280),
+    Part("startup", _case("startup", "--repeats", "2"), 140, 280),
     Part("flex", _case("flex"), 90, 200),
     Part("decode_layer", _case("decode_layer"), 20, 60),
     Part("learning-digits", _learning(120, *DIGITS), 60, 150),
     Part("growth", _case("growth", "--repeats", "3"), 60, 300),
-    Part("generate-big", _script("generate", "--peer", "none", "--case", "big", "--repeats", "3"), 75, 130),
-    Part("generate-vllm", _script("generate", "--peer", "vllm", "--case", "seed", "--case", "seed, top-p", "--case",
+    Part("generate-big", _case("generate", "--peer", "none", "--case", "big", "--repeats", "3"), 75, 130),
+    Part("generate-vllm", _case("generate", "--peer", "vllm", "--case", "seed", "--case", "seed, top-p", "--case",
                                   "mid", "--case", "one"), 260, 400),
-    Part("generate-big-vllm", _script("generate", "--peer", "vllm", "--case", "big", "--repeats", "3"), 300, 450),
+    Part("generate-big-vllm", _case("generate", "--peer", "vllm", "--case", "big", "--repeats", "3"), 300, 450),
     Part("settings", _case("settings", "--budget", "420"), 200, 430),
     Part("settings-sharded", _case("settings", "--only", "experts, one process", "experts, sharded"), 60, 200,
          "cuda-x2"),
-    Part("generate-peer", _script("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
-    Part("fsdp", _script("fsdp"), 180, 420, "cuda-x2"),
+    Part("generate-peer", _case("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
+    Part("fsdp", _case("fsdp"), 180, 420, "cuda-x2"),
     # Every script at its smallest, to see here what would fail there.
     Part("cpu-decode_layer", _case("decode_layer", "--rows", "2"), 2, 60, "cpu"),
     Part("cpu-flex", _case("flex"), 4, 60, "cpu"),
     Part("cpu-moe", _case("moe", "--repeats", "1"), 3, 60, "cpu"),
     Part("cpu-ops", _case("ops"), 5, 60, "cpu"),
-    Part("cpu-generate", _script("generate", "--repeats", "1", "--case", "mixed", "--case", "cpu"), 5, 60, "cpu"),
-    Part("cpu-train_step", _script("train_step", "--repeats", "1", "--sequences", "8", "--length", "32", "--prompt",
+    Part("cpu-generate", _case("generate", "--repeats", "1", "--case", "mixed", "--case", "cpu"), 5, 60, "cpu"),
+    Part("cpu-train_step", _case("train_step", "--repeats", "1", "--sequences", "8", "--length", "32", "--prompt",
                                    "8", "--peer", "eager"), 5, 60, "cpu"),
     Part("cpu-capture", _case("capture", "--repeats", "1", "--sequences", "8", "--length", "6"), 12, 90, "cpu"),
     Part("cpu-compile_ways", _case("compile_ways", "--repeats", "1", "--length", "6", "--only", "joint", "layer"),
@@ -102,14 +102,14 @@ PARTS = (
                                      "--tokens", "8", "--repeats", "2"), 8, 90, "cpu"),
     Part("cpu-endurance", _case("endurance", "--steps", "4"), 8, 90, "cpu"),
     Part("cpu-growth", _case("growth", "--tiny", "--repeats", "1"), 10, 90, "cpu"),
-    Part("cpu-seed_workload", _script("seed_workload", "--arch", "tiny", "--steps", "2"), 12, 120, "cpu"),
-    Part("cpu-parity_cost", _script("parity_cost", "--repeats", "1"), 30, 120, "cpu"),
+    Part("cpu-seed_workload", _case("seed_workload", "--arch", "tiny", "--steps", "2"), 12, 120, "cpu"),
+    Part("cpu-parity_cost", _case("parity_cost", "--repeats", "1"), 30, 120, "cpu"),
     Part("cpu-tune_linear", _script("tune_linear", "--out", "{scratch}/table.json"), 15, 120, "cpu"),
     Part("cpu-learning", _learning(60, "word-arithmetic", "--arch", "tiny", "--steps", "2", "--trainer.warmup-steps",
                                    "2", "--trainer.warmup-batch-size", "4", "--trainer.prompts-per-step", "2",
                                    "--task.validation-prompts", "4"), 8, 60, "cpu"),
     Part("cpu-settings", _case("settings", "--only", "plain", "checkpoints"), 30, 120, "cpu"),
-    Part("cpu-fsdp", _script("fsdp", "--steps", "2", "--only", "one process", "sharded"), 40, 120, "cpu"),
-    Part("cpu-startup", _script("startup", "--repeats", "1", "--steps", "2"), 40, 180, "cpu"),
+    Part("cpu-fsdp", _case("fsdp", "--steps", "2", "--only", "one process", "sharded"), 40, 120, "cpu"),
+    Part("cpu-startup", _case("startup", "--repeats", "1", "--steps", "2"), 40, 180, "cpu"),
     Part("cpu-tests", _tests("precompile", "families"), 5, 60, "cpu"),
 )  # fmt: skip

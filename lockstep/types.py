@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -228,12 +229,6 @@ class PackedBatch:
     cu_completions: Tensor | None = None  # int32 [S + 1]: completion n is rows cu[n]:cu[n + 1]; see `index_sequences`
     together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A tensor that is replaced, added or taken away leaves the others no longer `together`."""
-        super().__setattr__(name, value)
-        if name not in _APART:
-            super().__setattr__("together", None)
-
     def index_sequences(self) -> None:
         """Fill in `cu_completions`, for a loss with terms of whole sequences."""
         ends = [0, *accumulate(len(sequence.token_ids) for sequence in self.sequences)]
@@ -253,13 +248,11 @@ class PackedBatch:
         return batch
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All but `sequence_C`, by name."""
-        if self.together is not None:
-            return self.together
-        return {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
-
-
-_APART = {"together", "max_len", "check_parity", "truncated", "sequence_C", "sequences"}
+        """All but `sequence_C`, by name; `together`, if none was replaced, added or taken away since."""
+        found = {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
+        known = self.together
+        same = known is not None and found.keys() == known.keys() and all(map(is_, found.values(), known.values()))
+        return known if known is not None and same else found
 
 
 class SideBySide(dict[str, Tensor]):

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import seed_workload
 import torch
+from cases import seed_workload
 from common import Report, random_model
 
 from lockstep.config import LossConfig, OptimizerConfig

@@ -27,6 +27,7 @@ from .bodies import SamplingFields
 from .errors import ApiError, ClientLeft, closing, refused
 from .metrics import ServerMetrics
 from .settings import Settings
+from .tool_calls import tool_format
 
 EXACT = 1 << 53  # whole numbers below are themselves in every language's JSON
 
@@ -41,6 +42,7 @@ class Service:
         seed: of the seeds that requests without one are given.
 
     Attributes:
+        tool_format: how the model's chat template calls tools; None: it has none, or not in a known form.
         open_samples: of requests that are not answered yet.
         stopping: whether the server ends; nothing new is taken on.
     """
@@ -51,6 +53,7 @@ class Service:
         self.metrics = ServerMetrics(engine)
         self.most_samples = engine.config.max_num_seqs + settings.max_waiting
         self.open_samples, self.stopping = 0, False
+        self.tool_format = tool_format(policy.tokenizer)
         self._check = engine.check
         self._seeds = random.Random(seed)
         self._tickets: dict[Job, Ticket] = {}

@@ -89,13 +89,16 @@ def critic_values(model: Decoder, rows_CD: Tensor) -> Tensor:
     return ops.router_logits(rows_CD, model.value_head).flatten()
 
 
-def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = None) -> tuple[Tensor, ops.TokenLogprobs]:
-    """Hidden rows that predict the completion tokens, [C, D], and the tokens' log-probs; `routes` as in `Decoder`."""
+def score(
+    model: Decoder, batch: PackedBatch, with_routing: bool = True
+) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:
+    """Hidden rows that predict the completion tokens, [C, D], the tokens' log-probs, and where there are experts, and
+    it is wanted, the routing."""
+    routes: list[Routing] | None = [] if with_routing and model.config.moe_layers else None
     rows_CD = predicting_rows(model, batch, routes)
     filters = ops.Filters(batch.temperature_C, batch.top_k_C, batch.top_p_C, batch.min_p_C)
-    return rows_CD, ops.token_logprobs(
-        rows_CD, model.lm_head, batch.targets_C, filters, batch.support_C, batch.truncated
-    )
+    scores = ops.token_logprobs(rows_CD, model.lm_head, batch.targets_C, filters, batch.support_C, batch.truncated)
+    return rows_CD, scores, routing.routed(routes, batch) if routes else None
 
 
 class Objective(NamedTuple):
@@ -114,7 +117,7 @@ def forward(
         with_support: return what the sampled support is made from.
     """
     statistics = named(values)
-    rows_CD, scores, routed = _score(model, batch)
+    rows_CD, scores, routed = score(model, batch)
     value_C = None if model.value_head is None else critic_values(model, rows_CD)
     loss = _loss(statistics, batch, (scores, routed, value_C), objective)
     with torch.no_grad():
@@ -126,14 +129,7 @@ def forward(
 
 def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
     """Compare the batch's log-probs with the generator's, in `values`, and train on nothing."""
-    return _record(named(values), batch, *_score(model, batch)[1:])
-
-
-def _score(model: Decoder, batch: PackedBatch) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:
-    """`score`, and the routing of a model with experts."""
-    routes: list[Routing] | None = [] if model.config.moe_layers else None
-    rows_CD, scores = score(model, batch, routes)
-    return rows_CD, scores, routing.routed(routes, batch) if routes else None
+    return _record(named(values), batch, *score(model, batch)[1:])
 
 
 def _loss(

@@ -29,6 +29,13 @@ def test_gradients_updates_and_statistics_are_those_of_one_process(found: dict[s
     assert found[kind] == [[], []]
 
 
+def test_frozen_parameters_and_groups_are_those_of_one_process(found: dict[str, Any]) -> None:
+    first, second = found["parameter_groups"]
+    layer = ("attention_norm", "qkv", "q_norm", "k_norm", "o", "mlp_norm", "gate_up", "down")
+    assert first == second and first[0] == [] and first[1] > 3
+    assert sorted(first[2]) == sorted(f"layers.0.{name}" for name in layer)
+
+
 def test_adding_in_another_order_would_be_noticed(found: dict[str, Any]) -> None:
     first, second = found["another_order_of_addition"]
     assert 0 in first and first == second  # the gradients, to begin with

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from torch import Tensor
 
 from lockstep.algorithms import ALGORITHMS
@@ -16,7 +17,6 @@ from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import (
     EAGER,
     NOT_GRAPH_SAFE,
-    FakeRecorder,
     GraphError,
     GraphLauncher,
     Inputs,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import pdl
 from ..activation.triton import silu_gated
-from ..row_alignment import unit_inner
+from ..rows import unit_inner
 from ..tables.linear_table import CHAIN, Choice, Kind, tiles_of_weight
 
 GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache

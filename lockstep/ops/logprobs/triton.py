@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import pdl
 from ..records import Filters, RowStatistics, SampleKeys
-from ..row_alignment import aligned_rows
+from ..rows import aligned_rows
 from .triton_noise import gumbel, gumbel_bound, philox_words
 from .triton_topk_topp import Mass, blocks_of, search, tempered, tempered_row
 

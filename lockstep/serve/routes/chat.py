@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from ...config import TEMPLATE_ARGUMENTS
 from ...types import Completion
 from ..batcher import Job, Update
 from ..bodies import ChatBody, read_body
@@ -18,7 +19,7 @@ from ..errors import refused
 from ..events import EventStream
 from ..service import Service, Ticket, streamed
 from ..text import GrowingText, chat_logprobs, visible
-from ..tool_calls import ToolCall, ToolFormat, tool_format
+from ..tool_calls import ToolCall, ToolFormat
 from .common import head, usage
 
 
@@ -45,11 +46,10 @@ async def chat(service: Service, request: Request) -> Response:
         raise refused("top_logprobs", "top_logprobs must be 0: there are log-probabilities of sampled tokens alone")
     messages = checked_messages(body.messages)
     form = _tool_format(service, body)
-    variables = {**service.policy.template_variables, **body.chat_template_kwargs}
+    variables = {**service.policy.template_variables, **_variables(body.chat_template_kwargs)}
     if form is not None:
         variables["tools"] = body.tools
-    seen = form or tool_format(_template(service))
-    prompt = await service.encoded(encode_chat, service.policy, messages, variables, seen)
+    prompt = await service.encoded(encode_chat, service.policy, messages, variables, form or service.tool_format)
     _count(service, prompt)
     service.seeded(body)
     job = service.job(prompt.token_ids, body, _max_tokens(service, body, prompt), "messages")
@@ -62,9 +62,13 @@ async def chat(service: Service, request: Request) -> Response:
     return JSONResponse(_answer(asked, samples))
 
 
-def _template(service: Service) -> str | None:
-    tokenizer = service.policy.tokenizer
-    return tokenizer.get_chat_template() if tokenizer.chat_template else None
+def _variables(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        if name in (*TEMPLATE_ARGUMENTS, "tools"):
+            raise refused(
+                f"chat_template_kwargs.{name}", f"chat_template_kwargs sets {name}, which is no variable of it"
+            )
+    return given
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
@@ -73,14 +77,14 @@ def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
         raise refused("tool_choice", 'tool_choice must be "auto" or "none": sampling is not constrained')
     for i, tool in enumerate(body.tools):
         function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if tool.get("type") != "function" or not named:
             raise refused(f"tools[{i}]", f'tools[{i}] must be {{"type": "function", "function": {{"name": ...}}}}')
     if not body.tools or body.tool_choice == "none":
         return None
-    form = tool_format(_template(service))
-    if form is None:
+    if service.tool_format is None:
         raise refused("tools", "the model's chat template has no tools, or calls them in a form that is not known here")
-    return form
+    return replace(service.tool_format, tools=tuple(body.tools))
 
 
 def _count(service: Service, prompt: ChatPrompt) -> None:

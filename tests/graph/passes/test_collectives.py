@@ -7,12 +7,13 @@ from functools import cache
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from small import completed, train_group
 from torch import fx
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.distributed import World
-from lockstep.graph import Captured, FakeRecorder, Runtime, digest, pipeline, run_passes
+from lockstep.graph import Captured, Runtime, digest, pipeline, run_passes
 from lockstep.graph.ir.captured import is_backward, module_of, op_name
 from lockstep.graph.passes import reshard, saved_bytes
 from lockstep.graph.passes.collectives import by_layer, first_use, gradient_exchanges, layer_of, weight_gathers
