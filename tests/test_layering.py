@@ -100,7 +100,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "ir",
         "capture launch store",
         "passes",
-        "capture.joint ranks store.key",
+        "capture.joint store.key",
         "builder warm_up",
         "program",
         "runtime",
@@ -135,7 +135,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "generate parity_check precompile",
         "evaluation",
     ),
-    "rl": ("critic dynamic_sampling", "loop", "sft_warmup"),
+    "rl": ("critic dynamic_sampling step_metrics", "loop", "sft_warmup"),
     "run": ("checkpoint closing crash display lock metrics trackers", "resume timeline", "report", "recorder", "train"),
     "serve": (
         "batcher errors metrics settings tool_calls",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..session.generate import TextStream
+from ..models.tokenizer import TextStream
 from ..types import Completion
 from .batcher import Update
 from .tool_calls import ToolCall, ToolFormat, before
