@@ -76,7 +76,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "distributed": ("mesh torch_private", "collectives placement ranks", "join", "."),
     "ops": (
         "native.library pdl precompile records rows tables",
-        "logprobs.philox logprobs.triton_noise operator",
+        "logprobs.philox operator",
         "logprobs.reference",
         "native",
         "activation adamw decode_update embedding norm sequence",
