@@ -18,13 +18,13 @@ from lockstep.graph import (
     EAGER,
     NOT_GRAPH_SAFE,
     GraphError,
-    GraphLauncher,
     Inputs,
     Runtime,
     compile_report,
     module_inputs,
     substituted,
 )
+from lockstep.graph.launch.memory import Outputs
 from lockstep.models import Decoder
 from lockstep.trainer import BatchShape, Trainer, pack
 from lockstep.trainer import programs as trainer_runs
@@ -212,7 +212,7 @@ def unlasting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs that the graph's own next launch overwrites."""
-    monkeypatch.setattr(GraphLauncher, "_save_latest", lambda self: None)
+    monkeypatch.setattr(Outputs, "save", lambda self, names: None)
 
 
 @pytest.mark.parametrize(("mutant", "shapes"), [(unlasting, "several"), (unsaved, "one")])

@@ -76,7 +76,7 @@ class CudaRecorder:
         torch.cuda.empty_cache()  # memory that others left is of no use to the pool, which takes its own from here on
         results = [r.clone() for r in self.run(run, arguments)]  # outside the pool
         graph = torch.cuda.CUDAGraph()
-        pool = torch_trace.graph_pool(self._open_pool())
+        pool: Any = self._open_pool().id
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = run(arguments)
             if lasting:

@@ -75,7 +75,7 @@ def test_gathers_begin_a_layer_early_and_waits_stand_before_the_first_use() -> N
     captured = arranged()
     order = order_of(captured.graph)
     gathers = weight_gathers(captured)
-    uses = [order[first_use(gather, order)] for gather in gathers]
+    uses = [order[first_use(gather)] for gather in gathers]
     for i, gather in enumerate(gathers):
         begins, ends = order[gather.collective], max(order[node] for node in gather.finish)
         assert begins < ends < uses[i]
