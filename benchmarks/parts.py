@@ -100,6 +100,8 @@ PARTS = (
     Part("cpu-families", _case("families", "--steps", "2"), 8, 90, "cpu"),
     Part("cpu-algorithms", _case("algorithms", "--only", "gspo", "--prompts", "2", "--samples", "4",
                                      "--tokens", "8", "--repeats", "2"), 8, 90, "cpu"),
+    Part("cpu-algorithms_learning", _case("algorithms_learning", "--tiny", "--only", "rloo", "--seeds", "1"),
+         15, 120, "cpu"),
     Part("cpu-endurance", _case("endurance", "--steps", "4"), 8, 90, "cpu"),
     Part("cpu-growth", _case("growth", "--tiny", "--repeats", "1"), 10, 90, "cpu"),
     Part("cpu-seed_workload", _case("seed_workload", "--arch", "tiny", "--steps", "2"), 12, 120, "cpu"),

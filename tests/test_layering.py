@@ -76,7 +76,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "distributed": ("mesh torch_private", "collectives placement ranks", "join", "."),
     "ops": (
         "native.library pdl precompile records rows tables",
-        "logprobs.philox logprobs.triton_noise operator",
+        "logprobs.philox operator",
         "logprobs.reference",
         "native",
         "activation adamw decode_update embedding norm sequence",
@@ -135,7 +135,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "generate parity_check precompile",
         "evaluation",
     ),
-    "rl": ("dynamic_sampling", "loop", "sft_warmup"),
+    "rl": ("dynamic_sampling step_metrics", "loop", "sft_warmup"),
     "run": ("checkpoint closing crash display lock metrics trackers", "resume timeline", "report", "recorder", "train"),
     "serve": (
         "batcher errors metrics settings tool_calls",

@@ -155,7 +155,7 @@ class Algorithms:
         taken, turns = ({name: Taken() for name in self.programs} for _ in range(2))
         for name in self.programs:
             self.restore()
-            self.run.trainer.reset_optimizer()
+            self.run.trainer.optimizer.reset()
             for _ in range(STEPS):
                 self.step(name, taken[name])
         order = list(self.programs)

@@ -11,10 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
-from statistics import mean, pstdev
+from statistics import mean
 from typing import Any
-
-import torch
 
 from ..algorithms import SUPERVISED, supervised
 from ..algorithms.losses import KL_ESTIMATORS
@@ -23,8 +21,8 @@ from ..environments import single_turn
 from ..errors import LockstepError, NonFiniteError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate, raise_mismatch
-from ..timings import Span, totals
-from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards, packed_slots
+from ..timings import Span
+from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards
 from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
@@ -35,8 +33,7 @@ from ..types import (
     Trajectory,
 )
 from .dynamic_sampling import collect_with_signal
-
-_TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync")  # phases whose seconds are metrics
+from .step_metrics import reward_metrics, step_metrics
 
 
 class Loop:
@@ -99,7 +96,9 @@ class Loop:
         if config.loss.importance_sampling_mode is not None:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
-        return counts | self._metrics(groups, result, [*batches, *checks], version) | reference, groups
+        return counts | step_metrics(
+            self.run, groups, result, [*batches, *checks], version, self.spans
+        ) | reference, groups
 
     def _collect(self, step: int) -> single_turn.Collected:
         prompts = self.config.trainer.prompts_per_step
@@ -313,53 +312,6 @@ class Loop:
         del metrics["reward/std"]  # one sample a prompt
         return {f"validation/{name}": value for name, value in metrics.items()}
 
-    def _metrics(
-        self, groups: list[RolloutGroup], result: StepResult, batches: list[PackedBatch], version: int
-    ) -> dict[str, Any]:
-        rollouts = [r for g in groups for r in g.rollouts]
-        lengths = [len(r.token_ids) for r in rollouts]
-        spent = {"sync": 0.0} | totals(self.spans)  # in one process the generator reads the trainer's weights
-        seconds = {name: value for name, value in spent.items() if name in _TIMED}
-        zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
-        return {
-            **reward_metrics(groups),
-            "frac_reward_zero_std": mean(map(float, zero_std)),
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
-            "kl": result.kl,
-            "entropy": result.entropy,
-            "clip_ratio": result.clip_ratio,
-            "response_length/mean": mean(lengths),
-            "response_length/clip_ratio": mean(float(r.finish_reason == "length") for r in rollouts),
-            "policy_age": version - min(v for r in rollouts for v in r.weight_versions),
-            "logprob_diff/max": result.logprob_diff_max,
-            "parity/tokens_checked": result.tokens_checked,
-            "parity/tokens_different": result.tokens_different,
-            "parity/tokens_not_covered": result.tokens_not_covered,
-            **(result.routing.metrics() if result.routing else {}),
-            **self._of_all_ranks(groups, batches, {f"time/{name}": value for name, value in seconds.items()}),
-        }
-
-    def _of_all_ranks(
-        self, groups: list[RolloutGroup], batches: list[PackedBatch], seconds: dict[str, float]
-    ) -> dict[str, Any]:
-        """What ranks measure each by itself: padding, of all batches, and the largest of their times and memory."""
-        own = {**seconds, "memory/peak_gib": peak_memory_gib(self.device), **self.run.graph_metrics()}
-        slots, used = packed_slots(batches)
-        ranks = self.world.gather((slots, used, own))
-        largest = {name: max(measured[name] for *_, measured in ranks) for name in own}
-        slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
-        return {
-            "padding_waste": 1.0 - used / slots if slots else 0.0,
-            **largest,
-            "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / self.world.size / largest["time/step"],
-        }
-
-    @staticmethod
-    def _packed_tokens(groups: list[RolloutGroup]) -> int:
-        return sum(len(s.token_ids) for g in groups for r in g.rollouts for s in r.segments)
-
 
 def _example(index: int, prompt_ids: list[int], target_ids: list[int], weight: float) -> Trajectory:
     """A worked example, to be trained on as if it had been sampled."""
@@ -372,26 +324,3 @@ def _split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
     rest = iter(values)
     for sequence in batch.sequences:
         yield list(islice(rest, len(sequence.token_ids)))
-
-
-def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
-    """`reward/mean`, `reward/std` and `rewards/<fn>/mean` over where the function applies."""
-    rollouts = [r for g in groups for r in g.rollouts]
-    metrics = {
-        "reward/mean": mean(r.reward for r in rollouts),
-        "reward/std": mean(pstdev([r.reward for r in g.rollouts]) for g in groups),
-    }
-    for name in rollouts[0].rewards:
-        values = [v for r in rollouts if (v := r.rewards[name]) is not None]
-        if values:
-            metrics[f"rewards/{name}/mean"] = mean(values)
-    return metrics
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory used so far: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

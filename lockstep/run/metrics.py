@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, LockstepError
+from ..json_file import to_json
 
 if TYPE_CHECKING:
     from ..types import RolloutGroup, Trajectory
@@ -128,23 +128,6 @@ def write_all(file: io.RawIOBase, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) or 0 :]
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as standard JSON. NaN and infinities, which JSON lacks, become "NaN", "Infinity" and "-Infinity"."""
-    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    return _plain(value.item()) if hasattr(value, "item") else str(value)  # scalars of torch and numpy; paths
 
 
 class MetricsWriter:

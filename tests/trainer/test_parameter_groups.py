@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import small
 import torch
+from fake_recorder import FakeRecorder
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.errors import InputError
-from lockstep.graph import EAGER, FakeRecorder, Runtime, check_against_eager
+from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.graph.ir.captured import op_name
 from lockstep.models import Decoder, by_pattern
 from lockstep.trainer import BatchShape, Trainer, pack
@@ -96,6 +97,26 @@ def test_what_is_frozen_keeps_its_bits_and_the_others_their_gradients(make_model
     assert all(torch.equal(grads[name], every[name]) for name in grads)
     assert result.grad_norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in grads.values())), rel=1e-5)
     assert {name for name in weights if torch.equal(weights[name], start[name])} == FROZEN
+
+
+def test_state_resumes_without_what_is_frozen(make_model, make_groups, record) -> None:
+    one, other = (Trainer(make_model(), GROUPED, LossConfig()) for _ in range(2))
+
+    def update(trainer: Trainer) -> None:
+        for batch in pack(record(trainer.model, make_groups()), max_tokens=1 << 12, check_parity=True):
+            trainer.forward_backward(batch)
+        assert trainer.optim_step(LR).applied
+
+    update(one)
+    tensors, numbers = one.state()
+    trained = sum(p.numel() for name, p in one.model.named_parameters() if name not in FROZEN)
+    assert trained <= len(tensors["master"]) < trained + len(one.flat.names) * 1024  # each padded to a block
+    other.load_state({name: tensor.clone() for name, tensor in tensors.items()}, numbers)
+    for trainer in (one, other):
+        update(trainer)
+    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+    with pytest.raises(ValueError, match="master"):
+        Trainer(make_model(), OptimizerConfig(), LossConfig()).load_state(tensors, numbers)
 
 
 @pytest.mark.parametrize("recorded", [False, True])

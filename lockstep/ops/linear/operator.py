@@ -7,7 +7,8 @@ Layers fused with their neighbours have the same bits as the separate operators,
 those round. With gradients enabled those run, because their backward passes are separate; without, one operator runs,
 and on a GPU the shape decides how much of it is one kernel.
 
-Shape suffixes: T rows, D model dim, E fused projection, F feed-forward dim, K depth, N columns.
+Shape suffixes: T rows, D model dim, E fused projection, F feed-forward dim, K depth, N columns;
+of a product a head: N heads, M columns.
 """
 
 from __future__ import annotations
@@ -103,3 +104,28 @@ def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) ->
 def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
     """`residual + linear(x, weight)`, [T, N]: both the product and the sum are rounded."""
     return linear.on_cpu[x_TK.dtype](x_TK, weight_NK).add_(residual_TN)
+
+
+def _per_head_backward(ctx, grad_TNM: Tensor):
+    x_TNK, weight_NMK = ctx.saved_tensors
+    grad_x_TNK = per_head_linear(grad_TNM, weight_NMK.transpose(1, 2))
+    grad_w_MNK = per_head_linear(grad_TNM.permute(2, 1, 0), x_TNK.permute(1, 2, 0))  # contracts the tokens
+    return grad_x_TNK, grad_w_MNK.transpose(0, 1)
+
+
+@operator(
+    "lockstep::per_head_linear",
+    cuda="triton:per_head_linear",
+    fake=lambda x_TNK, weight_NMK: x_TNK.new_empty(*x_TNK.shape[:2], weight_NMK.shape[1]),
+    backward=_per_head_backward,
+)
+def per_head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
+    """`x[:, n] @ weight[n].T` for each head n, [T, N, M] in x's dtype; the bits of `linear` a head.
+
+    Either may be a view with any strides, such as one projection's rows of a fused weight.
+    """
+    (tokens, heads, _), columns = x_TNK.shape, weight_NMK.shape[1]
+    out_TNM = x_TNK.new_empty(tokens, heads, columns)
+    for n in range(heads):
+        out_TNM[:, n] = linear(x_TNK[:, n], weight_NMK[n])
+    return out_TNM
