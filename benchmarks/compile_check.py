@@ -163,7 +163,7 @@ def train(model: Decoder) -> None:
             with torch.no_grad():
                 score(model, batch)
     sequence_sum(batch.old_logprob_C, batch.cu_seqlens)  # of losses with terms of whole sequences
-    trainer.programs.optim_step()
+    trainer.programs.by_name["optim_step"]()
     if model.config.mla is None:
         joined(model)
 

@@ -79,6 +79,25 @@ def settings(f: Figures) -> Lines:
     yield from (f"{name}: {'; '.join(odd)}" for name, odd in f["wrong"].items())
 
 
+def algorithms(f: Figures) -> Lines:
+    found = f["algorithms"]
+    ran = {name: a for name, a in found.items() if "failed" not in a}
+    for name, a in ran.items():
+        yield at_most(f"{name}: a step, over {a['floor']}'s", a["ratio"]["step"], 1.03)
+    what = f"tokens different of {sum(a['tokens_checked'] for a in ran.values())}"
+    yield at_most(what, sum(a["tokens_different"] for a in ran.values()), 0)
+    yield at_most("recompiles", f["recompiles"], 0)
+    yield from (f"{name} FAILED: {found[name]['failed']}" for name in found.keys() - ran.keys())
+
+
+def algorithms_learning(f: Figures) -> Lines:
+    runs = f["runs"]
+    what = f"tokens different of {sum(r['tokens_checked'] for r in runs.values())}"
+    yield at_most(what, sum(r["tokens_different"] for r in runs.values()), 0)
+    yield at_most("algorithms that do not hold", sum(map(bool, f["wrong"].values())), 0)
+    yield from (line for found in f["wrong"].values() for line in found)
+
+
 def gpu_tests(f: Figures) -> Lines:
     yield f"{f['passed']} passed, {f['skipped']} skipped" + ("" if f.get("complete") else ", not ended")
     yield at_most("failed", f["failed"], 0)
@@ -243,6 +262,7 @@ READERS: dict[str, Callable[[Figures], Lines]] = {
     "parity_cost": parity_cost, "train_step": train_step, "ops": ops, "moe": moe, "decode_layer": decode_layer,
     "growth": growth, "startup": startup, "flex": flex, "fsdp": fsdp,
     "settings": settings,
+    "algorithms": algorithms, "algorithms_learning": algorithms_learning,
 }  # fmt: skip
 
 

@@ -47,6 +47,11 @@ def _device(device: torch.device) -> str:
     return f"CPU with {os.cpu_count()} cores, {threads} {'thread' if threads == 1 else 'threads'}"
 
 
+def server_key() -> str | None:
+    """The key that a server asks its clients for; a command line would show it to others on the machine."""
+    return os.environ.get("LOCKSTEP_API_KEY")
+
+
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 THREADS_BESIDE_A_GPU = 8

@@ -6,9 +6,10 @@ Shape suffixes: T packed tokens, C completion tokens, S segments (packed sequenc
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -59,86 +60,131 @@ class SampleIdentity:
 
 
 @dataclass
-class Completion:
-    """One sampled continuation, exactly as the generator produced it.
+class Segment:
+    """Tokens that stand together in a trajectory: *given* to the model, or *sampled* from it.
 
-    `logprobs` are of the distribution that was sampled (temperature and filters applied), `model_logprobs` of the
-    model's own at temperature 1, untruncated; both are float32 values held exactly. `route_digests` (None: a model
-    without experts) tell which experts the token was drawn after (`ops.route_digest`), and `prompt_route_digests` which
-    each token of the prompt went to. All other per-token lists have the length of `token_ids`, which ends with the stop
-    token when one was sampled.
+    Of a sampled one all per-token lists have the length of `token_ids`. `logprobs` are of the distribution that was
+    sampled (temperature and filters applied), `model_logprobs` of the model's own at temperature 1, untruncated; both
+    are float32 values held exactly. None: there is nothing to hold parity against (worked examples, which stand for
+    what is sampled). `weight_versions` tells what drew each token.
+
+    `route_digests` (None: unknown, or a model without experts) tell which experts each given token went to
+    (`ops.route_digest`), and which a sampled one was drawn after.
     """
 
     token_ids: list[int]
-    logprobs: list[float]
-    model_logprobs: list[float]
-    weight_versions: list[int]
-    text: str
-    finish_reason: FinishReason
-    identity: SampleIdentity
+    sampled: bool = False
+    logprobs: list[float] | None = None
+    model_logprobs: list[float] | None = None
+    weight_versions: list[int] | None = None
     route_digests: list[int] | None = None
-    prompt_route_digests: list[int] | None = None
+    text: str = ""
 
 
 @dataclass
-class Rollout:
-    """A completion with what scoring made of it. `rewards`: each function's value (None: not applicable); `extra`: what
-    functions logged about it."""
+class Trajectory:
+    """What one sample was given and what it sampled, in order, and what scoring and the algorithm made of it.
 
-    completion: Completion
-    rewards: dict[str, float | None]
-    reward: float
+    It begins with a given segment, the prompt; a single turn is two segments. Tokens are never decoded and encoded
+    again: the generator and environments append segments, the trainer reads them.
+
+    Attributes:
+        finish_reason: how its last sampled segment ended; one that ended by "stop" ends with the stop token.
+        name: names it in messages, for example "group 3 sample 1".
+        rewards: each reward function's value (None: not applicable); `extra` is what functions logged about it.
+        loss_weight: multiplies the loss of each sampled token, normalization included.
+    """
+
+    segments: list[Segment]
+    finish_reason: FinishReason = "stop"
+    identity: SampleIdentity = SampleIdentity(0, 0, 0, 0)
+    name: str = ""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    reward: float = 0.0
     advantage: float = 0.0
+    loss_weight: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> Segment:
+        """The given tokens that it begins with."""
+        return self.segments[0]
+
+    @property
+    def turns(self) -> list[Segment]:
+        """The sampled segments."""
+        return [segment for segment in self.segments if segment.sampled]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All sampled tokens; so with the other values of sampled tokens."""
+        return _joined([turn.token_ids for turn in self.turns]) or []
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of the distribution that was sampled; empty when some tokens came without."""
+        return _joined([turn.logprobs for turn in self.turns]) or []
+
+    @property
+    def model_logprobs(self) -> list[float]:
+        """The model's own; empty when some tokens came without."""
+        return _joined([turn.model_logprobs for turn in self.turns]) or []
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """Of the weights that drew each token."""
+        return _joined([turn.weight_versions for turn in self.turns]) or []
+
+    @property
+    def route_digests(self) -> list[int] | None:
+        """Which experts each sampled token was drawn after; None when that is unknown of some."""
+        return _joined([turn.route_digests for turn in self.turns])
+
+    @property
+    def prompt_route_digests(self) -> list[int] | None:
+        """Which experts each of the prompt's tokens went to."""
+        return self.prompt.route_digests
+
+    @property
+    def text(self) -> str:
+        """What was sampled, as text."""
+        return "".join(turn.text for turn in self.turns)
+
+    @property
+    def response(self) -> list[Segment]:
+        """The segments after the prompt, up to the last sampled one: given tokens after it predict nothing."""
+        last = max((i for i, segment in enumerate(self.segments) if segment.sampled), default=0)
+        return self.segments[1 : last + 1]
+
+
+Completion = Trajectory  # the name that `LLM.generate` has for one of a single turn
+
+
+def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:
+    """Lists one after another, one alone as it is; None when there is none, or one is missing."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = [part for part in parts if part is not None]
+    return [value for part in whole for value in part] if parts and len(whole) == len(parts) else None
 
 
 @dataclass
 class RolloutGroup:
-    """The samples of one prompt. `prompt` is the text or messages, `columns` the data row's other columns."""
+    """The samples of one prompt, which all begin with it.
 
-    group: int
-    prompt: Any
-    prompt_ids: list[int]
-    rollouts: list[Rollout]
+    `prompt` is the text or messages, `columns` the data row's other columns.
+    """
+
+    rollouts: list[Trajectory]
     sampling: SamplingParams
+    group: int = 0
+    prompt: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
 
-
-@dataclass
-class TrainSequence:
-    """One completion to train on. `loss_weight` multiplies each of its tokens' loss, normalization included."""
-
-    token_ids: list[int]
-    advantage: float
-    loss_weight: float
-    logprobs: list[float] | None = None  # None: nothing to hold parity against (supervised steps)
-    model_logprobs: list[float] | None = None
-    request: str = ""  # names the sample in messages, for example "group 3 sample 1"
-    route_digests: list[int] | None = None  # as in `Completion`
-
-
-@dataclass
-class TrainGroup:
-    """A prompt and the completions that share it in the pack."""
-
-    prompt_ids: list[int]
-    sequences: list[TrainSequence]
-    sampling: SamplingParams
-    route_digests: list[int] | None = None  # of the prompt, as in `Completion`
-
-    @classmethod
-    def sampled(
-        cls, name: str, prompt_ids: list[int], completions: list[Completion], sampling: SamplingParams
-    ) -> TrainGroup:
-        """A prompt's completions, to be held against what the generator recorded; nothing is learned from them yet."""
-        sequences = [
-            TrainSequence(
-                *(c.token_ids, 0.0, 0.0, c.logprobs, c.model_logprobs),
-                *(f"{name} sample {c.identity.sample}", c.route_digests),
-            )
-            for c in completions
-        ]
-        return cls(prompt_ids, sequences, sampling, completions[0].prompt_route_digests)
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's tokens."""
+        return self.rollouts[0].prompt.token_ids
 
 
 @dataclass
@@ -149,7 +195,7 @@ class PackedBatch:
     `prefix_len[s]` and attend to rows `prefix_start[s] : prefix_start[s] + prefix_len[s]` (a shared prompt) and
     causally to their own segment. Unused segments are empty; rows past the last segment are padding.
 
-    Per completion token c: its logits come from hidden row `logit_rows_C[c]`; padding has `valid_C` False.
+    Per sampled token c: its logits come from hidden row `logit_rows_C[c]`; padding has `valid_C` False.
     """
 
     tokens_T: Tensor  # int64
@@ -174,18 +220,12 @@ class PackedBatch:
     check_parity: bool  # old log-probs are the generator's and must be equal
     truncated: bool  # some row has a filter on
     sequence_C: Tensor  # int64 (host side), index into `sequences` for messages
-    sequences: list[TrainSequence] = field(default_factory=list)
+    sequences: list[Trajectory] = field(default_factory=list)
     support_C: Tensor | None = None  # uint8 [C, ceil(V / 8)], the sampled support, for updates after the first
-    old_route_C: Tensor | None = None  # int32, `Completion.route_digests`, where they are to be compared
-    old_route_T: Tensor | None = None  # int32, of the prompts' tokens the same; -1 where there is nothing to compare
+    old_route_C: Tensor | None = None  # int32, `Segment.route_digests`, where they are to be compared
+    old_route_T: Tensor | None = None  # int32, of given tokens the same; -1 where there is nothing to compare
     cu_completions: Tensor | None = None  # int32 [S + 1]: completion n is rows cu[n]:cu[n + 1]; see `index_sequences`
     together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A tensor that is replaced, added or taken away leaves the others no longer `together`."""
-        super().__setattr__(name, value)
-        if name not in _APART:
-            super().__setattr__("together", None)
 
     def index_sequences(self) -> None:
         """Fill in `cu_completions`, for a loss with terms of whole sequences."""
@@ -202,13 +242,11 @@ class PackedBatch:
         return batch
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All but `sequence_C`, by name."""
-        if self.together is not None:
-            return self.together
-        return {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
-
-
-_APART = {"together", "max_len", "check_parity", "truncated", "sequence_C", "sequences"}
+        """All but `sequence_C`, by name; `together`, if none was replaced, added or taken away since."""
+        found = {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
+        known = self.together
+        same = known is not None and found.keys() == known.keys() and all(map(is_, found.values(), known.values()))
+        return known if known is not None and same else found
 
 
 class SideBySide(dict[str, Tensor]):

@@ -14,7 +14,7 @@ from lockstep.models.blocks.rope import RopeScaling, YarnScaling
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import StepResult, Trainer, pack
-from lockstep.types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
 CONFIG = ModelConfig(260, 48, 80, 2, 6, 2, 16, max_position_embeddings=512, rope_theta=10000.0, eos_token_ids=(258,))
 LLAMA = replace(CONFIG, family="llama", tie_word_embeddings=False)
@@ -71,13 +71,13 @@ def requests(count: int, seed: int = 0, length: int = 24) -> tuple[list[list[int
 
 def generate(
     engine: Engine, prompts: list[list[int]], sampling: list[SamplingParams], groups: list[int] | None = None
-) -> list[list[Completion]]:
+) -> list[list[Trajectory]]:
     """Run requests; `groups` gives their identities (default: their index)."""
     identities = [SampleIdentity(11, 0, 0, g) for g in groups or range(len(prompts))]
     return engine.generate(prompts, sampling, identities)
 
 
-def words(completions: list[list[Completion]]) -> list[list[tuple]]:
+def words(completions: list[list[Trajectory]]) -> list[list[tuple]]:
     """Everything that must be equal, log-probabilities exactly."""
     return [
         [
@@ -91,33 +91,45 @@ def words(completions: list[list[Completion]]) -> list[list[tuple]]:
 def train_groups(
     prompts: list[list[int]],
     sampling: list[SamplingParams],
-    completions: list[list[Completion]],
+    completions: list[list[Trajectory]],
     weight: float = 0.01,
-) -> list[TrainGroup]:
+) -> list[RolloutGroup]:
     """Completions as the trainer takes them, advantages alternating, each token of this weight."""
     return [
-        TrainGroup(
-            prompt,
+        RolloutGroup(
             [
-                TrainSequence(
-                    c.token_ids,
-                    (-1.0) ** i,
-                    weight,
-                    c.logprobs,
-                    c.model_logprobs,
-                    f"group {g} sample {i}",
-                    c.route_digests,
-                )
+                replace(c, name=f"group {g} sample {i}", advantage=(-1.0) ** i, loss_weight=weight)
                 for i, c in enumerate(group)
             ],
             params,
-            group[0].prompt_route_digests,
         )
-        for g, (prompt, params, group) in enumerate(zip(prompts, sampling, completions, strict=True))
+        for g, (params, group) in enumerate(zip(sampling, completions, strict=True))
     ]
 
 
-def compare(model: Decoder, groups: list[TrainGroup], share_prefix: bool = True, max_tokens: int = 4096) -> StepResult:
+def completed(
+    token_ids: list[int],
+    advantage: float = 0.0,
+    loss_weight: float = 0.0,
+    logprobs: list[float] | None = None,
+    model_logprobs: list[float] | None = None,
+    name: str = "",
+    route_digests: list[int] | None = None,
+) -> Trajectory:
+    """What one sample completed its prompt with, for `train_group`."""
+    turn = Segment(token_ids, True, logprobs, model_logprobs, route_digests=route_digests)
+    return Trajectory([turn], name=name, advantage=advantage, loss_weight=loss_weight)
+
+
+def train_group(prompt_ids: list[int], completions: list[Trajectory], sampling: SamplingParams) -> RolloutGroup:
+    """Completions with the prompt before them."""
+    prompt = Segment(prompt_ids)
+    return RolloutGroup([replace(c, segments=[prompt, *c.segments]) for c in completions], sampling)
+
+
+def compare(
+    model: Decoder, groups: list[RolloutGroup], share_prefix: bool = True, max_tokens: int = 4096
+) -> StepResult:
     """The trainer's view of what the generator recorded."""
     trainer = Trainer(model, OptimizerConfig(), LossConfig())
     for batch in pack(groups, max_tokens=max_tokens, check_parity=True, share_prefix=share_prefix):

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from common import Report, random_model, seconds
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import EAGER, FakeRecorder, Runtime
+from lockstep.graph import EAGER, Runtime
 from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.models import Decoder
 from lockstep.timings import Span, Timings
 from lockstep.trainer import Trainer, pack
-from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
 WAYS: dict[str, CompileConfig | None] = {
     "eager": None,
@@ -52,7 +53,12 @@ def runtime_of(config: CompileConfig | None, device: torch.device) -> Runtime:
     if config is None:
         return EAGER
     recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
-    return Runtime(config, device, recorder=FakeRecorder() if recorded_on_cpu else None)
+    if not recorded_on_cpu:
+        return Runtime(config, device)
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
+    from fake_recorder import FakeRecorder
+
+    return Runtime(config, device, recorder=FakeRecorder())
 
 
 def train_batch(model: Decoder, prompts: int, prompt_length: int, length: int) -> PackedBatch:
@@ -66,17 +72,13 @@ def train_batch(model: Decoder, prompts: int, prompt_length: int, length: int) -
         return (-12 + torch.randn(length, generator=generator)).tolist()
 
     sampling = SamplingParams(temperature=0.8, top_p=0.95)
-    groups = [
-        TrainGroup(
-            tokens(prompt_length),
-            [
-                TrainSequence(tokens(length), (-1.0) ** i, 1 / (length * prompts * GROUP), logprobs(), logprobs())
-                for i in range(GROUP)
-            ],
-            sampling,
-        )
-        for _ in range(prompts)
-    ]
+    weight = 1 / (length * prompts * GROUP)
+    groups = []
+    for _ in range(prompts):
+        prompt = Segment(tokens(prompt_length))
+        turns = [Segment(tokens(length), True, logprobs(), logprobs()) for _ in range(GROUP)]
+        made = [Trajectory([prompt, t], advantage=(-1.0) ** i, loss_weight=weight) for i, t in enumerate(turns)]
+        groups.append(RolloutGroup(made, sampling))
     (batch,) = pack(groups, max_tokens=1 << 17, check_parity=True)
     return batch
 
@@ -163,7 +165,8 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
             evidence.append(trainer.optim_step(LEARNING_RATE))
         first_steps = time.perf_counter() - began
         evidence += [int(fingerprint(t)) for t in (trainer.flat.data, *trainer.state()[0].values())]
-        scored = trainer.programs.forward_backward(batch, trainer.loss.loss_type, False)
+        statics = {"loss_type": trainer.loss.loss_type, "with_support": False}
+        scored = trainer.programs.launch("forward_backward", batch, **statics)
         batch.old_logprob_C.copy_(scored["logprob_C"])  # so no difference is found, and with a rate of 0 none arises
         batch.old_model_logprob_C.copy_(scored["model_logprob_C"])
         trainer.optim_step(0.0)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from cases.capture import make_runtime
+from cases.generate import Case, random_prompts
 from common import Report, random_weights, seconds
-from generate import Case, random_prompts
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
@@ -26,7 +26,7 @@ from lockstep.graph import check_against_eager
 from lockstep.models import ModelConfig
 from lockstep.models.init import architecture
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
-from lockstep.types import SampleIdentity, TrainGroup, TrainSequence
+from lockstep.types import RolloutGroup, SampleIdentity
 
 GIB = 2**30
 LEARNING_RATE = 1e-5
@@ -96,27 +96,18 @@ class Policy:
         self.trainer.warm_up(self.shapes, self.case.sampling, check_parity=True, with_checks=False)
         self.engine.warm_up(self.case.sequences, self.case.prompt + self.case.new, self.case.sampling)
 
-    def generate(self, step: int) -> list[TrainGroup]:
+    def generate(self, step: int) -> list[RolloutGroup]:
         case = self.case
         prompts = random_prompts(case.prompts, lambda: case.prompt)
         identities = [SampleIdentity(0, 0, step, g) for g in range(case.prompts)]
         groups = self.engine.generate(prompts, [case.sampling] * case.prompts, identities)
         weight = 1 / (case.sequences * case.new)
-        return [
-            TrainGroup(
-                prompt,
-                [
-                    TrainSequence(
-                        c.token_ids, (-1.0) ** i, weight, c.logprobs, c.model_logprobs, f"{i}", c.route_digests
-                    )
-                    for i, c in enumerate(group)
-                ],
-                case.sampling,
-            )
-            for prompt, group in zip(prompts, groups, strict=True)
-        ]
+        for samples in groups:
+            for i, c in enumerate(samples):
+                c.advantage, c.loss_weight = (-1.0) ** i, weight
+        return [RolloutGroup(samples, case.sampling) for samples in groups]
 
-    def train(self, groups: list[TrainGroup]) -> StepResult:
+    def train(self, groups: list[RolloutGroup]) -> StepResult:
         for batch in pack(groups, max_tokens=1 << 17, check_parity=True, shapes=self.shapes):
             self.trainer.forward_backward(batch.to(self.model.embed.device))
         return self.trainer.optim_step(LEARNING_RATE)
@@ -138,7 +129,7 @@ def trained(family: Family, case: Case, steps: int, device: str) -> dict[str, An
     for step in range(steps):
         found: list[Any] = []
         figures["generate_s"].append(seconds(lambda step=step, f=found: f.append(policy.generate(step)), device))
-        seen.add(tuple(found[0][0].sequences[0].token_ids))
+        seen.add(tuple(found[0][0].rollouts[0].token_ids))
         figures["train_s"].append(seconds(lambda f=found: f.append(policy.train(f[0])), device))
         result: StepResult = found[1]
         figures["tokens_checked"] += result.tokens_checked

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases.generate import Case, Ours, byte_floor_s, random_prompts
+from cases.train_step import Ours as TrainStep
+from cases.train_step import floor, groups
 from common import Report, random_model, seconds
-from generate import Case, Ours, byte_floor_s, random_prompts
-from train_step import Ours as TrainStep
-from train_step import floor, groups
 
 GIB = 2**30
 TRAIN_SIZES, TRAIN_LENGTHS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"), (1024, 4096, 16384)
@@ -34,8 +34,8 @@ def train(arch: str, sequences: int, length: int, shared: int, prompt: int, devi
     if shared > 1:
         tokens[:, :prompt] = tokens[::shared, :prompt].repeat_interleave(shared, 0)[:sequences]
     made = groups(tokens, shared, prompt)
-    packed = sum(len(g.prompt_ids) + sum(len(s.token_ids) - 1 for s in g.sequences) for g in made)
-    logit_rows = sum(len(s.token_ids) for g in made for s in g.sequences)
+    packed = sum(len(g.prompt_ids) + sum(len(s.token_ids) - 1 for s in g.rollouts) for g in made)
+    logit_rows = sum(len(s.token_ids) for g in made for s in g.rollouts)
     model = random_model(arch, device)
     found = measured(TrainStep(model, made), repeats, device)
     found["floor_s"] = min(seconds(floor(model, packed, logit_rows), device) for _ in range(3))

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import seed_workload
 import torch
+from cases import seed_workload
 from common import Report, random_model
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.trainer import Trainer, pack
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import RolloutGroup, SamplingParams, Segment, Trajectory
 
 STEPS, KILLED_AT = 4, "3"
 SPARE_S = 5.0
@@ -208,8 +208,9 @@ def activations(arch: str, device: str) -> dict[str, Any]:
     for mode in ("per_sample", "packed"):
         for count in (2, 8, 8, 2):
             ids = torch.randint(0, 256, (count + 1, length), generator=torch.Generator().manual_seed(1)).tolist()
-            sequences = [TrainSequence(row, 1.0 - i % 2, 1e-3) for i, row in enumerate(ids[1:])]
-            group = [TrainGroup(ids[0], sequences, SamplingParams())]
+            turns = [[Segment(ids[0]), Segment(row, sampled=True)] for row in ids[1:]]
+            made = [Trajectory(s, advantage=1.0 - i % 2, loss_weight=1e-3) for i, s in enumerate(turns)]
+            group = [RolloutGroup(made, SamplingParams())]
             batches = pack(group, max_tokens=1 << 17, mode=mode, check_parity=False)  # type: ignore[arg-type]
             found["gib"].setdefault(f"{mode}, {count} samples", []).append(peak_of(trainer, batches, device))
     if device == "cuda":

@@ -1,9 +1,11 @@
 """The algorithms of policy optimization, a file each: advantages, weights, and a loss a token."""
 
 from ..config import LossConfig
+from ..errors import InputError
 from .algorithm import Algorithm as Algorithm
 from .cispo import CISPO
 from .dapo import DAPO
+from .distillation import Distillation
 from .dppo import DPPO
 from .dr_grpo import DrGRPO
 from .grpo import GRPO
@@ -26,6 +28,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "rloo": RLOO,
     "reinforce_pp": ReinforcePP,
     "reinforce_pp_baseline": ReinforcePPBaseline,
+    "distillation": Distillation,
     "sft": SFT,
 }
 SUPERVISED = "sft"  # of the warm-up's steps
@@ -34,11 +37,17 @@ SUPERVISED = "sft"  # of the warm-up's steps
 def algorithm_of(config: LossConfig) -> Algorithm:
     """The algorithm that `loss.loss_type` names, with the settings of `config`; a user's is tried on a few tokens.
 
-    Raises `InputError` for one that cannot be loaded, or that does not do what `Algorithm` says.
+    Raises `InputError` for one that cannot be loaded, or that does not do what `Algorithm` says, or without the teacher
+    that it has.
     """
-    if ":" in config.loss_type:
-        return user_algorithm(config)
-    return ALGORITHMS[config.algorithm].of(config)
+    found = user_algorithm(config) if ":" in config.loss_type else ALGORITHMS[config.algorithm].of(config)
+    if found.has_teacher and config.teacher is None:
+        raise InputError(
+            f"loss.teacher is missing: loss_type {config.loss_type} learns from a model; give its folder or hub id"
+        )
+    if not found.has_teacher and config.teacher is not None:
+        raise InputError(f"loss.teacher has no effect: loss_type {config.loss_type} learns from none; remove it")
+    return found
 
 
 def supervised(config: LossConfig) -> Algorithm:

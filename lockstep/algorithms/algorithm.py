@@ -32,6 +32,7 @@ class Algorithm:
     router_aux_loss_coef: float = 0.0
 
     has_kl: ClassVar[bool] = True  # the KL divergence from the reference can be added to the loss
+    has_teacher: ClassVar[bool] = False  # the loss reads what `loss.teacher` says (`TokenValues.ref_logprob_C`)
     whole_sequences: ClassVar[bool] = False  # the loss has terms of whole sequences (`TokenValues.sequence_sum`)
 
     @classmethod
@@ -91,6 +92,11 @@ class Algorithm:
     def indexes_sequences(self) -> bool:
         """Whether the loss needs to know which tokens are of one sequence."""
         return self.whole_sequences or (self.importance_sampling_mode or "").startswith("sequence")
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether an update needs the log-probs of a second, frozen model."""
+        return self.has_teacher or (self.beta > 0 and self.kl_in_loss)
 
     @property
     def kl_in_loss(self) -> bool:

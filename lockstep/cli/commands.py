@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,14 @@ from ..config import (
 )
 from ..config.yaml_file import suggest
 from ..errors import InputError
-from ..machine import launched
+from ..machine import launched, server_key
 from ..run.closing import aligned, closing
-from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Train
+from ..serve.settings import Settings
+from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Serve, Train
 
 if TYPE_CHECKING:
     from ..session.generate import LLM
-    from ..types import SamplingParams
+    from ..types import Completion, SamplingParams
 
 
 _MODEL = ("attention", "attention_mask", "compile")  # flags of all that use a model
@@ -86,11 +87,21 @@ def _generate(flags: Generate) -> Outcome:
     if not flags.json:
         return Outcome(text=_closing(llm, _in_order(llm, prompts, sampling)))
     with llm:
-        results = [[asdict(one) for one in completions] for completions in llm.generate(prompts, sampling)]
+        results = [[_as_json(one) for one in completions] for completions in llm.generate(prompts, sampling)]
     if flags.prompts is None:
         return Outcome({"model": flags.model, "prompt": prompts[0], "completions": results[0]})
     pairs = [{"prompt": prompt, "completions": result} for prompt, result in zip(prompts, results, strict=True)]
     return Outcome({"model": flags.model, "prompts": pairs})
+
+
+_PER_TOKEN = ("token_ids", "logprobs", "model_logprobs", "weight_versions")
+
+
+def _as_json(one: Completion) -> dict[str, Any]:
+    """What `--json` prints of a completion."""
+    found = {name: getattr(one, name) for name in (*_PER_TOKEN, "text", "finish_reason")}
+    routes = {name: getattr(one, name) for name in ("route_digests", "prompt_route_digests")}
+    return found | {"identity": asdict(one.identity)} | routes
 
 
 def _prompts(flags: Generate) -> list[Any]:
@@ -123,6 +134,25 @@ def _chat(flags: Chat) -> Outcome:
     llm = _llm(flags, True, variables)
     conversation = chat.Conversation(llm, sampling, flags.system_prompt, flags.plain)
     return Outcome(text=_closing(llm, chat.converse(conversation, chat.read_lines())))
+
+
+def _serve(flags: Serve) -> Outcome:
+    name = flags.model if flags.served_model_name is None else flags.served_model_name
+    same = {item.name for item in fields(Settings)} - {"name", "api_key"}
+    api_key = server_key() if flags.api_key is None else flags.api_key
+    settings = Settings(name, api_key=api_key, **{name: getattr(flags, name) for name in same})
+    settings.validate()
+    check_generation(flags.compile)
+    variables = template_variables(flags.chat_template_kwargs, "--chat-template-kwargs")
+    try:
+        from ..serve.server import serve
+    except ImportError as error:
+        raise InputError(f"serve needs packages of its own ({error}): pip install 'lockstep-rl[serve]'") from error
+    from ..session.generate import LLM
+
+    how = {name: getattr(flags, name) for name in ("device", "dtype", "seed", *_MODEL)}
+    serve(lambda: LLM(flags.model, **how, config=settings.generator, template_variables=variables), settings)
+    return Outcome()
 
 
 def _variables(flags: Generate | Chat) -> dict[str, Any]:
@@ -258,6 +288,7 @@ COMMANDS: dict[type, Callable[[Any], Outcome]] = {
     Generate: _generate,
     Eval: _eval,
     Chat: _chat,
+    Serve: _serve,
     Report: _report,
     Parity: _parity,
     Init: _init,

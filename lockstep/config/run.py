@@ -79,6 +79,10 @@ class RunConfig(Section):
             "loss.overlong_buffer is longer than sampling.max_completion_length",
         )
         refuse(
+            self.task.name == "dataset" and not self.task.reward and lo.needs_rewards,
+            "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
+        )
+        refuse(
             t.warmup_steps > 0 and rows,
             f"trainer.warmup_steps needs worked examples, which task {self.task.name} does not have; set it to 0",
         )

@@ -41,9 +41,8 @@ def _rewards(config: TaskConfig) -> RewardSet:
     workers = RewardWorkers(config.reward_workers, config.reward_timeout) if config.reward_workers else None
     if config.reward:
         return load_rewards(config.reward, config.reward_weights, config.reward_on_error, workers)
-    if config.name not in _OWN_REWARDS:
-        raise InputError(f"task.reward is missing: task {config.name} has no reward of its own")
-    return RewardSet(list(_OWN_REWARDS[config.name]), config.reward_on_error, workers)
+    own = _OWN_REWARDS.get(config.name, ())  # without any, an algorithm learns from something else
+    return RewardSet(list(own), config.reward_on_error, workers)
 
 
 def _read(config: TaskConfig, rewards: RewardSet) -> tuple[Problems, Problems | None]:

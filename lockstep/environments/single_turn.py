@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..distributed import ONE, World
 from ..errors import InputError
 from ..timings import Timings
-from ..types import TRAIN_DOMAIN, Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
+from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 from .base import Encode, Problem
 from .rewards.reward_set import RewardSet, Scoring
 
@@ -36,7 +36,7 @@ class Collected(NamedTuple):
 
 # generate(prompt_ids, sampling, identities): for each prompt its `sampling.n` completions, whose identities are the
 # prompt's with sample 0 to n - 1.
-Generate = Callable[[list[list[int]], list[SamplingParams], list[SampleIdentity]], list[list[Completion]]]
+Generate = Callable[[list[list[int]], list[SamplingParams], list[SampleIdentity]], list[list[Trajectory]]]
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,11 @@ class SingleTurn:
             RolloutGroup(
                 group=group,
                 prompt=problem.prompt,
-                prompt_ids=ids,
-                rollouts=[Rollout(completion, rewards={}, reward=0.0) for completion in samples],
+                rollouts=samples,
                 sampling=sampling,
                 columns=problem.columns,
             )
-            for (group, problem), ids, samples in zip(problems, prompt_ids, completions, strict=True)
+            for (group, problem), samples in zip(problems, completions, strict=True)
         ]
         origins = [problem.origin for _, problem in problems for _ in range(sampling.n)]
         where = f"{where}, groups {groups[0].group} to {groups[-1].group}"
@@ -127,8 +126,8 @@ def _score(groups: list[RolloutGroup], rewards: RewardSet, about: Scoring) -> Co
     rows = [(group, rollout) for group in groups for rollout in group.rollouts]
     scores = rewards.score(
         [group.prompt for group, _ in rows],
-        [rollout.completion.text for _, rollout in rows],
-        [rollout.completion.token_ids for _, rollout in rows],
+        [rollout.text for _, rollout in rows],
+        [rollout.token_ids for _, rollout in rows],
         [group.columns for group, _ in rows],
         about,
     )

@@ -11,18 +11,19 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from ..config import GeneratorConfig
 from ..errors import InputError, refuse
 from ..graph import EAGER, Runtime
-from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
+from ..types import FinishReason, SampleIdentity, SamplingParams, Trajectory
 from .check_cases import Work
 from .kv_cache import KVCache
-from .programs import row_buckets
-from .request import Prefill, Sequence
+from .request import Grown, Prefill, Sequence
 from .runner import Block, Runner
 from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
+from .sizes import row_buckets
 from .weights import SharedWeights, SnapshotWeights
 
 AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
@@ -36,7 +37,7 @@ class Engine:
         weights: the trainer's own weights or a snapshot.
         config: engine settings.
         cache_tokens: capacity of the KV cache (`plan_cache_tokens`).
-        detokenize: token ids to text; needed for stop strings and for `Completion.text`.
+        detokenize: token ids to text; needed for stop strings and for `Trajectory.text`.
         runtime: what runs the steps; by default eagerly. In its `timings` launches (`prefill`, `decode`) and the
             reading of their results (`read`) are measured.
         ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
@@ -53,7 +54,6 @@ class Engine:
         ahead: int | None = None,
     ) -> None:
         model = weights.model
-        self.weights = weights
         self.config = config
         self.model_config = model.config
         self.detokenize = detokenize
@@ -73,15 +73,15 @@ class Engine:
         self._flight: deque[Block] = deque()  # launched, and not read yet
         self._grown: list[Sequence] = []  # by what was read
         self._ids = itertools.count()
-        self._pending: dict[int, dict[int, Completion | None]] = {}
+        self._pending: dict[int, dict[int, Trajectory | None]] = {}
 
     def generate(
         self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
-    ) -> list[list[Completion]]:
-        """Complete each prompt `sampling.n` times; sample i has `identity.sample == i`. All or nothing: when it
-        raises, none of these requests is left behind."""
+    ) -> list[list[Trajectory]]:
+        """Complete each prompt `sampling.n` times, as `add_request` numbers them. All or nothing: when it raises, none
+        of these requests is left behind."""
         with self._queued(prompt_ids, sampling, identities) as ids:
-            done: dict[int, list[Completion]] = {}
+            done: dict[int, list[Trajectory]] = {}
             total = sum(params.n for params in sampling)
             while len(done) < len(ids):
                 done |= dict(self.step())
@@ -106,16 +106,13 @@ class Engine:
 
     def stream(
         self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
-    ) -> Iterator[tuple[int, int, list[int], Completion | None]]:
+    ) -> Iterator[tuple[int, int, list[int], Trajectory | None]]:
         """As `generate`, telling of each sample as it grows: the prompt's index, the sample, its tokens so far, and
         its completion once it is finished. Closing the iterator aborts what is left."""
         with self._queued(prompt_ids, sampling, identities) as ids:
             while self._pending:
-                sampled = self._advance()
-                for s in sampled:
-                    done = self._pending[s.request_id][s.identity.sample]
-                    yield ids.index(s.request_id), s.identity.sample, s.token_ids, done
-                self._collect(sampled)
+                for grown in self.advance():
+                    yield ids.index(grown.request_id), grown.identity.sample, grown.token_ids, grown.completion
 
     def warm_up(self, sequences: int, tokens: int, sampling: SamplingParams) -> None:
         """Make the graphs for up to so many sequences at once, each of up to `tokens` tokens with its prompt.
@@ -145,27 +142,32 @@ class Engine:
         return self.runner.trust_cases()
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
-        """Queue a request; returns its id. `InputError` when it could never run."""
+        """Queue a request; returns its id. Its samples are `identity.sample` and those that follow it, n in all.
+
+        Requests may come at any time between launches: no bit of a sample depends on when, or on what else runs.
+        Raises `InputError` when it could never run.
+        """
         self.check(prompt_ids, sampling, identity.group)
         self._make_room(len(prompt_ids) + sampling.max_completion_length)
         request_id = next(self._ids)
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
         stop_ids = frozenset((*eos, *sampling.stop_token_ids))
+        prompt_ids = list(prompt_ids)
         samples = [
             Sequence(
                 request_id,
-                list(prompt_ids),
+                prompt_ids,
                 sampling,
-                SampleIdentity(identity.seed, identity.domain, identity.step, identity.group, i),
+                replace(identity, sample=identity.sample + i),
                 stop_ids,
             )
             for i in range(sampling.n)
         ]
-        self._pending[request_id] = dict.fromkeys(range(sampling.n))
-        self.scheduler.waiting.append(Prefill(list(prompt_ids), samples))
+        self._pending[request_id] = dict.fromkeys(sample.identity.sample for sample in samples)
+        self.scheduler.waiting.append(Prefill(prompt_ids, samples))
         return request_id
 
-    def abort(self, request_id: int) -> list[Completion]:
+    def abort(self, request_id: int) -> list[Trajectory]:
         """Cancel a request; returns what its samples had so far. Unknown or finished ids return nothing."""
         done = self._pending.pop(request_id, None)
         if done is None:
@@ -175,16 +177,28 @@ class Engine:
         self._grown = [s for s in self._grown if s.request_id != request_id]
         return [c for c in done.values() if c is not None]
 
-    def step(self) -> list[tuple[int, list[Completion]]]:
+    def step(self) -> list[tuple[int, list[Trajectory]]]:
         """Launch one mixed step, or several decode steps when no prompt can start; returns the requests that finished.
 
         On a GPU they are those of the launch before. After an exception the requests that were running must be aborted.
         """
-        return self._collect(self._advance())
+        return self._collect(self._launch())
 
-    def _advance(self) -> list[Sequence]:
+    def advance(self) -> list[Grown]:
+        """As `step`, telling of each sample that has grown, also of those whose requests go on."""
+        sampled = self._launch()
+        grown = [
+            Grown(s.request_id, s.identity, s.token_ids, s.logprobs, s.model_logprobs, self._done(s)) for s in sampled
+        ]
+        self._collect(sampled)
+        return grown
+
+    def _done(self, sequence: Sequence) -> Trajectory | None:
+        return self._pending[sequence.request_id][sequence.identity.sample]
+
+    def _launch(self) -> list[Sequence]:
         """One launch; returns the samples that have grown, those that finished released."""
-        version = self.weights.version
+        version = self.runner.weights.version
         if any(block.version != version for block in self._flight):
             self.drain()
         chunks = self.scheduler.schedule_prefill(version)
@@ -211,20 +225,21 @@ class Engine:
         with self.timings.measured("prefill", on_device=True, tokens=tokens, sequences=len(self.scheduler.running)):
             block = self.runner.mixed(chunks)
         for chunk in ending:
-            self.scheduler.filled(chunk.prefill)
+            ended = chunk.prefill
+            self.scheduler.register(ended.token_ids, ended.pages, ended.cache_version)
         if copies:
             self.cache.copy_pages(*map(list, zip(*copies, strict=True)))
         return block
 
     def _launch_decode(self) -> Block | None:
         """A block of decode steps; None when all that run are known to have their last token by then."""
-        steps = min(self.config.steps_per_sync, self.scheduler.steps_left)
+        running, clock = self.scheduler.running, self.scheduler.clock
+        steps = min(self.config.steps_per_sync, max((s.end for s in running), default=clock) - clock)
         if self.scheduler.waiting:  # for slots or pages: look earlier for some that are free
             steps = min(steps, max(1, self.config.steps_per_sync // 2))
         steps = self._reserve(steps) if steps > 0 else 0
         if steps < 1:
             return None
-        running = self.scheduler.running
         with self.timings.measured("decode", on_device=True, steps=steps, sequences=len(running)):
             return self.runner.decode(running, steps)
 
@@ -254,7 +269,8 @@ class Engine:
                 continue
             sequence.append(tokens, logprobs, model_logprobs, block.version, routes)
             if sequence.sampling.stop:
-                self._stop_at_string(sequence, len(tokens))
+                assert self.detokenize is not None
+                sequence.stop_at_string(self.detokenize, len(tokens))
             if sequence.finish_reason is not None:
                 self.scheduler.release(sequence)
                 done = self._pending[sequence.request_id]
@@ -270,7 +286,7 @@ class Engine:
             self.drain()
             self.runner.widen(room)
 
-    def _collect(self, sampled: list[Sequence]) -> list[tuple[int, list[Completion]]]:
+    def _collect(self, sampled: list[Sequence]) -> list[tuple[int, list[Trajectory]]]:
         """Those of the samples' requests whose samples are all finished, no longer pending."""
         finished = []
         for request_id in dict.fromkeys(s.request_id for s in sampled):
@@ -280,26 +296,9 @@ class Engine:
                 finished.append((request_id, done))
         return finished
 
-    def _stop_at_string(self, sequence: Sequence, new: int) -> None:
-        """End a sample at the first token after which its text contains a stop string that the `new` tokens ended."""
-        assert self.detokenize is not None
-        stops = sequence.sampling.stop
-        tail = new + 4 * max(map(len, stops)) + 8  # a character is four tokens at most; a text's first may differ
-        if not any(s in self.detokenize(sequence.token_ids[-tail:]) for s in stops):
-            return
-        if not any(s in self.detokenize(sequence.token_ids) for s in stops):
-            return
-        low, high = 1, len(sequence.token_ids)
-        while low < high:  # the shortest prefix of tokens that contains one
-            middle = (low + high) // 2
-            found = any(s in self.detokenize(sequence.token_ids[:middle]) for s in stops)
-            low, high = (low, middle) if found else (middle + 1, high)
-        sequence.truncate(low)
-        sequence.finish_reason = "stop"
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Trajectory:
         sequence.finish_reason = reason
-        return sequence.completion(self.detokenize(sequence.token_ids) if self.detokenize else "")
+        return sequence.trajectory(self.detokenize(sequence.token_ids) if self.detokenize else "")
 
     def check(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
         """Raise `InputError` when such a request could never run; it is called prompt `group` + 1."""

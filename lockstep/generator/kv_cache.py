@@ -79,7 +79,9 @@ class KVCache:
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             self._references[page] = 1
-            self._forget(page)
+            if digest := self._digests[page]:
+                del self._by_digest[digest]
+                self._digests[page] = None
         if self.cleared and pages:
             self.v.index_fill_(1, upload(pages, self.v.device), 0)
         return pages
@@ -123,12 +125,6 @@ class KVCache:
             pages.append(page)
         self.share(pages)
         return pages
-
-    def _forget(self, page: int) -> None:
-        digest = self._digests[page]
-        if digest is not None:
-            del self._by_digest[digest]
-            self._digests[page] = None
 
     def _digest_chain(self, tokens: list[int], version: int) -> Iterator[bytes]:
         digest = version.to_bytes(8, "little", signed=True)

@@ -21,6 +21,12 @@ class MixedSizes(NamedTuple):
     tokens: int
     segments: int
 
+    @property
+    def fields(self) -> list[int]:
+        """Elements of each field of a `MixedBatch`."""
+        r, p, s = self
+        return [p, p, p, s, s, s + 1, r]
+
     @staticmethod
     def holding(rows: int, tokens: int) -> MixedSizes:
         """Room for so many tokens however they are spread over prompts."""
@@ -53,23 +59,13 @@ class MixedBatch(NamedTuple):
 
     @staticmethod
     def view(flat: Tensor, sizes: MixedSizes) -> MixedBatch:
-        """The fields in `flat`, int64 [`length(sizes)`]."""
-        return MixedBatch(*flat.split(_lengths(sizes)))
-
-    @staticmethod
-    def length(sizes: MixedSizes) -> int:
-        """Elements in all."""
-        return sum(_lengths(sizes))
-
-
-def _lengths(sizes: MixedSizes) -> list[int]:
-    r, p, s = sizes
-    return [p, p, p, s, s, s + 1, r]
+        """The fields in `flat`, int64 [sum of `sizes.fields`]."""
+        return MixedBatch(*flat.split(sizes.fields))
 
 
 def lay_out(chunks: list[Chunk], sizes: MixedSizes, null_row: int, pinned: bool) -> Tensor:
-    """The batch of these chunks, a host tensor int64 [`MixedBatch.length(sizes)`]."""
-    flat = torch.zeros(MixedBatch.length(sizes), dtype=torch.int64, pin_memory=pinned)
+    """The batch of these chunks, a host tensor int64 [sum of `sizes.fields`]."""
+    flat = torch.zeros(sum(sizes.fields), dtype=torch.int64, pin_memory=pinned)
     batch = MixedBatch.view(flat, sizes)
     batch.row.fill_(null_row)
     torch.arange(sizes.rows, out=batch.source)

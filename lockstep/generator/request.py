@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..ops import sample_key
-from ..types import Completion, FinishReason, SampleIdentity, SamplingParams
+from ..types import FinishReason, SampleIdentity, SamplingParams, Segment, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,8 @@ class Sequence:
         end: the decode step, counted by the scheduler, after which it has its last token if no stop comes before.
         lease: tells which note of the steps that its pages last for is the valid one; 0: none.
         shared: what it has in common with the samples that started with it.
-        routes, prompt_routes: as in `Completion.route_digests` and `prompt_route_digests`.
+        positions: those that it may come to need: its last token's keys and values are never made.
+        routes, prompt_routes: as in `Segment.route_digests`.
     """
 
     request_id: int
@@ -50,6 +52,7 @@ class Sequence:
     def __post_init__(self) -> None:
         i = self.identity
         self.key = sample_key(i.seed, i.domain, i.step, i.group, i.sample)
+        self.positions = len(self.prompt_ids) + self.sampling.max_completion_length - 1
 
     @property
     def length(self) -> int:
@@ -89,25 +92,49 @@ class Sequence:
         if version != self.cache_version:
             self.cache_version = -1
 
+    def stop_at_string(self, text_of: Callable[[list[int]], str], new: int) -> None:
+        """End at the first token after which the text contains a stop string that the last `new` tokens ended."""
+
+        def has_one(token_ids: list[int]) -> bool:
+            text = text_of(token_ids)
+            return any(stop in text for stop in self.sampling.stop)
+
+        longest = max(map(len, self.sampling.stop))
+        tail = new + 4 * longest + 8  # a character is four tokens at most; a text's first may differ
+        if not has_one(self.token_ids[-tail:]) or not has_one(self.token_ids):
+            return
+        low, high = 1, len(self.token_ids)
+        while low < high:  # the shortest prefix of tokens that contains one
+            middle = (low + high) // 2
+            low, high = (low, middle) if has_one(self.token_ids[:middle]) else (middle + 1, high)
+        self.truncate(low)
+        self.finish_reason = "stop"
+
     def truncate(self, count: int) -> None:
         """Drop all tokens after the first `count`."""
         for values in (self.token_ids, self.logprobs, self.model_logprobs, self.versions, self.routes or []):
             del values[count:]
 
-    def completion(self, text: str) -> Completion:
+    def trajectory(self, text: str) -> Trajectory:
         """The finished sample."""
         assert self.finish_reason is not None
-        return Completion(
-            self.token_ids,
-            self.logprobs,
-            self.model_logprobs,
-            self.versions,
-            text,
-            self.finish_reason,
-            self.identity,
-            self.routes,
-            self.prompt_routes,
-        )
+        drawn = self.token_ids, True, self.logprobs, self.model_logprobs, self.versions, self.routes, text
+        segments = [Segment(self.prompt_ids, route_digests=self.prompt_routes), Segment(*drawn)]
+        name = f"group {self.identity.group} sample {self.identity.sample}"
+        return Trajectory(segments, self.finish_reason, self.identity, name)
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A sample that has new tokens: all that it has so far, which the engine goes on adding to, and its completion once
+    it is finished. `logprobs` and `model_logprobs` are as in `Segment`."""
+
+    request_id: int
+    identity: SampleIdentity
+    token_ids: list[int]
+    logprobs: list[float]
+    model_logprobs: list[float]
+    completion: Trajectory | None
 
 
 @dataclass(eq=False)

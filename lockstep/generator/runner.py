@@ -1,25 +1,30 @@
-"""Launches steps, and brings their results to the host without waiting for them."""
+"""Launches steps, called as they are or as graphs, and brings their results to the host without waiting for them.
+
+All work on the same rows (`RunningBatch.tensors`), so going from one graph to another moves nothing. A mixed graph has
+a batch of its own (`MixedBatch`) that prompts are copied into; its sampling covers every kind, so there is one for all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from .. import graph
-from ..models import Decoder
 from ..types import SamplingParams
-from .check_cases import Work
+from .check_cases import Check, Work
+from .forward import Paging, decode_step, mixed_step
 from .kv_cache import KVCache, upload
-from .programs import Steps, sizes_of
+from .prefill_batch import MixedBatch, MixedSizes, lay_out
 from .request import Sequence
 from .running_batch import RunningBatch
 from .scheduler import Chunk
+from .sizes import DECODE, MIXED, sizes_of
 from .weights import SharedWeights, SnapshotWeights
 
-# Tokens, both log-probabilities and, of a model with experts, `Completion.route_digests`, one a step.
+# Tokens, both log-probabilities and, of a model with experts, `Segment.route_digests`, one a step.
 Drawn = tuple[Sequence, list[int], list[float], list[float], list[int] | None]
 
 
@@ -76,7 +81,12 @@ def _on_host(values: Tensor) -> Tensor:
 
 
 class Runner:
-    """Launches decode and mixed steps on the rows."""
+    """Launches decode and mixed steps, each a program of the tensors of so many rows; graphs are made when they are
+    first needed, or before that in `warm_up`.
+
+    Attributes:
+        weights: what steps run with.
+    """
 
     def __init__(
         self,
@@ -86,60 +96,126 @@ class Runner:
         max_tokens: int,
         runtime: graph.Runtime,
     ) -> None:
-        self.weights, self.cache, self.rows = weights, cache, rows
+        self.cache, self.rows = cache, rows
         self._sizes, self._runtime = sizes_of(rows, cache, max_tokens, runtime), runtime
-        self._steps: dict[int, Steps] = {}  # by model
+        self._decode: dict[int, graph.Program] = {}  # by rows
+        self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with what their batches are copied into
+        self.use(weights)
+
+    def use(self, weights: SharedWeights | SnapshotWeights) -> None:
+        """Run steps with these weights from here on. Graphs of those before are closed."""
+        for program in [*self._decode.values(), *(program for program, _ in self._mixed.values())]:
+            program.close()
+        self._decode.clear()
+        self._mixed.clear()
+        self.weights, self._model = weights, weights.model
+        self._own = graph.module_inputs(weights.model)
+        page_size, null_page = self.cache.page_size, self.cache.null_page
+        self._paging = Paging(page_size, null_page, self.rows.width * page_size)
+
+    def widen(self, tokens: int) -> None:
+        """Make room for sequences of so many tokens. All results must have been read."""
+        self.rows.widen(self.cache.pages_for(tokens))
+        self.use(self.weights)
 
     @torch.inference_mode()
     def decode(self, running: list[Sequence], steps: int) -> Block:
         """Run decode steps of the running sequences."""
-        rows, model, version = self.rows, self.weights.model, self.weights.version
+        rows, version = self.rows, self.weights.version
         size = self._sizes.rows_for(len(running))
         rows.compact(size)
         rows.flush()
-        rows.begin()
-        self._steps_of(model).decode(size, steps)
+        truncated, greedy = rows.truncated > 0, rows.greedy > 0
+        grouped = self._sizes.grouped(size, truncated, greedy)
+        self._decode_program(size)(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
         return self._block(size, steps, version)
 
     @torch.inference_mode()
     def mixed(self, chunks: list[Chunk]) -> Block:
         """Run prompt tokens, and one token of every sequence that runs already."""
-        self.rows.flush()
-        self.rows.begin()
         version, sizes = self.weights.version, self._sizes.mixed(chunks)
-        self._steps_of(self.weights.model).mixed(chunks, sizes)
+        self._run_mixed(chunks, sizes)
         return self._block(sizes.rows, 1, version, chunks)
 
-    def _steps_of(self, model: Decoder) -> Steps:
-        if id(model) not in self._steps:
-            self._steps[id(model)] = Steps(model, self.rows, self.cache, self._sizes, self._runtime)
-        return self._steps[id(model)]
+    def _run_mixed(self, chunks: list[Chunk], sizes: MixedSizes) -> None:
+        self.rows.flush()
+        program, batch = self._mixed_program(sizes)
+        pinned = self.rows.device.type == "cuda"
+        batch.copy_(lay_out(chunks, sizes, self.rows.null_row, pinned), non_blocking=True)
+        program({}, **self._sizes.mixed_sampling())
 
     def _block(self, rows: int, steps: int, version: int, chunks: Iterable[Chunk] = ()) -> Block:
         sequences, words = self.rows.sequences[:rows], _on_host(self.rows.results[:rows])
-        prompts, prompt_words, routes = [c.prefill for c in chunks if c.started], None, self.cache.routes
-        if prompts and routes is not None:
+        ended, prompt_words, routes = [c for c in chunks if c.started], None, self.cache.routes
+        if ended and routes is not None:
+            prompts = [chunk.prefill for chunk in ended]
             pages = [page for p in prompts for page in p.pages[: self.cache.pages_for(len(p.token_ids))]]
             prompt_words = _on_host(routes.index_select(0, upload(pages, routes.device)))
         ready = None
         if self.rows.results.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        return Block(sequences, steps, version, words, ready, [c for c in chunks if c.started], prompt_words)
+        return Block(sequences, steps, version, words, ready, ended, prompt_words)
 
     @torch.inference_mode()
     def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
-        """See `Steps.warm_up`."""
-        self.rows.flush()
-        return self._steps_of(self.weights.model).warm_up(sequences, prompt_tokens, sampling)
+        """Make the graphs for up to so many sequences, with no row in use, the largest first.
+
+        Args:
+            prompt_tokens: of the longest prompt.
+
+        Returns:
+            Prompt tokens that a step may have from now on; more are run in several steps.
+        """
+        for sizes in self._sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
+            self._run_mixed([], sizes)
+        for rows, statics in self._sizes.decodes_to_make(sequences, prompt_tokens, sampling):
+            self.rows.flush()
+            self._decode_program(rows)({}, **statics)
+        return self._sizes.max_tokens
+
+    def _decode_program(self, rows: int) -> graph.Program:
+        if rows not in self._decode:
+            like = next(iter(self._decode.values()), None)
+            self._decode[rows] = self._program("decode", like, self.rows.tensors(rows))
+        return self._decode[rows]
+
+    def _mixed_program(self, sizes: MixedSizes) -> tuple[graph.Program, Tensor]:
+        """A program, and the memory of its `MixedBatch`."""
+        if sizes in self._mixed:
+            return self._mixed[sizes]
+        with torch.inference_mode(False):
+            flat = torch.zeros(sum(sizes.fields), dtype=torch.int64, device=self.rows.device)
+            batch = MixedBatch.view(flat, sizes)._asdict()
+        tensors = self.rows.tensors(sizes.rows) | {f"prompt.{name}": tensor for name, tensor in batch.items()}
+        like = next((program for program, _ in self._mixed.values()), None)
+        made = self._program("mixed", like, tensors | {"tables": self.rows.table}), flat
+        if not self._runtime.eager:  # there sizes differ from step to step
+            self._mixed[sizes] = made
+        return made
+
+    def _program(self, name: str, like: graph.Program | None, tensors: dict[str, Tensor]) -> graph.Program:
+        """A program of these tensors; `like` is the same one of others."""
+        inputs = replace(self._own, buffer={**self._own.buffer, **tensors}, kv=self.cache.tensors())
+        if like is not None:
+            return like.bound_to(inputs)
+        body, dynamic = (self._decode_body, DECODE) if name == "decode" else (self._mixed_body, MIXED)
+        constants = {"model": self._model.config, "masks": self._model.masks, "paging": self._paging}
+        return self._runtime.program(name, body, inputs, {"kv", "buffer"}, dynamic, constants)
+
+    def _decode_body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
+        context = self._sizes.decode_context(inputs.buffer["token"].shape[0])
+        with graph.substituted(self._model, inputs):
+            decode_step(self._model, inputs, replace(self._paging, max_context=context), **statics)
+        return {}
+
+    def _mixed_body(self, inputs: graph.Inputs, truncated: bool = True, greedy: bool = True) -> dict[str, Tensor]:
+        with graph.substituted(self._model, inputs):
+            mixed_step(self._model, inputs, self._paging, truncated, greedy)
+        return {}
 
     def trust_cases(self) -> Work:
-        """See `Steps.trust_cases`."""
-        return [work for steps in self._steps.values() for work in steps.trust_cases()]
-
-    def widen(self, tokens: int) -> None:
-        """Make room for sequences of so many tokens. All results must have been read."""
-        for steps in self._steps.values():
-            steps.close()
-        self._steps.clear()
-        self.rows.widen(self.cache.pages_for(tokens))
+        """Launches on which the graphs that there are, are to be checked against eager."""
+        check = Check(self.rows, self.cache, self._model.config.vocab_size)
+        work = [(program, check.decode_cases(program, size)) for size, program in self._decode.items()]
+        return work + [(program, check.mixed_cases(batch, sizes)) for sizes, (program, batch) in self._mixed.items()]

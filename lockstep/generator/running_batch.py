@@ -37,6 +37,7 @@ class RunningBatch:
     part in a step at position 0 of the null page. One row more, `null_row`, is always idle and has only that page.
 
     Attributes:
+        width: pages that a sequence may have.
         sequences: by row; None where there is none.
         truncated, greedy: how many of them have a filter on, or temperature 0.
         saved: positions that a decode step need not read again when `group` was called for its rows.
@@ -46,6 +47,7 @@ class RunningBatch:
         self, count: int, width: int, steps: int, null_page: int, device: torch.device, routed: bool = False
     ) -> None:
         self.count, self.null_row, self._null_page, self.device = count, count, null_page, device
+        self.width = width
         self.sequences: list[Sequence | None] = [None] * count
         self.truncated = self.greedy = self.saved = 0
         self._free = list(range(count))
@@ -70,17 +72,12 @@ class RunningBatch:
         self._views: dict[int, dict[str, Tensor]] = {}
         self._grouped = count  # rows that the groups on the device are for; 0: they are out of date
 
-    @property
-    def width(self) -> int:
-        """Pages that a sequence may have."""
-        return self.table.shape[1]
-
     def widen(self, width: int) -> None:
         """Make the block table `width` pages wide. Tensors that `tensors` gave out before are no longer used."""
         with torch.inference_mode(False):
             table = torch.full((self.count + 1, width), self._null_page, dtype=torch.int32, device=self.device)
             table[:, : self.width] = self.table
-        self.table = table
+        self.table, self.width = table, width
         self._views.clear()
 
     def tensors(self, rows: int) -> dict[str, Tensor]:
@@ -128,8 +125,7 @@ class RunningBatch:
         self._count(sequence.sampling, 1)
         stops = list(sequence.stop_ids) if len(sequence.stop_ids) <= STOP_IDS else []
         stops += [-1] * (STOP_IDS - len(stops))
-        p = sequence.sampling
-        filters = [p.top_k, _bits(p.temperature), _bits(p.top_p), _bits(p.min_p)]
+        filters = _words(sequence.sampling)
         self._changed[row] = [0, sequence.length - 1, *stops, *sequence.key, sequence.remaining, *filters]
 
     def set_pages(self, row: int, first: int, pages: list[int]) -> None:
@@ -142,7 +138,7 @@ class RunningBatch:
         if sequence is not None:
             self._count(sequence.sampling, -1)
             self.sequences[row], sequence.row, self._grouped = None, -1, 0
-        self._changed[row] = [0, 0, *[-1] * STOP_IDS, 0, 0, 0, 0, 0, 0, _bits(1.0), _bits(1.0), 0]
+        self._changed[row] = _IDLE
         self._pages.pop(row, None)
         self._taken.discard(row)
         heapq.heappush(self._free, row)
@@ -169,7 +165,8 @@ class RunningBatch:
         self._long[1].index_fill_(0, source_M, 0)
 
     def flush(self) -> None:
-        """Upload what has changed."""
+        """Upload what has changed before a launch, whose results come first."""
+        self._next_result.zero_()
         if self._changed:
             changed = upload([[row, *fields] for row, fields in self._changed.items()], self.device)
             row_M, long_M, stop_M, key_M, int_M = changed.split([1, *_FIELDS], dim=1)
@@ -213,10 +210,6 @@ class RunningBatch:
         self._groups[: groups(rows)].copy_(flat[rows:].view(-1, GROUP))
         self._grouped = rows
 
-    def begin(self) -> None:
-        """The next step is the first of a launch: its results come first."""
-        self._next_result.zero_()
-
     def _count(self, sampling: SamplingParams, change: int) -> None:
         self.truncated += change * sampling.truncated
         self.greedy += change * (sampling.temperature == 0)
@@ -227,6 +220,9 @@ def groups(rows: int) -> int:
     return max(2, rows // 4)
 
 
-def _bits(value: float) -> int:
-    """A float32 as the integer with the same bits."""
-    return struct.unpack("<i", struct.pack("<f", value))[0]
+def _words(p: SamplingParams) -> tuple[int, ...]:
+    """The filters, float32 ones as the integers with the same bits."""
+    return struct.unpack("<4i", struct.pack("<i3f", p.top_k, p.temperature, p.top_p, p.min_p))
+
+
+_IDLE = [0, 0, *[-1] * STOP_IDS, 0, 0, 0, 0, 0, *_words(SamplingParams())]  # no filter that it can go wrong with

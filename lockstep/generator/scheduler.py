@@ -59,11 +59,6 @@ class Scheduler:
         """Whether anything is left to run."""
         return bool(self.waiting or self.running or self._active)
 
-    @property
-    def steps_left(self) -> int:
-        """Decode steps after which every running sequence has reached its length limit."""
-        return max((s.end for s in self.running), default=self.clock) - self.clock
-
     def schedule_prefill(self, version: int) -> list[Chunk]:
         """Prompt tokens for this step within the token budget; at most the last prefill stays unfinished."""
         budget = self.max_tokens
@@ -106,10 +101,9 @@ class Scheduler:
         """
         prefill = self.waiting[0]
         cacheable = prefill.token_ids[:-1]  # the last token always runs: its hidden state is needed
-        hits = self.cache.match(cacheable, version) if self.config.prefix_caching else []
+        hits = self.cache.match(cacheable, version)
         needed = self.cache.pages_for(len(prefill.token_ids)) - len(hits)
-        reserve = len(self.running) if self.running else 0
-        pages = self.cache.allocate(needed) if self.cache.num_free >= needed + reserve else None
+        pages = self.cache.allocate(needed) if self.cache.num_free >= needed + len(self.running) else None
         if pages is None:
             self.cache.release(hits)
             return None
@@ -152,15 +146,13 @@ class Scheduler:
             sample.shared, sample.end = shared, self.clock + sample.remaining
             self.rows.load(row, sample)
             self.running.append(sample)
-            self._note_lease(sample, self.clock + 1 + self._capacity(sample) - sample.length)
+            held = len(pages) * self.cache.page_size
+            self._note_lease(sample, self.clock + 1 + held - sample.length)
             started.append(sample)
         return started, copies
 
-    def filled(self, prefill: Prefill) -> None:
-        """The prefill has run: its full pages can be found by their tokens."""
-        self._register(prefill.token_ids, prefill.pages, prefill.cache_version)
-
-    def _register(self, tokens: list[int], pages: list[int], version: int) -> None:
+    def register(self, tokens: list[int], pages: list[int], version: int) -> None:
+        """Pages with the keys and values of these tokens, made by one version of the weights, can be found again."""
         if self.config.prefix_caching and version >= 0:
             self.cache.register(tokens, pages, version)
 
@@ -183,7 +175,7 @@ class Scheduler:
     def _more_pages(self, sequence: Sequence, tokens: int) -> list[int] | None:
         """Pages for `tokens` more positions, for more than that while there are plenty; None when too few are free."""
         needed = self.cache.pages_for(tokens)
-        limit = self.cache.pages_for(self._positions(sequence)) - len(sequence.pages)
+        limit = self.cache.pages_for(sequence.positions) - len(sequence.pages)
         wanted = min(max(needed, self.cache.pages_for(AHEAD)), limit)
         plenty = self.cache.num_free >= wanted + len(self.running)
         return self.cache.allocate(wanted if plenty else min(needed, limit))
@@ -191,17 +183,9 @@ class Scheduler:
     def _note_lease(self, sequence: Sequence, lasts: int) -> None:
         """Remember until when the sequence's pages last, if that is before its end."""
         sequence.lease = 0
-        if self._capacity(sequence) < self._positions(sequence):
+        if len(sequence.pages) * self.cache.page_size < sequence.positions:
             sequence.lease = next(self._lease)
             heapq.heappush(self._leases, (lasts, sequence.lease, sequence))
-
-    def _capacity(self, sequence: Sequence) -> int:
-        return len(sequence.pages) * self.cache.page_size
-
-    @staticmethod
-    def _positions(sequence: Sequence) -> int:
-        """Positions that it may come to need: its last token's keys and values are never made."""
-        return len(sequence.prompt_ids) + sequence.sampling.max_completion_length - 1
 
     def preempt(self, sequence: Sequence) -> None:
         """Release a running sequence's pages; it waits, first in line, to run all its tokens again."""
@@ -214,7 +198,7 @@ class Scheduler:
         self.running.remove(sequence)
         if register:
             tokens = (sequence.prompt_ids + sequence.token_ids)[:-1]
-            self._register(tokens, sequence.pages, sequence.cache_version)
+            self.register(tokens, sequence.pages, sequence.cache_version)
         self.cache.release(sequence.pages)
         self.rows.release(sequence.row)
         sequence.pages, sequence.lease = [], 0

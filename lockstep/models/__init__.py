@@ -5,6 +5,7 @@ from .blocks.moe import Routing
 from .config import ModelConfig
 from .decoder import Decoder
 from .folder import describe_folder, load_model, resolve_folder, save_model
+from .patterns import by_pattern
 
 __all__ = [
     "Decoder",
@@ -13,6 +14,7 @@ __all__ = [
     "PackedAttention",
     "PagedAttention",
     "Routing",
+    "by_pattern",
     "describe_folder",
     "load_model",
     "resolve_folder",

@@ -1,4 +1,4 @@
-"""Tokenizers: the byte-level one of the random models, loading, saving, and prompts to token ids.
+"""Tokenizers: the byte-level one of the random models, loading, saving, prompts to token ids, and text as it grows.
 
 `transformers` and `tokenizers` are imported inside the functions that need them.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,21 +193,58 @@ def encode_prompt(
     Raises `InputError` when messages meet a tokenizer without a template or a template that refuses them.
     """
     if isinstance(prompt, str):
-        return _ids(tokenizer, prompt, special=True)
+        return encode_text(tokenizer, prompt, special=True)
+    return encode_text(tokenizer, render_chat(tokenizer, prompt, chat_template_kwargs), special=False)
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> str:
+    """Messages as the text that the tokenizer's chat template makes of them, with its generation prompt. Raises as
+    `encode_prompt`."""
     if not tokenizer.chat_template:
         raise InputError("the prompt is chat messages, but the tokenizer has no chat template; give a text prompt")
     try:
-        text = tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
         )
     except Exception as error:  # Jinja's errors and whatever the template itself raises
         raise InputError(f"{_template_file(tokenizer)} refuses the messages: {error}") from error
-    return _ids(tokenizer, text, special=False)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
+    """Token ids of a text, with `special` those that the tokenizer adds by default too."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from error
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+class TextStream:
+    """Text of growing token ids, a piece at a time.
+
+    Only the tokens since the last whole character but one piece are decoded again, so a long text costs no more a
+    token than a short one; the piece before gives tokenizers that treat a text's first token apart their context.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._context = self._read = 0  # tokens: where decoding begins, and up to where text was given out
+        self._length = 0
+
+    def feed(self, token_ids: list[int]) -> str:
+        """What is new, held back while it may end within a character."""
+        before = self._decode(token_ids[self._context : self._read])
+        after = self._decode(token_ids[self._context :])
+        if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._context, self._read = self._read, len(token_ids)
+        self._length += len(after) - len(before)
+        return after[len(before) :]
+
+    def finish(self, text: str) -> str:
+        """The rest of the finished `text`."""
+        return text[self._length :]

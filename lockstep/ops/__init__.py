@@ -12,15 +12,20 @@ are functions of the model's sizes alone. Multiplications and additions are fuse
 from .activation.operator import silu_mul
 from .adamw.operator import BLOCK as SQUARES_BLOCK
 from .adamw.operator import adamw, square_sums
-from .attention.decode import attention_decode, qk_norm_rope_write_kv
 from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
 from .attention.masks import MaskFunction, register_mask, visibility
-from .attention.operator import KEY_TILE, attention_packed, attention_paged, write_kv
+from .attention.operator import (
+    KEY_TILE,
+    attention_decode,
+    attention_packed,
+    attention_paged,
+    qk_norm_rope_write_kv,
+    write_kv,
+)
 from .decode_update.operator import decode_advance, decode_slots
 from .embedding.operator import gather_rows
 from .fused import backward as fused_backward  # registers what graphs call
-from .linear.fused import linear_add, norm_gate_up, norm_linear
-from .linear.operator import linear
+from .linear.operator import linear, linear_add, norm_gate_up, norm_linear
 from .linear.per_head import per_head_linear
 from .logprobs.operator import TokenLogprobs, sample, support_mask, token_logprobs
 from .logprobs.philox import sample_key
@@ -52,73 +57,3 @@ from .records import (
 )
 from .rope.operator import qk_norm_rope, rope_table
 from .sequence.operator import sequence_sum
-
-__all__ = [
-    "ALONE",
-    "AdamWSettings",
-    "AdamWState",
-    "AdamWStep",
-    "SQUARES_BLOCK",
-    "KEY_TILE",
-    "Contexts",
-    "DecodeRows",
-    "Drawn",
-    "Filters",
-    "FlexMask",
-    "FlexSizes",
-    "KVPages",
-    "Latent",
-    "MaskFunction",
-    "Packed",
-    "Paged",
-    "PrefixGroups",
-    "Rotation",
-    "RouteSettings",
-    "SampleKeys",
-    "TokenLogprobs",
-    "adamw",
-    "decode_advance",
-    "attention_decode",
-    "attention_packed",
-    "attention_paged",
-    "combine",
-    "cpu_backend",
-    "cpu_build",
-    "decode_slots",
-    "dispatch",
-    "dispatch_plan",
-    "expert_loads",
-    "flex_packed",
-    "flex_paged",
-    "flex_tiles_packed",
-    "flex_tiles_paged",
-    "fused_backward",
-    "gather_rows",
-    "grouped_linear",
-    "per_head_linear",
-    "mla_packed",
-    "mla_paged",
-    "linear",
-    "linear_add",
-    "norm_gate_up",
-    "norm_linear",
-    "qk_norm_rope",
-    "qk_norm_rope_write_kv",
-    "register_mask",
-    "rms_norm",
-    "rope_table",
-    "route",
-    "route_digest",
-    "router_logits",
-    "router_probabilities",
-    "sample",
-    "sample_key",
-    "sequence_sum",
-    "silu_mul",
-    "square_sums",
-    "support_mask",
-    "token_logprobs",
-    "visibility",
-    "write_kv",
-    "mla_write",
-]

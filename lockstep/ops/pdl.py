@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 try:
@@ -24,10 +25,11 @@ HOPPER = (9, 0)
 
 
 @triton.jit
-def begin():
-    """Release the dependents, then wait for the kernel before."""
-    gdc_launch_dependents()
-    gdc_wait()
+def begin(PDL: tl.constexpr):
+    """Release the dependents, then wait for the kernel before, if it is launched so."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @functools.cache
@@ -47,6 +49,7 @@ def has_wgmma(x: Tensor) -> bool:
     return _capability(x.device)[0] == HOPPER[0]
 
 
-def options(x: Tensor) -> dict[str, Any]:
-    """Launch options for a kernel with a `PDL` constant, on the device of `x`."""
-    return {"PDL": True, "launch_pdl": True} if supported(x) else {"PDL": False}
+def options(x: Tensor, **others: int) -> dict[str, Any]:
+    """Launch options of a forward kernel, which has a `PDL` constant, on the device of `x`; and others."""
+    how: dict[str, Any] = {"PDL": True, "launch_pdl": True} if supported(x) else {"PDL": False}
+    return {**how, "enable_fp_fusion": False, **others}  # fused only where `tl.fma` says so

@@ -11,10 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
-from statistics import mean, pstdev
+from statistics import mean
 from typing import Any
-
-import torch
 
 from ..algorithms import SUPERVISED, supervised
 from ..algorithms.losses import KL_ESTIMATORS
@@ -23,21 +21,19 @@ from ..environments import single_turn
 from ..errors import LockstepError, NonFiniteError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate, raise_mismatch
-from ..timings import Span, totals
-from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards, packed_slots
+from ..timings import Span
+from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards
 from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
     PackedBatch,
-    Rollout,
     RolloutGroup,
     SamplingParams,
-    TrainGroup,
-    TrainSequence,
+    Segment,
+    Trajectory,
 )
 from .dynamic_sampling import collect_with_signal
-
-_TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync")  # phases whose seconds are metrics
+from .step_metrics import reward_metrics, step_metrics
 
 
 class Loop:
@@ -100,7 +96,9 @@ class Loop:
         if config.loss.importance_sampling_mode is not None:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
-        return counts | self._metrics(groups, result, [*batches, *checks], version) | reference, groups
+        return counts | step_metrics(
+            self.run, groups, result, [*batches, *checks], version, self.spans
+        ) | reference, groups
 
     def _collect(self, step: int) -> single_turn.Collected:
         prompts = self.config.trainer.prompts_per_step
@@ -123,10 +121,10 @@ class Loop:
         """Whether there is something to learn from a group, of its samples that are not masked."""
         return self.algorithm.keep([r.reward for r in group.rollouts if self._counts(r)])
 
-    def _counts(self, rollout: Rollout) -> bool:
+    def _counts(self, rollout: Trajectory) -> bool:
         """Whether a sample is trained on."""
         masks = self.config.loss.mask_truncated_completions
-        return not (masks and rollout.completion.finish_reason == "length")
+        return not (masks and rollout.finish_reason == "length")
 
     def _rollouts(
         self,
@@ -145,14 +143,14 @@ class Loop:
         """The completion tokens that are to be compared."""
         if self.config.parity == "off":
             return 0
-        return sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+        return sum(len(r.token_ids) for g in groups for r in g.rollouts)
 
     def _advantages(self, groups: list[RolloutGroup]) -> None:
         """The algorithm's advantages of the rewards, its penalties included."""
         loss, limit = self.config.loss, self.config.sampling.max_completion_length
         for group in groups:
             for r in group.rollouts:
-                r.reward += self.algorithm.penalty(loss, len(r.completion.token_ids), limit)
+                r.reward += self.algorithm.penalty(loss, len(r.token_ids), limit)
         rewards = [[r.reward for r in group.rollouts] for group in groups]
         for group, advantages in zip(groups, self.algorithm.advantages(loss, rewards), strict=True):
             for r, advantage in zip(group.rollouts, advantages, strict=True):
@@ -167,13 +165,13 @@ class Loop:
             estimate = KL_ESTIMATORS[self.config.loss.kl_estimator]
             kl_C = estimate(batch.old_model_logprob_C, batch.ref_logprob_C)[batch.valid_C]
             for sequence, tokens in zip(batch.sequences, _split(kl_C.tolist(), batch), strict=True):
-                found[sequence.request] = math.fsum(tokens)
+                found[sequence.name] = math.fsum(tokens)
         for of_rank in self.world.gather(found):
             found |= of_rank
         for group in groups:
             for r in group.rollouts:
-                r.reward -= self.config.loss.beta * found[f"group {group.group} sample {r.completion.identity.sample}"]
-        return math.fsum(found.values()) / sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+                r.reward -= self.config.loss.beta * found[r.name]
+        return math.fsum(found.values()) / sum(len(r.token_ids) for g in groups for r in g.rollouts)
 
     def _pack(
         self, groups: list[RolloutGroup], without_reward: list[RolloutGroup]
@@ -199,7 +197,7 @@ class Loop:
         has a weight of 1 over what is trained on."""
         rollouts = [r for g in groups for r in g.rollouts]
         kept = [r for r in rollouts if self._counts(r)]
-        lengths = [len(r.completion.token_ids) for r in kept]
+        lengths = [len(r.token_ids) for r in kept]
         limit = self.config.sampling.max_completion_length
         weights = self.algorithm.weights(lengths, len(rollouts), limit)
         return {id(r): w for r, w in zip(kept, weights, strict=True)}
@@ -207,18 +205,14 @@ class Loop:
     def _batches(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:
         if not groups:
             return []
-        train_groups = []
-        for g in groups:
-            made = TrainGroup.sampled(f"group {g.group}", g.prompt_ids, [r.completion for r in g.rollouts], g.sampling)
-            for sequence, r in zip(made.sequences, g.rollouts, strict=True):
-                sequence.advantage, sequence.loss_weight = r.advantage, weights.get(id(r), 0.0)
-            train_groups.append(made)
+        for r in (r for g in groups for r in g.rollouts):
+            r.loss_weight = weights.get(id(r), 0.0)
         t, check = self.config.trainer, self.config.parity != "off"
         how = Packing(t.max_tokens_per_micro_batch, t.mode, shapes=self.run.shapes)
-        return self._packed([g.group for g in groups], train_groups, how, check)
+        return self._packed([g.group for g in groups], groups, how, check)
 
     def _packed(
-        self, numbers: Sequence[int], groups: Sequence[TrainGroup], how: Packing, check_parity: bool
+        self, numbers: Sequence[int], groups: Sequence[RolloutGroup], how: Packing, check_parity: bool
     ) -> list[PackedBatch]:
         """This rank's micro-batches, as many as every other's, of groups that their numbers deal into shards."""
         count = len(self.shards)
@@ -244,7 +238,7 @@ class Loop:
         trainer = self.run.trainer
         with self.run.timings.measured("forward_backward", on_device=True):
             for batch in batches:
-                if first and self.config.loss.kl_in_loss:
+                if first and self.algorithm.reads_reference:
                     trainer.reference_logprobs(batch)
                 trainer.forward_backward(batch, keep_support=first and not last)
                 batch.check_parity = False
@@ -293,7 +287,7 @@ class Loop:
         targets = [policy.encode_completion(p.worked_example or "") for p in problems]
         weights = supervised(self.config.loss).weights([len(ids) for ids in targets], len(targets), 0)
         groups = [
-            TrainGroup(policy.encode(p.prompt), [TrainSequence(ids, 0.0, w, request=f"example {i}")], SamplingParams())
+            RolloutGroup([_example(i, policy.encode(p.prompt), ids, w)], SamplingParams())
             for i, (p, ids, w) in enumerate(zip(problems, targets, weights, strict=True))
         ]
         with self.world.deadline(f"warm-up step {step + 1}"):
@@ -308,6 +302,8 @@ class Loop:
         """Greedy completions of the validation problems, or of those that a warm-up ends by: mean reward, and each
         reward function's mean."""
         task = self.run.task
+        if not task.rewards.rewards:
+            return {}  # nothing measures them
         problems = list(enumerate(task.selection_problems() if selection else task.validation_problems()))
         if not problems:
             return {}
@@ -316,52 +312,11 @@ class Loop:
         del metrics["reward/std"]  # one sample a prompt
         return {f"validation/{name}": value for name, value in metrics.items()}
 
-    def _metrics(
-        self, groups: list[RolloutGroup], result: StepResult, batches: list[PackedBatch], version: int
-    ) -> dict[str, Any]:
-        completions = [r.completion for g in groups for r in g.rollouts]
-        lengths = [len(c.token_ids) for c in completions]
-        spent = {"sync": 0.0} | totals(self.spans)  # in one process the generator reads the trainer's weights
-        seconds = {name: value for name, value in spent.items() if name in _TIMED}
-        zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
-        return {
-            **reward_metrics(groups),
-            "frac_reward_zero_std": mean(map(float, zero_std)),
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
-            "kl": result.kl,
-            "entropy": result.entropy,
-            "clip_ratio": result.clip_ratio,
-            "response_length/mean": mean(lengths),
-            "response_length/clip_ratio": mean(float(c.finish_reason == "length") for c in completions),
-            "policy_age": version - min(v for c in completions for v in c.weight_versions),
-            "logprob_diff/max": result.logprob_diff_max,
-            "parity/tokens_checked": result.tokens_checked,
-            "parity/tokens_different": result.tokens_different,
-            "parity/tokens_not_covered": result.tokens_not_covered,
-            **(result.routing.metrics() if result.routing else {}),
-            **self._of_all_ranks(groups, batches, {f"time/{name}": value for name, value in seconds.items()}),
-        }
 
-    def _of_all_ranks(
-        self, groups: list[RolloutGroup], batches: list[PackedBatch], seconds: dict[str, float]
-    ) -> dict[str, Any]:
-        """What ranks measure each by itself: padding, of all batches, and the largest of their times and memory."""
-        own = {**seconds, "memory/peak_gib": peak_memory_gib(self.device), **self.run.graph_metrics()}
-        slots, used = packed_slots(batches)
-        ranks = self.world.gather((slots, used, own))
-        largest = {name: max(measured[name] for *_, measured in ranks) for name in own}
-        slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
-        return {
-            "padding_waste": 1.0 - used / slots if slots else 0.0,
-            **largest,
-            "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / self.world.size / largest["time/step"],
-        }
-
-    @staticmethod
-    def _packed_tokens(groups: list[RolloutGroup]) -> int:
-        return sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
+def _example(index: int, prompt_ids: list[int], target_ids: list[int], weight: float) -> Trajectory:
+    """A worked example, to be trained on as if it had been sampled."""
+    segments = [Segment(prompt_ids), Segment(target_ids, sampled=True)]
+    return Trajectory(segments, name=f"example {index}", loss_weight=weight)
 
 
 def _split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
@@ -369,26 +324,3 @@ def _split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
     rest = iter(values)
     for sequence in batch.sequences:
         yield list(islice(rest, len(sequence.token_ids)))
-
-
-def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
-    """`reward/mean`, `reward/std` and `rewards/<fn>/mean` over where the function applies."""
-    rollouts = [r for g in groups for r in g.rollouts]
-    metrics = {
-        "reward/mean": mean(r.reward for r in rollouts),
-        "reward/std": mean(pstdev([r.reward for r in g.rollouts]) for g in groups),
-    }
-    for name in rollouts[0].rewards:
-        values = [v for r in rollouts if (v := r.rewards[name]) is not None]
-        if values:
-            metrics[f"rewards/{name}/mean"] = mean(values)
-    return metrics
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory used so far: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -96,8 +96,9 @@ def _discard(stream: Any) -> None:
         os.close(null)
 
 
-# What the screen calls a run's phases. Those without a word here are parts of them.
-_WORDS = {
+# What screen and report call a run's phases. Those without a word here are parts of them.
+WORDS = {
+    "import": "imports",
     "task": "the task's data",
     "load": "loading the model",
     "restore": "restoring the checkpoint",
@@ -109,6 +110,7 @@ _WORDS = {
     "import_tracer": "importing the tracer",
     "trace": "tracing graphs",
     "passes": "rewriting graphs",
+    "store_graphs": "storing graphs",
     "inductor": "compiling with inductor",
     "compile": "compiling kernels",
     "record": "recording CUDA graphs",
@@ -137,7 +139,7 @@ class _Phase:
 
     def __str__(self) -> str:
         detail = f": {self.detail}" if self.detail else ""
-        return f"{_WORDS[self.name]}{detail}, {self.seconds:.0f} s"
+        return f"{WORDS[self.name]}{detail}, {self.seconds:.0f} s"
 
     @property
     def seconds(self) -> float:
@@ -198,8 +200,8 @@ class Display:
     def ended(self, phase: str, seconds: float) -> None:
         """The innermost phase ended. A part of start-up gets a line."""
         self._phases.pop()
-        if not self._stepping and not self._phases and phase in _WORDS and phase not in _TELL_THEMSELVES:
-            self.startup(_WORDS[phase], seconds)
+        if not self._stepping and not self._phases and phase in WORDS and phase not in _TELL_THEMSELVES:
+            self.startup(WORDS[phase], seconds)
 
     def startup(self, part: str, seconds: float) -> None:
         """Show how long a part of start-up took, unless it was over at once."""
@@ -221,7 +223,7 @@ class Display:
         return str(self._innermost() or "")
 
     def _innermost(self) -> _Phase | None:
-        return next((phase for phase in reversed(self._phases.copy()) if phase.name in _WORDS), None)
+        return next((phase for phase in reversed(self._phases.copy()) if phase.name in WORDS), None)
 
     def _look(self) -> None:
         """Now and then show what is being done: a reward or a long answer lets nothing else come to the screen."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, LockstepError
+from ..json_file import to_json
 
 if TYPE_CHECKING:
-    from ..types import RolloutGroup
+    from ..types import RolloutGroup, Trajectory
 
 # Every metric of a step by what it is about, with its title. `<fn>` stands for a reward or graph function's name.
 LEARNING, PHASES, PARITY = "Learning", "Where a step's seconds go", "Parity"
@@ -130,23 +130,6 @@ def write_all(file: io.RawIOBase, data: bytes) -> None:
         rest = rest[file.write(rest) or 0 :]
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as standard JSON. NaN and infinities, which JSON lacks, become "NaN", "Infinity" and "-Infinity"."""
-    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    return _plain(value.item()) if hasattr(value, "item") else str(value)  # scalars of torch and numpy; paths
-
-
 class MetricsWriter:
     """Appends JSON objects, one a line, each flushed to the operating system before `write` returns.
 
@@ -212,15 +195,27 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
     for group in groups:
         samples = [
             {
-                "text": rollout.completion.text,
+                "text": rollout.text,
                 "reward": rollout.reward,
                 "rewards": rollout.rewards,
                 "advantage": rollout.advantage,
-                "tokens": len(rollout.completion.token_ids),
-                "token_ids": rollout.completion.token_ids,
-                "finish_reason": rollout.completion.finish_reason,
+                "tokens": len(rollout.token_ids),
+                "token_ids": rollout.token_ids,
+                "finish_reason": rollout.finish_reason,
+                "segments": _segments(rollout),
                 **({"extra": rollout.extra} if rollout.extra else {}),
             }
             for rollout in group.rollouts
         ]
         yield {"step": step, "group": group.group, "prompt": group.prompt, "samples": samples}
+
+
+def _segments(rollout: Trajectory) -> list[dict[str, Any]]:
+    """The segments in order, each with its kind and its number of tokens. Where there are more than a prompt and its
+    completion, which the record has anyway, those after the prompt have their text, and given ones their tokens."""
+    found: list[dict[str, Any]] = []
+    for segment in rollout.segments:
+        found.append({"kind": "sampled" if segment.sampled else "given", "tokens": len(segment.token_ids)})
+        if len(rollout.segments) > 2 and segment is not rollout.prompt:
+            found[-1] |= {"text": segment.text} | ({} if segment.sampled else {"token_ids": segment.token_ids})
+    return found

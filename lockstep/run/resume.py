@@ -14,26 +14,30 @@ from typing import Any
 
 from ..config import EARLIER, RunConfig, yaml_file
 from ..errors import InputError
+from ..json_file import to_json
 from ..models import describe_folder
 from ..user_functions import one_line
 from . import checkpoint
-from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines, to_json
+from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
 
 SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # every step's metrics have them
 CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
 _DATA_FIELDS = ("task.data", "task.validation_data", "attention_mask", "loss.loss_type")
+_MODELS = {"model": "model", "teacher": "loss.teacher"}  # what records a folder's files, and the field that names it
 
 
 def inputs(config: RunConfig) -> dict[str, Any]:
     """What makes a run the run it is, for a checkpoint's state: `config`; the size and SHA-256 of its data and its
-    attention mask's file; and of every file of its `model` folder, from which the reference is read anew.
+    attention mask's file; and of every file of its `model` folder, from which the reference is read anew, and of its
+    teacher's.
 
     Of data that is no local file or folder (a hub id, a module) its name alone is recorded, of a hub's model the
     revision.
     """
     settings = _settings(config)
-    model = None if config.model is None else describe_folder(config.model)
-    return {"config": settings, "data": _data(settings), "model": model}
+    folders = {name: settings[field] for name, field in _MODELS.items()}
+    models = {name: None if folder is None else describe_folder(folder) for name, folder in folders.items()}
+    return {"config": settings, "data": _data(settings), **models}
 
 
 def data(config: RunConfig) -> dict[str, str]:
@@ -123,8 +127,9 @@ def _require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mappi
         raise InputError(f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
     _require_same_config(run_dir, loaded, then["config"], now["config"])
     pairs = {f"{name} {now['config'][name]}": (then["data"].get(name), now["data"][name]) for name in _DATA_FIELDS}
-    if then.get("model") is not None and then["model"] != now["model"]:
-        pairs |= _model_files(now["config"]["model"], then["model"], now["model"])
+    for name, field in _MODELS.items():
+        if then.get(name) is not None and then[name] != now[name]:
+            pairs |= _model_files(f"{field} {now['config'][field]}", then[name], now[name])
     for what, (before, after) in pairs.items():
         if before != after:
             raise InputError(
@@ -164,12 +169,12 @@ def _require_same_config(
             )
 
 
-def _model_files(model: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _model_files(what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Each file of the model folder, or the hub's revision, as it was and as it is."""
     if "files" not in then or "files" not in now:
-        return {f"model {model}": (then, now)}
+        return {what: (then, now)}
     names = sorted(then["files"].keys() | now["files"].keys())
-    return {f"model {model}: {name}": (then["files"].get(name), now["files"].get(name)) for name in names}
+    return {f"{what}: {name}": (then["files"].get(name), now["files"].get(name)) for name in names}
 
 
 def _words(fingerprint: Mapping[str, Any] | None) -> str:

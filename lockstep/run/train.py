@@ -15,7 +15,7 @@ from ..session.signals import ended_by_signals, raise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
 from .crash import noted
-from .display import Display
+from .display import WORDS, Display
 from .recorder import Recorder
 from .timeline import recorded
 from .trackers import require_packages
@@ -48,7 +48,7 @@ def _train(
     recorder: Recorder, resume: bool, loaded: LoadedCheckpoint | None, other_numerics: bool, display: Display
 ) -> dict[str, Any]:
     config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
-    display.startup("importing", recorder.imports_s)
+    display.startup(WORDS["import"], recorder.imports_s)
     loop = Loop(config, build(config, world, display))
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)

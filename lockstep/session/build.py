@@ -59,11 +59,12 @@ class Policy:
 
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Token ids of a prompt (text, or chat messages through the model's template)."""
-        check_size(prompt, self.model.config.max_position_embeddings, self._longest_token)
+        check_size(prompt, self.model.config.max_position_embeddings, self.longest_token)
         return encode_prompt(self.tokenizer, prompt, self.template_variables)
 
     @cached_property
-    def _longest_token(self) -> int:
+    def longest_token(self) -> int:
+        """Bytes of the longest text that one token stands for, at most."""
         return longest_token(self.tokenizer)
 
     def encode_completion(self, text: str) -> list[int]:
@@ -138,6 +139,7 @@ class TrainingSession(Session):
         watcher: is told what the run is doing.
 
     Attributes:
+        teacher: that of `loss.teacher`.
         prompt_limit: of the prompts' tokens. shapes: what the trainer's batches are padded to, largest first.
     """
 
@@ -150,13 +152,15 @@ class TrainingSession(Session):
         super().__init__(config, timings, world)
         model, encode = self.policy.model, self.policy.encode
         self.policy.template_variables = template_variables(config.task.chat_template_kwargs)
-        self.prompt_limit = prompt_limit(config, model.config)
+        with timings.measured("load"):
+            self.teacher = load_teacher(config, self.policy)
+        self.prompt_limit = prompt_limit(config, model.config, self.teacher)
         self.task.check_lengths(encode, self.prompt_limit)
         self.trainer = Trainer(
             model,
             config.optimizer,
             config.loss,
-            reference=copy.deepcopy(model) if config.loss.beta > 0 else None,
+            reference=self.teacher or (copy.deepcopy(model) if config.loss.beta > 0 else None),
             enforce_parity=config.parity == "strict",
             runtime=self.runtime,
             world=world,
@@ -233,6 +237,40 @@ def load_policy(config: RunConfig) -> Policy:
     return Policy(decoder, tokenizer)
 
 
+def load_teacher(config: RunConfig, policy: Policy) -> Decoder | None:
+    """The frozen model of `loss.teacher`, where there is one, for a run of `policy`.
+
+    Raises `InputError` when it cannot be used as the run's model can, or its tokens are others.
+    """
+    if config.loss.teacher is None:
+        return None
+    try:
+        teacher = load_policy(replace(config, model=config.loss.teacher))
+    except InputError as error:
+        raise InputError(f"loss.teacher: {error}") from error
+    _require_same_tokens(policy, teacher, f"loss.teacher {config.loss.teacher}")
+    return teacher.model
+
+
+def _require_same_tokens(policy: Policy, teacher: Policy, where: str) -> None:
+    """Raise `InputError` where a token of the policy is another to the teacher, or none."""
+    own, other = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
+    if own != other:
+        differ = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+        first = differ[0]
+        raise InputError(
+            f"{where}: its tokenizer has another vocabulary than the model's: {len(differ)} tokens differ, first "
+            f"{first!r}, {own.get(first, 'none')} in the model's and {other.get(first, 'none')} in the teacher's; "
+            "distillation needs a teacher of the same tokenizer"
+        )
+    sizes = policy.model.config.vocab_size, teacher.model.config.vocab_size
+    if sizes[1] < sizes[0]:
+        raise InputError(
+            f"{where}: its vocabulary has {sizes[1]} entries and the model's {sizes[0]}, so the model may sample what "
+            "the teacher has no row for; use a teacher with at least as many"
+        )
+
+
 def _event_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
     return partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
 
@@ -280,14 +318,16 @@ def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> Sampl
     return SamplingParams(n=config.num_generations, stop_token_ids=stop_ids, **same)
 
 
-def prompt_limit(config: RunConfig, model: ModelConfig) -> PromptLimit:
-    """The most tokens a prompt may have beside a completion: what holds both is the model's context, a micro-batch
-    and the cache, and `task.max_prompt_length` may ask for less."""
+def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None = None) -> PromptLimit:
+    """The most tokens a prompt may have beside a completion: what holds both is the model's and a teacher's context, a
+    micro-batch and the cache, and `task.max_prompt_length` may ask for less."""
     completion, page = config.sampling.max_completion_length, config.generator.page_size
     holders = [
         (model.max_position_embeddings, "the model's context"),
         (config.trainer.max_tokens_per_micro_batch + 1, "trainer.max_tokens_per_micro_batch"),
     ]
+    if teacher is not None:
+        holders.append((teacher.config.max_position_embeddings, "the teacher's context"))
     if config.generator.kv_cache_tokens:
         given = config.generator.kv_cache_tokens
         rounded = f" of {given} (whole pages of {page})" if given % page else ""

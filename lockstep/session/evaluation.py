@@ -12,7 +12,7 @@ from typing import IO, Any
 from ..config import RunConfig, of_generation, template_variables, validate
 from ..environments import make_task, single_turn
 from ..errors import InputError
-from ..types import VALIDATION_DOMAIN, Completion, RolloutGroup, SampleIdentity, SamplingParams
+from ..types import VALIDATION_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 from .build import training_sampling
 from .generate import LLM, check_sampling, require_numbers
 
@@ -97,9 +97,9 @@ def _reporting(llm: LLM, progress: IO[str] | None) -> single_turn.Generate:
 
     def generate(
         prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         total = sum(s.n for s in sampling)
-        done: list[dict[int, Completion]] = [{} for _ in prompt_ids]
+        done: list[dict[int, Trajectory]] = [{} for _ in prompt_ids]
         finished, said = 0, time.monotonic()
         for prompt, sample, _, completion in llm.engine(prompt_ids, sampling).stream(prompt_ids, sampling, identities):
             if completion is None:
@@ -117,7 +117,7 @@ def _reporting(llm: LLM, progress: IO[str] | None) -> single_turn.Generate:
 
 def _measures(groups: list[RolloutGroup], ks: Sequence[int], decides: str, threshold: float) -> dict[str, Any]:
     rewards = [mean(r.reward for r in group.rollouts) for group in groups]
-    completions = [r.completion for group in groups for r in group.rollouts]
+    completions = [r for group in groups for r in group.rollouts]
     result: dict[str, Any] = {"reward/mean": mean(rewards), "reward/ci95": normal_interval(rewards)}
     for name in groups[0].rollouts[0].rewards:
         values = [v for g in groups for r in g.rollouts if (v := r.rewards[name]) is not None]

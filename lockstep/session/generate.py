@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -21,7 +21,8 @@ from ..config import (
 )
 from ..errors import InputError, NonFiniteError
 from ..generator import Engine
-from ..types import GENERATE_DOMAIN, Completion, SampleIdentity, SamplingParams
+from ..models.tokenizer import TextStream
+from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
 from .build import Session, resolve
 from .warm_up import make_ready, prepare_machine, warn_if_slow
 
@@ -35,7 +36,7 @@ class Piece:
     prompt: int
     sample: int
     text: str
-    completion: Completion | None
+    completion: Trajectory | None
 
 
 class LLM(Session):
@@ -98,7 +99,7 @@ class LLM(Session):
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """For each prompt its `sampling.n` completions; one prompt may stand alone.
 
         Equal seeds give equal tokens, whatever else is in the batch. Raises `InputError` for sampling parameters out
@@ -121,32 +122,44 @@ class LLM(Session):
         part of what keys the random numbers: calls with other steps draw others.
         """
         requests = self._requests(prompts, sampling or SamplingParams(), step)
-        texts: dict[tuple[int, int], _TextStream] = {}
+        texts: dict[tuple[int, int], TextStream] = {}
         for prompt, sample, token_ids, completion in self.engine(*requests[:2]).stream(*requests):
             if completion is not None:
                 require_numbers(prompt, completion)
-            text = texts.setdefault((prompt, sample), _TextStream(self.policy.decode))
+            text = texts.setdefault((prompt, sample), TextStream(self.policy.decode))
             piece = text.feed(token_ids) if completion is None else text.finish(completion.text)
             if piece or completion is not None:
                 yield Piece(prompt, sample, piece, completion)
 
     def engine(self, prompt_ids: list[list[int]], sampling: list[SamplingParams]) -> Engine:
-        """An engine whose cache is planned for these requests; the last one, with its cached prefixes, if it is.
+        """An engine whose cache is planned for these requests (`engine_for`)."""
+        lengths = [len(ids) + s.max_completion_length for ids, s in zip(prompt_ids, sampling, strict=True)]
+        engine = self._with_room(sum(s.n for s in sampling), max(lengths))
+        for i, (ids, params) in enumerate(zip(prompt_ids, sampling, strict=True)):
+            engine.check(ids, params, i)
+        return self._ready(engine, sampling)
+
+    def engine_for(self, sequences: int, tokens: int, kinds: Sequence[SamplingParams] = ()) -> Engine:
+        """An engine with room for so many sequences at once, of so many tokens each with its prompt; the last one, with
+        its cached prefixes, if it has that.
 
         Room is planned in powers of two, so that it seldom grows and stored graphs fit. Graphs are made for that room
-        and for the kinds of sampling that are asked for. Raises `InputError` while a stream is open.
+        and these kinds of sampling. Requests that are added to it as they come have the bits that `generate` gives them
+        (`Engine.add_request`). Raises `InputError` while a stream is open.
         """
+        return self._ready(self._with_room(sequences, tokens), kinds)
+
+    def _with_room(self, sequences: int, tokens: int) -> Engine:
         if self._engine is not None and self._engine.scheduler.busy:
             raise InputError("a stream of this model is still open; read it to its end or close it first")
-        sequences = sum(s.n for s in sampling)
-        lengths = [len(ids) + s.max_completion_length for ids, s in zip(prompt_ids, sampling, strict=True)]
-        if self._engine is None or sequences > self._room[0] or max(lengths) > self._room[1]:
-            self._engine = self._planned(sequences, max(lengths))
-        for i, (ids, params) in enumerate(zip(prompt_ids, sampling, strict=True)):
-            self._engine.check(ids, params, i)
-        for params in sampling:
-            self._warm_up(self._engine, params)
+        if self._engine is None or sequences > self._room[0] or tokens > self._room[1]:
+            self._engine = self._planned(sequences, tokens)
         return self._engine
+
+    def _ready(self, engine: Engine, kinds: Sequence[SamplingParams]) -> Engine:
+        for params in kinds:
+            self._warm_up(engine, params)
+        return engine
 
     def _planned(self, sequences: int, tokens: int) -> Engine:
         """A new engine in place of the last one, with no less room."""
@@ -200,7 +213,7 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def require_numbers(prompt: int, completion: Completion) -> None:
+def require_numbers(prompt: int, completion: Trajectory) -> None:
     """Raise `NonFiniteError` naming the first token whose log-probability is NaN or infinite: it was not sampled from
     what the model learned."""
     for token, logprobs in enumerate(zip(completion.logprobs, completion.model_logprobs, strict=True)):
@@ -222,30 +235,3 @@ def check_sampling(sampling: SamplingParams, seed: int = 0) -> None:
     check_range("seed", seed, 0, MAX_SEED)
     same = {name: value for name, value in vars(sampling).items() if name not in ("n", "stop_token_ids")}
     SamplingConfig(num_generations=sampling.n, **same).validate()
-
-
-class _TextStream:
-    """Text of growing token ids, a piece at a time.
-
-    Only the tokens since the last whole character but one piece are decoded again, so a long text costs no more a
-    token than a short one; the piece before gives tokenizers that treat a text's first token apart their context.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
-        self._context = self._read = 0  # tokens: where decoding begins, and up to where text was given out
-        self._length = 0
-
-    def feed(self, token_ids: list[int]) -> str:
-        """What is new, held back while it may end within a character."""
-        before = self._decode(token_ids[self._context : self._read])
-        after = self._decode(token_ids[self._context :])
-        if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._context, self._read = self._read, len(token_ids)
-        self._length += len(after) - len(before)
-        return after[len(before) :]
-
-    def finish(self, text: str) -> str:
-        """The rest of the finished `text`."""
-        return text[self._length :]

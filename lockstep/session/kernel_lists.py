@@ -67,7 +67,7 @@ def remember(config: RunConfig, path: Path) -> None:
 
 def _note(config: RunConfig) -> Path:
     model = config.model, config.arch, config.dtype, config.attention, config.attention_mask
-    loss = config.loss.algorithm, config.loss.beta
+    loss = config.loss.algorithm, config.loss.beta, config.loss.teacher
     steps = config.sampling, config.generator, config.trainer, config.compile, config.parity, *loss
     return user_folder.cache_folder() / "kernels-of" / f"{fingerprint.key(*model, *steps)}.json"
 

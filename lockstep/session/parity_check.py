@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..generator import Engine, SharedWeights
 from ..graph import Runtime, Work
 from ..trainer import BatchShape, Trainer, pack
-from ..types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+from ..types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 from .build import Session, resolve
 from .certificate import without_experts
 from .warm_up import make_ready, prepare_machine
@@ -134,8 +134,7 @@ def _check(session: Session, tokens: int) -> ParityReport:
     shape, kinds = _expected(prompts, sampling, max_tokens)
     trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), runtime=runtime)
     completions = _generated(session, prompts, sampling, trainer, shape, kinds)
-    sampled = enumerate(zip(prompts, completions, sampling, strict=True))
-    groups = [TrainGroup.sampled(f"prompt {g}", *group) for g, group in sampled]
+    groups = [RolloutGroup(*group) for group in zip(completions, sampling, strict=True)]
     for batch in pack(groups, max_tokens=max_tokens, check_parity=True, shapes=[shape]):
         score = trainer.forward_backward if runtime.compiles else trainer.check
         score(batch.to(where))
@@ -163,7 +162,7 @@ def _generated(
     trainer: Trainer,
     shape: BatchShape,
     trained: list[SamplingParams],
-) -> list[list[Completion]]:
+) -> list[list[Trajectory]]:
     """The prompts' completions, by an engine that goes when they are there. Before, the graphs of both roles are made,
     the trainer's for `shape` and the kinds of sampling `trained`, and held to eager's bits."""
     longest, sequences = max(map(len, prompts)) + sampling[0].max_completion_length, sum(s.n for s in sampling)
@@ -193,10 +192,10 @@ def _expected(
 ) -> tuple[BatchShape, list[SamplingParams]]:
     """The shape that all batches will be padded to, and a kind of sampling for each way that they are scored. Every
     completion is as long as it may be, so both are known before there are any."""
-    groups = [
-        TrainGroup(prompt, [TrainSequence([0] * params.max_completion_length, 0.0, 0.0)] * params.n, params)
-        for prompt, params in zip(prompts, sampling, strict=True)
-    ]
+    groups = []
+    for prompt, params in zip(prompts, sampling, strict=True):
+        segments = [Segment(prompt), Segment([0] * params.max_completion_length, sampled=True)]
+        groups.append(RolloutGroup([Trajectory(segments)] * params.n, params))
     drafts = pack(groups, max_tokens=max_tokens, check_parity=False)
     shapes = [(len(b.tokens_T), len(b.targets_C), len(b.prefix_len_S), b.max_len) for b in drafts]
     kinds = [next(p for p in sampling if p.truncated == kind) for kind in sorted({b.truncated for b in drafts})]

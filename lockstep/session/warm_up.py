@@ -167,7 +167,8 @@ def _precompile(
 def _steps(run: TrainingSession) -> tuple[object, ...]:
     """What the kernels of such a start depend on besides the model."""
     c = run.config
-    loss = c.loss.algorithm, c.loss.beta
+    reference = run.trainer.reference
+    loss = c.loss.algorithm, c.loss.beta, reference and reference.config
     return run.shapes, c.sampling, c.generator, c.trainer, c.compile, c.parity, *loss, run.world.size
 
 

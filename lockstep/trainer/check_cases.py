@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import graph
-from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
+from ..types import PackedBatch, RolloutGroup, SamplingParams, Segment, Trajectory
 from .packing import pack
 from .parameters import ALIGNMENT
 from .programs import TrainerPrograms
@@ -99,9 +99,8 @@ def _batches(
     for name, shape, (prompt, completions) in drafts:
         group = _group(prompt, completions, sampling, vocabulary, draw)
         if routed:
-            group.route_digests = list(range(len(group.prompt_ids)))
-            for sequence in group.sequences:
-                sequence.route_digests = list(range(len(sequence.token_ids)))
+            for segment in {id(s): s for r in group.rollouts for s in r.segments}.values():
+                segment.route_digests = list(range(len(segment.token_ids)))
         for batch in pack([group], max_tokens=shape.tokens, check_parity=True, shapes=[shape]):
             yield f"{name}, {shape.tokens} tokens", batch
 
@@ -127,7 +126,7 @@ def _longest(shape: BatchShape) -> tuple[int, list[int]]:
 
 def _group(
     prompt: int, completions: list[int], sampling: SamplingParams, vocabulary: int, draw: torch.Generator
-) -> TrainGroup:
+) -> RolloutGroup:
     def tokens(count: int) -> list[int]:
         return torch.randint(vocabulary, (count,), generator=draw).tolist()
 
@@ -135,11 +134,13 @@ def _group(
         """Around those of a uniform distribution, so that ratios are clipped on either side."""
         return (torch.randn(count, generator=draw) * 0.3 - math.log(vocabulary)).tolist()
 
-    sequences = [
-        TrainSequence(tokens(n), (-1.0) ** i * (1 + i % 3), 1 / sum(completions), logprobs(n), logprobs(n))
-        for i, n in enumerate(completions)
+    turns = [Segment(tokens(n), True, logprobs(n), logprobs(n)) for n in completions]
+    first, weight = Segment(tokens(prompt)), 1 / sum(completions)
+    rollouts = [
+        Trajectory([first, turn], advantage=(-1.0) ** i * (1 + i % 3), loss_weight=weight)
+        for i, turn in enumerate(turns)
     ]
-    return TrainGroup(tokens(prompt), sequences, sampling)
+    return RolloutGroup(rollouts, sampling)
 
 
 def _fill_sums(programs: TrainerPrograms) -> None:

@@ -16,8 +16,9 @@ Checked = list[tuple[PackedBatch, dict[str, Tensor]]]  # batches, each with its 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A completion token whose log-probability has other bits in the trainer, or that was routed differently there;
-    `position` counts from 0. Of kind "experts" both values are digests of its experts (`ops.route_digest`)."""
+    """A sampled token whose log-probability has other bits in the trainer, or that was routed differently there;
+    `position` counts a trajectory's sampled tokens from 0. Of kind "experts" both values are digests of its experts
+    (`ops.route_digest`)."""
 
     request: str
     position: int
@@ -44,7 +45,7 @@ def mismatches(checked: Checked) -> list[Mismatch]:
                 index = int(batch.sequence_C[row])
                 found.append(
                     Mismatch(
-                        request=batch.sequences[index].request,
+                        request=batch.sequences[index].name,
                         position=row - starts[index],
                         kind=kind,
                         generator=generator_C[row].item(),

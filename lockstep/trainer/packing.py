@@ -1,7 +1,8 @@
-"""Groups to packed micro-batches: a prompt stands once, its completions follow and reach it as a shared prefix.
+"""Groups to packed micro-batches: a prompt stands once, its responses follow and reach it as a shared prefix.
 
-A completion's segment holds all its tokens but the last, which predicts nothing; the first one's logits come from the
-prompt's last row. Batches are padded to few shapes (`shapes.py`), so that few graphs serve every step.
+A response's rows hold all its tokens but the last, which predicts nothing; the first one's logits come from the
+prompt's last row. Sampled tokens alone are predicted; given ones between them are context. Batches
+are padded to few shapes (`shapes.py`), so that few graphs serve every step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
+from ..types import PackedBatch, RolloutGroup, SamplingParams, Segment, Trajectory
 from .shapes import BatchShape, fit
 
 
@@ -29,7 +30,7 @@ class Packing(NamedTuple):
 
 
 def pack(
-    groups: list[TrainGroup],
+    groups: list[RolloutGroup],
     *,
     max_tokens: int,
     mode: Literal["packed", "per_sample"] = "packed",
@@ -42,22 +43,22 @@ def pack(
     A group that fits no micro-batch is split over several, its prompt repeated in each.
 
     Args:
-        shapes: what to pad to, largest first; no micro-batch has more tokens than the largest, unless one sequence
+        shapes: what to pad to, largest first; no micro-batch has more tokens than the largest, unless one trajectory
             does. Without any, each size goes to a bucket of its own.
-        mode: `per_sample` puts one sequence in a micro-batch.
-        check_parity: the sequences' log-probs are the generator's, and the trainer must find the same bits.
-        share_prefix: False repeats the prompt in every segment; the log-probs' bits are the same.
+        mode: `per_sample` puts one trajectory in a micro-batch.
+        check_parity: the sampled tokens' log-probs are the generator's, and the trainer must find the same bits.
+        share_prefix: False repeats the prompt for every trajectory; the log-probs' bits are the same.
 
     Raises:
-        InputError: a sequence does not fit alone, or its prompt or completion is empty.
-        ValueError: log-probs (or some sequences' route digests) are missing under `check_parity`, or there are not as
-            many as tokens.
+        InputError: a trajectory does not fit alone, or its prompt or a sampled segment is empty.
+        ValueError: it does not begin with a given segment, log-probs (or some route digests) are missing under
+            `check_parity`, or there are not as many as tokens.
     """
     return pack_shards([groups], [0], Packing(max_tokens, mode, share_prefix, shapes), check_parity)
 
 
 def pack_shards(
-    shards: Sequence[list[TrainGroup]], own: Sequence[int], how: Packing, check_parity: bool
+    shards: Sequence[list[RolloutGroup]], own: Sequence[int], how: Packing, check_parity: bool
 ) -> list[PackedBatch]:
     """`pack` for a step that is dealt into shards: the micro-batches of those of one's own.
 
@@ -83,12 +84,12 @@ def pack_shards(
     return batches
 
 
-def _drafts(groups: list[TrainGroup], how: Packing) -> list[_Draft]:
+def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
     drafts: list[_Draft] = []
     limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
     for group in groups:
-        for sequence in group.sequences:
-            _check(group, sequence, how.max_tokens)
+        for trajectory in group.rollouts:
+            _check(trajectory, how.max_tokens)
         for part, tokens in _parts(group, limit, per_sample, how.share_prefix):
             if not drafts or per_sample or len(drafts[-1].tokens) + tokens > limit:
                 drafts.append(_Draft())
@@ -97,14 +98,14 @@ def _drafts(groups: list[TrainGroup], how: Packing) -> list[_Draft]:
 
 
 def _nothing() -> _Draft:
-    """A micro-batch of one token and no completion."""
+    """A micro-batch of one token and no response."""
     draft = _Draft()
-    draft.add(TrainGroup([0], [], SamplingParams()), share_prefix=True)
+    draft.add_prompt(Segment([0]))
     return draft
 
 
 def _make_like(batch: PackedBatch, other: _Draft) -> None:
-    """Let a batch without completions be scored in the same way as one with some."""
+    """Let a batch without responses be scored in the same way as one with some."""
     batch.truncated = any(sampling.truncated for sampling in other.sampling)
     if batch.check_parity and other.sequences[0].route_digests is not None:
         batch.old_route_C = torch.zeros(len(batch.targets_C), dtype=torch.int32)
@@ -114,8 +115,8 @@ def _make_like(batch: PackedBatch, other: _Draft) -> None:
 def blank_batch(shape: BatchShape, sampling: SamplingParams, check_parity: bool, routed: bool = False) -> PackedBatch:
     """A batch of `shape` with one completion token, which weighs nothing; `routed`: for a model with experts."""
     routes = [0] if routed else None
-    sequence = TrainSequence([0], 0.0, 0.0, logprobs=[0.0], model_logprobs=[0.0], route_digests=routes)
-    groups = [TrainGroup([0], [sequence], sampling)]
+    segments = [Segment([0]), Segment([0], True, [0.0], [0.0], route_digests=routes)]
+    groups = [RolloutGroup([Trajectory(segments)], sampling)]
     (batch,) = pack(groups, max_tokens=shape.tokens, check_parity=check_parity, shapes=[shape])
     return batch
 
@@ -125,75 +126,99 @@ def packed_slots(batches: list[PackedBatch]) -> tuple[int, int]:
     return sum(b.tokens_T.numel() for b in batches), sum(int(b.cu_seqlens[-1]) for b in batches)
 
 
-def _parts(group: TrainGroup, limit: int, per_sample: bool, share_prefix: bool) -> Iterator[tuple[TrainGroup, int]]:
-    """`group` cut into consecutive parts of at most `limit` tokens, or one sequence, with the tokens each takes."""
-    part: list[TrainSequence] = []
+def _parts(group: RolloutGroup, limit: int, per_sample: bool, share_prefix: bool) -> Iterator[tuple[RolloutGroup, int]]:
+    """`group` cut into consecutive parts of at most `limit` tokens and one prompt, or one trajectory, with the tokens
+    each takes."""
+    part: list[Trajectory] = []
     used = 0
-    for sequence in group.sequences:
-        alone = _packed_tokens(group, sequence)
-        tokens = len(sequence.token_ids) - 1 if part and share_prefix else alone
-        if part and (per_sample or used + tokens > limit):
-            yield replace(group, sequences=part), used
+    for trajectory in group.rollouts:
+        prompt, alone = trajectory.prompt.token_ids, _packed_tokens(trajectory)
+        together = bool(part) and not per_sample and part[0].prompt.token_ids == prompt
+        tokens = alone - len(prompt) if together and share_prefix else alone
+        if part and not (together and used + tokens <= limit):
+            yield replace(group, rollouts=part), used
             part, used, tokens = [], 0, alone
-        part.append(sequence)
+        part.append(trajectory)
         used += tokens
     if part:
-        yield replace(group, sequences=part), used
+        yield replace(group, rollouts=part), used
 
 
-def _packed_tokens(group: TrainGroup, sequence: TrainSequence) -> int:
-    return len(group.prompt_ids) + len(sequence.token_ids) - 1
+def _packed_tokens(trajectory: Trajectory) -> int:
+    return len(trajectory.prompt.token_ids) + sum(len(s.token_ids) for s in trajectory.response) - 1
 
 
-def _check(group: TrainGroup, sequence: TrainSequence, max_tokens: int) -> None:
-    name = sequence.request or "a sequence"
-    prompt, length = len(group.prompt_ids), len(sequence.token_ids)
-    if not prompt or not length:
-        empty = "completion" if prompt else "prompt"
+def _check(trajectory: Trajectory, max_tokens: int) -> None:
+    name, first = trajectory.name or "a trajectory", trajectory.prompt
+    if first.sampled:
+        raise ValueError(f"{name}: it begins with a sampled segment; the first is the prompt, which is given")
+    if not first.token_ids or not trajectory.token_ids:
+        empty = "completion" if first.token_ids else "prompt"
         raise InputError(f"{name}: its {empty} is empty; training needs at least one token of each")
-    if (needed := _packed_tokens(group, sequence)) > max_tokens:
+    if (needed := _packed_tokens(trajectory)) > max_tokens:
+        prompt = len(first.token_ids)
         raise InputError(
-            f"{name}: a prompt of {prompt} and a completion of {length} tokens do not fit in "
+            f"{name}: a prompt of {prompt} and a completion of {needed + 1 - prompt} tokens do not fit in "
             f"trainer.max_tokens_per_micro_batch {max_tokens}; it must be at least {needed}"
         )
-    if group.route_digests is not None and len(group.route_digests) != prompt:
-        raise ValueError(f"{name}: {len(group.route_digests)} route digests for {prompt} prompt tokens")
-    for values in (sequence.logprobs, sequence.model_logprobs, sequence.route_digests):
+    for segment in trajectory.segments:
+        _check_lengths(name, segment)
+
+
+def _check_lengths(name: str, segment: Segment) -> None:
+    length = len(segment.token_ids)
+    if segment.route_digests is not None and len(segment.route_digests) != length:
+        tokens = "completion" if segment.sampled else "prompt"
+        raise ValueError(f"{name}: {len(segment.route_digests)} route digests for {length} {tokens} tokens")
+    for values in (segment.logprobs, segment.model_logprobs):
+        if values is not None and not segment.sampled:
+            raise ValueError(f"{name}: log-probs of given tokens, which nobody sampled")
         if values is not None and len(values) != length:
-            what = "route digests" if values is sequence.route_digests else "log-probs"
-            raise ValueError(f"{name}: {len(values)} {what} for {length} completion tokens")
+            raise ValueError(f"{name}: {len(values)} log-probs for {length} completion tokens")
 
 
 class _Draft:
-    """A micro-batch in the making: token lists grow by whole segments, the rest is kept a segment or sequence."""
+    """A micro-batch in the making: token lists grow by whole segments, the rest is kept a segment or trajectory."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.longest = 0  # positions of a segment, its prefix included
         self.segments: list[tuple[int, int, int]] = []  # end row, prefix start, prefix length
-        self.routes: list[int] = []  # a token: the digest of a prompt's, where it is known; otherwise -1
+        self.routes: list[int] = []  # a token: the digest of a given one's, where it is known; otherwise -1
         self.logit_rows: list[int] = []
-        self.sequences: list[TrainSequence] = []
+        self.sequences: list[Trajectory] = []
         self.sampling: list[SamplingParams] = []
 
-    def add(self, group: TrainGroup, share_prefix: bool) -> None:
-        prompt, routes = group.prompt_ids, group.route_digests or [-1] * len(group.prompt_ids)
-        start = len(self.tokens)
+    def add(self, group: RolloutGroup, share_prefix: bool) -> None:
+        """Add a part of one prompt."""
+        start, prompt = len(self.tokens), group.rollouts[0].prompt
         if share_prefix:
-            self._segment(prompt, routes, 0, 0)
-        for sequence in group.sequences:
-            own = sequence.token_ids[:-1]
+            self.add_prompt(prompt)
+        for trajectory in group.rollouts:
+            own, routes = _rows_of(trajectory.response)
             if share_prefix:
                 row = len(self.tokens)
-                self._segment(own, [-1] * len(own), start, len(prompt))
+                self._segment(own, routes, start, len(prompt.token_ids))
             else:
-                start, row = len(self.tokens), len(self.tokens) + len(prompt)
-                self._segment(prompt + own, routes + [-1] * len(own), 0, 0)
-            self.logit_rows.append(start + len(prompt) - 1)
-            self.logit_rows.extend(range(row, row + len(own)))
-            self.sequences.append(sequence)
+                start, row = len(self.tokens), len(self.tokens) + len(prompt.token_ids)
+                self._segment(prompt.token_ids + own, _given_routes(prompt) + routes, 0, 0)
+            self._predict(trajectory.response, start + len(prompt.token_ids) - 1, row)
+            self.sequences.append(trajectory)
             self.sampling.append(group.sampling)
+
+    def add_prompt(self, prompt: Segment) -> None:
+        """Add given tokens that what follows may share."""
+        self._segment(prompt.token_ids, _given_routes(prompt), 0, 0)
+
+    def _predict(self, response: list[Segment], first: int, row: int) -> None:
+        """Have the sampled tokens predicted: the response's first token by row `first`, the others by `row` and on."""
+        rows, at = [first, *range(row, len(self.tokens))], 0
+        for segment in response:
+            end = at + len(segment.token_ids)
+            if segment.sampled:
+                self.logit_rows.extend(rows[at:end])
+            at = end
 
     def _segment(self, token_ids: list[int], routes: list[int], prefix_start: int, prefix_len: int) -> None:
         self.tokens.extend(token_ids)
@@ -209,7 +234,7 @@ class _Draft:
 
     @property
     def used(self) -> int:
-        """Its tokens, none if it has no completion."""
+        """Its tokens, none if it has no response."""
         return len(self.tokens) if self.sequences else 0
 
     def batch(self, shape: BatchShape, check_parity: bool, packed_tokens: int) -> PackedBatch:
@@ -255,25 +280,38 @@ class _Draft:
         )
 
     def _old_logprobs(self, required: bool) -> tuple[list[float], list[float]]:
-        """The generator's two log-probs a row; zeros for a sequence that came without."""
+        """The generator's two log-probs a row; zeros for what came without."""
         old: list[float] = []
         old_model: list[float] = []
         for s in self.sequences:
-            if required and (s.logprobs is None or s.model_logprobs is None):
-                raise ValueError(f"{s.request or 'a sequence'}: parity cannot be checked without its log-probs")
-            old.extend(s.logprobs or [0.0] * len(s.token_ids))
-            old_model.extend(s.model_logprobs or [0.0] * len(s.token_ids))
+            for turn in s.turns:
+                if required and (turn.logprobs is None or turn.model_logprobs is None):
+                    raise ValueError(f"{s.name or 'a trajectory'}: parity cannot be checked without its log-probs")
+                old.extend(turn.logprobs or [0.0] * len(turn.token_ids))
+                old_model.extend(turn.model_logprobs or [0.0] * len(turn.token_ids))
         return old, old_model
 
     def _old_routes(self) -> list[int] | None:
-        """The generator's route digests; None when no sequence has them: the model has no experts."""
-        given = [s.route_digests for s in self.sequences]
-        if all(routes is None for routes in given):
+        """The generator's route digests; None when no trajectory has them: the model has no experts."""
+        found = [s.route_digests for s in self.sequences]
+        if all(routes is None for routes in found):
             return None
-        for s in self.sequences:
-            if s.route_digests is None:
-                raise ValueError(f"{s.request or 'a sequence'}: parity cannot be checked without its route digests")
-        return [route for routes in given for route in routes or ()]
+        for s, routes in zip(self.sequences, found, strict=True):
+            if routes is None:
+                raise ValueError(f"{s.name or 'a trajectory'}: parity cannot be checked without its route digests")
+        return [route for routes in found for route in routes or ()]
+
+
+def _rows_of(response: list[Segment]) -> tuple[list[int], list[int]]:
+    """The tokens of a response that take rows, all but the last; and their digests, known of given ones."""
+    tokens = [token for segment in response for token in segment.token_ids]
+    routes = [route for segment in response for route in _given_routes(segment)]
+    return tokens[:-1], routes[:-1]
+
+
+def _given_routes(segment: Segment) -> list[int]:
+    unknown = segment.sampled or segment.route_digests is None
+    return [-1] * len(segment.token_ids) if unknown else segment.route_digests or []
 
 
 _TYPE_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}

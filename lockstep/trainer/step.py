@@ -76,16 +76,19 @@ def take(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, ex
     values.zero_()
 
 
-def score(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = None) -> tuple[Tensor, ops.TokenLogprobs]:
-    """Hidden rows that predict the completion tokens, [C, D], and the tokens' log-probs; `routes` as in `Decoder`."""
+def score(
+    model: Decoder, batch: PackedBatch, with_routing: bool = True
+) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:
+    """Hidden rows that predict the completion tokens, [C, D], the tokens' log-probs, and where there are experts, and
+    it is wanted, the routing."""
+    routes: list[Routing] | None = [] if with_routing and model.config.moe_layers else None
     packed = ops.Packed(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
     attend = PackedAttention(packed, model.masks)
     hidden_TD = model(batch.tokens_T, batch.positions_T, attend, routes)
     rows_CD = ops.gather_rows(hidden_TD, batch.logit_rows_C)
     filters = ops.Filters(batch.temperature_C, batch.top_k_C, batch.top_p_C, batch.min_p_C)
-    return rows_CD, ops.token_logprobs(
-        rows_CD, model.lm_head, batch.targets_C, filters, batch.support_C, batch.truncated
-    )
+    scores = ops.token_logprobs(rows_CD, model.lm_head, batch.targets_C, filters, batch.support_C, batch.truncated)
+    return rows_CD, scores, routing.routed(routes, batch) if routes else None
 
 
 class Objective(NamedTuple):
@@ -104,7 +107,7 @@ def forward(
         with_support: return what the sampled support is made from.
     """
     statistics = named(values)
-    rows_CD, scores, routed = _score(model, batch)
+    rows_CD, scores, routed = score(model, batch)
     loss = _loss(statistics, batch, scores, routed, objective)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
@@ -115,14 +118,7 @@ def forward(
 
 def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
     """Compare the batch's log-probs with the generator's, in `values`, and train on nothing."""
-    return _record(named(values), batch, *_score(model, batch)[1:])
-
-
-def _score(model: Decoder, batch: PackedBatch) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:
-    """`score`, and the routing of a model with experts."""
-    routes: list[Routing] | None = [] if model.config.moe_layers else None
-    rows_CD, scores = score(model, batch, routes)
-    return rows_CD, scores, routing.routed(routes, batch) if routes else None
+    return _record(named(values), batch, *score(model, batch)[1:])
 
 
 def _loss(
@@ -134,7 +130,7 @@ def _loss(
 ) -> Tensor:
     """The weighted sum to differentiate; its statistics are added up on the way."""
     algorithm = objective.algorithm
-    given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions
+    given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions, batch.ref_logprob_C
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, *given)
     loss_C, clipped_C = algorithm.corrected_loss(values)
     if objective.with_kl:

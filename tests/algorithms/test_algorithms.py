@@ -3,6 +3,7 @@ batch, and against TRL's own loss; ragged, with ratios other than 1, and with co
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cispo": {"epsilon_high": 1.2},
     "dppo": {"epsilon": 0.002, "epsilon_high": 0.003},
     "rloo": {"epsilon": 0.02},
+    "distillation": {"teacher": "a folder"},
 }
 
 
@@ -76,7 +78,7 @@ class Case:
 
         per_token = [rows(x[:, None].expand(-1, LIMIT)) for x in (advantages, weights)]
         logp = rows(self.logp, -3.0)
-        values = TokenValues(logp, logp, rows(self.old), per_token[0], cu)
+        values = TokenValues(logp, logp, rows(self.old), per_token[0], cu, rows(self.ref))
         loss, clipped = algorithm.corrected_loss(values)
         assert not clipped[-5:].any(), "padding is clipped"
         if config.beta:
@@ -95,7 +97,9 @@ def plain(name: str, c: Case, config: LossConfig, advantage: Tensor) -> Tensor:
     r, a = log_ratio.exp(), advantage[:, None].float()
     low, high = config.epsilon, config.epsilon if config.epsilon_high is None else config.epsilon_high
     high = 0.28 if name == "dapo" and config.epsilon_high is None else high
-    if name == "cispo":
+    if name == "distillation":  # the sampled token's own log-ratio is its advantage
+        token = r * (c.logp - c.ref).detach()
+    elif name == "cispo":
         token = -r.detach().clamp(max=high) * a * c.logp
     elif name == "sapo":
         tau = torch.where(a > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
@@ -110,7 +114,7 @@ def plain(name: str, c: Case, config: LossConfig, advantage: Tensor) -> Tensor:
     else:
         token = -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
     token = token * c.mask
-    if name in ("dapo", "cispo", "reinforce_pp", "reinforce_pp_baseline"):
+    if name in ("dapo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "distillation"):
         return token.sum() / c.mask.sum()
     if name == "dr_grpo":
         return token.sum() / (LIMIT * len(LENGTHS))
@@ -148,7 +152,7 @@ def test_the_loss_is_the_papers(transformers_logits: Tensor, name: str, seed: in
     c, config = Case(transformers_logits, seed), config_of(name)
     ours = c.ours(algorithm_of(config), config)
     assert_same(c, ours, plain(name, c, config, plain_advantages(name, c.rewards)))
-    assert c.clipped.any() == (name != "sapo")
+    assert c.clipped.any() == (name not in ("sapo", "distillation"))
 
 
 def test_dppo_by_kl(transformers_logits: Tensor) -> None:
@@ -214,7 +218,9 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     logp = torch.tensor([-2.0, -3.0, -1e-6, -80.0]).requires_grad_()
     advantage = torch.tensor([0.5, 0.5, -3.0, -3.0])
     cu = torch.tensor([0, 2, 4, 4], dtype=torch.int32)
-    loss, clipped = algorithm_of(LossConfig(name)).loss(TokenValues(logp, logp, logp.detach(), advantage, cu))
+    teacher = logp.detach() + advantage
+    values = TokenValues(logp, logp, logp.detach(), advantage, cu, teacher)
+    loss, clipped = algorithm_of(config_of(name)).loss(values)
     weight = torch.tensor([0.5, 0.5, 0.5, 0.5]) if name == "rloo" else torch.ones(4)  # the sum, in the mean of two
     (gradient,) = torch.autograd.grad((weight * loss).sum(), logp)
     assert torch.equal(gradient, -advantage) and not clipped.any()
@@ -226,10 +232,13 @@ def test_a_huge_ratio_never_gives_a_gradient_that_is_no_number(name: str) -> Non
     logp, old = torch.tensor([-1e-3, -200.0]).requires_grad_(), torch.tensor([-200.0, -1e-3])
     cu = torch.tensor([0, 1, 2], dtype=torch.int32)
     advantage = torch.tensor([1.0, -1.0])
-    values = TokenValues(logp, logp, old, advantage, cu)
-    loss, _ = algorithm_of(LossConfig(name)).loss(values)
+    values = TokenValues(logp, logp, old, advantage, cu, logp.detach() + advantage)
+    loss, _ = algorithm_of(config_of(name)).loss(values)
     (gradient,) = torch.autograd.grad(loss.sum(), logp)
-    assert loss.isfinite().all() and gradient.isfinite().all()
+    if name == "distillation":  # an estimate that nothing cuts
+        assert loss.tolist() == gradient.tolist() == [-math.inf, 0.0]
+    else:
+        assert loss.isfinite().all() and gradient.isfinite().all()
 
 
 def test_every_setting_is_read_by_those_who_are_said_to() -> None:
@@ -238,7 +247,7 @@ def test_every_setting_is_read_by_those_who_are_said_to() -> None:
     shared = {f.name for f in fields(Algorithm)}
     settings = {f.name for f in fields(LossConfig)}
     in_loss = READ_BY.keys() - {"scale_rewards", "overlong_buffer", "overlong_penalty", "normalize_advantages"}
-    in_loss -= {"dynamic_sampling"}
+    in_loss -= {"dynamic_sampling", "teacher", "beta"}
     for name in LOSS_TYPES:
         own = {f.name for f in fields(ALGORITHMS[name])} - shared
         assert own <= settings and own == {setting for setting in in_loss if name in READ_BY[setting]}
@@ -255,6 +264,9 @@ def test_every_setting_is_read_by_those_who_are_said_to() -> None:
             LossConfig("gspo", sapo_temperature_pos=2.0),
             "loss.sapo_temperature_pos has no effect on",
         ),
+        (LossConfig(teacher="m"), "loss.teacher has no effect on loss_type grpo; use distillation, or remove it"),
+        (LossConfig("distillation", teacher="m", beta=0.1), "loss.beta has no effect on loss_type distillation"),
+        (LossConfig("distillation", teacher="m", epsilon=0.1), "loss.epsilon has no effect on loss_type distillation"),
         (LossConfig(kl_estimator="k1"), "loss.kl_estimator has no effect without loss.beta"),
         (LossConfig(use_kl_in_reward=True), "loss.use_kl_in_reward has no effect without loss.beta"),
         (LossConfig(importance_sampling_clip_max=2.0), "loss.importance_sampling_clip_max has no effect without"),
@@ -317,3 +329,25 @@ def test_estimates_of_the_divergence(estimator: Any) -> None:
         torch.testing.assert_close(found, exact)
     gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, exact)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("moved", [0.0, 0.3])
+def test_in_the_mean_distillation_is_trls_reverse_kl(temperature: float, moved: float) -> None:
+    """Over the tokens that a position can have, by their probability when sampled; `moved`: updates were made since."""
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    draw = torch.Generator().manual_seed(3)
+    sampled, change, teacher = torch.randn(3, 11, dtype=torch.float64, generator=draw)
+    logits = (sampled + moved * change).requires_grad_()
+    model, drawn = torch.log_softmax(logits, 0), torch.log_softmax(sampled / temperature, 0)
+    algorithm = algorithm_of(LossConfig("distillation", teacher="a folder"))
+    values = TokenValues(drawn, model, drawn, torch.ones(11), None, torch.log_softmax(teacher, 0))
+    found = (drawn.exp() * algorithm.loss(values)[0]).sum()
+    exact = gkd.GKDTrainer.generalized_jsd_loss(logits[None, None], teacher[None, None], beta=1, reduction="sum")
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, exact)))
+
+
+def test_a_teacher_that_is_not_there_is_missed() -> None:
+    with pytest.raises(InputError, match="loss.teacher is missing: loss_type distillation learns from a model; give"):
+        algorithm_of(LossConfig("distillation"))

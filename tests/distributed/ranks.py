@@ -18,6 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fake_recorder import FakeRecorder
 from small import train_groups
 
 from lockstep import distributed, machine
@@ -25,12 +26,12 @@ from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, Optimize
 from lockstep.distributed import ONE, World, join
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import FakeRecorder, GraphError, Runtime, check_against_eager, digest
+from lockstep.graph import GraphError, Runtime, check_against_eager, digest
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, Packing, Trainer, pack_shards
-from lockstep.types import PackedBatch, SampleIdentity, SamplingParams, TrainGroup
+from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingParams
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)
@@ -57,7 +58,7 @@ def decoder(dtype: torch.dtype = DTYPE, config: ModelConfig = CONFIG) -> Decoder
     return model
 
 
-def rollout(model: Decoder, step: int, groups: int = 5) -> list[TrainGroup]:
+def rollout(model: Decoder, step: int, groups: int = 5) -> list[RolloutGroup]:
     """The same groups on every rank: as many as make shards of unequal size."""
     engine = Engine(SharedWeights(model), GeneratorConfig(), cache_tokens=2048)
     prompts = [[(7 * g + i) % 97 for i in range(3 + 5 * g)] for g in range(groups)]
@@ -66,7 +67,7 @@ def rollout(model: Decoder, step: int, groups: int = 5) -> list[TrainGroup]:
     return train_groups(prompts, [FILTERED] * groups, found, weight=0.02)
 
 
-def batches(groups: list[TrainGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
+def batches(groups: list[RolloutGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
     """Of two shards, of several micro-batches each; the second shard has fewer."""
     packed = pack_shards([groups[::2], groups[1::2]], own, Packing(max_tokens), check_parity=True)
     return [batch.to(DEVICE) for batch in packed]
@@ -79,6 +80,8 @@ def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) ->
     for step in range(steps):
         groups = rollout(trainer.model, step)
         for batch in batches(groups, own, max_tokens):
+            if trainer.reference is not None:
+                trainer.reference_logprobs(batch)
             trainer.forward_backward(batch)
         for batch in batches(groups, own, max_tokens):
             trainer.check(batch)
@@ -140,6 +143,35 @@ def whole_sequences(world: World) -> Any:
     runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
     found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world)
     runtime.close()
+    return on_all(world, different(found, one))
+
+
+@check
+def parameter_groups(world: World) -> Any:
+    """Frozen parameters and other rates, of graphs on the ranks and eager in one process."""
+    optimizer = replace(
+        OPTIMIZER, freeze=("model.layers.0",), lr_scales=("model.norm=3",), weight_decays=("*_proj=0.2",)
+    )
+    start, one = decoder(), run(Trainer(decoder(), optimizer, LossConfig()), ONE)
+    recorder = FakeRecorder() if DEVICE.type == "cpu" else None
+    config = CompileConfig("step", cudagraph_mode="full")
+    runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), optimizer, LossConfig(), world=world, runtime=runtime)
+    unlike = different(run(trainer, world), one)
+    runtime.close()
+    now = dict(trainer.model.named_parameters())
+    kept = [name for name, parameter in start.named_parameters() if torch.equal(parameter, now[name])]
+    return on_all(world, [unlike, len(trainer.optimizer.groups), kept])
+
+
+@check
+def a_teacher(world: World) -> Any:
+    """Each rank has a whole one."""
+    loss, teacher = LossConfig("distillation", teacher="a folder"), decoder()
+    with torch.no_grad():
+        teacher.embed.mul_(0.5)
+    one = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher), ONE)
+    found = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world), world)
     return on_all(world, different(found, one))
 
 

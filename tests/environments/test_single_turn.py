@@ -11,7 +11,15 @@ from lockstep.environments.rewards.reward_set import Reward, RewardSet
 from lockstep.environments.single_turn import SingleTurn
 from lockstep.environments.tasks.sum_digits import SumDigits
 from lockstep.errors import InputError
-from lockstep.types import TRAIN_DOMAIN, VALIDATION_DOMAIN, Completion, RolloutGroup, SampleIdentity, SamplingParams
+from lockstep.types import (
+    TRAIN_DOMAIN,
+    VALIDATION_DOMAIN,
+    RolloutGroup,
+    SampleIdentity,
+    SamplingParams,
+    Segment,
+    Trajectory,
+)
 
 SAMPLING = SamplingParams(max_completion_length=32, n=2)
 
@@ -26,19 +34,20 @@ def answering(texts: list[str]):
 
     def generate(
         prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         asked.append((prompt_ids, sampling, identities))
         return [
-            [_completion(texts[s], SampleIdentity(i.seed, i.domain, i.step, i.group, s)) for s in range(params.n)]
-            for params, i in zip(sampling, identities, strict=True)
+            [_completion(ids, texts[s], SampleIdentity(i.seed, i.domain, i.step, i.group, s)) for s in range(params.n)]
+            for ids, params, i in zip(prompt_ids, sampling, identities, strict=True)
         ]
 
     return generate, asked
 
 
-def _completion(text: str, identity: SampleIdentity) -> Completion:
+def _completion(prompt_ids: list[int], text: str, identity: SampleIdentity) -> Trajectory:
     ids = list(text.encode())
-    return Completion(ids, [-1.0] * len(ids), [-1.0] * len(ids), [0] * len(ids), text, "stop", identity)
+    turn = Segment(ids, True, [-1.0] * len(ids), [-1.0] * len(ids), [0] * len(ids), text=text)
+    return Trajectory([Segment(prompt_ids), turn], "stop", identity)
 
 
 def run(problems: list[tuple[int, Problem]], texts: list[str], rewards: RewardSet, **options: Any):
@@ -61,7 +70,7 @@ def test_groups_are_generated_once_and_scored() -> None:
     assert [group.group for group in groups] == [0, 1, 4]
     assert [rollout.reward for rollout in groups[1].rollouts] == [1.3, 0.0]
     assert groups[1].rollouts[0].rewards == {"correct": 1.0, "tagged": 1.0}
-    assert groups[1].rollouts[1].completion.identity == SampleIdentity(7, TRAIN_DOMAIN, 3, 1, 1)
+    assert groups[1].rollouts[1].identity == SampleIdentity(7, TRAIN_DOMAIN, 3, 1, 1)
     assert groups[1].prompt_ids == prompt_ids[1] and groups[1].columns == problems[1][1].columns
     assert groups[1].sampling is SAMPLING
 

@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import triton
     import triton.language as tl
 
-    from lockstep.ops.linear import cuda, kernels
+    from lockstep.ops.linear import kernels
 
     @triton.jit
     def _toy_kernel(x_ptr, w_ptr, out_ptr, columns, depth, BLOCK: tl.constexpr):
@@ -67,7 +67,7 @@ class Interpreted:
         chain = torch.zeros(5, 40)
         for k in range(48):
             chain += x[:, k : k + 1].float() * weight[:, k].float()
-        assert torch.equal(cuda.linear_fp32(x, weight).view(torch.int32), chain.view(torch.int32))
+        assert torch.equal(kernels.linear_fp32(x, weight).view(torch.int32), chain.view(torch.int32))
         assert kernels.choose("linear_fp32", 5, weight) == Choice("toy", block_n=16)
         assert ("linear_fp32", 5, 40, 48) in linear_table.used, "the machine check looks at it"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import make_model
+from small import completed, make_model, train_group
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from lockstep.errors import InputError
@@ -16,7 +16,7 @@ from lockstep.graph.ir.captured import op_name
 from lockstep.graph.passes.rewrite import rewritten
 from lockstep.session.build import resolve
 from lockstep.trainer import BatchShape, Trainer, pack
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import SamplingParams
 
 SHAPE = BatchShape(64, 32, 8, 32)
 
@@ -52,10 +52,10 @@ def trained(runtime: Runtime) -> tuple[Trainer, torch.Tensor]:
     """The weights after three updates."""
     model = make_model(torch.float32)
     trainer = Trainer(model, OptimizerConfig(learning_rate=0.01), LossConfig(), runtime=runtime, enforce_parity=False)
-    sequences = [TrainSequence([3, 4, 5 + i], (-1.0) ** i, 0.1, [-1.0] * 3, [-1.0] * 3) for i in range(3)]
+    sequences = [completed([3, 4, 5 + i], (-1.0) ** i, 0.1, [-1.0] * 3, [-1.0] * 3) for i in range(3)]
     for _ in range(3):
         for batch in pack(
-            [TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, shapes=[SHAPE], check_parity=False
+            [train_group([1, 2], sequences, SamplingParams())], max_tokens=64, shapes=[SHAPE], check_parity=False
         ):
             trainer.forward_backward(batch)
         assert trainer.optim_step(0.01).applied

@@ -14,7 +14,7 @@ from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.generator import running_batch as rows_module
 from lockstep.models import Decoder
-from lockstep.types import Completion, SampleIdentity, SamplingParams
+from lockstep.types import SampleIdentity, SamplingParams, Trajectory
 
 Request = tuple[list[int], SamplingParams, SampleIdentity]
 KINDS: tuple[dict[str, Any], ...] = (
@@ -56,7 +56,7 @@ def requests(seed: int, count: int = 10) -> list[Request]:
     return found
 
 
-def run(engine: Engine, requests: list[Request], arrivals: random.Random | None = None) -> list[list[Completion]]:
+def run(engine: Engine, requests: list[Request], arrivals: random.Random | None = None) -> list[list[Trajectory]]:
     """All requests to their end, added at once or, with `arrivals`, over time. Nothing may be left behind."""
     waiting, ids, done = list(requests), [], {}
     while waiting or engine.scheduler.busy:
@@ -69,7 +69,7 @@ def run(engine: Engine, requests: list[Request], arrivals: random.Random | None 
     return [done[i] for i in ids]
 
 
-def evidence(completions: list[list[Completion]]) -> list[Any]:
+def evidence(completions: list[list[Trajectory]]) -> list[Any]:
     return [words(completions), [[(c.finish_reason, c.text, c.weight_versions) for c in g] for g in completions]]
 
 

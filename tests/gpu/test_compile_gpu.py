@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from lockstep.graph import EAGER, Runtime, check_against_eager, compile_report
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, Trainer, pack
-from lockstep.types import SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
 
 CUDA = torch.device("cuda")
 SHAPES = [BatchShape(1040, 512, 24, 600), BatchShape(528, 256, 24, 600)]
@@ -53,10 +55,7 @@ def test_layers_keep_parity_and_few_variants_are_compiled(backend: str) -> None:
         engine = Engine(SharedWeights(own), GeneratorConfig(), 16_384, runtime=runtime)
         prompts = [[(7 * g + i) % 4096 for i in range(size)] for g, size in enumerate((210, 33))]
         done = engine.generate(prompts, [TOP_P] * 2, [SampleIdentity(0, 0, 0, g) for g in range(2)])
-        groups = [
-            TrainGroup(prompt, [TrainSequence(c.token_ids, 1.0, 0.01, c.logprobs, c.model_logprobs) for c in cs], TOP_P)
-            for prompt, cs in zip(prompts, done, strict=True)
-        ]
+        groups = [RolloutGroup([replace(c, advantage=1.0, loss_weight=0.01) for c in cs], TOP_P) for cs in done]
         for batch in pack(groups, max_tokens=4096, check_parity=True):
             trainer.forward_backward(batch.to(CUDA))
         found = trainer.flat.grad.clone()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small import completed, train_group
 from torch import Tensor
 
 from lockstep import ops
@@ -20,7 +21,7 @@ from lockstep.ops.norm.operator import rms_norm_backward
 from lockstep.ops.records import AttentionGradient
 from lockstep.ops.rope.operator import qk_norm_rope_backward
 from lockstep.trainer import Trainer, pack
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import SamplingParams
 
 DEVICE, TOKENS, EPS = "cuda", 515, 1e-6
 
@@ -97,8 +98,8 @@ def trained(capture: str | None, arch: str) -> tuple[Tensor, Tensor, str]:
     groups = []
     for _ in range(2):
         prompt, ids = torch.randint(0, 5000, (60,)).tolist(), torch.randint(0, 5000, (4, 50)).tolist()
-        made = [TrainSequence(x, 1.0 - i, 0.01, [-1.0] * 50, [-1.0] * 50) for i, x in enumerate(ids)]
-        groups.append(TrainGroup(prompt, made, SamplingParams(temperature=0.8, top_p=0.95)))
+        made = [completed(x, 1.0 - i, 0.01, [-1.0] * 50, [-1.0] * 50) for i, x in enumerate(ids)]
+        groups.append(train_group(prompt, made, SamplingParams(temperature=0.8, top_p=0.95)))
     for _ in range(2):
         for batch in pack(groups, max_tokens=1024, check_parity=False):
             trainer.forward_backward(batch.to(device))

@@ -73,6 +73,7 @@ def test_splits_are_the_same_in_every_layout(census):
 
 
 def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
+    from lockstep.ops.attention import triton as attention_triton
     from lockstep.ops.mla import triton as mla_triton
 
     case = make([300], heads=32)
@@ -80,7 +81,7 @@ def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
     for tile in ((16, 4, 2), (32, 8, 1), (32, 8, 2), (64, 8, 1), (64, 4, 1)):
         monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(*tile))
         assert census("latent attention: other tiles", packed(case), whole) == 0
-    monkeypatch.setattr(mla_triton, "KEY_SPLIT", 128)
+    monkeypatch.setattr(attention_triton, "KEY_SPLIT", 128)
     assert census("CONTROL latent attention: splits of 128", packed(case)[128:], whole[128:]) > 0
 
 

@@ -4,6 +4,8 @@ Shapes are Qwen3-0.6B's. Inputs have wide exponents, N(0, 1) * exp(2 N(0, 1)), s
 additions shows.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,6 @@ from attention_cases import cache_of, qkv_rows
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops import reference
 from lockstep.ops.linear import cublas
 from lockstep.ops.linear.operator import linear_fp32
 from lockstep.ops.logprobs import philox
@@ -128,7 +129,7 @@ def test_rope_table_has_the_words_of_torch(census):
     inv_freq = 1e6 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
     positions = torch.arange(1 << 17, device=DEVICE).flip(0)
     table = ops.rope_table(positions, inv_freq)
-    assert census("rope_table = torch", table, reference.rope_table(positions, inv_freq)) == 0
+    assert census("rope_table = torch", table, ops.rope_table.__wrapped__(positions, inv_freq)) == 0
     assert census("rope_table: n rows = all rows", ops.rope_table(positions[5:12], inv_freq), table[5:12]) == 0
 
 
@@ -248,6 +249,48 @@ def test_draw_is_the_reference_draw(head):
     expected = logprobs_reference.draw(*cpu, ops.SampleKeys(*(x.cpu() for x in keys)), True)
     assert int((token != expected).sum()) <= 1  # noise differs in its last bits, so a near tie may fall otherwise
     assert int(token[5]) == int(logits[5].argmax()), "temperature 0"
+
+
+# Terms of whole sequences
+
+
+LENGTHS = (1, 700, 3, 2500, 0, 17, 1024, 1025)
+
+
+def sequences(values: Tensor, front: int) -> tuple[Tensor, Tensor]:
+    """The values of sequences of `LENGTHS` behind one of `front` tokens, before padding; where each begins and ends."""
+    ends = torch.tensor([0, front, *LENGTHS]).cumsum(0)
+    padding = torch.full((5,), torch.nan, device=DEVICE)
+    return torch.cat((values.new_ones(front), values, padding)), torch.cat((ends, ends[-1:])).int().to(DEVICE)
+
+
+def test_sums_of_sequences(census):
+    """Of integers every order of additions has the reference's bits; of others where a sequence stands has no say."""
+    count = sum(LENGTHS)
+    integers = torch.randint(-50, 50, (count,), device=DEVICE).float()
+    for front in (0, 3):
+        values, cu = sequences(integers, front)
+        expected = ops.sequence_sum(values.cpu(), cu.cpu())
+        assert census("sequence sums: GPU = reference", ops.sequence_sum(values, cu).cpu(), expected) == 0
+    values, cu = sequences(torch.randn(count, device=DEVICE), 0)
+    alone = ops.sequence_sum(values, cu)
+    torch.testing.assert_close(alone.cpu(), ops.sequence_sum(values.cpu(), cu.cpu()), rtol=1e-5, atol=1e-4)
+    assert not alone[count:].any()
+    for front in (1, 3, 64, 1001):
+        behind = ops.sequence_sum(*sequences(values[:count], front))[front : front + count]
+        assert census("sequence sums: anywhere = alone", behind, alone[:count]) == 0
+    turned = values.clone()
+    for start, end in pairwise(cu.tolist()):
+        turned[start:end] = values[start:end].flip(0)  # the same numbers, added in another order
+    assert census("CONTROL, sequence sums: turned round", ops.sequence_sum(turned, cu), alone) > 0
+
+
+def test_the_gradient_of_sums_of_sequences(census):
+    values, cu = sequences(torch.randn(sum(LENGTHS), device=DEVICE), 3)
+    values = values.nan_to_num(0.0).requires_grad_()
+    grad = torch.randint(-50, 50, values.shape, device=DEVICE).float()
+    (found,) = torch.autograd.grad(ops.sequence_sum(values, cu), values, grad)
+    assert census("sequence sums, gradient: GPU = reference", found.cpu(), ops.sequence_sum(grad.cpu(), cu.cpu())) == 0
 
 
 # Capture

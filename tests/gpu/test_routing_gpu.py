@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import Trainer, pack
-from lockstep.types import Completion, SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 
 DEVICE = torch.device("cuda")
 CONFIG = ModelConfig(2000, 256, 512, 3, 4, 2, 64, max_position_embeddings=2048, moe=MoEConfig(16, 4, 128))
@@ -71,10 +73,7 @@ def rounds(runtime: Runtime) -> list[torch.Tensor]:
     for step in range(3):
         identities = [SampleIdentity(3, 0, step, g) for g in range(len(PROMPTS))]
         completions = engine.generate(PROMPTS, [SAMPLING] * len(PROMPTS), identities)
-        groups = [
-            TrainGroup(prompt, [sequence(c, i) for i, c in enumerate(group)], SAMPLING)
-            for prompt, group in zip(PROMPTS, completions, strict=True)
-        ]
+        groups = [RolloutGroup([weighted(c, i) for i, c in enumerate(group)], SAMPLING) for group in completions]
         for batch in pack(groups, max_tokens=4096, check_parity=True):
             trainer.forward_backward(batch.to(DEVICE))
         result = trainer.optim_step(1e-3)
@@ -88,5 +87,5 @@ def rounds(runtime: Runtime) -> list[torch.Tensor]:
     return made
 
 
-def sequence(c: Completion, i: int) -> TrainSequence:
-    return TrainSequence(c.token_ids, (-1.0) ** i, 0.001, c.logprobs, c.model_logprobs, f"sample {i}", c.route_digests)
+def weighted(c: Trajectory, i: int) -> Trajectory:
+    return replace(c, advantage=(-1.0) ** i, loss_weight=0.001)

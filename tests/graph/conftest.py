@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from small import make_model
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import FakeRecorder, Runtime
+from lockstep.graph import Runtime
 from lockstep.models import Decoder, ModelConfig
-from lockstep.types import SampleIdentity, SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
 
 CPU = torch.device("cpu")
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
@@ -41,20 +42,18 @@ def decoder() -> Callable[..., Decoder]:
 
 
 @pytest.fixture
-def rollout() -> Callable[..., list[TrainGroup]]:
+def rollout() -> Callable[..., list[RolloutGroup]]:
     """`rollout(model, step, sampling=FILTERED)`: two groups that the model sampled, ready to be packed."""
 
-    def make(model: Decoder, step: int, sampling: SamplingParams = FILTERED) -> list[TrainGroup]:
+    def make(model: Decoder, step: int, sampling: SamplingParams = FILTERED) -> list[RolloutGroup]:
         engine = Engine(SharedWeights(model), GeneratorConfig(), cache_tokens=1024)
         prompts = [[(7 * g + i) % 97 for i in range(size)] for g, size in enumerate((21, 3))]
         identities = [SampleIdentity(0, 0, step, g) for g in range(2)]
         groups = []
-        for prompt, completions in zip(prompts, engine.generate(prompts, [sampling] * 2, identities), strict=True):
-            sequences = [
-                TrainSequence(c.token_ids, (-1.0) ** i, 0.02, c.logprobs, c.model_logprobs, f"sample {i}")
-                for i, c in enumerate(completions)
-            ]
-            groups.append(TrainGroup(prompt, sequences, sampling))
+        for completions in engine.generate(prompts, [sampling] * 2, identities):
+            for i, c in enumerate(completions):
+                c.name, c.advantage, c.loss_weight = f"sample {i}", (-1.0) ** i, 0.02
+            groups.append(RolloutGroup(completions, sampling))
         return groups
 
     return make

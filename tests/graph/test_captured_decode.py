@@ -10,11 +10,11 @@ import torch
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
-from lockstep.generator import programs as graphs_module
-from lockstep.generator.programs import row_buckets, token_buckets
+from lockstep.generator import sizes as graphs_module
+from lockstep.generator.sizes import row_buckets, token_buckets
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder
-from lockstep.types import Completion, SampleIdentity, SamplingParams
+from lockstep.types import SampleIdentity, SamplingParams, Trajectory
 
 KINDS = (
     {"temperature": 1.0},
@@ -36,7 +36,7 @@ def graphs(runtime: Runtime) -> dict[str, int]:
     return found
 
 
-def generate(engine: Engine, kinds=KINDS, count: int = 7, step: int = 0) -> list[list[Completion]]:
+def generate(engine: Engine, kinds=KINDS, count: int = 7, step: int = 0) -> list[list[Trajectory]]:
     """Prompts of many lengths, 1 to 3 samples each; some stop early, so that the batch shrinks."""
     prompts = [[(11 * g + i) % 97 for i in range(1 + 13 * g % 50)] for g in range(count)]
     sampling = [
@@ -46,7 +46,7 @@ def generate(engine: Engine, kinds=KINDS, count: int = 7, step: int = 0) -> list
     return engine.generate(prompts, sampling, [SampleIdentity(3, 0, step, g) for g in range(count)])
 
 
-def words(completions: list[list[Completion]]) -> list:
+def words(completions: list[list[Trajectory]]) -> list:
     return [
         (c.token_ids, [x.hex() for x in (*c.logprobs, *c.model_logprobs)], c.finish_reason)
         for group in completions
@@ -86,6 +86,7 @@ def test_rows_without_a_sequence_write_to_nobodys_page(decoder, runtime_of: Call
     model = decoder()
     eager, captured, mutant = (engine(model, c) for c in (EAGER, runtime_of(), runtime_of()))
     mutant.cache.null_page = 0
+    mutant.runner.use(mutant.runner.weights)  # the page is a constant of its graphs
     for e in (eager, captured, mutant):
         generate(e, count=5)  # 9 sequences at most, in rows for 16
     assert torch.equal(captured.cache.k[:, :-1], eager.cache.k[:, :-1])
@@ -161,10 +162,9 @@ def test_updated_weights_are_seen_and_a_snapshot_is_another_model(decoder, runti
     with torch.no_grad():
         model.layers[0].down.mul_(1.5)
     expected = words(generate(engine(model, EAGER)))
-    captured.weights = SharedWeights(model, lambda: 1)  # a new version: no page of the old weights is found
-    captured.runner.weights = captured.weights
+    captured.runner.use(SharedWeights(model, lambda: 1))  # a new version: no page of the old weights is found
     assert words(generate(captured)) == expected != first
-    captured.weights = captured.runner.weights = snapshot
+    captured.runner.use(snapshot)
     snapshot.version = 2
     assert words(generate(captured)) == first
 

@@ -62,7 +62,7 @@ def train(config: RunConfig) -> tuple[list[dict[str, Any]], list[Any], list[torc
     for step in range(config.steps):
         found, groups = loop.step(step)
         metrics.append({k: v for k, v in found.items() if not k.startswith(("time/", "perf/", "memory/"))})
-        samples += [r.completion for g in groups for r in g.rollouts]
+        samples += [r for g in groups for r in g.rollouts]
     return [validation, *metrics, loop.validate()], samples, [p.detach().clone() for p in run.policy.model.parameters()]
 
 
@@ -95,7 +95,7 @@ def test_twenty_steps_of_any_lengths_make_no_graph_after_the_warm_up(config, run
     lengths = set()
     for step in range(20):
         metrics, groups = loop.step(step)
-        lengths |= {len(r.completion.token_ids) for g in groups for r in g.rollouts}
+        lengths |= {len(r.token_ids) for g in groups for r in g.rollouts}
         assert metrics["recompiles"] == 0 and metrics["parity/tokens_different"] == 0
     assert len(lengths) > 12 and (made(run), run.runtime.captures) == (graphs, traces)
 

@@ -8,22 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from torch import Tensor
 
+from lockstep.algorithms import ALGORITHMS
 from lockstep.algorithms.sft import SFT
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import (
     EAGER,
     NOT_GRAPH_SAFE,
-    FakeRecorder,
     GraphError,
-    GraphLauncher,
     Inputs,
     Runtime,
     compile_report,
     module_inputs,
     substituted,
 )
+from lockstep.graph.launch.memory import Outputs
 from lockstep.models import Decoder
 from lockstep.trainer import BatchShape, Trainer, pack
 from lockstep.trainer import programs as trainer_runs
@@ -97,14 +98,18 @@ def test_a_graph_serves_every_step_of_its_bucket(decoder, rollout, runtime_of) -
     assert runtime.replays == {"forward_backward": 3, "optim_step": 3}
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo", "sapo", "dppo", "rloo"])  # others have these losses
+@pytest.mark.parametrize("loss_type", [*("dapo", "gspo", "cispo", "sapo", "dppo", "rloo"), "distillation"])
 def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, runtime_of, loss_type: str) -> None:
-    """Two updates a rollout, the second at ratios that are not 1."""
+    """Two updates a rollout, the second at ratios that are not 1. The algorithms left out have one of these losses."""
 
     def run(runtime: Runtime) -> list[Any]:
         model = decoder()
-        trainer = Trainer(model, OptimizerConfig(), LossConfig(loss_type), runtime=runtime)
+        loss = LossConfig(loss_type, teacher="a folder" if loss_type == "distillation" else None)
+        reference = decoder(seed=1) if ALGORITHMS[loss_type].has_teacher else None
+        trainer = Trainer(model, OptimizerConfig(), loss, reference=reference, runtime=runtime)
         (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
+        if reference:
+            trainer.reference_logprobs(batch)
         results = []
         for first in (True, False):
             trainer.forward_backward(batch, keep_support=first)
@@ -121,9 +126,9 @@ def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rol
         model = decoder()
         trainer = Trainer(model, OptimizerConfig(), LossConfig("dapo"), runtime=runtime)
         groups = rollout(model, 0)
-        lengths = [len(s.token_ids) for g in groups for s in g.sequences]
+        lengths = [len(s.token_ids) for g in groups for s in g.rollouts]
         for sequence, weight in zip(
-            (s for g in groups for s in g.sequences), SFT().weights(lengths, len(lengths), 0), strict=True
+            (s for g in groups for s in g.rollouts), SFT().weights(lengths, len(lengths), 0), strict=True
         ):
             sequence.loss_weight = weight
         (batch,) = pack(groups, max_tokens=256, check_parity=False)
@@ -140,7 +145,7 @@ def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rol
 def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, rollout, runtime_of) -> None:
     model = decoder()
     groups = rollout(model, 0)
-    values = groups[0].sequences[1].logprobs
+    values = groups[0].rollouts[1].logprobs
     trainer_value, values[2] = values[2], float(torch.tensor(values[2]).nextafter(torch.tensor(0.0)))
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     before = trainer.flat.data.clone()
@@ -158,7 +163,7 @@ def mismatches_of_two(decoder, rollout, runtime: Runtime, shapes: list[BatchShap
     `checked` was before."""
     model = decoder()
     groups = [rollout(model, step) for step in range(2)]
-    sequence = groups[0][0].sequences[0]
+    sequence = groups[0][0].rollouts[0]
     assert sequence.logprobs is not None and sequence.model_logprobs is not None
     sequence.logprobs[1] *= 2
     sequence.model_logprobs[1] *= 2
@@ -188,10 +193,10 @@ def test_a_result_taken_after_the_next_steps_launch_names_its_own_mismatches(dec
     model = decoder()
     groups = rollout(model, 0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
-    right, values = groups[0].sequences[0].logprobs, []
+    right, values = groups[0].rollouts[0].logprobs, []
     for i in range(3):
-        groups[0].sequences[0].logprobs = [*right[:i], right[i] * 2, *right[i + 1 :]]
-        groups[1].sequences[0].logprobs[0] *= 1.5
+        groups[0].rollouts[0].turns[0].logprobs = [*right[:i], right[i] * 2, *right[i + 1 :]]
+        groups[1].rollouts[0].logprobs[0] *= 1.5
         (batch,) = pack(groups, max_tokens=256, check_parity=True)
         trainer.forward_backward(batch)
         values.append(trainer.launch_optim_step(1e-2))
@@ -207,7 +212,7 @@ def unlasting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs that the graph's own next launch overwrites."""
-    monkeypatch.setattr(GraphLauncher, "_save_latest", lambda self: None)
+    monkeypatch.setattr(Outputs, "save", lambda self, names: None)
 
 
 @pytest.mark.parametrize(("mutant", "shapes"), [(unlasting, "several"), (unsaved, "one")])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import completed, train_group
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
@@ -20,7 +21,7 @@ from lockstep.graph.ir.captured import op_name
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import SamplingParams
 
 PINS = Path(__file__).with_name("digests.json")
 COMMAND = "python tests/graph/test_digests.py"
@@ -31,8 +32,8 @@ def graphs() -> dict[str, dict[str, Any]]:
     runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
     model = initialize(Decoder(architecture("tiny"), torch.float32), 0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=True, runtime=runtime)
-    sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
-    (batch,) = pack([TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
+    sequences = [completed([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
+    (batch,) = pack([train_group([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
     trainer.forward_backward(batch)
     trainer.check(batch)
     trainer.optim_step(0.0)

@@ -179,7 +179,7 @@ def with_a_flipped_bit(run: TrainingSession) -> TrainingSession:
     """The generator reads a copy of the weights in which one bit is wrong."""
     snapshot = SnapshotWeights(run.policy.model)
     snapshot.model.layers[0].o.data.view(torch.int32)[3, 5] ^= 1 << 20
-    run.engine.weights = run.engine.runner.weights = snapshot
+    run.engine.runner.use(snapshot)
     return run
 
 

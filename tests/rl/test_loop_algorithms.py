@@ -1,4 +1,5 @@
-"""A run with terms of whole sequences: graphs, a resumption in the middle and two updates a rollout change no bit."""
+"""Runs with terms of whole sequences, and with a teacher: graphs, a resumption in the middle and two updates a rollout
+change no bit."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lockstep import ops
 from lockstep.config import (
     CheckpointConfig,
     CompileConfig,
@@ -19,9 +22,11 @@ from lockstep.config import (
     TaskConfig,
     TrainerConfig,
 )
+from lockstep.errors import InputError
+from lockstep.models import Decoder, PackedAttention
 from lockstep.rl.loop import Loop
 from lockstep.run.train import train
-from lockstep.session.build import build
+from lockstep.session.build import build, load_policy, load_teacher, save_policy
 
 REWARD = """
 def letters(completion_ids, **_):
@@ -66,9 +71,30 @@ def weights(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
-def test_graphs_and_a_resumption_change_no_bit(config: RunConfig, tmp_path: Path) -> None:
-    loss = LossConfig("gspo", epsilon=3e-3, epsilon_high=4e-3)
-    eager = replace(config, loss=loss, compile=CompileConfig("none"))
+@pytest.fixture
+def teacher(tmp_path: Path) -> str:
+    """The folder of another random model than a run begins with, whose distributions are not flat."""
+    policy = load_policy(RunConfig(seed=7, device="cpu"))
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(4 if parameter.dim() == 2 else 1)
+    save_policy(policy, folder := tmp_path / "teacher")
+    return str(folder)
+
+
+def distilled(config: RunConfig, teacher: str) -> RunConfig:
+    """To be like a teacher; nothing is rewarded, and one sample a prompt will do."""
+    sampling = replace(config.sampling, num_generations=1, temperature=0.9)
+    loss = LossConfig("distillation", teacher=teacher)
+    return replace(config, task=replace(config.task, reward=()), sampling=sampling, loss=loss)
+
+
+@pytest.mark.parametrize("name", ["gspo", "distillation"])
+def test_graphs_and_a_resumption_change_no_bit(config: RunConfig, tmp_path: Path, teacher: str, name: str) -> None:
+    config = replace(config, loss=LossConfig("gspo", epsilon=3e-3, epsilon_high=4e-3))
+    if name == "distillation":
+        config = distilled(config, teacher)
+    eager = replace(config, compile=CompileConfig("none"))
     train(eager, tmp_path / "eager", resume=False)
     graphs = replace(eager, compile=CompileConfig("step"))
     train(replace(graphs, steps=1), tmp_path / "graphs", resume=False)
@@ -88,7 +114,7 @@ def test_kl_in_the_reward(config: RunConfig) -> None:
     assert first["kl"] == 0 and all(r.reward == r.rewards["letters"] for g in groups for r in g.rollouts)
     second, groups = loop.step(1)
     taken = sum(r.rewards["letters"] - r.reward for g in groups for r in g.rollouts)
-    tokens = sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+    tokens = sum(len(r.token_ids) for g in groups for r in g.rollouts)
     assert second["kl"] != 0 and taken == pytest.approx(0.5 * second["kl"] * tokens, rel=1e-6)
     assert second["parity/tokens_different"] == 0 == second["parity/tokens_not_covered"]
 
@@ -121,7 +147,7 @@ def test_steps_are_full_and_no_prompt_is_used_twice_or_left_out(
         assert sorted(g.group % 3 for g in groups) == [0, 1, 2] and any(g.group >= 3 for g in groups)
         assert found["dynamic_sampling/prompts"] == len(asked) - before > 3
         assert found["frac_reward_zero_std"] == 0 == found["parity/tokens_not_covered"]
-        assert found["parity/tokens_checked"] > sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+        assert found["parity/tokens_checked"] > sum(len(r.token_ids) for g in groups for r in g.rollouts)
     assert asked == [divmod(i, 3) for i in range(len(asked))] and loop.prompts_used == len(asked)
 
 
@@ -139,3 +165,61 @@ def test_a_step_without_signals_ends_at_the_bound(config: RunConfig) -> None:
     found, groups = (loop := Loop(made, build(made))).step(0)
     assert (found["dynamic_sampling/prompts"], found["dynamic_sampling/rounds"], loop.prompts_used) == (6, 2, 6)
     assert [g.group for g in groups] == [3, 4, 5] and found["updates"] == 0 == found["parity/tokens_not_covered"]
+
+
+def test_a_model_becomes_like_its_teacher(config: RunConfig, teacher: str) -> None:
+    """The loss is the divergence in nats a token: it falls, and so does what the vocabulary's sum says."""
+    made = distilled(config, teacher)
+    sampling = replace(made.sampling, num_generations=16, top_k=0)
+    made = replace(made, sampling=sampling, trainer=replace(made.trainer, num_iterations=1))
+    loop = Loop(made, run := build(made))
+
+    def exact() -> float:
+        with torch.no_grad():
+            both = [log_distributions(model) for model in (run.policy.model, run.teacher)]
+        return (both[0].exp() * (both[0] - both[1])).sum(1).mean().item()
+
+    before, found = exact(), [loop.step(i)[0] for i in range(12)]
+    losses = [m["loss"] for m in found]
+    assert found[0]["reward/mean"] == 0 and found[0]["kl"] is None and found[0]["clip_ratio"] == 0
+    assert losses[0] > 1.3 * losses[-1] > 0 and exact() < 0.8 * before
+    assert all(m["parity/tokens_different"] == 0 < m["parity/tokens_checked"] for m in found) and not loop.validate()
+
+
+def log_distributions(model: Decoder | None) -> torch.Tensor:
+    """A model's log-probs of what follows each letter of a prompt, [T, V]."""
+    assert model is not None
+    ids = torch.tensor(list(b"hello hello"))
+    cu = torch.tensor([0, len(ids)], dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32)
+    hidden = model(ids, torch.arange(len(ids)), PackedAttention(ops.Packed(cu, zero, zero, len(ids)), None))
+    return torch.log_softmax(hidden @ model.lm_head.T, -1)
+
+
+def test_a_teacher_of_other_tokens_is_refused(config: RunConfig, teacher: str) -> None:
+    made = distilled(config, teacher)
+    file = Path(teacher) / "tokenizer.json"
+    changed = file.read_text().replace('"<|im_start|>"', '"<|begin|>"')
+    file.write_text(changed)
+    with pytest.raises(InputError, match=r"loss\.teacher .*: its tokenizer has another vocabulary than the model's: 2"):
+        build(made)
+    with pytest.raises(InputError, match=r"loss\.teacher: model '.*nowhere': there is no such folder"):
+        build(distilled(config, f"{teacher}/nowhere"))
+
+
+def test_a_teacher_with_fewer_rows_is_refused(config: RunConfig, teacher: str) -> None:
+    policy = load_policy(config)
+    policy.model.config = replace(policy.model.config, vocab_size=policy.model.config.vocab_size + 1)
+    with pytest.raises(InputError, match="its vocabulary has 512 entries and the model's 513, so the model may"):
+        load_teacher(distilled(config, teacher), policy)
+
+
+def test_a_run_goes_on_with_the_teacher_that_it_had(config: RunConfig, teacher: str, tmp_path: Path) -> None:
+    made = replace(distilled(config, teacher), compile=CompileConfig("none"), steps=1)
+    summary = train(made, tmp_path / "run", resume=False)
+    assert summary["learned"] == "nothing is rewarded; the loss is in the report"
+    with (Path(teacher) / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    with pytest.raises(InputError, match=r"loss\.teacher .*teacher: model\.safetensors was .* bytes with SHA-256"):
+        train(replace(made, steps=2), tmp_path / "run", resume=True)

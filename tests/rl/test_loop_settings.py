@@ -23,7 +23,7 @@ from lockstep.errors import LockstepError
 from lockstep.rl.loop import Loop
 from lockstep.run.train import train
 from lockstep.session.build import build
-from lockstep.types import Completion, PackedBatch, Rollout, RolloutGroup, SampleIdentity, SamplingParams
+from lockstep.types import PackedBatch, RolloutGroup, SamplingParams, Segment, Trajectory
 
 REWARD = """
 def odd(completions, **_):
@@ -92,13 +92,15 @@ def test_the_overlong_penalty_is_in_the_reward_and_the_advantage(config: Callabl
 
 def rollouts(lengths: list[int]) -> RolloutGroup:
     """One group whose completions have these lengths, all cut off but the first two, rewarded with 1."""
-    completions = [
-        Completion(
-            [1] * n, [-1.0] * n, [-1.0] * n, [0] * n, "", "length" if i > 1 else "stop", SampleIdentity(0, 0, 0, 0)
+    made = [
+        Trajectory(
+            [Segment([1]), Segment([1] * n, True, [-1.0] * n, [-1.0] * n, [0] * n)],
+            "length" if i > 1 else "stop",
+            reward=1.0,
         )
         for i, n in enumerate(lengths)
     ]
-    return RolloutGroup(0, "", [1], [Rollout(c, {}, 1.0) for c in completions], SamplingParams(n=len(lengths)))
+    return RolloutGroup(made, SamplingParams(n=len(lengths)))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError, LockstepError
+from lockstep.json_file import to_json
 from lockstep.run.metrics import (
     SECTIONS,
     SUMMARY_FILE,
@@ -22,10 +23,9 @@ from lockstep.run.metrics import (
     read_lines,
     rollout_records,
     title_of,
-    to_json,
     write_json,
 )
-from lockstep.types import Completion, Rollout, RolloutGroup, SampleIdentity, SamplingParams
+from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
 
 def refuse_constant(name: str) -> None:
@@ -157,9 +157,10 @@ def test_summary_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_rollout_records() -> None:
-    completion = Completion([5, 6], [-0.5, -1.0], [-0.5, -1.0], [0, 0], "hi", "stop", SampleIdentity(0, 0, 2, 7))
-    rollout = Rollout(completion, rewards={"f": 1.0, "g": None}, reward=1.0, advantage=0.25)
-    group = RolloutGroup(7, "prompt", [1, 2], [rollout], SamplingParams())
+    segments = [Segment([1, 2]), Segment([5, 6], True, [-0.5, -1.0], [-0.5, -1.0], [0, 0], text="hi")]
+    made = Trajectory(segments, "stop", SampleIdentity(0, 0, 2, 7), reward=1.0, advantage=0.25)
+    made.rewards = {"f": 1.0, "g": None}
+    group = RolloutGroup([made], SamplingParams(), 7, "prompt")
     assert list(rollout_records(2, [group])) == [
         {
             "step": 2,
@@ -174,6 +175,7 @@ def test_rollout_records() -> None:
                     "tokens": 2,
                     "token_ids": [5, 6],
                     "finish_reason": "stop",
+                    "segments": [{"kind": "given", "tokens": 2}, {"kind": "sampled", "tokens": 2}],
                 }
             ],
         }

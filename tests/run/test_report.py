@@ -98,6 +98,22 @@ def test_rollouts_are_the_best_the_worst_and_the_longest(tmp_path: Path) -> None
     assert f"user: {HOSTILE}" in text  # a conversation reads as one
 
 
+def test_several_turns_are_shown_apart(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    segments = [
+        {"kind": "given", "tokens": 2},
+        {"kind": "sampled", "tokens": 3, "text": "<call>1+1</call>"},
+        {"kind": "given", "tokens": 1, "text": "it is 2", "token_ids": [5]},
+        {"kind": "sampled", "tokens": 4, "text": "the answer"},
+    ]
+    with MetricsWriter(tmp_path / "rollouts.jsonl") as rollouts:
+        rollouts.write({"step": 0, "group": 0, "prompt": "p", "samples": [{"text": "all", "segments": segments}]})
+    text = read(tmp_path).text
+    at = text.index("sampled, 3 tokens")
+    shown = ["sampled, 3 tokens", "<call>1+1</call>", "given, 1 tokens", "it is 2", "sampled, 4 tokens", "the answer"]
+    assert text[at : at + 6] == shown
+
+
 def test_damaged_rollouts_are_left_out(tmp_path: Path) -> None:
     path = make_run(tmp_path) / "rollouts.jsonl"
     path.write_bytes(b"nonsense\n" + path.read_bytes() + b'{"step": 4, "samples": nonsense}\n{"step": 9, "gro')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from lockstep.cli.main import main
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError
-from lockstep.session.generate import LLM, _TextStream
-from lockstep.types import SamplingParams
+from lockstep.generator import Engine
+from lockstep.models.tokenizer import TextStream
+from lockstep.session.generate import LLM
+from lockstep.types import GENERATE_DOMAIN, SampleIdentity, SamplingParams
 
 SHORT = SamplingParams(max_completion_length=12, n=2)
 
@@ -69,6 +72,62 @@ def test_one_engine_grows_with_what_is_asked(llm: LLM) -> None:
     assert larger is not first and llm.engine([[1] * 200], [SHORT]) is larger
 
 
+ARRIVING = [
+    ("one", SHORT, 7),
+    ("another prompt, which is longer", SamplingParams(temperature=0.7, top_p=0.9, max_completion_length=20), 7),
+    ([{"role": "user", "content": "hello"}], SamplingParams(temperature=0.0, max_completion_length=9), 3),
+    ("one", replace(SHORT, n=3, max_completion_length=17, ignore_eos=True), 2**40),
+    ("one more", SamplingParams(max_completion_length=30, stop=("e", "0")), 0),
+]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (4, 2, 0, 3, 1)])
+def test_requests_that_come_between_launches_have_the_bits_of_each_alone(model: Path, order: tuple[int, ...]) -> None:
+    """Whatever the order and the company, some of which leaves before its end."""
+    config = GeneratorConfig(steps_per_sync=2, max_num_seqs=4, kv_cache_tokens=320)
+    llm = LLM(model, device="cpu", config=config)
+    engine = llm.engine_for(4, 128, [request[1] for request in ARRIVING])
+    ids: dict[int, int] = {}
+    done: dict[tuple[int, int], object] = {}
+    for index in order:
+        prompt, sampling, seed = ARRIVING[index]
+        leaving = engine.add_request([index] * 40, SamplingParams(n=2), SampleIdentity(1, GENERATE_DOMAIN, 0, 0))
+        identity = SampleIdentity(seed, GENERATE_DOMAIN, 0, 0)
+        ids[engine.add_request(llm.policy.encode(prompt), sampling, identity)] = index
+        for _ in range(2):
+            done |= finished(engine, ids)
+        assert {one.finish_reason for one in engine.abort(leaving)} == {"abort"}
+    while engine.scheduler.busy:
+        done |= finished(engine, ids)
+    assert engine.cache.num_free == engine.cache.num_pages
+    for index, (prompt, sampling, seed) in enumerate(ARRIVING):
+        alone = LLM(model, device="cpu", seed=seed).generate(prompt, sampling)[0]
+        assert [done[index, sample] for sample in range(sampling.n)] == alone
+
+
+def finished(engine: Engine, ids: dict[int, int]) -> dict[tuple[int, int], object]:
+    """Completions that a launch brought, by request and sample; what has grown begins with what it had."""
+    found = {}
+    for grown in engine.advance():
+        if grown.completion is not None:
+            assert grown.token_ids == grown.completion.token_ids and grown.logprobs == grown.completion.logprobs
+            if grown.request_id in ids:
+                found[ids[grown.request_id], grown.identity.sample] = grown.completion
+    return found
+
+
+def test_one_sample_of_several_is_asked_for_by_its_number(model: Path, llm: LLM) -> None:
+    expected = llm.generate("x", replace(SHORT, n=4))[0]
+    engine = llm.engine_for(4, 64)
+    prompt = llm.policy.encode("x")
+    engine.add_request(prompt, replace(SHORT, n=1), SampleIdentity(3, GENERATE_DOMAIN, 0, 0, 3))
+    engine.add_request(prompt, replace(SHORT, n=2), SampleIdentity(3, GENERATE_DOMAIN, 0, 0, 1))
+    found = {}
+    while engine.scheduler.busy:
+        found |= {c.identity.sample: c for _, group in engine.step() for c in group}
+    assert [found[sample] for sample in (1, 2, 3)] == expected[1:]
+
+
 @pytest.mark.parametrize(
     ("prompts", "sampling", "message"),
     [
@@ -98,7 +157,7 @@ def utf8(token_ids: list[int]) -> str:
 @given(st.text(max_size=12) | st.binary(max_size=24), st.integers(1, 5))
 def test_pieces_add_up_for_any_bytes(content: str | bytes, size: int) -> None:
     token_ids = list(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
-    text, shown = _TextStream(utf8), ""
+    text, shown = TextStream(utf8), ""
     for end in range(size, len(token_ids) + size, size):
         shown += text.feed(token_ids[:end])
         assert utf8(token_ids).startswith(shown)
@@ -106,7 +165,7 @@ def test_pieces_add_up_for_any_bytes(content: str | bytes, size: int) -> None:
 
 
 def test_a_character_is_held_back_until_it_is_whole() -> None:
-    text, euro = _TextStream(utf8), list("a€".encode())
+    text, euro = TextStream(utf8), list("a€".encode())
     assert [text.feed(euro[: i + 1]) for i in range(4)] == ["a", "", "", "€"]
 
 
@@ -119,6 +178,10 @@ def test_generate_streams_what_json_reports(model: Path, capsys: pytest.CaptureF
     printed = json.loads(capsys.readouterr().out)
     assert printed.keys() == {"model", "prompt", "completions"} and printed["prompt"] == "ab"
     assert len(printed["completions"][0]["logprobs"]) == len(printed["completions"][0]["token_ids"])
+    assert list(printed["completions"][0]) == [
+        *("token_ids", "logprobs", "model_logprobs", "weight_versions", "text", "finish_reason", "identity"),
+        *("route_digests", "prompt_route_digests"),
+    ]
     assert generate(model, "--prompt", "ab", "--n", "3") == 0
     texts = [one["text"] for one in printed["completions"]]
     assert capsys.readouterr().out == "".join(f"--- {i + 1} of 3\n{text}\n" for i, text in enumerate(texts))

@@ -136,7 +136,7 @@ def test_parity_holds_the_generators_graphs_against_the_one_that_trains(model: P
 def test_parity_finds_what_differs_in_the_graph_that_trains(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Differs(Trainer):
         def forward_backward(self, batch: PackedBatch, *arguments: Any, **named: Any) -> None:
-            if batch.sequences and batch.sequences[0].request:  # not of the warm-up
+            if batch.sequences and batch.sequences[0].name:  # not of the warm-up
                 batch.old_model_logprob_C[7] += 1e-3
             super().forward_backward(batch, *arguments, **named)
 

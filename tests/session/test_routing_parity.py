@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from small import CONFIG, compare, generate, make_model, requests, train_groups
 
 from lockstep import ops
@@ -27,7 +28,7 @@ from lockstep.config import (
 )
 from lockstep.errors import InputError, ParityError
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
-from lockstep.graph import EAGER, FakeRecorder, Runtime, check_against_eager
+from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.models import Decoder, PackedAttention, Routing
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import init_folder
@@ -38,7 +39,7 @@ from lockstep.session.certificate import Certificate, raise_mismatch
 from lockstep.session.parity_check import check_model
 from lockstep.session.warm_up import warm_up
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
-from lockstep.types import Completion, PackedBatch, RolloutGroup, SamplingParams, TrainGroup
+from lockstep.types import PackedBatch, RolloutGroup, SamplingParams, Trajectory
 
 MOE = replace(CONFIG, num_layers=3, family="qwen3_moe", moe=MoEConfig(6, 2, 40, dense_layers=(1,)))
 CHOICES = 4  # a token's: two layers of two slots
@@ -114,8 +115,8 @@ def test_equal_choices_pass_and_are_counted() -> None:
 
 
 def test_one_planted_digest_is_named() -> None:
-    def plant(groups: list[TrainGroup]) -> None:
-        groups[1].sequences[1].route_digests[3] ^= 1  # type: ignore[index]
+    def plant(groups: list[RolloutGroup]) -> None:
+        groups[1].rollouts[1].route_digests[3] ^= 1  # type: ignore[index]
 
     result, _ = checked(make_model(torch.float32, config=MOE), plant)
     assert result.routing and (result.tokens_different, result.routing.tokens_different) == (1, 1)
@@ -133,16 +134,16 @@ def test_a_dense_models_records_have_nothing_of_it() -> None:
 
 
 def test_missing_digests_are_refused() -> None:
-    def forget(groups: list[TrainGroup]) -> None:
+    def forget(groups: list[RolloutGroup]) -> None:
         for group in groups:
-            for sequence in group.sequences:
-                sequence.route_digests = None
+            for sequence in group.rollouts:
+                sequence.turns[0].route_digests = None
 
-    def forget_one(groups: list[TrainGroup]) -> None:
-        groups[1].sequences[0].route_digests = None
+    def forget_one(groups: list[RolloutGroup]) -> None:
+        groups[1].rollouts[0].turns[0].route_digests = None
 
-    def shorten(groups: list[TrainGroup]) -> None:
-        groups[1].sequences[0].route_digests.pop()  # type: ignore[union-attr]
+    def shorten(groups: list[RolloutGroup]) -> None:
+        groups[1].rollouts[0].route_digests.pop()  # type: ignore[union-attr]
 
     model = make_model(torch.float32, config=MOE)
     with pytest.raises(ValueError, match="cannot be checked without the generator's route digests"):
@@ -154,8 +155,8 @@ def test_missing_digests_are_refused() -> None:
 
 
 def checked(
-    model: Decoder, change: Callable[[list[TrainGroup]], None] = lambda groups: None
-) -> tuple[StepResult, list[Completion]]:
+    model: Decoder, change: Callable[[list[RolloutGroup]], None] = lambda groups: None
+) -> tuple[StepResult, list[Trajectory]]:
     """What the trainer finds of a generator's rollouts, `change`d before."""
     prompts, sampling = requests(4, length=8)
     completions = generate(Engine(SharedWeights(model), GeneratorConfig(), 16384), prompts, sampling)
@@ -401,11 +402,11 @@ def test_one_prompt_token_with_other_experts_stops_the_update(capture: str) -> N
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     before = trainer.flat.data.clone()
     for planted in (1, 0):
-        groups[1].route_digests[2] ^= planted  # type: ignore[index]
+        groups[1].rollouts[0].prompt.route_digests[2] ^= planted  # type: ignore[index]
         for batch in pack(groups, max_tokens=4096, check_parity=True):
             trainer.forward_backward(batch)
         result = trainer.optim_step(1e-2)
-        groups[1].route_digests[2] ^= planted  # type: ignore[index]
+        groups[1].rollouts[0].prompt.route_digests[2] ^= planted  # type: ignore[index]
         assert result.tokens_different == 0 and result.routing
         assert result.routing.prompt_tokens_different == planted and result.applied == result.identical == (not planted)
         assert torch.equal(trainer.flat.data, before) == bool(planted)

@@ -12,7 +12,7 @@ import torch
 from lockstep import ops
 from lockstep.models import Decoder, ModelConfig, PackedAttention
 from lockstep.trainer import pack
-from lockstep.types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import PackedBatch, RolloutGroup, SamplingParams
 
 VOCABULARY = 97
 
@@ -29,24 +29,24 @@ def make_model() -> Callable[..., Decoder]:
 
 
 @pytest.fixture
-def make_groups() -> Callable[..., list[TrainGroup]]:
+def make_groups() -> Callable[..., list[RolloutGroup]]:
     """`make_groups(sampling=None, seed=0)`: three groups, completions of 1 token to more than an attention tile."""
 
-    def make(sampling: SamplingParams | None = None, seed: int = 0) -> list[TrainGroup]:
+    def make(sampling: SamplingParams | None = None, seed: int = 0) -> list[RolloutGroup]:
         rng = random.Random(seed)
         groups = []
         for g, (prompt, lengths) in enumerate([(70, (3, 1, 40)), (1, (7, 90)), (65, (64, 2, 5))]):
             sequences = [
-                TrainSequence(
+                small.completed(
                     token_ids=rng.choices(range(VOCABULARY), k=n),
                     advantage=rng.uniform(-1, 1),
                     loss_weight=rng.uniform(0.001, 0.01),
-                    request=f"group {g} sample {s}",
+                    name=f"group {g} sample {s}",
                 )
                 for s, n in enumerate(lengths)
             ]
             prompt_ids = rng.choices(range(VOCABULARY), k=prompt)
-            groups.append(TrainGroup(prompt_ids, sequences, sampling or SamplingParams()))
+            groups.append(small.train_group(prompt_ids, sequences, sampling or SamplingParams()))
         return groups
 
     return make
@@ -81,16 +81,17 @@ def score(hidden_rows) -> Callable[[Decoder, PackedBatch], ops.TokenLogprobs]:
 
 
 @pytest.fixture
-def record(score) -> Callable[[Decoder, list[TrainGroup]], list[TrainGroup]]:
+def record(score) -> Callable[[Decoder, list[RolloutGroup]], list[RolloutGroup]]:
     """`record(model, groups)` fills in each sequence's log-probs, one sequence a batch, and returns the groups."""
 
-    def run(model: Decoder, groups: list[TrainGroup]) -> list[TrainGroup]:
+    def run(model: Decoder, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         batches = pack(groups, max_tokens=1 << 12, mode="per_sample", check_parity=False)
         for batch in batches:
             (sequence,) = batch.sequences
             scores, n = score(model, batch), len(sequence.token_ids)
-            sequence.logprobs = scores.logprob_C[:n].tolist()
-            sequence.model_logprobs = scores.model_logprob_C[:n].tolist()
+            (turn,) = sequence.turns
+            turn.logprobs = scores.logprob_C[:n].tolist()
+            turn.model_logprobs = scores.model_logprob_C[:n].tolist()
         return groups
 
     return run

@@ -16,7 +16,7 @@ def runtime_of(capture):
 
 
 def tokens_of(groups):
-    return sum(len(s.token_ids) for g in groups for s in g.sequences)
+    return sum(len(s.token_ids) for g in groups for s in g.rollouts)
 
 
 @pytest.mark.parametrize("capture", ["none", "step"])
@@ -74,16 +74,16 @@ def test_what_is_not_a_number_is_never_identical(make_model, make_groups, record
     """Though both have the same bits of it; on a batch that is only checked there is no loss that would tell."""
     model = make_model()
     groups = record(model, make_groups())
-    getattr(groups[1].sequences[1], attribute)[4] = value
+    getattr(groups[1].rollouts[1], attribute)[4] = value
     row = int(one_batch(groups).logit_rows_C.new_tensor([3 + 1 + 40 + 7 + 4]))
     score = step.score
 
     def with_the_same(*arguments):
-        rows_CD, scores = score(*arguments)
+        rows_CD, scores, routed = score(*arguments)
         field = {"logprobs": "logprob_C", "model_logprobs": "model_logprob_C"}[attribute]
         planted = getattr(scores, field).clone()
         planted[row] = value
-        return rows_CD, scores._replace(**{field: planted})
+        return rows_CD, scores._replace(**{field: planted}), routed
 
     monkeypatch.setattr(step, "score", with_the_same)
     trainer = make_trainer(model)

@@ -17,7 +17,7 @@ def test_a_nan_advantage_changes_no_bit(make_model, make_groups, record, dtype):
     assert trainer.optim_step(LR).applied
     before = bits(trainer)
     groups = record(model, make_groups(seed=1))
-    groups[1].sequences[0].advantage = math.nan
+    groups[1].rollouts[0].advantage = math.nan
     trainer.forward_backward(one_batch(groups))
     result = trainer.optim_step(LR)
     assert not result.applied and not result.finite and math.isnan(result.loss)
@@ -35,7 +35,7 @@ def flip_bit(value):
 def test_one_flipped_bit_stops_the_update_and_is_named(make_model, make_groups, record, kind, attribute):
     model = make_model()
     groups = record(model, make_groups())
-    values = getattr(groups[2].sequences[0], attribute)
+    values = getattr(groups[2].rollouts[0], attribute)
     trainer_value, values[17] = values[17], flip_bit(values[17])
     expected = Mismatch("group 2 sample 0", 17, kind, generator=values[17], trainer=trainer_value)
     for how in ("forward_backward", "check"):
@@ -61,7 +61,7 @@ def test_one_flipped_bit_stops_the_update_and_is_named(make_model, make_groups, 
 def test_without_check_parity_nothing_is_compared(make_model, make_groups, record):
     model = make_model()
     groups = record(model, make_groups())
-    groups[0].sequences[0].logprobs[0] = flip_bit(groups[0].sequences[0].logprobs[0])
+    groups[0].rollouts[0].logprobs[0] = flip_bit(groups[0].rollouts[0].logprobs[0])
     trainer = make_trainer(model)
     trainer.forward_backward(one_batch(groups, check_parity=False))
     result = trainer.optim_step(LR)

@@ -2,15 +2,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import completed, train_group
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.errors import InputError
 from lockstep.trainer import Packing, bucket, pack, pack_shards, packed_slots
-from lockstep.types import ALIGNMENT, SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import ALIGNMENT, SamplingParams
 
 
 def sequence(token_ids, **fields):
-    return TrainSequence(**{"token_ids": token_ids, "advantage": 1.0, "loss_weight": 1.0, **fields})
+    return completed(**{"token_ids": token_ids, "advantage": 1.0, "loss_weight": 1.0, **fields})
 
 
 def hand_groups():
@@ -18,7 +19,7 @@ def hand_groups():
     second = sequence([10], advantage=-0.5, loss_weight=0.5, logprobs=[-5.0], model_logprobs=[-6.0])
     third = sequence([3, 4, 11], logprobs=[-7.0, -8.0, -9.0], model_logprobs=[-10.0, -11.0, -12.0])
     filtered = SamplingParams(temperature=0.5, top_k=7, top_p=0.75, min_p=0.125)
-    return [TrainGroup([5, 6, 7], [first, second], filtered), TrainGroup([1, 2], [third], SamplingParams())]
+    return [train_group([5, 6, 7], [first, second], filtered), train_group([1, 2], [third], SamplingParams())]
 
 
 def head(tensor, n):
@@ -97,7 +98,7 @@ random_groups = st.lists(st.tuples(tokens, st.lists(tokens, min_size=1, max_size
 @given(random_groups, st.integers(24, 80), st.sampled_from(["packed", "per_sample"]), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_every_token_is_predicted_once_from_its_own_context(data, max_tokens, mode, share_prefix):
-    groups = [TrainGroup(prompt, [sequence(c) for c in completions], SamplingParams()) for prompt, completions in data]
+    groups = [train_group(prompt, [sequence(c) for c in completions], SamplingParams()) for prompt, completions in data]
     batches = pack(groups, max_tokens=max_tokens, mode=mode, check_parity=False, share_prefix=share_prefix)
     expected = [(prompt + c[:i], c[i]) for prompt, completions in data for c in completions for i in range(len(c))]
     assert [x for b in batches for x in contexts(b)] == expected
@@ -108,7 +109,7 @@ def test_every_token_is_predicted_once_from_its_own_context(data, max_tokens, mo
 
 def test_groups_fill_micro_batches_in_order_and_a_large_one_is_split():
     def group(prompt, *lengths):
-        return TrainGroup([1] * prompt, [sequence([2] * n) for n in lengths], SamplingParams())
+        return train_group([1] * prompt, [sequence([2] * n) for n in lengths], SamplingParams())
 
     # Packed tokens: 10 + 9 + 9 = 28; 10 + 20 = 30; 20 + 3 * 21 = 83, in parts of 62 and 41; 5 + 6 = 11.
     groups = [group(10, 10, 10), group(10, 21), group(20, 22, 22, 22), group(5, 7)]
@@ -123,7 +124,7 @@ def test_groups_fill_micro_batches_in_order_and_a_large_one_is_split():
 
 
 def test_a_sequence_that_does_not_fit_names_itself_and_what_would_do():
-    group = TrainGroup([1] * 20, [sequence([2] * 30, request="group 3 sample 1")], SamplingParams())
+    group = train_group([1] * 20, [sequence([2] * 30, name="group 3 sample 1")], SamplingParams())
     with pytest.raises(InputError, match=r"group 3 sample 1.*max_tokens_per_micro_batch 48.*at least 49"):
         pack([group], max_tokens=48, check_parity=False)
     (batch,) = pack([group], max_tokens=49, check_parity=False)
@@ -132,13 +133,13 @@ def test_a_sequence_that_does_not_fit_names_itself_and_what_would_do():
 
 def test_unusable_sequences_are_refused():
     with pytest.raises(InputError, match="prompt is empty"):
-        pack([TrainGroup([], [sequence([1])], SamplingParams())], max_tokens=16, check_parity=False)
+        pack([train_group([], [sequence([1])], SamplingParams())], max_tokens=16, check_parity=False)
     with pytest.raises(InputError, match="completion is empty"):
-        pack([TrainGroup([1], [sequence([])], SamplingParams())], max_tokens=16, check_parity=False)
+        pack([train_group([1], [sequence([])], SamplingParams())], max_tokens=16, check_parity=False)
     with pytest.raises(ValueError, match="without its log-probs"):
-        pack([TrainGroup([1], [sequence([1])], SamplingParams())], max_tokens=16, check_parity=True)
+        pack([train_group([1], [sequence([1])], SamplingParams())], max_tokens=16, check_parity=True)
     with pytest.raises(ValueError, match="1 log-probs for 2"):
-        pack([TrainGroup([1], [sequence([1, 2], logprobs=[0.0])], SamplingParams())], max_tokens=16, check_parity=True)
+        pack([train_group([1], [sequence([1, 2], logprobs=[0.0])], SamplingParams())], max_tokens=16, check_parity=True)
 
 
 def test_buckets_are_few_and_waste_little():

@@ -13,7 +13,7 @@ from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import Trainer, pack, routing
-from lockstep.types import TrainGroup
+from lockstep.types import RolloutGroup
 
 EXPERTS = MoEConfig(4, 2, 24, sigmoid=True, router_bias=True)
 BALANCED = OptimizerConfig(router_bias_rate=0.01)
@@ -50,9 +50,9 @@ def test_no_bias_moves_without_an_update_or_a_rate(make_groups) -> None:
     for optimizer, finite in ((BALANCED, False), (OptimizerConfig(), True)):
         model = model_with(EXPERTS)
         trainer = Trainer(model, optimizer, LossConfig())
-        groups: list[TrainGroup] = make_groups()
+        groups: list[RolloutGroup] = make_groups()
         if not finite:
-            groups[0].sequences[0].advantage = math.nan
+            groups[0].rollouts[0].advantage = math.nan
         for batch in pack(groups, max_tokens=300, check_parity=False):
             trainer.forward_backward(batch)
         assert trainer.optim_step(1e-3).applied == finite

@@ -24,7 +24,7 @@ def test_first_update_is_on_policy_and_is_applied(make_model, make_groups, recor
     batch = one_batch(groups)
     trainer.forward_backward(batch)
     result = trainer.optim_step(LR)
-    n = sum(len(s.token_ids) for g in groups for s in g.sequences)
+    n = sum(len(s.token_ids) for g in groups for s in g.rollouts)
     assert (result.tokens, result.tokens_checked, result.tokens_different) == (n, n, 0)
     assert result.applied and result.finite and trainer.weights_version == 1
     assert (result.clip_ratio, result.logprob_diff_max, result.mismatches) == (0.0, 0.0, [])
@@ -70,7 +70,7 @@ def test_micro_batches_add_up_to_one_update(make_model, make_groups, record):
 
 def dense_logits(model, groups):
     """[tokens, V] logits of every completion token from a padded batch through `transformers`' model."""
-    pairs = [(g.prompt_ids, s.token_ids) for g in groups for s in g.sequences]
+    pairs = [(g.prompt_ids, s.token_ids) for g in groups for s in g.rollouts]
     longest = max(len(p) + len(c) for p, c in pairs)
     ids = torch.zeros(len(pairs), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -83,7 +83,7 @@ def dense_logits(model, groups):
 
 def dense_loss(logits, groups, loss_type, old, advantage, reference, beta, corrected):
     """The losses as their papers write them, over a list of sequences."""
-    sequences = [s for g in groups for s in g.sequences]
+    sequences = [s for g in groups for s in g.rollouts]
     targets = torch.tensor([t for s in sequences for t in s.token_ids])
     temperature = groups[0].sampling.temperature
     logprob = torch.log_softmax(logits / temperature, dim=1).gather(1, targets[:, None])[:, 0]
@@ -112,7 +112,7 @@ def test_the_step_equals_autograd_on_a_dense_padded_model(make_model, make_group
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     dense_reference = AutoModelForCausalLM.from_pretrained(tmp_path / "reference", dtype=torch.float32)
 
-    sequences = [s for g in groups for s in g.sequences]
+    sequences = [s for g in groups for s in g.rollouts]
     lengths = [len(s.token_ids) for s in sequences]
     logits = dense_logits(dense, groups)
     with torch.no_grad():  # old log-probs at some distance, so that both sides of the clip are reached
@@ -126,7 +126,7 @@ def test_the_step_equals_autograd_on_a_dense_padded_model(make_model, make_group
 
     weights = ALGORITHMS[loss_type]().weights(lengths, len(sequences), 100)
     for s, weight, values in zip(sequences, weights, torch.split(old, lengths), strict=True):
-        s.loss_weight, s.logprobs = weight, values.tolist()
+        s.loss_weight, s.turns[0].logprobs = weight, values.tolist()
     kl = {"beta": 0.05, "use_bias_correction_kl": tie}
     trainer = make_trainer(model, reference=reference, loss_type=loss_type, **kl)
     for batch in pack(groups, max_tokens=300, check_parity=False):
@@ -173,8 +173,8 @@ def sample_in_place(model, groups, hidden_rows, length):
     """Replace the first `length` tokens of every completion by samples of the filtered distribution."""
     generator = torch.Generator().manual_seed(0)
     for group in groups:
-        for sequence in group.sequences:
-            sequence.token_ids = sequence.token_ids[:length]
+        for sequence in group.rollouts:
+            sequence.turns[0].token_ids = sequence.token_ids[:length]
     for i in range(length):
         batch = one_batch(groups, check_parity=False)
         with torch.no_grad():
@@ -240,7 +240,7 @@ def test_reset_forgets_the_moments_but_not_the_weights(make_model, make_groups, 
     trainer = make_trainer(model)
     trainer.forward_backward(one_batch(record(model, make_groups())))
     trainer.optim_step(LR)
-    trainer.reset_optimizer()
+    trainer.optimizer.reset()
     fresh_model.load_state_dict(model.state_dict())
     fresh = make_trainer(fresh_model)
     assert same(bits(trainer), bits(fresh))
@@ -280,10 +280,10 @@ def test_supervised_steps_lower_the_loss(make_model, make_groups):
     model = make_model()
     trainer = make_trainer(model)
     groups = make_groups()
-    lengths = [len(s.token_ids) for g in groups for s in g.sequences]
+    lengths = [len(s.token_ids) for g in groups for s in g.rollouts]
     weights = iter(ALGORITHMS["sft"]().weights(lengths, len(lengths), 0))
     for group in groups:
-        for sequence in group.sequences:
+        for sequence in group.rollouts:
             sequence.loss_weight = next(weights)
     batch = one_batch(groups, check_parity=False)
     losses = []
@@ -298,10 +298,10 @@ def test_updates_launched_before_their_results_are_taken_are_the_same(make_model
         model = make_model()
         groups = record(model, make_groups())
         trainer = make_trainer(model, enforce_parity=False)
-        groups[0].sequences[0].logprobs[0] += 1.0  # the first update's alone
+        groups[0].rollouts[0].logprobs[0] += 1.0  # the first update's alone
         pending, results = [], []
         for i in range(3):
-            groups[1].sequences[0].advantage = math.nan if i == 1 else 0.5  # the second is not applied
+            groups[1].rollouts[0].advantage = math.nan if i == 1 else 0.5  # the second is not applied
             trainer.forward_backward(one_batch(groups, check_parity=i == 0))
             pending.append(trainer.launch_optim_step(LR))
             results += [] if launch_all else [pending[-1].get()]

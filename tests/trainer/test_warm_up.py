@@ -6,13 +6,15 @@ import random
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
+from small import completed, train_group
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import FakeRecorder, Runtime
+from lockstep.graph import Runtime
 from lockstep.trainer import BatchShape, Trainer, batch_shapes, pack, packed_slots
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.shapes import fit, holding
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import RolloutGroup, SamplingParams
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=2)
 CPU = torch.device("cpu")
@@ -37,12 +39,12 @@ def test_a_batch_takes_the_smallest_shape_that_holds_it_and_a_larger_one_buckets
     assert fit(BatchShape(129, 10, 1, 10), shapes, 130) == (130, 16, 16, 16)
 
 
-def group(rng: random.Random, prompt: int, lengths: list[int]) -> TrainGroup:
+def group(rng: random.Random, prompt: int, lengths: list[int]) -> RolloutGroup:
     def tokens(n: int) -> list[int]:
         return rng.choices(range(97), k=n)
 
-    sequences = [TrainSequence(tokens(n), (-1.0) ** i, 0.01, [0.0] * n, [0.0] * n) for i, n in enumerate(lengths)]
-    return TrainGroup(tokens(prompt), sequences, FILTERED)
+    sequences = [completed(tokens(n), (-1.0) ** i, 0.01, [0.0] * n, [0.0] * n) for i, n in enumerate(lengths)]
+    return train_group(tokens(prompt), sequences, FILTERED)
 
 
 @pytest.mark.parametrize("max_tokens", [16384, 1200])

@@ -9,9 +9,12 @@ from .section import Section, at_least, between
 
 LOSS_TYPES = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
+    "distillation",
 )
 _CLIPPED = "grpo", "dr_grpo", "dapo", "gspo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
-_OF_GROUPS = tuple(name for name in LOSS_TYPES if name != "reinforce_pp")  # they compare a prompt's samples
+_UNREWARDED = ("distillation",)  # they learn from something else, and rewards are only reported
+_REWARDED = tuple(name for name in LOSS_TYPES if name not in _UNREWARDED)
+_OF_GROUPS = tuple(name for name in _REWARDED if name != "reinforce_pp")  # they compare a prompt's samples
 # Settings that some algorithms read; each of the others is read by all.
 READ_BY: dict[str, tuple[str, ...]] = {
     "epsilon": _CLIPPED,
@@ -23,6 +26,8 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "divergence_type": ("dppo",),
     "normalize_advantages": ("rloo",),
     "dynamic_sampling": _OF_GROUPS,
+    "beta": _REWARDED,
+    "teacher": ("distillation",),
 }
 
 
@@ -34,8 +39,8 @@ class LossConfig(Section):
     """The policy loss and the advantage estimate."""
 
     loss_type: str = "grpo"
-    """The algorithm: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, rloo, reinforce_pp, reinforce_pp_baseline; or one of
-    your own, as module:Class or path.py:Class."""
+    """The algorithm: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, rloo, reinforce_pp, reinforce_pp_baseline,
+    distillation; or one of your own, as module:Class or path.py:Class."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """sequence makes gspo of grpo: one ratio of probabilities a sequence."""
     epsilon: float = at_least(0, default=0.2)
@@ -49,6 +54,9 @@ class LossConfig(Section):
     """sapo: the same where it is not."""
     divergence_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
     """dppo: total variation, or KL divergence (the paper's epsilon for that is 0.05)."""
+    teacher: str | None = None
+    """distillation: the frozen model to learn from, a Hugging Face folder or hub id; its tokenizer has the
+    vocabulary of the model's."""
     beta: float = at_least(0, default=0.0)
     """Weight of the KL divergence from the frozen initial model, of both at temperature 1 and without filters."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -95,6 +103,11 @@ class LossConfig(Section):
     def of_groups(self) -> bool:
         """Whether advantages compare a prompt's samples with each other; of your own algorithm it is taken so."""
         return self.algorithm in _OF_GROUPS or self.algorithm not in LOSS_TYPES
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether there is nothing to learn from without reward functions; of your own algorithm it is taken so."""
+        return self.algorithm not in _UNREWARDED
 
     @property
     def kl_in_loss(self) -> bool:

@@ -14,7 +14,7 @@ _DATA_FIELDS = (
     *("shuffle", "filter_overlong_prompts"),
 )
 # What rendering a prompt sets itself.
-_TEMPLATE_ARGUMENTS = (
+TEMPLATE_ARGUMENTS = (
     *("messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     "tokenizer_kwargs",
@@ -26,7 +26,7 @@ class TaskConfig(Section):
     """Where prompts and rewards come from."""
 
     name: Literal["sum-digits", "word-arithmetic", "gsm8k", "dataset"] = "sum-digits"
-    """Prompt source. `dataset` reads --data and needs at least one --reward."""
+    """Prompt source. `dataset` reads --data and needs at least one --reward, but for distillation."""
     data: str | None = None
     """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
     split: str = "train"
@@ -72,10 +72,6 @@ class TaskConfig(Section):
         name, weights = self.name, self.reward_weights
         refuse(name == "gsm8k" and not self.data, "task.data is missing: gsm8k needs --data FILE.jsonl")
         refuse(name == "dataset" and not self.data, "task.data is missing: a dataset task needs --data PATH or hub id")
-        refuse(
-            name == "dataset" and not self.reward,
-            "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
-        )
         template_variables(self.chat_template_kwargs)
         refuse(self.prompt_column == "", "task.prompt_column is empty; name the column that holds the prompt")
         refuse(self.system_prompt == "", "task.system_prompt is empty; give a text, or leave it out")
@@ -112,7 +108,7 @@ def template_variables(assignments: tuple[str, ...], field: str = "task.chat_tem
             raise InputError(
                 f"{field} holds {assignment!r}; each must be NAME=VALUE, a name once, such as enable_thinking=false"
             )
-        if name in _TEMPLATE_ARGUMENTS:
+        if name in TEMPLATE_ARGUMENTS:
             raise InputError(f"{field} sets {name}, which is set for every prompt; remove it")
         try:
             variables[name] = json.loads(value)

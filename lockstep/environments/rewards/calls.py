@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
 import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...json_file import plain, to_json
 from ...user_functions import one_line
 
 RewardFunction = Callable[..., Any]
@@ -77,26 +77,17 @@ class Logged:
 
 
 def _recorded(value: Any, method: str, name: Any) -> Any:
-    """A copy of what a function logged, as JSON can hold it: arrays and tensors as lists, other objects as their text.
+    """A copy of what a function logged, as JSON can hold it.
 
     Raises `ValueError` for text that is no Unicode, numbers of thousands of digits, and what contains itself.
     """
     try:
-        plain = _plain(value)
-        json.dumps(plain, ensure_ascii=False).encode()
-        return plain
+        recorded = plain(value)
+        to_json(recorded).encode()
+        return recorded
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else one_line(error)
         raise ValueError(f"{method}({name!a}, ...) cannot be recorded: {reason}") from None
-
-
-def _plain(value: Any) -> Any:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
 
 
 @dataclass(frozen=True)
@@ -151,12 +142,12 @@ def call_all(
     results: list[Any] = []
     for index, (function, arguments, _) in enumerate(calls):
         began([index])
-        results.append(_started(function, arguments))
+        results.append(started(function, arguments))
     waiting = [index for index, result in enumerate(results) if inspect.iscoroutine(result)]
     if waiting:
         began(waiting)
-        finished = _run([_finished(results[index], calls[index][0]) for index in waiting])
-        for index, result in zip(waiting, finished, strict=True):
+        values = _run([finished(results[index], calls[index][0]) for index in waiting])
+        for index, result in zip(waiting, values, strict=True):
             results[index] = result
     return [
         result if isinstance(result, Failed) else _values(result, count)
@@ -164,7 +155,7 @@ def call_all(
     ]
 
 
-def _started(function: RewardFunction, arguments: Arguments) -> Any:
+def started(function: RewardFunction, arguments: Arguments) -> Any:
     """The function's result, its coroutine, or its failure."""
     try:
         with ending_forks():
@@ -182,7 +173,8 @@ def _own(name: str, value: Any) -> Any:
     return {key: _own("", inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
-async def _finished(coroutine: Any, function: RewardFunction) -> Any:
+async def finished(coroutine: Any, function: RewardFunction) -> Any:
+    """What the function's coroutine comes to, or its failure."""
     try:
         with ending_forks():
             return await coroutine

@@ -76,7 +76,7 @@ class _Batch(NamedTuple):
 
 
 class RewardSet:
-    """One or several reward functions, combined by a weighted sum over those that apply.
+    """Reward functions, combined by a weighted sum over those that apply; without any, every reward is 0.
 
     Args:
         on_error: what a function that raises, crashes, takes too long or returns no finite number does to the
@@ -92,7 +92,7 @@ class RewardSet:
         self, rewards: Sequence[Reward], on_error: OnError = "raise", workers: RewardWorkers | None = None
     ) -> None:
         """Raises `InputError` for a weight that is too large, or a function that workers cannot find."""
-        assert rewards and len({reward.name for reward in rewards}) == len(rewards)
+        assert len({reward.name for reward in rewards}) == len(rewards)
         for reward in rewards:
             if not abs(reward.weight) <= MAX_WEIGHT:
                 raise InputError(
@@ -141,6 +141,9 @@ class RewardSet:
         """
         if not prompts:
             return Scores([], [], {})
+        if not self.rewards:
+            self.logged = Logged(len(prompts))
+            return Scores([{} for _ in prompts], [0.0] * len(prompts), {})
         about = about or Scoring()
         columns = [name for name in columns_rows[0] if all(name in row for row in columns_rows)]
         arguments: Arguments = {name: [row[name] for row in columns_rows] for name in columns}

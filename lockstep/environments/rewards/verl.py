@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...user_functions import one_line
-from .calls import Failed, RewardFunction, completion_text, ending_forks, raised
+from .calls import Failed, RewardFunction, completion_text, finished, started
 
 MAX_CONCURRENT_CALLS = 64
 
@@ -30,12 +30,8 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = {p.name for p in parameters}
 
-    def started(arguments: dict[str, Any]) -> Any:
-        try:
-            with ending_forks():
-                return compute_score(**{k: v for k, v in arguments.items() if takes_all or k in names})
-        except BaseException as error:
-            return raised(error, compute_score)
+    def called(arguments: dict[str, Any]) -> Any:
+        return started(compute_score, {k: v for k, v in arguments.items() if takes_all or k in names})
 
     def reward(
         completions: list[Any],
@@ -45,7 +41,7 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
         **_: Any,
     ) -> list[Any] | Coroutine[Any, Any, list[Any]]:
         results = [
-            started(
+            called(
                 {
                     "data_source": data_source[index] if data_source else None,
                     "solution_str": completion_text(completion),
@@ -79,11 +75,7 @@ async def _gathered(results: list[Any], compute_score: RewardFunction, concurren
         if not inspect.iscoroutine(result):
             return _score(result)
         async with gate:
-            try:
-                with ending_forks():
-                    return _score(await result)
-            except BaseException as error:
-                return raised(error, compute_score)
+            return _score(await finished(result, compute_score))
 
     return await asyncio.gather(*map(awaited, results))
 
@@ -91,4 +83,5 @@ async def _gathered(results: list[Any], compute_score: RewardFunction, concurren
 def _score(result: Any) -> Any:
     if not isinstance(result, dict):
         return result
-    return result["score"] if "score" in result else Failed(f"returned a dict without score: {sorted(result)}")
+    without = Failed(f"returned a dict without score: {sorted(map(str, result))}")
+    return result.get("score", without)

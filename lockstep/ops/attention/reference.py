@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..linear.operator import MIN_COLUMNS
 from ..records import Contexts, KVPages, Packed, Paged
-from ..reference import MIN_COLUMNS
 from .masks import MaskFunction
 
 KEY_TILE = 64

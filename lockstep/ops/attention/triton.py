@@ -11,6 +11,7 @@ M query rows of a program, G query heads of a kv head, L keys of a tile.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -18,19 +19,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import ALONE, KVPages, Packed, Paged, PrefixGroups
+from ..rows import unit_inner
 from . import triton_decode
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_tiles import (
     LONG,
-    MIN_BLOCK,
     AttentionTile,
     Keys,
     Queries,
     attend,
+    block,
     empty_state,
     load_query_parts,
     merge_states,
-    rows_last,
 )
 
 TILE = AttentionTile(64, 4, 3)
@@ -183,21 +184,27 @@ def _tile(max_context: int, head_dim: int, dtype: torch.dtype) -> AttentionTile:
     return LONG_TILE if max_context > LONG else TILE
 
 
-def _launch(
-    q_TNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, at: tuple[Tensor, ...], page_size: int, bounds: tuple[int, int]
+def launch(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    by: Packed | Paged,
+    page_size: int,
+    tile: AttentionTile,
+    **rotated: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, from the kernel's arguments `cu_seqlens_ptr` to `table_ptr`, and from bounds on a
-    sequence's query tokens and on its keys."""
-    max_queries, max_context = bounds
-    tokens, heads, head_dim = q_TNH.shape
-    kv_heads = k_RKH.shape[1]
+    """Output and, float32 [K, T, G], the rows' log-sum-exp of scaled scores in base 2: of q [T, N, H], k and v
+    [R, K, H], and of latents' rotated parts. The page size is 0 of packed segments."""
+    if isinstance(by, Packed):
+        at, max_queries, max_context = (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), by.max_len, by.max_len
+    else:
+        at, max_queries, max_context = (by.cu_seqlens, by.context_len_S, by.block_table), *by[3:]
+    q_TNH, k_RKH, v_RKH = map(unit_inner, qkv)
+    (tokens, heads, head_dim), kv_heads = q_TNH.shape, k_RKH.shape[1]
     group = heads // kv_heads
-    q_TNH, k_RKH, v_RKH = map(rows_last, (q_TNH, k_RKH, v_RKH))
     out_TNH = torch.empty((tokens, heads, head_dim), dtype=q_TNH.dtype, device=q_TNH.device)
     lse_KTG = torch.empty((kv_heads, tokens, group), dtype=torch.float32, device=q_TNH.device)
-    tile = _tile(max_context, head_dim, q_TNH.dtype)
-    grid = (max(triton.cdiv(max_queries * group, tile.query_rows), 1), kv_heads, at[1].shape[0] + 1)
-    _attention_kernel[grid](
+    tiles = max(triton.cdiv(max_queries * group, tile.query_rows), 1)
+    _attention_kernel[tiles, kv_heads, at[1].shape[0] + 1](
         q_TNH,
         k_RKH,
         v_RKH,
@@ -207,15 +214,16 @@ def _launch(
         tokens,
         at[2].stride(0),
         *(stride for x in (q_TNH, k_RKH, v_RKH) for stride in x.stride()[:2]),
-        head_dim**-0.5 * math.log2(math.e),
+        scale * math.log2(math.e),
         PAGE_SIZE=page_size,
         SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
-        IS_LONG=max_context > LONG,
+        IS_LONG=max_context > LONG and not rotated,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_M=tile.query_rows,
         BLOCK_L=KEY_TILE,
-        BLOCK_H=max(triton.next_power_of_2(head_dim), MIN_BLOCK),
+        BLOCK_H=block(head_dim),
+        **rotated,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
@@ -224,15 +232,17 @@ def _launch(
 
 
 def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> tuple[Tensor, Tensor]:
-    """See `attention.operator.attention_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [K, T,
-    G]."""
-    return _launch(q_TNH, k_TKH, v_TKH, (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), 0, (by.max_len,) * 2)
+    """See `attention.operator.attention_packed`; and `launch`'s log-sum-exp."""
+    head_dim = q_TNH.shape[2]
+    tile = _tile(by.max_len, head_dim, q_TNH.dtype)
+    return launch((q_TNH, k_TKH, v_TKH), head_dim**-0.5, by, 0, tile)
 
 
 def paged(q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE) -> Tensor:
     """See `attention.operator.attention_paged`."""
     if contexts := by.decoding(q_TNH.shape[0]):
         return triton_decode.decode(q_TNH, cache, contexts, groups)
+    _, page_size, _, head_dim = cache.k_cache.shape
     k_RKH, v_RKH = (pages.view(-1, *pages.shape[2:]) for pages in cache)
-    at, bounds = (by.cu_seqlens, by.context_len_S, by.block_table), (by.max_query_len, by.max_context_len)
-    return _launch(q_TNH, k_RKH, v_RKH, at, cache.k_cache.shape[1], bounds)[0]
+    tile = _tile(by.max_context_len, head_dim, q_TNH.dtype)
+    return launch((q_TNH, k_RKH, v_RKH), head_dim**-0.5, by, page_size, tile)[0]

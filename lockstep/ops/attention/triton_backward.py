@@ -23,6 +23,7 @@ M query rows of a tile, L keys of a tile, C groups of heads.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -30,20 +31,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import AttentionGradient, Packed
+from ..rows import unit_inner
 from .triton_tiles import (
     LN_2,
     LONG,
-    MIN_BLOCK,
     AttentionTile,
     Keys,
     Queries,
     Rows,
+    block,
     find_tile,
     load_key_parts,
     load_query_parts,
     over_keys,
     over_queries,
-    rows_last,
 )
 
 DQ_TILE, DKV_TILE = AttentionTile(64, 4, 2, keys=32), AttentionTile(64, 4, 2, keys=64)
@@ -303,9 +304,22 @@ def packed(x: AttentionGradient, by: Packed) -> tuple[Tensor, ...]:
 
 def packed_into(grads: tuple[Tensor, ...], x: AttentionGradient, by: Packed) -> None:
     """`packed`, writing to `grads`, of q, k and v: a token's heads are contiguous in each."""
-    read = q_TNH, k_TKH, _ = tuple(map(rows_last, x[1:4]))
+    head_dim = x.q_TNH.shape[2]
+    launch(grads, x, by, head_dim**-0.5, _tiles(by.max_len, head_dim, x.q_TNH.dtype))
+
+
+def launch(
+    grads: tuple[Tensor, ...],
+    x: AttentionGradient,
+    by: Packed,
+    scale: float,
+    tiles: tuple[AttentionTile, AttentionTile],
+    latents: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+) -> None:
+    """Both kernels, with a tile each and, of latents, with more arguments each: among them the second's heads a
+    group."""
+    read = q_TNH, k_TKH, _ = tuple(map(unit_inner, x[1:4]))
     (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], by.prefix_len_S.shape[0]
-    group = heads // kv_heads
     grad_TNH, out_TNH = x.grad_TNH.contiguous(), x.out_TNH.contiguous()
     (dq_TNH, dk_TKH, dv_TKH), lse_KTG, delta_KTG = grads, x.lse_KTG, torch.empty_like(x.lse_KTG)
     shared = (
@@ -313,28 +327,28 @@ def packed_into(grads: tuple[Tensor, ...], x: AttentionGradient, by: Packed) -> 
         tokens,
         segments,
         *(stride for part in read for stride in part.stride()[:2]),
-        head_dim**-0.5 * math.log2(math.e),
+        scale * math.log2(math.e),
     )
 
-    def options(tile: AttentionTile) -> dict[str, int]:
+    def options(tile: AttentionTile, others: dict[str, Any]) -> dict[str, Any]:
         return {
-            "GROUP": group,
+            "GROUP": heads // kv_heads,
             "HEAD_DIM": head_dim,
             "BLOCK_M": tile.query_rows,
             "BLOCK_L": tile.keys,
-            "BLOCK_H": max(triton.next_power_of_2(head_dim), MIN_BLOCK),
+            "BLOCK_H": block(head_dim),
             "BLOCK_S": triton.next_power_of_2(segments + 1),
-            "IS_LONG": by.max_len > LONG,
+            "IS_LONG": by.max_len > LONG and not others,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
             "enable_fp_fusion": True,
+            **others,
         }
 
-    tile, key_tile = _tiles(by.max_len, head_dim, q_TNH.dtype)
-    grid = (kv_heads, triton.cdiv(tokens * group, tile.query_rows) + segments + 1)  # a segment's last tile may be short
-    _query_kernel[grid](
-        grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **options(tile)
-    )
-    grid = (kv_heads, triton.cdiv(tokens, key_tile.keys) + segments + 1)
+    of_queries, of_keys = map(options, tiles, latents)
+    rows = tokens * of_queries["GROUP"]
+    grid = (kv_heads, triton.cdiv(rows, tiles[0].query_rows) + segments + 1)  # a segment's last tile may be short
+    _query_kernel[grid](grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **of_queries)
+    grid = (heads // of_keys["GROUP"], triton.cdiv(tokens, tiles[1].keys) + segments + 1)
     strides = dk_TKH.stride(0), dv_TKH.stride(0)
-    _key_kernel[grid](grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *strides, **options(key_tile))
+    _key_kernel[grid](grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *strides, **of_keys)

@@ -27,10 +27,10 @@ from torch import Tensor
 from .. import pdl
 from ..records import ALONE, Contexts, KVPages, PrefixGroups, Rotation
 from ..rope.triton import qk_norm_rope, rotated_heads
-from ..row_alignment import aligned_rows
+from ..rows import aligned_rows, unit_inner
 from . import triton_prefetch
 from .reference import KEY_SPLIT, KEY_TILE
-from .triton_tiles import MIN_BLOCK, Keys, attend, empty_state, load_queries, merge_states, rows_last
+from .triton_tiles import Keys, attend, block, empty_state, load_queries, merge_states
 
 STAGES = 3
 MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
@@ -112,8 +112,7 @@ def _group_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """The states of a group's rows after the whole key tiles of one split that the group has in common."""
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     kv_head, split = tl.program_id(0), tl.program_id(2)
     tiles = tl.cdiv(WIDTH * GROUP, BLOCK_M)
     group_rows_ptr += tl.program_id(1) // tiles * WIDTH
@@ -199,8 +198,7 @@ def _decode_kernel(
             lane = tl.arange(0, AHEAD)
             triton_prefetch.rows(q_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
             triton_prefetch.rows(k_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     context = tl.load(context_len_ptr + sequence)
     end = context
     if SPLITS:
@@ -263,8 +261,7 @@ def _merge_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """A sequence's splits, left to right, for the heads of one kv head."""
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     kv_head, sequence = tl.program_id(0), tl.program_id(1)
     sequences, heads = tl.num_programs(1), tl.num_programs(0) * GROUP
     h, row_M = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_M)
@@ -283,8 +280,7 @@ def _merge_kernel(
 
 def _rows_and_warps(rows: int) -> tuple[int, int]:
     """Of a query tile."""
-    rows = max(triton.next_power_of_2(rows), MIN_BLOCK)
-    return rows, max(rows // 16, 4)
+    return block(rows), max(block(rows) // 16, 4)
 
 
 def decode(
@@ -296,14 +292,14 @@ def decode(
     slots_S: Tensor | None = None,
 ) -> Tensor:
     """See `attention.operator.attention_paged`: row s of `q` is the query of sequence s's last token, [S, N, H]. Or,
-    with a rotation, see `decode.attention_decode`: it is that token's fused projection, [S, (N + 2K) * H]."""
+    with a rotation, see `operator.attention_decode`: it is that token's fused projection, [S, (N + 2K) * H]."""
     (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, cache.k_cache.shape
     projected, group_rows_CW = rotation is not None, groups.group_rows_CW
     heads, device = rotation.num_heads if rotation else q.shape[1], q.device
     group, splits = heads // kv_heads, max(triton.cdiv(by.max_context_len, KEY_SPLIT), 1)
-    k_RKH, v_RKH = (rows_last(pages.view(-1, *pages.shape[2:])) for pages in cache)
-    q = aligned_rows(q).view(sequences, -1, head_dim) if projected else rows_last(q)
-    block_table = rows_last(by.block_table)
+    k_RKH, v_RKH = (unit_inner(pages.view(-1, *pages.shape[2:])) for pages in cache)
+    q = aligned_rows(q).view(sequences, -1, head_dim) if projected else unit_inner(q)
+    block_table = unit_inner(by.block_table)
     grouped = group_rows_CW is not None and group_rows_CW.numel() > 0
     assert not (grouped and projected), "what groups read is rotated before"
     stored = (splits, sequences, heads) if grouped or splits > 1 else (0,)
@@ -312,9 +308,8 @@ def decode(
     statistics = torch.empty((2, *stored), dtype=torch.float32, device=device)
     strides = (block_table.stride(0), *(stride for x in (q, k_RKH, v_RKH) for stride in x.stride()[:2]))
     scale = head_dim**-0.5 * math.log2(math.e)
-    block_h = max(triton.next_power_of_2(head_dim), MIN_BLOCK)
-    dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "SPLIT": KEY_SPLIT, **pdl.options(q)}
-    tiles = {**dims, "PAGE_SIZE": page_size, "BLOCK_L": KEY_TILE, "num_stages": STAGES, "enable_fp_fusion": False}
+    dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block(head_dim), "SPLIT": KEY_SPLIT, **pdl.options(q)}
+    tiles = {**dims, "PAGE_SIZE": page_size, "BLOCK_L": KEY_TILE, "num_stages": STAGES}
     if grouped:
         count, width = group_rows_CW.shape
         rows, warps = _rows_and_warps(min(width * group, MAX_GROUP_ROWS))
@@ -337,7 +332,7 @@ def decode(
     if splits > 1:
         _merge_kernel[kv_heads, sequences](
             out_SNH, acc, statistics, by.context_len_S, statistics.numel() // 2, BLOCK_M=triton.next_power_of_2(group),
-            num_warps=1, enable_fp_fusion=False, **dims,
+            num_warps=1, **dims,
         )  # fmt: skip
     return out_SNH
 
@@ -356,7 +351,7 @@ def _rotation(
 def attention_decode(
     qkv_SE: Tensor, by: Rotation, cache: KVPages, slots_S: Tensor, contexts: Contexts, groups: PrefixGroups = ALONE
 ) -> Tensor:
-    """See `decode.attention_decode`."""
+    """See `operator.attention_decode`."""
     if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
         return decode(qkv_SE, cache, contexts, rotation=by, slots_S=slots_S)
     q_SNH = qk_norm_rope(qkv_SE, by, (*cache, slots_S))  # each query is in two programs

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .reference import KEY_TILE
 
@@ -364,6 +363,6 @@ def find_tile(
     return segment, tile, tl.sum(tl.where(s == segment, tiles_S, 0), axis=0)
 
 
-def rows_last(x: Tensor) -> Tensor:
-    """`x` with its head dim contiguous, which is what the kernels address."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def block(width: int) -> int:
+    """A power of two that holds so many elements, and that `tl.dot` takes."""
+    return max(triton.next_power_of_2(width), MIN_BLOCK)

@@ -83,8 +83,7 @@ def _advance_kernel(
     PDL: tl.constexpr,
 ):
     """One program does all rows, so that the step's number can move on after the last of them."""
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     step = tl.load(next_ptr)
     for first in range(0, rows, BLOCK):
         row_B = first + tl.arange(0, BLOCK)
@@ -123,6 +122,5 @@ def advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> No
         STEPS=rows.results_RMN.shape[2],
         STOPS=rows.stop_RK.shape[1],
         BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-        **pdl.options(rows.token_R),
+        **pdl.options(rows.token_R, num_warps=NUM_WARPS),
     )

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import pdl
-from ..row_alignment import aligned_rows
+from ..rows import aligned_rows
 from ..tables.linear_table import Choice, Kind, tiles_of_weight
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # by Triton's version
@@ -253,8 +253,6 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         X_STAGES=choice.x_stages,
         W_STAGES=choice.num_stages,
         WGMMA=choice.block_m >= WGMMA_ROWS,
-        num_warps=choice.num_warps,
-        enable_fp_fusion=False,
-        **pdl.options(x_MK),
+        **pdl.options(x_MK, num_warps=choice.num_warps),
     )
     return out_MN

@@ -169,8 +169,6 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         BLOCK_N=choice.block_n,
         BLOCK_K=choice.block_k,
         STAGES=choice.num_stages,
-        num_warps=choice.num_warps,
-        enable_fp_fusion=False,
-        **pdl.options(x_MK),
+        **pdl.options(x_MK, num_warps=choice.num_warps),
     )
     return out_MN

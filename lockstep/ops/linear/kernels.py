@@ -6,10 +6,12 @@ Which of them computes a shape, `tables.linear_table` says. Tiles and kernels ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
+from ..norm.triton import rms_norm
 from ..tables import linear_table
 from ..tables.linear_table import Choice, Kind
 from . import cublas, triton
@@ -59,3 +61,18 @@ def product(kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | N
     cublas.check_dtype(x_MK)
     choice = choose(kind, x_MK.shape[0], weight_NK)
     return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN)
+
+
+linear = partial(product, "linear")
+linear_fp32 = partial(product, "linear_fp32")
+linear_add = partial(product, "linear_add")
+
+
+def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+    """See `linear.operator.norm_linear`."""
+    return product("norm_linear", rms_norm(x_TD, norm_D, eps), weight_ED)
+
+
+def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+    """See `linear.operator.norm_gate_up`."""
+    return product("norm_gate_up", rms_norm(x_TD, norm_D, eps), weight_ED)

@@ -1,12 +1,29 @@
-"""Matrix products under contract C1: one float32 accumulator an output element, ascending K, one rounding."""
+"""Matrix products under contract C1: one float32 accumulator an output element, ascending K, one rounding.
+
+What keeps a row's bits its own on a CPU was measured, not assumed (`docs/numerics.md`): products are made in blocks of
+`ROW_BLOCK` rows, with at least `MIN_COLUMNS` columns and a depth of at least `MIN_DEPTH`.
+
+Layers fused with their neighbours have the same bits as the separate operators, in fewer kernels: each rounds where
+those round. With gradients enabled those run, because their backward passes are separate; without, one operator runs,
+and on a GPU the shape decides how much of it is one kernel.
+
+Shape suffixes: T rows, D model dim, E fused projection, F feed-forward dim, K depth, N columns.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .. import native, reference
+from .. import native
+from ..activation.operator import silu_mul
+from ..norm.operator import rms_norm
 from ..operator import SAME, operator
+
+ROW_BLOCK = 64  # one shape a weight: how a library cuts a product, and whether it splits the depth, follows the rows
+MIN_COLUMNS = 16  # measured: with 12 and more a row's bits are its own; with fewer they change with rows and addresses
+MIN_DEPTH = 32  # torch leaves bfloat16 products of 16 * 16 * 16 multiplications and fewer to other code
 
 
 def _backward(ctx, grad_TN: Tensor):
@@ -17,18 +34,24 @@ def _backward(ctx, grad_TN: Tensor):
 @operator(
     "lockstep::linear",
     native=native.linear,
-    cuda="cuda:linear",
+    cuda="kernels:linear",
     fake=lambda x_TK, weight_NK: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
     backward=_backward,
 )
 def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """`x @ weight.T`, [T, N] in x's dtype; a row's bits do not depend on how many rows there are."""
-    return reference.linear(x_TK, weight_NK)
+    (rows, depth), columns = x_TK.shape, weight_NK.shape[0]
+    deeper, wider = max(MIN_DEPTH - depth, 0), max(MIN_COLUMNS - columns, 0)  # filled up with zeros
+    if deeper or wider:
+        weight_NK = F.pad(weight_NK, (0, deeper, 0, wider))
+    padded = F.pad(x_TK, (0, deeper, 0, -rows % ROW_BLOCK))
+    out = torch.cat([F.linear(block, weight_NK) for block in padded.split(ROW_BLOCK)])
+    return out[:rows, :columns].contiguous()
 
 
 @operator(
     "lockstep::linear_fp32",
-    cuda="cuda:linear_fp32",
+    cuda="kernels:linear_fp32",
     fake=lambda x_TK, weight_NK: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0], dtype=torch.float32),
 )
 def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -45,3 +68,53 @@ def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
 def matmul(a_RD: Tensor, b_DC: Tensor) -> Tensor:
     """`a @ b` for backward passes: under no contract, but the same every time."""
     return a_RD @ b_DC
+
+
+def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+    """`linear(rms_norm(x, norm, eps), weight)`, [T, E]."""
+    if torch.is_grad_enabled():
+        return linear(rms_norm(x_TD, norm_D, eps), weight_ED)
+    return _norm_linear(x_TD, norm_D, weight_ED, eps)
+
+
+def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+    """`silu_mul(linear(rms_norm(x, norm, eps), weight))`: the weight is [2F, D], gate rows first; [T, F]."""
+    if torch.is_grad_enabled():
+        return silu_mul(linear(rms_norm(x_TD, norm_D, eps), weight_ED))
+    return _norm_gate_up(x_TD, norm_D, weight_ED, eps)
+
+
+def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
+    """`residual + linear(x, weight)`, [T, N]: both the product and the sum are rounded."""
+    if torch.is_grad_enabled():
+        return residual_TN + linear(x_TK, weight_NK)
+    return _linear_add(x_TK, weight_NK, residual_TN)
+
+
+@operator(
+    "lockstep::norm_linear",
+    cuda="kernels:norm_linear",
+    fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]),
+)
+def _norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+    return linear.on_cpu[x_TD.dtype](rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps), weight_ED)
+
+
+@operator(
+    "lockstep::norm_gate_up",
+    cuda="kernels:norm_gate_up",
+    fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
+)
+def _norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+    return silu_mul.on_cpu[x_TD.dtype](
+        linear.on_cpu[x_TD.dtype](rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps), weight_ED)
+    )
+
+
+@operator(
+    "lockstep::linear_add",
+    cuda="kernels:linear_add",
+    fake=lambda x_TK, weight_NK, residual_TN: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
+)
+def _linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
+    return linear.on_cpu[x_TK.dtype](x_TK, weight_NK).add_(residual_TN)

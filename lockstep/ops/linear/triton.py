@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import pdl
 from ..activation.triton import silu_gated
+from ..rows import unit_inner
 from ..tables.linear_table import CHAIN, Choice, Kind, tiles_of_weight
 
 GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache
@@ -143,11 +144,11 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
 
 def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
     """See `kernels.ProductKernel`; computes in the dtype of x."""
-    x_MK, w_NK = _unit_inner(x_MK), _unit_inner(weight_NK)
+    x_MK, w_NK = unit_inner(x_MK), unit_inner(weight_NK)
     gated, dtype = kind == "norm_gate_up", torch.float32 if kind == "linear_fp32" else x_MK.dtype
     (rows, depth), columns = x_MK.shape, w_NK.shape[0] // tiles_of_weight(kind)
     out_MN = torch.empty((rows, columns), dtype=dtype, device=x_MK.device)
-    residual = out_MN if residual_MN is None else _unit_inner(residual_MN)
+    residual = out_MN if residual_MN is None else unit_inner(residual_MN)
     _linear_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         x_MK,
         w_NK,
@@ -168,10 +169,7 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         BLOCK_K=choice.block_k,
         EVEN_K=depth % choice.block_k == 0,
         GROUP=GROUP_M,
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
-        enable_fp_fusion=False,
-        **pdl.options(x_MK),
+        **pdl.options(x_MK, num_warps=choice.num_warps, num_stages=choice.num_stages),
     )
     return out_MN
 
@@ -179,8 +177,3 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
 def chain(x_MK: Tensor, weight_NK: Tensor, kind: Kind = "linear") -> Tensor:
     """The product whose words every other choice is held to, rounded or ("linear_fp32") not."""
     return run(kind, CHAIN, x_MK, weight_NK)
-
-
-def _unit_inner(x: Tensor) -> Tensor:
-    """`x` with unit inner stride, copied if need be."""
-    return x if x.stride(1) == 1 else x.contiguous()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import pdl
 from ..records import Filters, RowStatistics, SampleKeys
-from ..row_alignment import aligned_rows
+from ..rows import aligned_rows
 from .triton_noise import gumbel, gumbel_bound, philox_words
 from .triton_topk_topp import Mass, blocks_of, search, tempered, tempered_row
 
@@ -58,8 +58,7 @@ def _block_sums_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     column_L, x_L = _load_block(logits_ptr, row, vocabulary, BLOCK)
     maximum = tl.max(x_L, axis=0)
@@ -93,8 +92,7 @@ def _fold_kept(block_maximum, block_total):
 def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """out [6, C]: log-sum-exp, entropy; log-sum-exp of the kept; the maximum; sum of exp(z - maximum) of the kept; the
     threshold of a row without a filter."""
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     partial, inside = partial_ptr + row * 5 * blocks + b, b < blocks
@@ -135,14 +133,11 @@ def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | Non
         0 if support_CB is None else support_CB.stride(0),
         HAS_SUPPORT=support_CB is not None,
         BLOCK=cut.size,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-        **pdl.options(logits_CV),
+        **pdl.options(logits_CV, num_warps=NUM_WARPS),
     )
     _fold_sums_kernel[(rows,)](
-        partial, out, out.stride(0), cut.count, BLOCKS=cut.padded_count, num_warps=1, enable_fp_fusion=False,
-        **pdl.options(logits_CV),
-    )  # fmt: skip
+        partial, out, out.stride(0), cut.count, BLOCKS=cut.padded_count, **pdl.options(logits_CV, num_warps=1)
+    )
     return out
 
 
@@ -150,8 +145,7 @@ def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | Non
 def _kept_sums_kernel(
     logits_ptr, temperature_ptr, least_ptr, partial_ptr, vocabulary, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     least = tl.load(least_ptr + row)
     if least > float("-inf"):
@@ -162,8 +156,7 @@ def _kept_sums_kernel(
 
 @triton.jit
 def _fold_kept_kernel(partial_ptr, least_ptr, lse_ptr, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(least_ptr + row) > float("-inf"):
         b = tl.arange(0, BLOCKS)
@@ -185,14 +178,11 @@ def _keep(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C:
         partial,
         vocabulary,
         BLOCK=cut.size,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-        **pdl.options(logits_CV),
+        **pdl.options(logits_CV, num_warps=NUM_WARPS),
     )
     _fold_kept_kernel[(rows,)](
-        partial, least_C, kept_lse_C, cut.count, BLOCKS=cut.padded_count, num_warps=1, enable_fp_fusion=False,
-        **pdl.options(logits_CV),
-    )  # fmt: skip
+        partial, least_C, kept_lse_C, cut.count, BLOCKS=cut.padded_count, **pdl.options(logits_CV, num_warps=1)
+    )
 
 
 def statistics(
@@ -226,8 +216,7 @@ def _scores_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     logit = tl.load(logits_ptr + row * vocabulary + tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
@@ -252,9 +241,7 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: R
         rows,
         vocabulary,
         BLOCK=SCORES_BLOCK,
-        num_warps=1,
-        enable_fp_fusion=False,
-        **pdl.options(logits_CV),
+        **pdl.options(logits_CV, num_warps=1),
     )
     return sampled_C, model_C
 
@@ -299,8 +286,7 @@ def _draw_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     column_L = block * BLOCK + tl.arange(0, BLOCK)
     z_L = tl.load(logits_ptr + row * vocabulary + column_L, mask=column_L < vocabulary, other=float("-inf"))
@@ -321,8 +307,7 @@ def _draw_kernel(
 
 @triton.jit
 def _fold_draw_kernel(score_ptr, column_ptr, token_ptr, vocabulary, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     score = tl.load(score_ptr + row * blocks + b, mask=b < blocks, other=float("-inf"))
@@ -349,13 +334,15 @@ def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: Sa
         column,
         vocabulary,
         BLOCK=DRAW_BLOCK,
-        num_warps=DRAW_WARPS,
-        maxnreg=DRAW_REGISTERS,
-        enable_fp_fusion=False,
-        **pdl.options(logits_CV),
+        **pdl.options(logits_CV, num_warps=DRAW_WARPS, maxnreg=DRAW_REGISTERS),
     )
     _fold_draw_kernel[(rows,)](
-        score, column, token_C, vocabulary, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1,
-        **pdl.options(logits_CV),
-    )  # fmt: skip
+        score,
+        column,
+        token_C,
+        vocabulary,
+        blocks,
+        BLOCKS=triton.next_power_of_2(blocks),
+        **pdl.options(logits_CV, num_warps=1),
+    )
     return token_C

@@ -171,8 +171,7 @@ def _bracket_kernel(
     PDL: tl.constexpr,
 ):
     """Where the threshold probably lies: at or above the first number and below the second. Clears the tally."""
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     row, is_high = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tl.store(tally_ptr + row * 4 + is_high * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
     amount, maximum = tl.load(amount_ptr + row), tl.load(maximum_ptr + row)
@@ -231,8 +230,7 @@ def _tally_kernel(
     PDL: tl.constexpr,
 ):
     """Sum up the weights outside the bracket and list the logits inside."""
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     if _active(tl.load(amount_ptr + row), BY_MASS):
         column = (tl.program_id(1) * RUNS + tl.arange(0, RUNS))[:, None] * RUN + tl.arange(0, RUN)[None, :]
@@ -297,8 +295,7 @@ def _threshold_kernel(
 ):
     """Top-k's threshold among logits; or (BY_MASS) the largest of top-k's, top-p's and min-p's among tempered ones, and
     the smallest logit that reaches it."""
-    if PDL:
-        pdl.begin()
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     amount, maximum, temperature = tl.load(amount_ptr + row), tl.load(maximum_ptr + row), tl.load(temperature_ptr + row)
     threshold = tl.full((), float("-inf"), tl.float32)
@@ -364,7 +361,7 @@ def search(
     listed = torch.empty((rows, CAPACITY), dtype=torch.float32, device=device)
     threshold_C, least_out_C = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     row = logits_CV, temperature_C, amount_C, maximum_C
-    options = {"BY_MASS": mass is not None, "enable_fp_fusion": False, **pdl.options(logits_CV)}
+    options = {"BY_MASS": mass is not None, **pdl.options(logits_CV)}
     _bracket_kernel[(rows, 2)](
         *row, total_C, least_C, bracket, tally, vocabulary, SAMPLES=SAMPLES, num_warps=SAMPLE_WARPS, maxnreg=REGISTERS,
         **options,

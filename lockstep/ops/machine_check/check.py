@@ -22,8 +22,7 @@ from torch import Tensor
 from ...cache import fingerprint as cache_fingerprint
 from ...cache import user_folder
 from ..activation.operator import silu_mul
-from ..linear import fused as linear_fused
-from ..linear.operator import linear, linear_fp32
+from ..linear.operator import linear, linear_add, linear_fp32, norm_gate_up, norm_linear
 from ..native.library import cpu_backend
 from ..norm.operator import rms_norm
 from ..tables import linear_table
@@ -89,8 +88,7 @@ def check(
         dtype: the compute dtype.
         folder: where verdicts are kept; default `user_folder.cache_folder()`.
     """
-    shapes: list[Shape] = [*products, *heads]
-    wanted = {str(shape): shape for shape in shapes}
+    wanted: dict[str, Shape] = {str(shape): shape for shape in (*products, *heads)}
     path = _path(device, dtype, folder)
     outcomes = _known(path)
     if due := wanted.keys() - outcomes.keys():
@@ -128,8 +126,7 @@ def rehearse(
     """Go through the motions of `check`, and forget what is found: where launches only compile
     (`ops.precompile`), this compiles what it launches."""
     outcomes = _known(_path(device, dtype, folder))
-    shapes: list[Shape] = [*products, *heads]
-    for shape in shapes:
+    for shape in (*products, *heads):
         if str(shape) not in outcomes:
             _check(shape, device, dtype)
 
@@ -184,10 +181,10 @@ def _computed(kind: Kind, x: Tensor, weight: Tensor, norm: Tensor, residual: Ten
     if kind == "linear_fp32":
         return linear_fp32(x, weight)
     if kind == "linear_add":
-        return linear_fused.linear_add(x, weight, residual)
+        return linear_add(x, weight, residual)
     if kind == "norm_linear":
-        return linear_fused.norm_linear(x, norm, weight, 1e-6)
-    return linear_fused.norm_gate_up(x, norm, weight, 1e-6) if kind == "norm_gate_up" else linear(x, weight)
+        return norm_linear(x, norm, weight, 1e-6)
+    return norm_gate_up(x, norm, weight, 1e-6) if kind == "norm_gate_up" else linear(x, weight)
 
 
 def _expected(kind: Kind, chain: Tensor, residual: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def _packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
 
 @operator(
     "lockstep::mla_packed_backward",
-    cuda="triton_backward:packed",
+    cuda="triton:packed_backward",
     fake=lambda grad_TNR, x, *_: tuple(part.new_empty(part.shape) for part in x[:4]),
 )
 def mla_packed_backward(

@@ -1,31 +1,29 @@
-"""Latent attention over packed segments and over a paged cache, by the kernel of `attention.triton`.
+"""Latent attention over packed segments and over a paged cache, by the kernel of `attention.triton`, and its backward,
+by those of `attention.triton_backward`.
 
 A token's heads are a group that reads the same keys, with a rotated part, and a tile of latents in shared memory is
-both keys and values. Single queries are tiles like any others: a token's heads fill them.
+both keys and values. Single queries are tiles like any others: a token's heads fill them. So it is in the backward's
+first kernel; the second's programs do `GROUP` heads each, and what the groups found is added last.
 
-Shape suffixes: T tokens, S sequences, N heads, R latent rank, P rotated dim.
+Shape suffixes: T tokens, S sequences, N heads, R latent rank, P rotated dim, C groups of heads.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from ..attention.reference import KEY_SPLIT, KEY_TILE
-from ..attention.triton import _attention_kernel
-from ..attention.triton_tiles import MIN_BLOCK, AttentionTile, rows_last
-from ..records import Latent, Packed, Paged
+from ..attention.triton import launch
+from ..attention.triton_backward import launch as launch_backward
+from ..attention.triton_tiles import AttentionTile, block
+from ..records import AttentionGradient, Latent, Packed, Paged
+from ..rows import unit_inner
 
 TILE = AttentionTile(64, 8, 2)
-
-
-def block(width: int) -> int:
-    """A power of two that holds so many elements, and that `tl.dot` takes."""
-    return max(triton.next_power_of_2(width), MIN_BLOCK)
+QUERY_TILE, KEY_TILE = AttentionTile(32, 8, 1, keys=32), AttentionTile(32, 8, 1, keys=32)  # larger ones spill registers
+GROUP = 16  # heads that a program of the second kernel does, if they divide by it
 
 
 def rotated(q_rope_TNP: Tensor, k_rope_rows: Tensor) -> dict[str, Any]:
@@ -41,50 +39,53 @@ def rotated(q_rope_TNP: Tensor, k_rope_rows: Tensor) -> dict[str, Any]:
     }
 
 
-def _launch(x: Latent, at: tuple[Tensor, ...], page_size: int, bounds: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; rows of latents and of rotated keys lie anywhere. The rest is as in attention's own."""
-    max_queries, max_context = bounds
-    tokens, heads, rank = x.q_TNR.shape
-    q_TNR, q_rope_TNP, latent_rows, k_rope_rows = map(rows_last, x[:4])
-    out_TNR = torch.empty((tokens, heads, rank), dtype=q_TNR.dtype, device=q_TNR.device)
-    lse_TN = torch.empty((tokens, heads), dtype=torch.float32, device=q_TNR.device)
-    block_m = min(block(max_queries * heads), TILE.query_rows)
-    _attention_kernel[max(triton.cdiv(max_queries * heads, block_m), 1), 1, at[1].shape[0] + 1](
-        q_TNR,
-        latent_rows,
-        latent_rows,
-        out_TNR,
-        lse_TN,
-        *at,
-        tokens,
-        at[2].stride(0),
-        *q_TNR.stride()[:2],
-        *(latent_rows.stride(0), 0) * 2,
-        x.scale * math.log2(math.e),
-        PAGE_SIZE=page_size,
-        SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
-        IS_LONG=False,
-        GROUP=heads,
-        HEAD_DIM=rank,
-        BLOCK_M=block_m,
-        BLOCK_L=KEY_TILE,
-        BLOCK_H=block(rank),
-        **rotated(q_rope_TNP, k_rope_rows),
-        num_warps=TILE.warps,
-        num_stages=TILE.stages,
-        enable_fp_fusion=False,
-    )
-    return out_TNR, lse_TN
+def as_keys(latent_rows: Tensor) -> Tensor:
+    """Rows of latents as a kv head's, [rows, 1, R]; the next head's, if a program asks for them, are the same."""
+    x = unit_inner(latent_rows)
+    return x.as_strided((x.shape[0], 1, x.shape[1]), (x.stride(0), 0, 1))
+
+
+def _launch(x: Latent, by: Packed | Paged, page_size: int, max_queries: int) -> tuple[Tensor, Tensor]:
+    """Rows of latents and of rotated keys lie anywhere."""
+    latent = as_keys(x.latent_TR)
+    tile = TILE._replace(query_rows=min(block(max_queries * x.q_TNR.shape[1]), TILE.query_rows))
+    parts = rotated(unit_inner(x.q_rope_TNP), unit_inner(x.k_rope_TP))
+    return launch((x.q_TNR, latent, latent), x.scale, by, page_size, tile, **parts)
 
 
 def packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
     """See `mla.operator.mla_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [T,
     N]."""
-    return _launch(x, (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), 0, (by.max_len,) * 2)
+    out_TNR, lse_1TN = _launch(x, by, 0, by.max_len)
+    return out_TNR, lse_1TN[0]
 
 
 def paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
     """See `mla.operator.mla_paged`."""
     rows = cache.flatten(0, 1).split((q_TNR.shape[2], q_rope_TNP.shape[2]), dim=1)
-    at, bounds = (by.cu_seqlens, by.context_len_S, by.block_table), (by.max_query_len, by.max_context_len)
-    return _launch(Latent(q_TNR, q_rope_TNP, *rows, scale), at, cache.shape[1], bounds)[0]
+    return _launch(Latent(q_TNR, q_rope_TNP, *rows, scale), by, cache.shape[1], by.max_query_len)[0]
+
+
+def packed_backward(
+    grad_TNR: Tensor, x: Latent, by: Packed, out_TNR: Tensor, lse_TN: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `mla.operator.mla_packed_backward`."""
+    q_rope_TNP, k_rope_TP, latent = unit_inner(x.q_rope_TNP), unit_inner(x.k_rope_TP), as_keys(x.latent_TR)
+    tokens, heads, rank = x.q_TNR.shape
+    group = GROUP if heads % GROUP == 0 else heads
+    dq_TNR, dq_rope_TNP = (x.q_TNR.new_empty(part.shape) for part in (x.q_TNR, q_rope_TNP))
+    dlatent_CTR, dk_rope_CTP = (
+        torch.empty((heads // group, tokens, width), dtype=torch.float32, device=q_rope_TNP.device)
+        for width in (rank, k_rope_TP.shape[1])
+    )
+    parts = rotated(q_rope_TNP, k_rope_TP)
+    launch_backward(
+        (dq_TNR, dlatent_CTR, dk_rope_CTP),
+        AttentionGradient(grad_TNR, x.q_TNR, latent, latent, out_TNR, lse_TN),
+        by,
+        x.scale,
+        (QUERY_TILE, KEY_TILE),
+        ({"dq_rope_ptr": dq_rope_TNP, **parts}, {"GROUP": group, "HEADS": heads, **parts}),
+    )
+    dlatent_TR, dk_rope_TP = (part.sum(0).to(latent.dtype) for part in (dlatent_CTR, dk_rope_CTP))
+    return dq_TNR, dq_rope_TNP, dlatent_TR, dk_rope_TP

@@ -9,30 +9,7 @@ import torch
 from torch import Tensor
 
 from ..linear.operator import linear, matmul
-from ..operator import operator
-
-
-def _backward(ctx, grad_RN: Tensor):
-    return *grouped_linear_backward(grad_RN.contiguous(), *ctx.saved_tensors), None
-
-
-@operator(
-    "lockstep::grouped_linear",
-    cuda="triton_grouped:grouped_linear",
-    fake=lambda x_RK, weight_GNK, offsets: x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1]),
-    backward=_backward,
-)
-def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
-    """`x[r] @ weight[g].T` for each row r of group g, [R, N] in x's dtype; the bits of `linear` a row.
-
-    Args:
-        offsets: int32 [G + 1], ascending from 0 to R; group g has the rows `offsets[g]:offsets[g + 1]`, or none.
-    """
-    out_RN = x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1])
-    for g, (start, end) in enumerate(_spans(offsets)):
-        if end > start:
-            out_RN[start:end] = linear(x_RK[start:end], weight_GNK[g])
-    return out_RN
+from ..operator import operator, saved
 
 
 @operator(
@@ -50,6 +27,25 @@ def grouped_linear_backward(
             grad_x_RK[start:end] = matmul(grad_RN[start:end], weight_GNK[g])
             grad_w_GNK[g] = matmul(grad_RN[start:end].t(), x_RK[start:end])
     return grad_x_RK, grad_w_GNK
+
+
+@operator(
+    "lockstep::grouped_linear",
+    cuda="triton_grouped:grouped_linear",
+    fake=lambda x_RK, weight_GNK, offsets: x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1]),
+    backward=lambda ctx, grad_RN: grouped_linear_backward(grad_RN.contiguous(), *saved(ctx)),
+)
+def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
+    """`x[r] @ weight[g].T` for each row r of group g, [R, N] in x's dtype; the bits of `linear` a row.
+
+    Args:
+        offsets: int32 [G + 1], ascending from 0 to R; group g has the rows `offsets[g]:offsets[g + 1]`, or none.
+    """
+    out_RN = x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1])
+    for g, (start, end) in enumerate(_spans(offsets)):
+        if end > start:
+            out_RN[start:end] = linear(x_RK[start:end], weight_GNK[g])
+    return out_RN
 
 
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:

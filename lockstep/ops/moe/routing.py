@@ -33,9 +33,25 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return linear_fp32(x_TD, weight_ED)
 
 
-def _route_fake(logits_TE, bias_E, by):
-    shape = logits_TE.shape[0], by.slots
-    return logits_TE.new_empty(shape), logits_TE.new_empty(shape, dtype=torch.int64)
+@operator(
+    "lockstep::route_backward",
+    cuda=SAME,
+    fake=lambda grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale: torch.empty_like(logits_TE),
+)
+def route_backward(
+    grad_TK: Tensor, logits_TE: Tensor, experts_TK: Tensor, sigmoid: bool, normalize: bool, scale: float
+) -> Tensor:
+    """Gradient of `route`'s weights for the logits, float32 [T, E]; the choice itself has none."""
+    scores_TE = _scores(logits_TE, sigmoid)
+    grad_TK = grad_TK * scale
+    if normalize:
+        chosen_TK = scores_TE.gather(1, experts_TK)
+        total_T1 = _sum_in_order(chosen_TK)
+        grad_TK = (grad_TK - (grad_TK * chosen_TK).sum(1, keepdim=True) / total_T1) / total_T1
+    grad_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, grad_TK)  # a token's experts are distinct
+    if sigmoid:
+        return grad_TE * scores_TE * (1 - scores_TE)
+    return scores_TE * (grad_TE - (grad_TE * scores_TE).sum(1, keepdim=True))
 
 
 def _route_setup(ctx, inputs, output) -> None:
@@ -43,16 +59,14 @@ def _route_setup(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
-def _route_grad(ctx, grad_TK: Tensor, _):
-    return route_backward(grad_TK.contiguous(), *saved(ctx))
-
-
 @operator(
     "lockstep::route",
     cuda="triton_routing:route",
-    fake=_route_fake,
+    fake=lambda logits_TE, bias_E, by: tuple(
+        logits_TE.new_empty(logits_TE.shape[0], by.slots, dtype=dtype) for dtype in (torch.float32, torch.int64)
+    ),
     setup=_route_setup,
-    backward=_route_grad,
+    backward=lambda ctx, grad_TK, _: route_backward(grad_TK.contiguous(), *saved(ctx)),
 )
 def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights.
@@ -110,39 +124,13 @@ def _sum_in_order(weights_TK: Tensor) -> Tensor:
 
 
 @operator(
-    "lockstep::route_backward",
-    cuda=SAME,
-    fake=lambda grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale: torch.empty_like(logits_TE),
-)
-def route_backward(
-    grad_TK: Tensor, logits_TE: Tensor, experts_TK: Tensor, sigmoid: bool, normalize: bool, scale: float
-) -> Tensor:
-    """Gradient of `route`'s weights for the logits, float32 [T, E]; the choice itself has none."""
-    scores_TE = _scores(logits_TE, sigmoid)
-    grad_TK = grad_TK * scale
-    if normalize:
-        chosen_TK = scores_TE.gather(1, experts_TK)
-        total_T1 = _sum_in_order(chosen_TK)
-        grad_TK = (grad_TK - (grad_TK * chosen_TK).sum(1, keepdim=True) / total_T1) / total_T1
-    grad_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, grad_TK)  # a token's experts are distinct
-    if sigmoid:
-        return grad_TE * scores_TE * (1 - scores_TE)
-    return scores_TE * (grad_TE - (grad_TE * scores_TE).sum(1, keepdim=True))
-
-
-def _dispatch_plan_fake(experts_TK: Tensor, experts: int):
-    rows = experts_TK.shape[0] * experts_TK.shape[1]
-    return (
-        experts_TK.new_empty(rows),
-        torch.empty_like(experts_TK),
-        experts_TK.new_empty(experts + 1, dtype=torch.int32),
-    )
-
-
-@operator(
     "lockstep::dispatch_plan",
     cuda="triton_routing:dispatch_plan",
-    fake=_dispatch_plan_fake,
+    fake=lambda experts_TK, experts: (
+        experts_TK.new_empty(experts_TK.shape[0] * experts_TK.shape[1]),
+        torch.empty_like(experts_TK),
+        experts_TK.new_empty(experts + 1, dtype=torch.int32),
+    ),
 )
 def dispatch_plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows sorted by expert, stably: an expert's rows stand in the order of their tokens.
@@ -159,12 +147,8 @@ def dispatch_plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
     return order_R, row_TK, torch.searchsorted(sorted_R, bounds, out_int32=True)
 
 
-def _dispatch_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[2])
-
-
 def _dispatch_backward(ctx, grad_RD: Tensor):
-    (row_TK,) = ctx.saved_tensors
+    (row_TK,) = saved(ctx)
     return combine(grad_RD, row_TK, torch.ones(row_TK.shape, device=row_TK.device))
 
 
@@ -172,7 +156,7 @@ def _dispatch_backward(ctx, grad_RD: Tensor):
     "lockstep::dispatch",
     cuda=SAME,
     fake=lambda x_TD, order_R, row_TK: x_TD.new_empty(order_R.shape[0], x_TD.shape[1]),
-    setup=_dispatch_setup,
+    setup=lambda ctx, inputs, output: save(ctx, inputs[2]),
     backward=_dispatch_backward,
 )
 def dispatch(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:

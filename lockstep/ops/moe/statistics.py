@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operator import SAME, operator
+from ..operator import SAME, operator, saved
 
 _BASE = 0x2545F4F5  # 5 modulo 8: powers of it are odd, and two of them differ in their low bits
 _BITS = 31
@@ -53,25 +53,6 @@ def expert_loads(experts_TN: Tensor, valid_T: Tensor, layers: int, experts: int)
     return counts.scatter_add_(0, places_TLK.flatten(), ones_TLK.flatten()).view(layers, experts)  # integers: exact
 
 
-def _grad(ctx, grad_E: Tensor):
-    return router_probabilities_backward(grad_E.contiguous(), *ctx.saved_tensors), None
-
-
-@operator(
-    "lockstep::router_probabilities",
-    cuda=SAME,
-    fake=lambda logits_TE, valid_T: logits_TE.new_empty(logits_TE.shape[1]),
-    backward=_grad,
-)
-def router_probabilities(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
-    """The softmax of the router's scores summed over the valid tokens, float32 [E], differentiable.
-
-    Args:
-        logits_TE: float32 from `router_logits`. valid_T: bool.
-    """
-    return torch.where(valid_T.unsqueeze(1), torch.softmax(logits_TE, dim=1), 0.0).sum(0)
-
-
 @operator(
     "lockstep::router_probabilities_backward",
     cuda=SAME,
@@ -82,3 +63,18 @@ def router_probabilities_backward(grad_E: Tensor, logits_TE: Tensor, valid_T: Te
     weighted_TE = torch.softmax(logits_TE, dim=1)
     centered_TE = grad_E - (weighted_TE * grad_E).sum(1, keepdim=True)
     return torch.where(valid_T.unsqueeze(1), weighted_TE * centered_TE, 0.0)
+
+
+@operator(
+    "lockstep::router_probabilities",
+    cuda=SAME,
+    fake=lambda logits_TE, valid_T: logits_TE.new_empty(logits_TE.shape[1]),
+    backward=lambda ctx, grad_E: router_probabilities_backward(grad_E.contiguous(), *saved(ctx)),
+)
+def router_probabilities(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
+    """The softmax of the router's scores summed over the valid tokens, float32 [E], differentiable.
+
+    Args:
+        logits_TE: float32 from `router_logits`. valid_T: bool.
+    """
+    return torch.where(valid_T.unsqueeze(1), torch.softmax(logits_TE, dim=1), 0.0).sum(0)

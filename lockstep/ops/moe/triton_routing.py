@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import RouteSettings
+from ..rows import unit_inner
 
 NUM_WARPS = 4
 MAX_PLAN_BLOCK, PLAN_WARPS = 4096, 8  # rows that an expert's program looks at at once
@@ -186,7 +187,7 @@ def _combine_kernel(
 
 def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """See `routing.combine`."""
-    y_RD = y_RD if y_RD.stride(1) == 1 else y_RD.contiguous()
+    y_RD = unit_inner(y_RD)
     (tokens, slots), width = row_TK.shape, y_RD.shape[1]
     out_TD = torch.empty((tokens, width), dtype=y_RD.dtype, device=y_RD.device)
     _combine_kernel[(tokens,)](

@@ -75,7 +75,7 @@ def _run(name: str, job: ctypes.Structure, work: int) -> bool:
 def _rows(name: str, rows: int, work: int, tensors: Sequence[Tensor | None], *sizes: int, eps: float = 0.0) -> bool:
     """Do a job row by row, `work` multiplications each, on float32 tensors that the caller keeps alive."""
     addresses = (ctypes.c_void_p * 8)(*(None if x is None else x.data_ptr() for x in tensors))
-    return _run(name, library.Job(addresses, (ctypes.c_int64 * 5)(*sizes), eps, rows), rows * work)
+    return _run(name, library.RowJob(addresses, (ctypes.c_int64 * 5)(*sizes), eps, rows), rows * work)
 
 
 def _float_rows(*tensors: Tensor | None) -> None:

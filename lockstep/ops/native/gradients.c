@@ -6,7 +6,7 @@
 #include "vector.h"
 
 /* Gradient of both halves of gate_up: [rows, 2 * dim] */
-void silu_mul_backward(Job *j) {
+void silu_mul_backward(RowJob *j) {
     int64_t dim = j->size[0];
     EACH_ROW(j) {
         const float *grad = (const float *)j->at[1] + row * dim, *gate_up = (const float *)j->at[2] + row * 2 * dim;
@@ -22,7 +22,7 @@ void silu_mul_backward(Job *j) {
 
 /* RMSNorm of x, [rows, heads, dim] at a stride a row, with weights a head: what the gradient's mean is over, grad *
  * weight * normed, and the weight's gradient a row, grad * normed; normed is x * rstd, [rows, heads]. */
-void norm_products(Job *j) {
+void norm_products(RowJob *j) {
     int64_t stride = j->size[0], heads = j->size[1], dim = j->size[2];
     EACH_ROW(j)
         for (int64_t h = 0; h < heads; h++) {
@@ -40,7 +40,7 @@ void norm_products(Job *j) {
 }
 
 /* The gradient of that x, rstd * (grad * weight - normed * mean), at a stride of its own. */
-void norm_gradient(Job *j) {
+void norm_gradient(RowJob *j) {
     int64_t out_stride = j->size[0], stride = j->size[1], heads = j->size[2], dim = j->size[3];
     EACH_ROW(j)
         for (int64_t h = 0; h < heads; h++) {
@@ -54,7 +54,7 @@ void norm_gradient(Job *j) {
 }
 
 /* The rotation of qk_norm_rope taken back: [rows, heads, dim], out at a stride a row. */
-void rotate_back(Job *j) {
+void rotate_back(RowJob *j) {
     int64_t out_stride = j->size[0], heads = j->size[1], dim = j->size[2], half = dim / 2;
     EACH_ROW(j)
         for (int64_t h = 0; h < heads; h++) {
@@ -69,7 +69,7 @@ void rotate_back(Job *j) {
 }
 
 /* out[b, h, i] = x[row[b, i], h]: a row a head of a segment, [segments * heads, length, dim]; x at a stride a row. */
-void gather_heads(Job *j) {
+void gather_heads(RowJob *j) {
     int64_t stride = j->size[0], heads = j->size[1], length = j->size[2], dim = j->size[3], x_rows = j->size[4];
     EACH_ROW(j) {
         const int64_t *from = (const int64_t *)j->at[2] + row / heads * length;
@@ -82,7 +82,7 @@ void gather_heads(Job *j) {
 }
 
 /* total[row[b, i], h] += values[b, h, i], in the order of (b, i); a row of the job is a head. */
-void accumulate_heads(Job *j) {
+void accumulate_heads(RowJob *j) {
     int64_t segments = j->size[0], heads = j->rows, length = j->size[1], dim = j->size[2], total_rows = j->size[3];
     for (int64_t h; (h = claim(&j->next)) < heads;)
         for (int64_t b = 0; b < segments; b++) {

@@ -42,8 +42,8 @@ class ProductArguments(ctypes.Structure):
     ]
 
 
-class Job(ctypes.Structure):
-    """`Job` of vector.h."""
+class RowJob(ctypes.Structure):
+    """`RowJob` of vector.h."""
 
     _fields_ = [
         *(("at", c_void_p * 8), ("size", c_int64 * 5), ("eps", c_double)),

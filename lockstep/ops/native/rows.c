@@ -38,7 +38,7 @@ INLINE float rms_scale(const float *x, int64_t n, float eps) {
 }
 
 /* [rows, dim] */
-void rms_norm(Job *j) {
+void rms_norm(RowJob *j) {
     int64_t dim = j->size[0];
     const float *restrict weight = j->at[2];
     EACH_ROW(j) {
@@ -49,7 +49,7 @@ void rms_norm(Job *j) {
 }
 
 /* [tokens, heads, dim] of [tokens, stride]. Norm weights may be NULL: rotation alone. */
-void qk_norm_rope(Job *j) {
+void qk_norm_rope(RowJob *j) {
     int64_t stride = j->size[0], heads = j->size[1], kv_heads = j->size[2], dim = j->size[3], half = dim / 2;
     const float *q_weight = j->at[2], *k_weight = j->at[3];
     EACH_ROW(j) {
@@ -80,7 +80,7 @@ void rope_table(float *out, const int64_t *positions, const float *inv_freq, int
 }
 
 /* [rows, dim] of [rows, 2 * dim] */
-void silu_mul(Job *j) {
+void silu_mul(RowJob *j) {
     int64_t dim = j->size[0];
     EACH_ROW(j) {
         const float *gate_up = (const float *)j->at[1] + row * 2 * dim;

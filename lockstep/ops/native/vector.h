@@ -74,7 +74,7 @@ typedef struct {
     int64_t size[5]; /* their dims and strides, as each function says */
     double eps;
     int64_t rows, next, error; /* next and error are shared by the threads */
-} Job;
+} RowJob;
 
 enum { SHARE = 16 };
 #define EACH_ROW(job) \

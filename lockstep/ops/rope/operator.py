@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import native, reference
-from ..norm.operator import _norm_backward
+from .. import native
+from ..norm.operator import _norm_backward, _normed
 from ..operator import operator, saved
 from ..records import Rotation
 
@@ -34,8 +34,7 @@ def _gradients(grad: Tensor, qkv_TE: Tensor, by: Rotation) -> tuple[Tensor, Tens
     of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
     if by.q_weight_H is not None and by.k_weight_H is not None:
         qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim).float()
-        weight = reference.head_weights(by.q_weight_H, by.k_weight_H, by.num_heads, by.num_kv_heads)
-        grad_qk, grad_weight = _norm_backward(qk, weight, grad_qk, by.eps)
+        grad_qk, grad_weight = _norm_backward(qk, _head_weights(by), grad_qk, by.eps)
         of_weights = _of_weights(grad_weight, by)
     grad_qkv = torch.zeros_like(qkv_TE)
     grad_qkv[:, : heads * head_dim] = grad_qk.reshape(tokens, heads * head_dim).to(qkv_TE.dtype)
@@ -52,8 +51,7 @@ def _native_gradients(grad: Tensor, qkv_TE: Tensor, by: Rotation) -> tuple[Tenso
         return grad_qkv, None, None
     rotated = torch.empty(grad.shape)
     native.rotate_back(grad, by.cos_sin_TH, rotated.flatten(1))
-    weight = reference.head_weights(by.q_weight_H, by.k_weight_H, by.num_heads, by.num_kv_heads)
-    grad_weight = native.norm_backward(qkv_TE, weight, rotated, by.eps, grad_qkv)
+    grad_weight = native.norm_backward(qkv_TE, _head_weights(by), rotated, by.eps, grad_qkv)
     return grad_qkv, *_of_weights(grad_weight, by)
 
 
@@ -83,7 +81,22 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
     Returns:
         [T, N + K, H] in qkv's dtype. Rotation pairs element i with i + H/2, as Hugging Face does (Su et al. 2021).
     """
-    return reference.qk_norm_rope(qkv_TE, by)
+    tokens, head_dim = by.cos_sin_TH.shape
+    heads = by.num_heads + by.num_kv_heads
+    qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim)
+    qk = qk.float() if by.q_weight_H is None or by.k_weight_H is None else _normed(qk, _head_weights(by), by.eps)
+    cos, sin = by.cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)
+    first, second = qk.chunk(2, dim=-1)
+    out = torch.empty(tokens, heads, head_dim, dtype=torch.float32)
+    torch.sub(first * cos, second * sin, out=out[..., : head_dim // 2])
+    torch.add(second * cos, first * sin, out=out[..., head_dim // 2 :])
+    return out.to(qkv_TE.dtype)
+
+
+def _head_weights(by: Rotation) -> Tensor:
+    """Norm weights a head, float32 [N + K, H]."""
+    assert by.q_weight_H is not None and by.k_weight_H is not None
+    return torch.cat((by.q_weight_H.expand(by.num_heads, -1), by.k_weight_H.expand(by.num_kv_heads, -1))).float()
 
 
 def _backward_fake(grad, qkv_TE, by):
@@ -95,7 +108,7 @@ def _backward_fake(grad, qkv_TE, by):
 @operator(
     "lockstep::qk_norm_rope_backward",
     gpu_only=True,
-    cuda="triton_backward:qk_norm_rope",
+    cuda="triton:qk_norm_rope_backward",
     fake=_backward_fake,
 )
 def qk_norm_rope_backward(  # type: ignore[empty-body]
@@ -114,4 +127,5 @@ def qk_norm_rope_backward(  # type: ignore[empty-body]
 )
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     """Cosines and sines of the rotary angles, float32 [T, H]; positions are int64, `inv_freq` is float32 [H/2]."""
-    return reference.rope_table(positions_T, inv_freq)
+    angles = positions_T.to(torch.float32).unsqueeze(1) * inv_freq
+    return torch.cat((angles.cos(), angles.sin()), dim=1)

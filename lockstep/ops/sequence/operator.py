@@ -10,22 +10,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..operator import operator
-
-
-def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[1])
+from ..operator import operator, save
 
 
 def _backward(ctx, grad_C: Tensor):
-    return sequence_sum(grad_C, *ctx.saved_tensors), None  # it is symmetric
+    return sequence_sum(grad_C, *ctx.saved_tensors)  # it is symmetric
 
 
 @operator(
     "lockstep::sequence_sum",
     cuda="triton:sequence_sum",
     fake=lambda values_C, cu_completions: torch.empty_like(values_C, memory_format=torch.contiguous_format),
-    setup=_setup,
+    setup=lambda ctx, inputs, output: save(ctx, inputs[1]),
     backward=_backward,
 )
 def sequence_sum(values_C: Tensor, cu_completions: Tensor) -> Tensor:

@@ -124,13 +124,12 @@ def table_for(gpu: str, capability: tuple[int, int]) -> Table:
 
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("linear_*.json"))]
     nearest = min(found, key=distance)
-    return {kind: {_shape(n): _entries(e) for n, e in nearest.get(kind, {}).items()} for kind in get_args(Kind)}
+    return {
+        kind: {_shape(n): [(bound, Choice(*c)) for bound, c in e] for n, e in nearest.get(kind, {}).items()}
+        for kind in get_args(Kind)
+    }
 
 
 def _shape(name: str) -> tuple[int, int]:
     columns, depth = name.split("x")
     return int(columns), int(depth)
-
-
-def _entries(raw: list[tuple[int, list[Any]]]) -> list[tuple[int, Choice]]:
-    return [(bound, Choice(*found)) for bound, found in raw]

@@ -1,13 +1,14 @@
-"""The sections of charts that a run's metrics make."""
+"""The charts that a run's metrics make."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ..metrics import LEARNING, PARITY, PHASES, SECTIONS, listed, title_of
 from .charts import Points, Series, line_chart, stacked_chart
-from .page import card, legend, number, section
+from .page import number
 from .record import Record
 
 # Sections of a chart a metric; the others are shown by the learning section, the time split and the certificate.
@@ -15,22 +16,34 @@ CHARTED = [section for section in SECTIONS if section not in (LEARNING, PHASES, 
 _AS_IT_IS = {"lr", "recompiles", "graph_replays", "memory/peak_gib", "policy_age"}  # lines that need no smoothing
 
 
-def learning(record: Record) -> str:
+@dataclass(frozen=True)
+class Chart:
+    """A drawing under its title. `name` is the metric's own; `series` are what its lines or areas are called."""
+
+    title: str
+    svg: str
+    series: Sequence[Series]
+    name: str
+
+
+def _lines(title: str, series: Sequence[Series], name: str, smooth: bool = True) -> Chart:
+    return Chart(title, line_chart(series, smooth), series, name)
+
+
+def learning(record: Record) -> list[Chart]:
     """Reward with the spread within groups, the held-out problems, and each reward function."""
     charts = []
     if rewards := record.metric("reward/mean"):
         spread = dict(record.metric("reward/std"))
         bands = [spread.get(step, 0.0) for step, _ in rewards]
         title = "Reward ± its spread within a prompt"
-        charts.append(card(title, line_chart([Series("reward", rewards, bands)]), "reward/mean"))
+        charts.append(_lines(title, [Series("reward", rewards, bands)], "reward/mean"))
     if series := _finite(record.validations):
-        title = "Held-out problems, greedy"
-        charts.append(card(title, line_chart(series) + legend(series), "validation/..."))
+        charts.append(_lines("Held-out problems, greedy", series, "validation/..."))
     functions = {name: record.metric(name) for name in record.metric_names if listed(name) == "rewards/<fn>/mean"}
     if len(functions) > 1 and (series := _finite(functions)):
-        charts.append(card("Each reward function", line_chart(series) + legend(series), "rewards/..."))
-    style = "wide" if len(charts) < 3 else "grid"
-    return section(LEARNING, f'<div class="{style}">{"".join(charts)}</div>' if charts else "")
+        charts.append(_lines("Each reward function", series, "rewards/..."))
+    return charts
 
 
 def _finite(metrics: dict[str, list[tuple[float, float]]]) -> list[Series]:
@@ -44,25 +57,20 @@ def _short(name: str) -> str:
     return "/".join(parts) or name
 
 
-def details(record: Record) -> list[str]:
-    """A section of charts for each group of metrics; those that never change are listed with their value."""
+def details(record: Record) -> tuple[dict[str, list[Chart]], dict[str, float]]:
+    """The charts of each group of metrics; and the metrics that never change, with their value."""
     constant: dict[str, float] = {}
-    parts = []
+    found = {}
     for title, names in _sections(record).items():
-        charts = [time_split(record)] if title == "Speed and memory" else []
+        charts = time_split(record) if title == "Speed and memory" else []
         for name in names:
             values = record.values(name)
             if len(values) > 1 and min(values) == max(values):
                 constant[name] = values[0]
             elif points := record.metric(name):
-                chart = line_chart([Series(name, points)], smooth=name not in _AS_IT_IS)
-                charts.append(card(title_of(name), chart, name if name != title_of(name) else ""))
-        shown = "".join(charts)
-        parts.append(section(title, f'<div class="grid">{shown}</div>' if shown else ""))
-    if constant:
-        listed = ", ".join(f"{name} {number(value)}" for name, value in constant.items())
-        parts.append(section("The same at every step", f'<div class="card"><code>{listed}</code></div>'))
-    return parts
+                charts.append(_lines(title_of(name), [Series(name, points)], name, name not in _AS_IT_IS))
+        found[title] = charts
+    return found, constant
 
 
 def _sections(record: Record) -> dict[str, list[str]]:
@@ -72,11 +80,11 @@ def _sections(record: Record) -> dict[str, list[str]]:
     return found | {"More": [name for name, known in of.items() if known is None and not _validation(name)]}
 
 
-def time_split(record: Record) -> str:
-    """The step's time by phase, stacked; what no phase accounts for is `Other`."""
+def time_split(record: Record) -> list[Chart]:
+    """The step's time by phase, stacked; what no phase accounts for is `Other`. None without any."""
     steps = {step: seconds for step, seconds in record.metric("time/step") if math.isfinite(seconds)}
     if not steps:
-        return ""
+        return []
     rest = dict(steps)
     series = []
     for name, label in SECTIONS[PHASES].items():
@@ -85,10 +93,10 @@ def time_split(record: Record) -> str:
             series.append(Series(label, [(step, found.get(step, 0.0)) for step in steps]))
             rest = {step: left - found.get(step, 0.0) for step, left in rest.items()}
     series.append(Series("Other", [(step, max(0.0, left)) for step, left in rest.items()]))
-    return card(PHASES, stacked_chart(series) + legend(series), "time/...")
+    return [Chart(PHASES, stacked_chart(series), series, "time/...")]
 
 
-def compared(records: Sequence[Record], names: Iterable[str]) -> tuple[str, list[list[str]]]:
+def compared(records: Sequence[Record], names: Iterable[str]) -> tuple[list[Chart], list[list[str]]]:
     """One chart a metric with a line a run; and rows (title, value a run) of the metrics that never change within a run
     but differ between runs. Metrics that no run has, or that are one value everywhere, are left out."""
     charts, constant = [], []
@@ -102,8 +110,8 @@ def compared(records: Sequence[Record], names: Iterable[str]) -> tuple[str, list
             constant.append([title, *(number(*of_run) if of_run else "-" for of_run in values)])
             continue
         series = _overlaid([record.name for record in records], found, _validation(name))
-        charts.append(card(title, line_chart(series) + legend(series), name if name != title else ""))
-    return "".join(charts), constant
+        charts.append(_lines(title, series, name))
+    return charts, constant
 
 
 def _overlaid(runs: Sequence[str], found: Sequence[Points], marks: bool) -> list[Series]:

@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import math
-from html import escape
+from dataclasses import dataclass
 from typing import Any
 
-from .page import folded, preformatted, section, text
+from .page import text
 from .record import Record, as_float
 
 _PROMPT_SHOWN = 280
+_FACTS = {"reward": "reward", "advantage": "advantage", "tokens": "tokens", "finish_reason": "ended by"}
 
 
-def rollouts(record: Record) -> str:
-    """The section; nothing without rollouts."""
-    parts = []
-    for step, groups in record.rollouts().items():
-        if chosen := _chosen(groups):
-            cards = "".join(_card(title, group, sample) for title, group, sample in chosen)
-            parts.append(f'<p class="lead">Step {step + 1}</p><div class="grid">{cards}</div>')
-    return section("Sample rollouts", "".join(parts))
+@dataclass(frozen=True)
+class Sample:
+    """One sample, by what it is: "Best". A `long` prompt is folded."""
+
+    title: str
+    group: Any
+    facts: str
+    prompt: Any
+    turns: list[tuple[str, Any]]
+
+    @property
+    def long(self) -> bool:
+        """Whether the prompt would fill the card."""
+        return len(text(self.prompt)) > _PROMPT_SHOWN
 
 
-def _chosen(groups: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(what it is, its group, the sample). With too few samples to differ, fewer."""
+def rollouts(record: Record) -> dict[int, list[Sample]]:
+    """The samples by step, counted from 0. With too few to differ, fewer."""
+    return {step: _chosen(groups) for step, groups in record.rollouts().items()}
+
+
+def _chosen(groups: list[dict[str, Any]]) -> list[Sample]:
     samples = [(group, sample) for group in groups for sample in group.get("samples", [])]
     found = []
     for title, by, sign in (("Best", "reward", 1), ("Worst", "reward", -1), ("Longest", "tokens", 1)):
         if samples:
             ranks = [sign * _value(sample, by) for _, sample in samples]
-            found.append((title, *samples.pop(ranks.index(max(ranks)))))
+            group, sample = samples.pop(ranks.index(max(ranks)))
+            prompt = _messages(group.get("prompt"))
+            found.append(Sample(title, group.get("group"), _facts(sample), prompt, _turns(sample)))
     return found
 
 
@@ -38,23 +51,26 @@ def _value(sample: dict[str, Any], name: str) -> float:
     return 0.0 if value is None or math.isnan(value) else value
 
 
-def _card(title: str, group: dict[str, Any], sample: dict[str, Any]) -> str:
-    names = {"reward": "reward", "advantage": "advantage", "tokens": "tokens", "finish_reason": "ended by"}
-    facts = ", ".join(f"{label} {text(sample[name])}" for name, label in names.items() if name in sample)
+def _facts(sample: dict[str, Any]) -> str:
+    facts = ", ".join(f"{label} {text(sample[name])}" for name, label in _FACTS.items() if name in sample)
     each = sample.get("rewards") or {}
     if len(each) > 1:
         facts += " (" + ", ".join(f"{name} {text(value)}" for name, value in each.items()) + ")"
-    return (
-        f'<div class="card"><div class="head"><h3>{escape(title)}</h3>'
-        f'<span class="dim">group {escape(text(group.get("group")))}</span></div>'
-        f'<p class="dim">{escape(facts)}</p>{_prompt(group.get("prompt"))}{preformatted(sample.get("text"))}</div>'
-    )
+    return facts
 
 
-def _prompt(prompt: Any) -> str:
-    """A prompt's text, or its messages, folded when long."""
-    shown = prompt
+def _turns(sample: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What came after the prompt, with a name over each where there were several turns: what was sampled and what was
+    given between."""
+    segments = sample.get("segments")
+    turns = segments[1:] if isinstance(segments, list) and len(segments) > 2 else []
+    if not turns or not all(isinstance(turn, dict) for turn in turns):
+        return [("", sample.get("text"))]
+    return [(f"{text(turn.get('kind'))}, {text(turn.get('tokens'))} tokens", turn.get("text")) for turn in turns]
+
+
+def _messages(prompt: Any) -> Any:
+    """A prompt's text, or its messages as one."""
     if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
-        shown = "\n".join(f"{message.get('role')}: {text(message.get('content'))}" for message in prompt)
-    block = preformatted(shown, "prompt")
-    return folded("prompt", block) if len(text(shown)) > _PROMPT_SHOWN else block
+        return "\n".join(f"{message.get('role')}: {text(message.get('content'))}" for message in prompt)
+    return prompt

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 
 from ...timings import Span
 from ..timeline import read_timeline
 from .charts import COLOURS, ticks
-from .page import card, duration
+from .page import duration
 
 # Phase, and what it is called; the first have colours of their own, the rest share the last.
 NAMES = {
@@ -29,12 +29,34 @@ NAMES = {
 _LABELLED = 0.12  # of the width, from which on a bar has its name on it
 
 
-def typical_step(path: Path) -> str:
-    """A card with the step of median length in the timeline at `path`; nothing without one."""
+@dataclass(frozen=True)
+class Bar:
+    """A phase: where it begins and how long it takes, in hundredths of the step, and what is told of it."""
+
+    left: float
+    width: float
+    colour: int
+    label: str
+    told: str
+
+
+@dataclass(frozen=True)
+class TypicalStep:
+    """A step, to be drawn. `ticks`: (hundredths of it, seconds). `key`: (colour, phase and its seconds)."""
+
+    title: str
+    lanes: dict[str, list[Bar]]
+    ticks: list[tuple[float, float]]
+    key: list[tuple[int, str]]
+    file: str
+
+
+def typical_step(path: Path) -> TypicalStep | None:
+    """The step of median length in the timeline at `path`; None without one."""
     spans = read_timeline(path)
     steps = [(of, s) for of, s in spans if s.name == "step" and not s.on_device and s.seconds > 0]
     if not steps:
-        return ""
+        return None
     middle = median_low(span.seconds for _, span in steps)
     process, step = next(item for item in steps if item[1].seconds == middle)
     parts = [s for of, s in read_timeline(path) if of == process and s.name != step.name and _within(s, step)]
@@ -47,12 +69,15 @@ def typical_step(path: Path) -> str:
             span for span in on_device if not any(_within(other, span) for other in on_device if other != span)
         ],
     }
-    shown = "".join(_lane(label, spans, step) for label, spans in lanes.items() if spans)
     number = step.facts.get("step")
     which = f"Step {number + 1}" if isinstance(number, int) else "The step"
-    lead = f'<p class="dim">{which}, of median length among {len(steps):,} recorded: {duration(step.seconds)}</p>'
-    drawn = [span for spans in lanes.values() for span in spans]
-    return card("A typical step", lead + shown + _axis(step.seconds) + _key(drawn), path.name, style="whole")
+    return TypicalStep(
+        f"{which}, of median length among {len(steps):,} recorded: {duration(step.seconds)}",
+        {label: [_bar(span, step) for span in spans] for label, spans in lanes.items() if spans},
+        [(100 * tick / step.seconds, tick) for tick in ticks(0, step.seconds) if tick <= step.seconds],
+        _key(span for spans in lanes.values() for span in spans),
+        path.name,
+    )
 
 
 def _within(span: Span, other: Span) -> bool:
@@ -78,28 +103,15 @@ def _called(name: str) -> str:
     return NAMES.get(name, name.replace("_", " "))
 
 
-def _lane(label: str, spans: Iterable[Span], step: Span) -> str:
-    bars = "".join(_bar(span, step) for span in spans)
-    return f'<div class="lane"><span>{escape(label)}</span><div>{bars}</div></div>'
-
-
-def _bar(span: Span, step: Span) -> str:
+def _bar(span: Span, step: Span) -> Bar:
     left, width = (100 * seconds / step.seconds for seconds in (span.began - step.began, span.seconds))
     facts = "".join(f", {value} {name}" for name, value in span.facts.items())
-    name = escape(_called(span.name))
-    told = f"{name}{escape(facts)}: {duration(span.seconds)}"
-    shown = name if width > 100 * _LABELLED else ""
-    style = f"left:{left:.3f}%;width:{width:.3f}%"
-    return f'<div class="b{_colour(span.name)}" style="{style}" title="{told}">{shown}</div>'
+    name = _called(span.name)
+    told = f"{name}{facts}: {duration(span.seconds)}"
+    return Bar(left, width, _colour(span.name), name if width > 100 * _LABELLED else "", told)
 
 
-def _axis(seconds: float) -> str:
-    marks = [tick for tick in ticks(0, seconds) if tick <= seconds]
-    shown = "".join(f'<span style="left:{100 * tick / seconds:.2f}%">{duration(tick)}</span>' for tick in marks)
-    return f'<div class="lane axis-of-time"><div>{shown}</div></div>'
-
-
-def _key(spans: Iterable[Span]) -> str:
+def _key(spans: Iterable[Span]) -> list[tuple[int, str]]:
     """Colour, name and seconds of each phase: the device's where it measured."""
     spans = list(spans)
     measured = {span.name for span in spans if span.on_device}
@@ -107,6 +119,5 @@ def _key(spans: Iterable[Span]) -> str:
     for name in dict.fromkeys(span.name for span in spans):
         each = [s.seconds for s in spans if s.name == name and s.on_device == (name in measured)]
         times = f" in {len(each)}" if len(each) > 1 else ""
-        told = f"{_called(name)} {duration(sum(each))}{times}"
-        parts.append(f'<span><i class="b{_colour(name)}"></i>{escape(told)}</span>')
-    return f'<div class="key">{"".join(parts)}</div>'
+        parts.append((_colour(name), f"{_called(name)} {duration(sum(each))}{times}"))
+    return parts

@@ -56,7 +56,7 @@ def train(capture: str) -> tuple[list[Any], list[Tensor], build_room.TrainingSes
     for step in range(3):
         metrics, groups = loop.step(step)
         kept = {k: v for k, v in metrics.items() if not k.startswith(("time/", "perf/", "memory/"))}
-        seen += [kept, [(r.completion.token_ids, r.completion.logprobs) for g in groups for r in g.rollouts]]
+        seen += [kept, [(r.token_ids, r.logprobs) for g in groups for r in g.rollouts]]
     return seen, [p.detach().clone() for p in run.policy.model.parameters()], run
 
 

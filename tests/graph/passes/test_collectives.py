@@ -7,18 +7,20 @@ from functools import cache
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
+from small import completed, train_group
 from torch import fx
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.distributed import World
-from lockstep.graph import Captured, FakeRecorder, Runtime, digest, pipeline, run_passes
+from lockstep.graph import Captured, Runtime, digest, pipeline, run_passes
 from lockstep.graph.ir.captured import is_backward, module_of, op_name
 from lockstep.graph.passes import reshard, saved_bytes
 from lockstep.graph.passes.collectives import by_layer, first_use, gradient_exchanges, layer_of, weight_gathers
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import SamplingParams
 
 LAYERS = [f"layers.{i}" for i in range(4)]
 
@@ -30,8 +32,8 @@ def traced(rank: int = 0, tie: bool = True) -> Captured:
     runtime = Runtime(config, torch.device("cpu"), mesh={"fsdp": 2})
     model = initialize(Decoder(replace(architecture("tiny"), tie_word_embeddings=tie), torch.float32), 0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime, world=World(rank, 2, 10.0))
-    sequences = [TrainSequence([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
-    (batch,) = pack([TrainGroup([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
+    sequences = [completed([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
+    (batch,) = pack([train_group([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
     programs = trainer.programs
     case = programs.case("", batch, lambda: None, loss_type="grpo", with_support=False)
     return programs.by_name["forward_backward"].graph(case.user, case.statics).captured
@@ -73,7 +75,7 @@ def test_gathers_begin_a_layer_early_and_waits_stand_before_the_first_use() -> N
     captured = arranged()
     order = order_of(captured.graph)
     gathers = weight_gathers(captured)
-    uses = [order[first_use(gather, order)] for gather in gathers]
+    uses = [order[first_use(gather)] for gather in gathers]
     for i, gather in enumerate(gathers):
         begins, ends = order[gather.collective], max(order[node] for node in gather.finish)
         assert begins < ends < uses[i]

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from small import CONFIG, make_model
+from small import CONFIG, completed, make_model, train_group
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -26,7 +26,7 @@ from lockstep.ops.operator import recording_gradients
 from lockstep.ops.records import AttentionGradient
 from lockstep.trainer import Trainer, pack
 from lockstep.trainer.graph_inputs import statics_of
-from lockstep.types import PackedBatch, SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import PackedBatch, SamplingParams
 
 SEPARATE = ("lockstep.attention_packed_backward", "lockstep.qk_norm_rope_backward", "lockstep.rms_norm_backward")
 
@@ -95,8 +95,8 @@ def batch() -> PackedBatch:
     def ids(count: int) -> list[int]:
         return torch.randint(0, 256, (count,)).tolist()
 
-    sequences = [TrainSequence(ids(5 + i), 1.0 - i, 0.1, [-1.0] * (5 + i), [-1.0] * (5 + i)) for i in range(3)]
-    groups = [TrainGroup(ids(7), sequences, SamplingParams(temperature=0.8)) for _ in range(2)]
+    sequences = [completed(ids(5 + i), 1.0 - i, 0.1, [-1.0] * (5 + i), [-1.0] * (5 + i)) for i in range(3)]
+    groups = [train_group(ids(7), sequences, SamplingParams(temperature=0.8)) for _ in range(2)]
     return next(iter(pack(groups, max_tokens=512, check_parity=False)))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import completed, train_group
 
 from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
@@ -27,7 +28,7 @@ from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import Trainer, pack
 from lockstep.trainer.programs import TrainerPrograms
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import SamplingParams
 
 DENSE = ModelConfig(64, 16, 16, 1, 2, 2, 8, rope_theta=1e4, max_position_embeddings=256)
 ROUTED = MoEConfig(4, 1, 16, sigmoid=True, groups=2, shared_experts=1, router_bias=True)
@@ -39,6 +40,7 @@ NOT_IN_THE_GRAPH = {  # and so not in its key, or every change of them would tra
     *("loss.overlong_buffer", "loss.overlong_penalty", "loss.mask_truncated_completions"),
     *("loss.dynamic_sampling", "loss.max_num_gen_batches", "loss.normalize_advantages"),
 }
+PATTERNS = {"freeze": "model.norm", "lr_scales": "model.norm=0.5", "weight_decays": "model.norm=0.5"}
 OTHER = {"qwen3": "llama", "qwen3_moe": "llama", "deepseek_v3": "qwen3", "llama3": "linear", "none": "group"} | {
     "grpo": "dapo",
     "constant": "linear",
@@ -77,8 +79,8 @@ def traced(
         decoder.masks = masks
     reference = decoders[1] if loss.beta else None
     trainer = Trainer(decoders[0], optimizer, loss, reference=reference, enforce_parity=enforce_parity, runtime=runtime)
-    sequence = TrainSequence([3, 4], 1.0, 0.1, [0.0] * 2, [0.0] * 2, route_digests=[1, 2] if model.moe else None)
-    (batch,) = pack([TrainGroup([1, 2], [sequence], SamplingParams())], max_tokens=64, check_parity=True)
+    sequence = completed([3, 4], 1.0, 0.1, [0.0] * 2, [0.0] * 2, route_digests=[1, 2] if model.moe else None)
+    (batch,) = pack([train_group([1, 2], [sequence], SamplingParams())], max_tokens=64, check_parity=True)
     batch.ref_logprob_C = torch.zeros_like(batch.old_logprob_C)
     if trainer.algorithm.indexes_sequences:
         batch.index_sequences()
@@ -132,6 +134,8 @@ def changed(value: Any, name: str) -> Any:
         return "token_mask"
     if name in ("epsilon_high", "mscale", "attention_factor"):
         return 0.7
+    if name in PATTERNS:
+        return (PATTERNS[name],)
     if name in ("eos_token_ids", "dense_layers", "sliding_layers"):
         return (0,)
     if value is None or isinstance(value, str):
@@ -189,6 +193,7 @@ def test_every_field_of_the_loss_and_the_optimizer() -> None:
     assert seen == {
         *("loss.loss_type", "loss.epsilon", "loss.epsilon_high", "loss.beta", "optimizer.beta1", "optimizer.beta2"),
         *("optimizer.epsilon", "optimizer.weight_decay", "optimizer.max_grad_norm"),
+        *(f"optimizer.{name}" for name in PATTERNS),
         *(
             "loss.use_bias_correction_kl",
             "loss.importance_sampling_level",

@@ -16,11 +16,10 @@ from torch import Tensor
 from lockstep import ops
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from lockstep.ops.attention import triton as attention_triton
     from lockstep.ops.linear import triton_per_head
     from lockstep.ops.mla import triton as mla_triton
-    from lockstep.ops.mla import triton_backward as mla_triton_backward
     from lockstep.ops.rope import triton as rope_triton
-    from lockstep.ops.rope import triton_backward as rope_triton_backward
 
 SPLIT = 128
 
@@ -44,7 +43,7 @@ class Interpreted:
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(True)  # fills new memory with NaN
         monkeypatch.setattr(np, "matmul", matmul)
-        monkeypatch.setattr(mla_triton, "KEY_SPLIT", SPLIT)
+        monkeypatch.setattr(attention_triton, "KEY_SPLIT", SPLIT)
         yield
         torch.use_deterministic_algorithms(False)
 
@@ -71,7 +70,7 @@ class Interpreted:
         whole = packed(case)
         monkeypatch.setattr(mla_triton, "TILE", mla_triton.AttentionTile(16, 4, 1))
         assert same_bits(packed(case), whole)
-        monkeypatch.setattr(mla_triton, "KEY_SPLIT", 1 << 20)
+        monkeypatch.setattr(attention_triton, "KEY_SPLIT", 1 << 20)
         assert same_bits(packed(case)[:SPLIT], whole[:SPLIT]), "one split needs no merging"
         assert not same_bits(packed(case)[SPLIT:], whole[SPLIT:]), "CONTROL: other splits are another sum"
 
@@ -82,7 +81,7 @@ class Interpreted:
         case = Case(lengths, heads=heads, prefixes=prefixes, padding=5)
         out, lse = mla_triton.packed(case.latents, case.layout)
         grad = torch.randn_like(out)
-        found = mla_triton_backward.packed(grad, case.latents, case.layout, out, lse)
+        found = mla_triton.packed_backward(grad, case.latents, case.layout, out, lse)
         for mine, wanted in zip(found, exact_gradients(case, grad), strict=True):
             torch.testing.assert_close(mine, wanted.float(), rtol=1e-4, atol=1e-4)
 
@@ -101,5 +100,5 @@ class Interpreted:
         expected = ops.qk_norm_rope(leaf, by)
         torch.testing.assert_close(rope_triton.qk_norm_rope(x, by), expected.detach())
         grad = torch.randn_like(expected)
-        found = rope_triton_backward.qk_norm_rope(grad, x, by)[0]
+        found = rope_triton.qk_norm_rope_backward(grad, x, by)[0]
         torch.testing.assert_close(found, torch.autograd.grad(expected, leaf, grad)[0])

@@ -8,46 +8,49 @@ as CUDA graphs. The floors are the matrix products of forward and backward alone
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
 import torch
-from common import alternate, arguments, finish, random_model, summary
+from common import Report, alternate, random_model, summary
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, save_model
 from lockstep.trainer import Trainer, batch_shapes, pack
-from lockstep.types import SamplingParams, TrainGroup, TrainSequence
+from lockstep.types import RolloutGroup, SamplingParams, Segment, Trajectory
 
 LEARNING_RATE = 1e-6
 MAX_TOKENS = 1 << 17  # of a micro-batch
 
 
-def groups(tokens: torch.Tensor, shared: int, prompt: int) -> list[TrainGroup]:
+def groups(tokens: torch.Tensor, shared: int, prompt: int) -> list[RolloutGroup]:
     """Rows as a prompt and its completion; with `shared` > 1 so many follow one prompt."""
     rows = tokens.tolist()
     cut = prompt if shared > 1 else 1
     weight = 1.0 / (len(rows) * (len(rows[0]) - cut))
     made = []
     for i in range(0, len(rows), shared):
-        sequences = [TrainSequence(row[cut:], 1.0, weight) for row in rows[i : i + shared]]
-        made.append(TrainGroup(rows[i][:cut], sequences, SamplingParams()))
+        prompt, turns = Segment(rows[i][:cut]), [Segment(row[cut:], sampled=True) for row in rows[i : i + shared]]
+        made.append(
+            RolloutGroup([Trajectory([prompt, t], advantage=1.0, loss_weight=weight) for t in turns], SamplingParams())
+        )
     return made
 
 
 class Ours:
     """Packing included; batches are padded to the shapes of a run of such sequences."""
 
-    def __init__(self, model: Decoder, made: list[TrainGroup]) -> None:
+    def __init__(self, model: Decoder, made: list[RolloutGroup]) -> None:
         self.device = model.embed.device
         on_gpu = self.device.type == "cuda"
         runtime = Runtime(CompileConfig("step", cudagraph_mode="full"), self.device) if on_gpu else EAGER
         self.trainer = Trainer(model, OptimizerConfig(learning_rate=LEARNING_RATE), LossConfig(), runtime=runtime)
         self.groups = made
-        prompt, completion = len(made[0].prompt_ids), len(made[0].sequences[0].token_ids)
+        prompt, completion = len(made[0].prompt_ids), len(made[0].rollouts[0].token_ids)
         bounds = {"max_len": prompt + completion, "max_tokens": MAX_TOKENS}
-        self.shapes = batch_shapes(len(made), len(made[0].sequences), prompt, completion, **bounds)
+        self.shapes = batch_shapes(len(made), len(made[0].rollouts), prompt, completion, **bounds)
 
     def __call__(self) -> None:
         for batch in pack(self.groups, max_tokens=MAX_TOKENS, check_parity=False, shapes=self.shapes):
@@ -96,15 +99,16 @@ def floor(model: Decoder, tokens: int, logit_rows: int):
     return run
 
 
-def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--sequences", type=int, help="default: 32 on a CPU, 40 on a GPU")
     parser.add_argument("--length", type=int, help="default: 128 on a CPU, 245 on a GPU")
     parser.add_argument("--prompt", type=int, help="shared by eight; default: 64 on a CPU, 145 on a GPU")
     parser.add_argument("--peer", choices=["transformers", "eager", "none"], default="transformers",
                         help="transformers: eager and compiled (default)")  # fmt: skip
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     on_cpu = args.device == "cpu"
     count, length = args.sequences or (32 if on_cpu else 40), args.length or (128 if on_cpu else 245)
     prompt = args.prompt or (64 if on_cpu else 145)
@@ -128,14 +132,10 @@ def main() -> None:
     if args.peer == "transformers":
         runs["transformers, compiled"] = Transformers(fresh(), tokens, compiled=True)
     times = alternate(runs, args.repeats, args.device)
-    figures = {"arch": arch, "sequences": count, "length": length}
-    figures["systems"] = {name: summary(measured) for name, measured in times.items()}
+    systems = {name: summary(measured) for name, measured in times.items()}
+    report.figures |= {"arch": arch, "sequences": count, "length": length, "systems": systems}
     rows = [["system", "tok/s", "median ms", "min", "max"]]
-    for name, s in figures["systems"].items():
+    for name, s in systems.items():
         rate = count * length / s["median_s"]
         rows.append([name, f"{rate:,.0f}", *(f"{s[k] * 1e3:.1f}" for k in ("median_s", "min_s", "max_s"))])
-    finish("train_step", figures, rows, args.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.tables.append(rows)

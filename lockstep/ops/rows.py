@@ -1,6 +1,9 @@
-"""What backward kernels of row operators share: weight gradients that programs left in rows of their own are folded.
+"""What kernels share: strides, the alignment and the warps on which a row's bits depend, and the fold of backward
+kernels' weight gradients.
 
-The number of rows alone fixes the order of additions. Nothing is under the forward's contract.
+A program does one row (one token), so the order of a row's sum is a function of its width. Programs of the backward
+leave weight gradients in rows of their own; the number of rows alone fixes the order in which those are added. Nothing
+of the backward is under the forward's contract.
 
 Shape suffixes: D model dim, P programs.
 """
@@ -13,11 +16,28 @@ import triton.language as tl
 from torch import Tensor
 
 FOLD_ROWS, FOLD_BLOCK, FOLD_WARPS = 512, 8, 8
+ALIGNMENT = 16  # Triton compiles a kernel anew for pointers and strides that are multiples of this
 
 
 def unit_inner(x: Tensor) -> Tensor:
     """`x` with unit inner stride, copied if need be."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """`x` ([rows, width] or [width]) with unit inner stride and an alignment that its width decides, copied if need be.
+
+    Triton vectorizes loads, and so lays out the reduction after them, by the alignment that it sees.
+    """
+    width, stride = x.shape[-1], x.stride(0) if x.dim() == 2 else x.shape[-1]
+    regular = stride == width or (stride > width and stride % ALIGNMENT == 0 and width % ALIGNMENT == 0)
+    in_place = x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0 and regular
+    return x if in_place else x.clone(memory_format=torch.contiguous_format)
+
+
+def _warps(elements: int, per_thread: int) -> int:
+    """Warps for a tile of so many elements."""
+    return min(max(triton.next_power_of_2(elements) // (32 * per_thread), 1), 16)
 
 
 @triton.jit

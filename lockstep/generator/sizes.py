@@ -1,24 +1,13 @@
-"""Decode and mixed steps, called as they are or as graphs: few, each for a number of rows and of prompt tokens.
-
-All work on the same rows (`Rows.tensors`), so going from one graph to another moves nothing. A mixed graph has a batch
-of its own (`MixedBatch`) that prompts are copied into; its sampling covers every kind, so there is one for all.
-"""
+"""Numbers of rows and of prompt tokens that steps are run with: what there is, or the few that graphs are made for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-
-import torch
-from torch import Tensor
 
 from .. import graph
-from ..models import Decoder
 from ..types import SamplingParams
-from .check_cases import Check, Work
-from .forward import Paging, decode_step, mixed_step
 from .kv_cache import KVCache
-from .prefill_batch import MixedBatch, MixedSizes, lay_out
+from .prefill_batch import MixedSizes
 from .running_batch import GROUP, RunningBatch
 from .scheduler import Chunk
 
@@ -26,7 +15,7 @@ SMALLEST_BATCH = 128  # prompt tokens
 MIN_SAVED = 16384  # positions that need not be read again, from which on reading prefixes by group pays for a kernel
 
 # Sizes that differ from graph to graph of one function, by input and dimension.
-_DECODE: graph.Dynamic = {
+DECODE: graph.Dynamic = {
     **dict.fromkeys(("token", "position", "remaining", "ordinal", "shared_len"), ("rows",)),
     **dict.fromkeys(("top_k", "temperature", "top_p", "min_p"), ("rows",)),
     **dict.fromkeys(("stop", "key", "table"), ("rows", None)),
@@ -34,8 +23,8 @@ _DECODE: graph.Dynamic = {
     "groups": ("groups", None),
     "results": ("rows", None, None),
 }
-_MIXED: graph.Dynamic = {
-    **_DECODE,
+MIXED: graph.Dynamic = {
+    **DECODE,
     **dict.fromkeys(("prompt.token", "prompt.position", "prompt.row"), ("tokens",)),
     **dict.fromkeys(("prompt.segment_row", "prompt.segment_context"), ("segments",)),
     "prompt.segment_start": ("segments and one",),
@@ -176,98 +165,3 @@ def sizes_of(rows: RunningBatch, cache: KVCache, max_tokens: int, runtime: graph
     # A graph of one row is another function than one of any number: it would have other compiled regions.
     least = min(2, rows.count) if runtime.builder.backend.shared else 1
     return BucketSizes(rows, cache, max_tokens, least)
-
-
-class Steps:
-    """The steps of one model, as programs of the tensors of so many rows; graphs are made when they are first needed,
-    or before that in `warm_up`."""
-
-    def __init__(
-        self, model: Decoder, rows: RunningBatch, cache: KVCache, sizes: ExactSizes, runtime: graph.Runtime
-    ) -> None:
-        self._model, self._rows, self._cache, self._sizes, self._runtime = model, rows, cache, sizes, runtime
-        self._own = graph.module_inputs(model)
-        self._paging = Paging(cache.page_size, cache.null_page, rows.width * cache.page_size)
-        self._decode: dict[int, graph.Program] = {}  # by rows
-        self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with what their batches are copied into
-
-    def decode(self, rows: int, steps: int) -> None:
-        """Run decode steps of the first `rows` rows, a number that `ExactSizes.rows_for` gave."""
-        truncated, greedy = self._rows.truncated > 0, self._rows.greedy > 0
-        grouped = self._sizes.grouped(rows, truncated, greedy)
-        self._decode_program(rows)(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
-
-    def mixed(self, chunks: list[Chunk], sizes: MixedSizes) -> None:
-        """Run a mixed step of these chunks."""
-        program, batch = self._mixed_program(sizes)
-        pinned = self._rows.device.type == "cuda"
-        batch.copy_(lay_out(chunks, sizes, self._rows.null_row, pinned), non_blocking=True)
-        program({}, **self._sizes.mixed_sampling())
-
-    def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
-        """Make the graphs for up to so many sequences, with no row in use, the largest first.
-
-        Args:
-            prompt_tokens: of the longest prompt.
-
-        Returns:
-            Prompt tokens that a step may have from now on; more are run in several steps.
-        """
-        for sizes in self._sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
-            self._rows.begin()
-            self.mixed([], sizes)
-        for rows, statics in self._sizes.decodes_to_make(sequences, prompt_tokens, sampling):
-            self._rows.begin()
-            self._decode_program(rows)({}, **statics)
-        return self._sizes.max_tokens
-
-    def _decode_program(self, rows: int) -> graph.Program:
-        if rows not in self._decode:
-            like = next(iter(self._decode.values()), None)
-            self._decode[rows] = self._program("decode", like, self._rows.tensors(rows))
-        return self._decode[rows]
-
-    def _mixed_program(self, sizes: MixedSizes) -> tuple[graph.Program, Tensor]:
-        """A program, and the memory of its `MixedBatch`."""
-        if sizes in self._mixed:
-            return self._mixed[sizes]
-        with torch.inference_mode(False):
-            flat = torch.zeros(MixedBatch.length(sizes), dtype=torch.int64, device=self._rows.device)
-            batch = MixedBatch.view(flat, sizes)._asdict()
-        tensors = self._rows.tensors(sizes.rows) | {f"prompt.{name}": tensor for name, tensor in batch.items()}
-        like = next((program for program, _ in self._mixed.values()), None)
-        made = self._program("mixed", like, tensors | {"tables": self._rows.table}), flat
-        if made[0].level != "eager":  # there sizes differ from step to step
-            self._mixed[sizes] = made
-        return made
-
-    def _program(self, name: str, like: graph.Program | None, tensors: dict[str, Tensor]) -> graph.Program:
-        """A program of these tensors; `like` is the same one of others."""
-        inputs = replace(self._own, buffer={**self._own.buffer, **tensors}, kv=self._cache.tensors())
-        if like is not None:
-            return like.bound_to(inputs)
-        body, dynamic = (self._decode_body, _DECODE) if name == "decode" else (self._mixed_body, _MIXED)
-        constants = {"model": self._model.config, "masks": self._model.masks, "paging": self._paging}
-        return self._runtime.program(name, body, inputs, {"kv", "buffer"}, dynamic, constants)
-
-    def _decode_body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
-        context = self._sizes.decode_context(inputs.buffer["token"].shape[0])
-        with graph.substituted(self._model, inputs):
-            decode_step(self._model, inputs, replace(self._paging, max_context=context), **statics)
-        return {}
-
-    def _mixed_body(self, inputs: graph.Inputs, truncated: bool = True, greedy: bool = True) -> dict[str, Tensor]:
-        with graph.substituted(self._model, inputs):
-            mixed_step(self._model, inputs, self._paging, truncated, greedy)
-        return {}
-
-    def trust_cases(self) -> Work:
-        """Launches on which the graphs that there are, are to be checked against eager."""
-        check = Check(self._rows, self._cache, self._model.config.vocab_size)
-        work = [(program, check.decode_cases(program, size)) for size, program in self._decode.items()]
-        return work + [(program, check.mixed_cases(batch, sizes)) for sizes, (program, batch) in self._mixed.items()]
-
-    def close(self) -> None:
-        """Close all graphs."""
-        for program in [*self._decode.values(), *(program for program, _ in self._mixed.values())]:
-            program.close()

@@ -1,0 +1,45 @@
+"""On-policy distillation (Agarwal et al. 2023, arXiv 2306.13649; Thinking Machines Lab 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..config import LossConfig
+from .advantage import Rewards
+from .algorithm import Algorithm, mean_over_tokens, nowhere
+from .losses import TokenValues
+
+
+@dataclass(frozen=True)
+class Distillation(Algorithm):
+    """Reverse KL from a frozen teacher `q` of the same tokens, on what the model samples: `w sg(log p - log q)`, `w`
+    the token's probability in the model over that in the distribution it was sampled from; the mean over all tokens.
+
+    It is the estimate from the sampled token, as the field has it (thinkingmachines.ai/blog/on-policy-distillation): a
+    policy gradient whose advantage is each token's own `log q - log p`. In the mean over the tokens that a position can
+    have, value and gradient are those of KL(p || q) there, which TRL's `DistillationTrainer` sums over the vocabulary
+    (its `beta` 1): at any temperature and after any number of updates. Of p and q at temperature 1; what filters left
+    out is missing. Later positions are taken as given, a discount of 0. Rewards are reported and not learned from."""
+
+    has_kl: ClassVar[bool] = False
+    has_teacher: ClassVar[bool] = True
+
+    def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
+        return [[1.0] * len(group) for group in rewards]  # every sample counts; how much, each token's loss says
+
+    def keep(self, rewards: Sequence[float]) -> bool:
+        return True
+
+    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
+        return mean_over_tokens(lengths)
+
+    def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
+        assert values.ref_logprob_C is not None
+        weight_C = torch.exp(values.model_logprob_C - values.old_logprob_C)
+        divergence_C = (values.model_logprob_C - values.ref_logprob_C).detach()
+        return weight_C * divergence_C, nowhere(weight_C)

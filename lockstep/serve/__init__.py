@@ -1,0 +1,1 @@
+"""An HTTP server over the engine: chat, completions, and tokens in and out. Needs the extra `serve`."""

@@ -1,0 +1,154 @@
+"""The application: routes, keys, and errors in one shape."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import __version__
+from .errors import ApiError, ClientLeft, closing
+from .metrics import ServerMetrics
+from .routes.chat import chat
+from .routes.completions import completions
+from .routes.tokens import tokens
+from .service import Service
+
+ROUTES: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/inference/v1/generate": tokens,
+}
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application of a service, which is given the event loop that it runs in."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.attach()
+        yield
+        service.close()
+
+    app = FastAPI(title="lockstep", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    keyed = [Depends(_key(service.settings.api_key))]
+    for path, answer in ROUTES.items():
+        app.add_api_route(path, _endpoint(service, answer), methods=["POST"], dependencies=keyed, response_model=None)
+    app.add_api_route("/v1/models", _models(service), methods=["GET"], dependencies=keyed)
+    app.add_api_route("/v1/models/{name:path}", _model(service), methods=["GET"], dependencies=keyed)
+    app.add_api_route("/metrics", _metrics(service), methods=["GET"], dependencies=keyed, response_model=None)
+    app.add_api_route("/health", _health(service), methods=["GET"])
+    app.add_exception_handler(ApiError, _error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientLeft, _left)
+    app.add_exception_handler(Exception, _fault)
+    app.add_middleware(_Counted, metrics=service.metrics)
+    return app
+
+
+def _key(expected: str | None) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if expected is not None and not secrets.compare_digest(given.encode(), expected.encode()):
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    return check
+
+
+def _endpoint(
+    service: Service, answer: Callable[[Service, Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await answer(service, request)
+
+    return endpoint
+
+
+def _card(service: Service) -> dict[str, Any]:
+    card = {"id": service.settings.name, "object": "model", "created": 0, "owned_by": "lockstep"}
+    return {**card, "max_model_len": service.context}
+
+
+def _models(service: Service) -> Callable[[], Awaitable[dict[str, Any]]]:
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_card(service)]}
+
+    return models
+
+
+def _model(service: Service) -> Callable[[str], Awaitable[dict[str, Any]]]:
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _card(service)
+
+    return model
+
+
+def _metrics(service: Service) -> Callable[[], Awaitable[Response]]:
+    async def metrics() -> Response:
+        page, kind = service.metrics.page()
+        return Response(page, media_type=kind)
+
+    return metrics
+
+
+def _health(service: Service) -> Callable[[], Awaitable[dict[str, str]]]:
+    async def health() -> dict[str, str]:
+        if service.stopping:
+            raise closing()
+        return {"status": "ok"}
+
+    return health
+
+
+def _told(error: ApiError) -> JSONResponse:
+    retry = {"retry-after": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.body, error.status, headers=retry)
+
+
+async def _error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _told(error)
+
+
+async def _left(_: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it; a number of its own for the metrics
+
+
+async def _fault(_: Request, error: Exception) -> Response:
+    return _told(ApiError(500, "the server has a fault; its log says which"))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """An unknown path, or another method than a route has."""
+    assert isinstance(error, HTTPException)
+    return _told(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+
+class _Counted:
+    """Counts what was answered, by route and status."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app, self._requests = app, metrics.requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in _PATHS else "other"
+                self._requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counting)
+
+
+_PATHS = {*ROUTES, "/v1/models", "/metrics", "/health"}

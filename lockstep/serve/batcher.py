@@ -1,0 +1,159 @@
+"""Requests of many clients through one engine: they are taken in and handed out between its launches.
+
+One thread calls `turn`, over and over; it is the only one that touches the engine. Other threads `submit` and `cancel`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from ..errors import InputError, LockstepError
+from ..generator import Engine
+from ..types import Completion, SampleIdentity, SamplingParams
+
+FAILURES = 3  # launches in a row that raise, after which the engine is not tried again
+
+_log = logging.getLogger("lockstep")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is new of a sample: tokens since the last update of a job that is streamed, both log-probabilities as in
+    `Completion`, and the completion once it is finished. `sample` counts from 0 in its job."""
+
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]
+    model_logprobs: list[float]
+    completion: Completion | None
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt to complete `sampling.n` times, as `Engine.add_request` takes it; `streamed` ones are told of as they
+    grow, others when a sample is finished."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    identity: SampleIdentity
+    streamed: bool = False
+    told: list[int] = field(init=False)  # tokens, of each sample
+    left: int = field(init=False)  # samples that are not finished
+
+    def __post_init__(self) -> None:
+        self.left = self.sampling.n
+        self.told = [0] * self.left
+
+
+News = list[tuple[Job, Update | Exception]]
+
+
+class Batcher:
+    """An engine shared by jobs that come at any time.
+
+    Args:
+        deliver: called with what every turn brought, in the thread that takes turns. An exception is a job's end.
+    """
+
+    def __init__(self, engine: Engine, deliver: Callable[[News], None]) -> None:
+        self.engine, self._deliver = engine, deliver
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: dict[int, Job] = {}  # by the engine's id
+        self._news: News = []
+        self._failures = 0
+
+    def submit(self, job: Job) -> None:
+        """Have it run."""
+        self._inbox.put(partial(self._add, job))
+
+    def cancel(self, job: Job) -> None:
+        """Leave it, if it is not finished; nothing more is delivered of it."""
+        self._inbox.put(partial(self._remove, job))
+
+    def wake(self) -> None:
+        """Make a turn that waits for jobs return. A signal handler may call it."""
+        self._inbox.put(lambda: None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether jobs are unfinished, of those that were taken in."""
+        return bool(self._jobs)
+
+    def turn(self, wait: float | None = None) -> None:
+        """Take in what has come, launch once, and deliver; without a job wait, for `wait` seconds at most.
+
+        Raises `LockstepError` when the engine has failed too often in a row.
+        """
+        self._take_in(wait)
+        if self._jobs:
+            try:
+                self._launch()
+                self._failures = 0
+            except Exception as error:
+                self._fail(error)
+        self._hand_out()
+        if self._failures >= FAILURES:
+            raise LockstepError(f"the engine failed {FAILURES} times in a row; see the messages before this one")
+
+    def end(self, error: Exception) -> None:
+        """End every job with `error`."""
+        self._take_in(0)
+        for request_id, job in list(self._jobs.items()):
+            self.engine.abort(request_id)
+            self._news.append((job, error))
+        self._jobs.clear()
+        self._hand_out()
+
+    def _take_in(self, wait: float | None) -> None:
+        try:
+            if not self._jobs:
+                self._inbox.get(timeout=wait)() if wait != 0 else self._inbox.get_nowait()()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _add(self, job: Job) -> None:
+        try:
+            self._jobs[self.engine.add_request(job.prompt_ids, job.sampling, job.identity)] = job
+        except InputError as error:
+            self._news.append((job, error))
+
+    def _remove(self, job: Job) -> None:
+        for request_id, other in list(self._jobs.items()):
+            if other is job:
+                del self._jobs[request_id]
+                self.engine.abort(request_id)
+
+    def _launch(self) -> None:
+        for grown in self.engine.advance():
+            job = self._jobs[grown.request_id]
+            sample = grown.identity.sample - job.identity.sample
+            if grown.completion is None and not job.streamed:
+                continue
+            told = job.told[sample]
+            new = (grown.token_ids[told:], grown.logprobs[told:], grown.model_logprobs[told:])
+            job.told[sample] = len(grown.token_ids)
+            self._news.append((job, Update(sample, *new, grown.completion)))
+            if grown.completion is not None:
+                job.left -= 1
+                if not job.left:
+                    del self._jobs[grown.request_id]
+
+    def _fail(self, error: Exception) -> None:
+        """What ran when the engine raised is lost, and so is what waited: it may be what made it raise."""
+        _log.error("the engine failed", exc_info=error)
+        self._failures += 1
+        for request_id, job in self._jobs.items():
+            self.engine.abort(request_id)
+            self._news.append((job, error))
+        self._jobs.clear()
+
+    def _hand_out(self) -> None:
+        if self._news:
+            self._news, news = [], self._news
+            self._deliver(news)

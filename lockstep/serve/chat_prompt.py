@@ -1,0 +1,146 @@
+"""Chat messages to token ids. Given text is encoded once; what was sampled, and comes back as tokens, stays tokens.
+
+An answer's message has its `token_ids` when its request asked for them. Sent back with the conversation they stand in
+the next prompt as they are, between the pieces of text that the template puts around them, so a conversation's prompt
+begins with the last one's prompt and what was sampled after it. Where the template no longer renders a turn as it was
+(it removes thinking, say) or the client has changed it, its text is encoded as all text is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+from ..models.tokenizer import check_size, encode_text, render_chat
+from ..session.build import Policy
+from .errors import refused
+from .tool_calls import ToolFormat
+
+Message = dict[str, Any]
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A prompt's token ids; of its messages' turns that came with token ids, how many stand in it as they were sampled,
+    and how many had to be encoded again."""
+
+    token_ids: list[int]
+    kept: int = 0
+    encoded_again: int = 0
+
+
+def checked_messages(messages: Any) -> list[Message]:
+    """Messages as chat templates take them: text as one string, arguments of tool calls as objects. Raises `ApiError`
+    naming the part that is wrong."""
+    if not isinstance(messages, list) or not messages:
+        raise refused("messages", "messages must be a list of at least one message")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise refused(where, f"{where} must be an object with role and content")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise refused(f"{where}.role", f"{where}.role is {role!r:.40}; it must be one of {', '.join(sorted(_ROLES))}")
+    given = {name: value for name, value in message.items() if value is not None}
+    given["role"] = "system" if role == "developer" else role
+    if "content" not in given and not (role == "assistant" and given.get("tool_calls")):
+        raise refused(f"{where}.content", f"{where}.content is missing")
+    given["content"] = _text(given.get("content", ""), f"{where}.content")
+    if "tool_calls" in given:
+        given["tool_calls"] = _tool_calls(given["tool_calls"], f"{where}.tool_calls")
+        if not given["tool_calls"]:
+            del given["tool_calls"]
+    return given
+
+
+def _text(content: Any, where: str) -> str:
+    """A string as it is; parts, which must be text, joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refused(where, f"{where} must be a string, or a list of parts with text")
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise refused(f"{where}[{i}]", f"{where}[{i}] must be a part of type text, with its text")
+    return "".join(part["text"] for part in content)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise refused(where, f"{where} must be a list")
+    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A call whose arguments are an object, which templates write in their own way."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise refused(f"{where}.function", f"{where}.function must be an object with a name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise refused(f"{where}.function.arguments", f"{where}.function.arguments is no JSON: {error}") from error
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def encode_chat(
+    policy: Policy, messages: list[Message], variables: dict[str, Any], form: ToolFormat | None
+) -> ChatPrompt:
+    """Token ids of checked messages through the model's template with these `variables`, its tools among them.
+
+    Raises `InputError` when the template refuses the messages, or they are larger than any prompt.
+    """
+    config = policy.model.config
+    check_size(messages, config.max_position_embeddings, policy.longest_token)
+    told = [{k: v for k, v in message.items() if k != "token_ids"} for message in messages]
+    text = render_chat(policy.tokenizer, told, variables)
+    ids: list[int] = []
+    place = kept = lost = 0  # characters of `text` that `ids` stand for; turns
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and message.get("token_ids"):
+            sampled = _sampled(message["token_ids"], f"messages[{i}].token_ids", config.vocab_size)
+            turn = _turn(policy, text, render_chat(policy.tokenizer, told[:i], variables), sampled, form)
+            if turn is None:
+                lost += 1
+                continue
+            ids += encode_text(policy.tokenizer, text[place : turn[0]]) + sampled
+            place, kept = turn[1], kept + 1
+    return ChatPrompt(ids + encode_text(policy.tokenizer, text[place:]), kept, lost)
+
+
+def _sampled(token_ids: Any, where: str, vocabulary: int) -> list[int]:
+    if not isinstance(token_ids, list) or not all(type(t) is int and 0 <= t < vocabulary for t in token_ids):
+        raise refused(where, f"{where} must be a list of token ids, each below {vocabulary}")
+    return token_ids
+
+
+def _turn(
+    policy: Policy, text: str, before: str, sampled: list[int], form: ToolFormat | None
+) -> tuple[int, int] | None:
+    """Where a turn that was sampled after `before` stands in `text`: from there up to where given text goes on. None
+    where `text` has not what was sampled. A generation prompt may have had an end that turns of the past have not."""
+    ended = sampled[-1] in policy.model.config.eos_token_ids
+    tokenizer = policy.tokenizer
+    closing = tokenizer.decode(sampled[-1:], skip_special_tokens=False) if ended else tokenizer.eos_token
+    start = len(commonprefix([text, before]))
+    end = text.find(closing, start) if closing else -1
+    if end < 0 or not _same(text[start:end], policy.decode(sampled), form):
+        return None
+    return start, end + len(closing) * ended
+
+
+def _same(rendered: str, sampled: str, form: ToolFormat | None) -> bool:
+    """Whether a template has rendered what was sampled: but for space around it, and the spelling of tool calls."""
+    if rendered.strip() == sampled.strip():
+        return True
+    if form is None:
+        return False
+    (text, calls), (sampled_text, sampled_calls) = form.parse(rendered), form.parse(sampled)
+    return bool(calls) and calls == sampled_calls and text.strip() == sampled_text.strip()

@@ -1,0 +1,40 @@
+"""Errors as clients of OpenAI's API read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that gets no answer: the status, and what to tell its sender.
+
+    Args:
+        param: the field that is wrong.
+        code: a word that programs look for, such as `context_length_exceeded`.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's shape."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused(param: str, message: str, code: str | None = None) -> ApiError:
+    """Status 400: the field `param` cannot be as it is."""
+    return ApiError(400, message, param, code)
+
+
+def closing() -> ApiError:
+    """Status 503, for what comes or is left while the server ends."""
+    return ApiError(503, "the server is shutting down")
+
+
+class ClientLeft(Exception):
+    """Nobody is there to read the answer."""

@@ -1,0 +1,42 @@
+"""Answers that are streamed, as server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import ApiError, ClientLeft
+from .service import Ticket
+
+
+class EventStream(Response):
+    """The chunks of an answer, while its ticket is held; then `[DONE]`. An error on the way is the last event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, ticket: Ticket, chunks: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._ticket, self._chunks = ticket, chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with self._ticket:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async for chunk in self._chunks:
+                    await send({"type": "http.response.body", "body": event(chunk), "more_body": True})
+            last = b"data: [DONE]\n\n"
+        except ApiError as error:
+            last = event(error.body)
+        except ClientLeft:
+            return
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,51 @@
+"""What `/metrics` tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from ..generator import Engine
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class ServerMetrics:
+    """Counters of one server, in a registry of their own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "lockstep_requests", "Requests answered, by route and status", ["route", "status"], registry=registry
+        )
+        self.prompt_tokens = Counter("lockstep_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.sampled_tokens = Counter("lockstep_sampled_tokens", "Tokens of finished samples", registry=registry)
+        self.left = Counter("lockstep_clients_left", "Requests whose client left before the answer", registry=registry)
+        self.turns = Counter(
+            "lockstep_sampled_turns",
+            "Turns of conversations that came back with their token ids: kept, or encoded again",
+            ["as"],
+            registry=registry,
+        )
+        self.first_token = Histogram(
+            "lockstep_first_token_seconds", "Until a streamed answer begins", registry=registry, buckets=_SECONDS
+        )
+        self.seconds = Histogram(
+            "lockstep_request_seconds", "Until an answer is complete", registry=registry, buckets=_SECONDS
+        )
+        scheduler, cache = engine.scheduler, engine.cache
+        self._gauge("lockstep_running_samples", "Samples that are decoded now", lambda: len(scheduler.running))
+        self._gauge("lockstep_waiting_prompts", "Prompts that wait for slots or pages", lambda: len(scheduler.waiting))
+        self._gauge("lockstep_preemptions", "Samples that gave up their pages", lambda: scheduler.preemptions)
+        self._gauge("lockstep_kv_pages", "Pages of the KV cache", lambda: cache.num_pages)
+        self._gauge("lockstep_kv_pages_free", "Pages that no running sample holds", lambda: cache.num_free)
+
+    def _gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
+        Gauge(name, about, registry=self._registry).set_function(value)
+
+    def page(self) -> tuple[bytes, str]:
+        """The text that Prometheus reads, and its type."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST

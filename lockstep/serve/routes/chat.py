@@ -1,0 +1,157 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from ...config import TEMPLATE_ARGUMENTS
+from ...types import Completion
+from ..batcher import Job, Update
+from ..bodies import ChatBody, read_body
+from ..chat_prompt import ChatPrompt, checked_messages, encode_chat
+from ..errors import refused
+from ..events import EventStream
+from ..service import Service, Ticket, streamed
+from ..text import GrowingText, chat_logprobs, visible
+from ..tool_calls import ToolCall, ToolFormat
+from .common import head, usage
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A request that is under way."""
+
+    service: Service
+    body: ChatBody
+    job: Job
+    form: ToolFormat | None
+
+    @property
+    def head(self) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.body.stream else "chat.completion"
+        return head(kind, "chatcmpl", self.body, self.service.settings.name)
+
+
+async def chat(service: Service, request: Request) -> Response:
+    """Answer a conversation."""
+    body = await read_body(request, ChatBody, service.settings.max_body_mib << 20)
+    service.check_model(body.model)
+    if body.top_logprobs:
+        raise refused("top_logprobs", "top_logprobs must be 0: there are log-probabilities of sampled tokens alone")
+    messages = checked_messages(body.messages)
+    form = _tool_format(service, body)
+    variables = {**service.policy.template_variables, **_variables(body.chat_template_kwargs)}
+    if form is not None:
+        variables["tools"] = body.tools
+    prompt = await service.encoded(encode_chat, service.policy, messages, variables, form or service.tool_format)
+    _count(service, prompt)
+    service.seeded(body)
+    job = service.job(prompt.token_ids, body, _max_tokens(service, body, prompt), "messages")
+    asked = _Chat(service, body, job, form)
+    if body.stream:
+        ticket = service.open(request, streamed([job]))
+        return EventStream(ticket, _chunks(asked, ticket))
+    async with service.open(request, [job]) as ticket:
+        (samples,) = await ticket.completions()
+    return JSONResponse(_answer(asked, samples))
+
+
+def _variables(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        if name in (*TEMPLATE_ARGUMENTS, "tools"):
+            raise refused(
+                f"chat_template_kwargs.{name}", f"chat_template_kwargs sets {name}, which is no variable of it"
+            )
+    return given
+
+
+def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
+    """How the model is to call the tools; None where it is given none."""
+    if body.tool_choice not in ("auto", "none"):
+        raise refused("tool_choice", 'tool_choice must be "auto" or "none": sampling is not constrained')
+    for i, tool in enumerate(body.tools):
+        function = tool.get("function")
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if tool.get("type") != "function" or not named:
+            raise refused(f"tools[{i}]", f'tools[{i}] must be {{"type": "function", "function": {{"name": ...}}}}')
+    if not body.tools or body.tool_choice == "none":
+        return None
+    if service.tool_format is None:
+        raise refused("tools", "the model's chat template has no tools, or calls them in a form that is not known here")
+    return replace(service.tool_format, tools=tuple(body.tools))
+
+
+def _count(service: Service, prompt: ChatPrompt) -> None:
+    service.metrics.turns.labels("kept").inc(prompt.kept)
+    service.metrics.turns.labels("encoded_again").inc(prompt.encoded_again)
+
+
+def _max_tokens(service: Service, body: ChatBody, prompt: ChatPrompt) -> int:
+    """What the request asks for, or what the context leaves."""
+    return body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt.token_ids))
+
+
+def _answer(asked: _Chat, samples: list[Completion]) -> dict[str, Any]:
+    choices = [_choice(asked, i, completion) for i, completion in enumerate(samples)]
+    answer = {**asked.head, "choices": choices}
+    if asked.body.return_token_ids:
+        answer["prompt_token_ids"] = asked.job.prompt_ids
+    return {**answer, "usage": usage([asked.job], sum(len(c.token_ids) for c in samples))}
+
+
+def _choice(asked: _Chat, index: int, completion: Completion) -> dict[str, Any]:
+    text, calls = visible(completion.text, asked.job.sampling.stop, asked.form)
+    message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text}
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    choice = {"index": index, "message": message, "finish_reason": "tool_calls" if calls else completion.finish_reason}
+    choice["logprobs"] = _logprobs(asked, completion)
+    if asked.body.return_token_ids:
+        choice["token_ids"] = message["token_ids"] = completion.token_ids
+    return choice
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _logprobs(asked: _Chat, sampled: Completion | Update) -> dict[str, Any] | None:
+    if not asked.body.logprobs:
+        return None
+    return {"content": chat_logprobs(asked.service.policy.tokenizer.decode, sampled), "refusal": None}
+
+
+async def _chunks(asked: _Chat, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
+    begin, body, sampling = asked.head, asked.body, asked.job.sampling
+    decode = asked.service.policy.decode
+    texts = [GrowingText(decode, sampling.stop, asked.form) for _ in range(sampling.n)]
+    sampled = 0
+    for index in range(sampling.n):
+        first = {**begin, "choices": [_delta(index, {"role": "assistant", "content": ""})]}
+        yield first | ({"prompt_token_ids": asked.job.prompt_ids} if body.return_token_ids else {})
+    async for _, update in ticket.updates():
+        sampled += len(update.token_ids)
+        text, calls = texts[update.sample].feed(update)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": i, **_call(call)} for i, call in enumerate(calls)]
+        choice = _delta(update.sample, delta, _logprobs(asked, update))
+        if body.return_token_ids:
+            choice["token_ids"] = update.token_ids
+        if update.completion is not None:
+            choice["finish_reason"] = "tool_calls" if calls else update.completion.finish_reason
+        if delta or update.completion is not None or body.logprobs or body.return_token_ids:
+            yield {**begin, "choices": [choice]}
+    if body.stream_options.include_usage:
+        yield {**begin, "choices": [], "usage": usage([asked.job], sampled)}
+
+
+def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

@@ -1,0 +1,22 @@
+"""What the answers of several routes have."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from ..batcher import Job
+from ..bodies import ChatBody, CompletionBody
+
+
+def head(kind: str, prefix: str, body: ChatBody | CompletionBody, model: str) -> dict[str, Any]:
+    """What every chunk of an answer begins with. `seed` is the one that it was sampled with."""
+    made = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
+    return {**made, "model": model, "seed": body.seed}
+
+
+def usage(jobs: list[Job], sampled: int) -> dict[str, int]:
+    """Tokens read and sampled."""
+    read = sum(len(job.prompt_ids) for job in jobs)
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}

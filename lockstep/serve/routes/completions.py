@@ -1,0 +1,103 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from ...session.build import Policy
+from ...types import Completion
+from ..batcher import Job, Update
+from ..bodies import CompletionBody, read_body
+from ..errors import refused
+from ..events import EventStream
+from ..service import Service, Ticket, streamed
+from ..text import GrowingText, completion_logprobs, visible
+from .common import head, usage
+
+USUAL_LENGTH = 16  # new tokens where a request does not say, as in OpenAI's interface
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Continue texts, or token ids. Of several prompts the sample s of prompt p is choice p * n + s."""
+    body = await read_body(request, CompletionBody, service.settings.max_body_mib << 20)
+    service.check_model(body.model)
+    if body.logprobs:
+        raise refused("logprobs", "logprobs must be 0 or null: there are log-probabilities of sampled tokens alone")
+    prompts = await service.encoded(_encode, service.policy, _prompts(body.prompt))
+    service.seeded(body)
+    length = body.max_tokens or USUAL_LENGTH
+    jobs = [service.job(ids, body, length, "prompt", group) for group, ids in enumerate(prompts)]
+    begin = head("text_completion", "cmpl", body, service.settings.name)
+    if body.stream:
+        ticket = service.open(request, streamed(jobs))
+        return EventStream(ticket, _chunks(service, body, begin, ticket))
+    async with service.open(request, jobs) as ticket:
+        groups = await ticket.completions()
+    choices = [
+        _choice(service, body, place, jobs[place // body.n], completion)
+        for place, completion in enumerate(c for group in groups for c in group)
+    ]
+    sampled = sum(len(c.token_ids) for group in groups for c in group)
+    return JSONResponse({**begin, "choices": choices, "usage": usage(jobs, sampled)})
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """One prompt, a text or token ids, as a list of one; several as they are."""
+    alone = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(t) is int for t in prompt))
+    prompts = [prompt] if alone else prompt
+    valid = isinstance(prompts, list) and prompts
+    if not valid or not all(isinstance(p, str) or _are_ids(p) for p in prompts):
+        raise refused("prompt", "prompt must be a string, a list of token ids, or a list of either")
+    return prompts
+
+
+def _are_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def _encode(policy: Policy, prompts: list[str | list[int]]) -> list[list[int]]:
+    return [policy.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _choice(service: Service, body: CompletionBody, place: int, job: Job, completion: Completion) -> dict[str, Any]:
+    text, _ = visible(completion.text, job.sampling.stop, None)
+    choice: dict[str, Any] = {"index": place, "text": text, "finish_reason": completion.finish_reason}
+    choice["logprobs"] = _logprobs(service, body, completion, 0)
+    if body.return_token_ids:
+        choice |= {"prompt_token_ids": job.prompt_ids, "token_ids": completion.token_ids}
+    return choice
+
+
+def _logprobs(
+    service: Service, body: CompletionBody, sampled: Completion | Update, offset: int
+) -> dict[str, Any] | None:
+    decode = service.policy.tokenizer.decode
+    return None if body.logprobs is None else completion_logprobs(decode, sampled, offset)
+
+
+async def _chunks(
+    service: Service, body: CompletionBody, begin: dict[str, Any], ticket: Ticket
+) -> AsyncIterator[dict[str, Any]]:
+    stop, decode = tuple(body.stop), service.policy.decode
+    texts = [GrowingText(decode, stop, None) for _ in range(body.n * len(ticket.jobs))]
+    shown = [0] * len(texts)
+    sampled = 0
+    async for prompt, update in ticket.updates():
+        place = prompt * body.n + update.sample
+        sampled += len(update.token_ids)
+        text, _ = texts[place].feed(update)
+        choice: dict[str, Any] = {"index": place, "text": text, "finish_reason": None}
+        choice["logprobs"] = _logprobs(service, body, update, shown[place])
+        shown[place] += len(text)
+        if body.return_token_ids:
+            choice["token_ids"] = update.token_ids
+        if update.completion is not None:
+            choice["finish_reason"] = update.completion.finish_reason
+        if text or update.completion is not None or body.logprobs is not None or body.return_token_ids:
+            yield {**begin, "choices": [choice]}
+    if body.stream_options.include_usage:
+        yield {**begin, "choices": [], "usage": usage(ticket.jobs, sampled)}

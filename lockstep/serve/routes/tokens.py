@@ -1,0 +1,50 @@
+"""`/inference/v1/generate`: token ids in, token ids and log-probabilities out; nothing is decoded or encoded.
+
+The interface is vLLM's, which the training clients of verifiers speak. `logprob` is of the distribution that was
+sampled, after temperature and filters, as a trainer compares it; `model_logprob`, a field more, is the model's own.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from ...types import Completion
+from ..bodies import TokensBody, read_body
+from ..errors import refused
+from ..service import Service
+from .common import usage
+
+
+async def tokens(service: Service, request: Request) -> Response:
+    """Continue token ids."""
+    body = await read_body(request, TokensBody, service.settings.max_body_mib << 20)
+    service.check_model(body.model)
+    if body.stream:
+        raise refused("stream", "stream must be false: this route answers at once")
+    sampling = body.sampling_params
+    if sampling.logprobs is not None and sampling.logprobs > 1:
+        message = "sampling_params.logprobs must be 0 or 1: there are log-probabilities of sampled tokens alone"
+        raise refused("sampling_params.logprobs", message)
+    seed = service.seeded(sampling)
+    room = max(1, service.context - len(body.token_ids))
+    job = service.job(body.token_ids, sampling, sampling.max_tokens or room, "token_ids")
+    async with service.open(request, [job]) as ticket:
+        (samples,) = await ticket.completions()
+    choices = [_choice(i, completion) for i, completion in enumerate(samples)]
+    answer: dict[str, Any] = {"request_id": f"gen-{uuid.uuid4().hex}", "seed": seed, "choices": choices}
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = body.token_ids
+    return JSONResponse({**answer, "usage": usage([job], sum(len(c.token_ids) for c in samples))})
+
+
+def _choice(index: int, completion: Completion) -> dict[str, Any]:
+    columns = zip(completion.token_ids, completion.logprobs, completion.model_logprobs, strict=True)
+    content = [
+        {"token": f"token_id:{token}", "logprob": logprob, "model_logprob": own} for token, logprob, own in columns
+    ]
+    choice: dict[str, Any] = {"index": index, "token_ids": completion.token_ids}
+    return {**choice, "finish_reason": completion.finish_reason, "logprobs": {"content": content}}

@@ -1,0 +1,129 @@
+"""A server as a process: the engine in the thread that runs it, HTTP in another, and signals that end both.
+
+The first SIGTERM or Ctrl-C stops taking connections and lets requests finish, for a while; another ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+
+from ..errors import InputError, LockstepError, Terminated
+from ..session.generate import LLM
+from ..types import SamplingParams
+from .app import make_app
+from .errors import closing
+from .service import Service
+from .settings import Settings
+
+LEAVING = 2.0  # seconds that answers have to be sent once the last request was ended
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Kinds of sampling that graphs are made for before the first request.
+_KINDS = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0.0)]
+
+
+class Server:
+    """An `LLM` that answers on a socket, from `run` until `stop`.
+
+    Raises `InputError` where the settings do not go with the model, or it cannot listen there.
+    """
+
+    def __init__(self, llm: LLM, settings: Settings) -> None:
+        settings.validate()
+        context = settings.context(llm.context)
+        self._socket = _listen(settings.host, settings.port)
+        engine = llm.engine_for(llm.config.generator.max_num_seqs, context, _KINDS)
+        self.service = Service(llm.policy, engine, settings, context, llm.config.seed)
+        self._deadline = float("inf")
+        config = uvicorn.Config(
+            make_app(self.service),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(settings.shutdown_seconds + LEAVING) + 1,
+        )
+        self._http = uvicorn.Server(config)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self) -> None:
+        """Answer until `stop`; the calling thread is the engine's. Raises `LockstepError` when the engine fails."""
+        thread = threading.Thread(target=self._serve, name="http", daemon=True)
+        thread.start()
+        batcher = self.service.batcher
+        try:
+            while thread.is_alive():
+                batcher.turn(wait=0.5 if self.service.stopping else None)
+                if time.monotonic() > self._deadline:
+                    batcher.end(closing())
+        except BaseException:
+            self.service.stopping = self._http.should_exit = True
+            batcher.end(closing())
+            thread.join(LEAVING)
+            raise
+        if not self.service.stopping:
+            raise LockstepError("the HTTP server ended by itself; see the messages before this one")
+
+    def _serve(self) -> None:
+        try:
+            self._http.run(sockets=[self._socket])
+        finally:
+            self._socket.close()
+            self.service.batcher.wake()
+
+    def stop(self) -> None:
+        """End once what runs has finished, or `shutdown_seconds` are over. A signal handler may call it."""
+        self._deadline = time.monotonic() + self.service.settings.shutdown_seconds
+        self.service.stopping = self._http.should_exit = True
+        self.service.batcher.wake()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise InputError(f"cannot listen on {host}, port {port} ({error}); give another --host or --port") from error
+
+
+def serve(load: Callable[[], LLM], settings: Settings) -> None:
+    """Answer with the model that `load` gives until a signal ends the process; where is told on standard error."""
+    with load() as llm:
+        server = Server(llm, settings)
+        with _stopped_by_signals(server):
+            print(f"serving {settings.name} at {server.url}{settings.remark}", file=sys.stderr, flush=True)
+            server.run()
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(server: Server) -> Iterator[None]:
+    """Within it the first signal stops the server, and another raises: `KeyboardInterrupt`, or `Terminated`."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if not server.service.stopping:
+            server.stop()
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise Terminated(signal.Signals(number))
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,232 @@
+"""Between HTTP and the engine: what may run, whose news go where, and what happens when a client leaves.
+
+All of it runs in the event loop's thread; the batcher's thread hands its news over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from fastapi import Request
+
+from ..errors import InputError, LockstepError
+from ..generator import Engine
+from ..session.build import Policy
+from ..session.generate import require_numbers
+from ..types import GENERATE_DOMAIN, Completion, SampleIdentity
+from .batcher import Batcher, Job, News, Update
+from .bodies import SamplingFields
+from .errors import ApiError, ClientLeft, closing, refused
+from .metrics import ServerMetrics
+from .settings import Settings
+from .tool_calls import tool_format
+
+EXACT = 1 << 53  # whole numbers below are themselves in every language's JSON
+
+_T = TypeVar("_T")
+
+
+class Service:
+    """What routes share.
+
+    Args:
+        context: tokens that a prompt and its completion may have together.
+        seed: of the seeds that requests without one are given.
+
+    Attributes:
+        tool_format: how the model's chat template calls tools; None: it has none, or not in a known form.
+        open_samples: of requests that are not answered yet.
+        stopping: whether the server ends; nothing new is taken on.
+    """
+
+    def __init__(self, policy: Policy, engine: Engine, settings: Settings, context: int, seed: int) -> None:
+        self.policy, self.settings, self.context = policy, settings, context
+        self.batcher = Batcher(engine, self._deliver)
+        self.metrics = ServerMetrics(engine)
+        self.most_samples = engine.config.max_num_seqs + settings.max_waiting
+        self.open_samples, self.stopping = 0, False
+        self.tool_format = tool_format(policy.tokenizer)
+        self._check = engine.check
+        self._seeds = random.Random(seed)
+        self._tickets: dict[Job, Ticket] = {}
+        self._encoder = ThreadPoolExecutor(1, "encode")  # a tokenizer encodes for one at a time
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def attach(self) -> None:
+        """News are handed over to the running event loop from now on."""
+        self._loop = asyncio.get_running_loop()
+
+    def close(self) -> None:
+        """No more is encoded."""
+        self._encoder.shutdown(wait=False)
+
+    async def encoded(self, encode: Callable[..., _T], *arguments: Any) -> _T:
+        """The result of an encoding in a thread of its own. `InputError` becomes `ApiError` of the field `messages`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, partial(encode, *arguments))
+        except InputError as error:
+            raise refused("messages", str(error)) from error
+
+    def check_model(self, name: str) -> None:
+        """Raise `ApiError` for another model than the one that is served; none named is that one."""
+        if name and name != self.settings.name:
+            message = f"the model {name!r} is not served here; {self.settings.name!r} is"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def job(self, prompt_ids: list[int], body: SamplingFields, max_tokens: int, field: str, group: int = 0) -> Job:
+        """A prompt with how it is sampled. Raises `ApiError` when it could never run; `field` is the prompt's."""
+        sampling = body.sampling(max_tokens)
+        total = len(prompt_ids) + max_tokens
+        if total > self.context:
+            raise refused(
+                field,
+                f"the prompt has {len(prompt_ids)} tokens, and max_tokens is {max_tokens}; together they may be "
+                f"{self.context} at most",
+                "context_length_exceeded",
+            )
+        if sampling.n > self.most_samples:
+            raise refused("n", f"n is {sampling.n}; the server has room for {self.most_samples} samples")
+        try:
+            self._check(prompt_ids, sampling, group)
+        except InputError as error:
+            raise refused(field, str(error)) from error
+        assert body.seed is not None, "given one by `seeded`"
+        return Job(prompt_ids, sampling, SampleIdentity(body.seed, GENERATE_DOMAIN, 0, group))
+
+    def seeded(self, body: SamplingFields) -> int:
+        """The request's seed; one without is given one, which its answer tells."""
+        if body.seed is None:
+            body.seed = self._seeds.randrange(EXACT)
+        return body.seed
+
+    def open(self, request: Request, jobs: list[Job]) -> Ticket:
+        """Have the jobs of a request run. Raises `ApiError` when the server is full, or ends."""
+        if self.stopping:
+            raise closing()
+        samples = sum(job.sampling.n for job in jobs)
+        if self.open_samples + samples > self.most_samples:
+            message = f"{self.open_samples} samples run or wait, of {self.most_samples} that may; try again later"
+            raise ApiError(429, message, code="server_full")
+        self.metrics.prompt_tokens.inc(sum(len(job.prompt_ids) for job in jobs))
+        return Ticket(self, request, jobs)
+
+    def enter(self, ticket: Ticket) -> None:
+        """Give its jobs to the batcher."""
+        self.open_samples += ticket.samples
+        for job in ticket.jobs:
+            self._tickets[job] = ticket
+            self.batcher.submit(job)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Forget its jobs; those that still run are cancelled."""
+        self.open_samples -= ticket.samples
+        for job in ticket.jobs:
+            self._tickets.pop(job, None)
+            if job in ticket.unfinished:
+                self.batcher.cancel(job)
+
+    def _deliver(self, news: News) -> None:
+        """In the batcher's thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+                self._loop.call_soon_threadsafe(self._dispatch, news)
+
+    def _dispatch(self, news: News) -> None:
+        for job, item in news:
+            if (ticket := self._tickets.get(job)) is not None:
+                ticket.news.put_nowait((job, item))
+
+
+class Ticket:
+    """The jobs of one request, for as long as someone waits for them: `async with` it and read its updates.
+
+    Leaving the block cancels what is unfinished. When the client leaves, reading raises `ClientLeft`.
+
+    Attributes:
+        unfinished: samples that are not finished, by job.
+    """
+
+    def __init__(self, service: Service, request: Request, jobs: list[Job]) -> None:
+        self.jobs = jobs
+        self.samples = sum(job.sampling.n for job in jobs)
+        self.unfinished = {job: job.sampling.n for job in jobs}
+        self.news: asyncio.Queue[tuple[Job, Update | Exception] | None] = asyncio.Queue()
+        self._service, self._request = service, request
+
+    async def __aenter__(self) -> Self:
+        self._began, self._first = time.monotonic(), True
+        self._watch = asyncio.create_task(self._watch_client())
+        self._service.enter(self)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._watch.cancel()
+        self._service.leave(self)
+        metrics = self._service.metrics
+        if kind is None:
+            metrics.seconds.observe(time.monotonic() - self._began)
+        elif issubclass(kind, (ClientLeft, asyncio.CancelledError)):
+            metrics.left.inc()
+
+    async def _watch_client(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self.news.put_nowait(None)
+
+    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+        """(index of the job, what is new of one of its samples), until all are finished."""
+        index = {job: i for i, job in enumerate(self.jobs)}
+        while self.unfinished:
+            found = await self.news.get()
+            if found is None:
+                raise ClientLeft
+            job, item = found
+            if isinstance(item, Exception):
+                del self.unfinished[job]
+                raise _told(item)
+            if self._first:
+                self._first = False
+                self._service.metrics.first_token.observe(time.monotonic() - self._began)
+            if item.completion is not None:
+                self._finish(job, index[job], item.completion)
+            yield index[job], item
+
+    def _finish(self, job: Job, index: int, completion: Completion) -> None:
+        self.unfinished[job] -= 1
+        if not self.unfinished[job]:
+            del self.unfinished[job]
+        self._service.metrics.sampled_tokens.inc(len(completion.token_ids))
+        try:
+            require_numbers(index, completion)
+        except LockstepError as error:
+            raise ApiError(500, str(error), code="non_finite") from error
+
+    async def completions(self) -> list[list[Completion]]:
+        """Of each job its samples, once all are finished."""
+        found: list[dict[int, Completion]] = [{} for _ in self.jobs]
+        async for index, update in self.updates():
+            if update.completion is not None:
+                found[index][update.sample] = update.completion
+        return [[of_job[i] for i in range(len(of_job))] for of_job in found]
+
+
+def _told(error: Exception) -> ApiError:
+    """What a client is told of what ended its job."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InputError):
+        return refused("prompt", str(error))
+    return ApiError(500, f"the engine failed: {type(error).__name__}")
+
+
+def streamed(jobs: list[Job]) -> list[Job]:
+    """The same, to be told of as they grow."""
+    return [replace(job, streamed=True) for job in jobs]

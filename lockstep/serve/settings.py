@@ -1,0 +1,72 @@
+"""What a server is told beside its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import GeneratorConfig, check_range
+from ..errors import refuse
+
+USUAL_CONTEXT = 8192  # tokens a request, where the model allows more and nobody asks for it: block tables are that wide
+STEPS_PER_SYNC = 4  # tokens that a stream shows together, and that pass before a new request or a cancellation is seen
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where a server listens, whom it answers, and what it takes on.
+
+    Attributes:
+        api_key: what clients must send as a bearer token; None: nothing.
+        name: of the model, for clients.
+        max_model_len: tokens that a prompt and its completion may have together; 0: as many as the model's context, and
+            no more than `USUAL_CONTEXT`.
+        max_num_seqs: samples that run at once.
+        kv_cache_tokens: that the cache holds; 0 plans it for so many samples of so many tokens and the memory at hand.
+        max_waiting: samples that may wait for a place among the running ones; one more is refused with status 429.
+        max_body_mib: size of a request's body, above which it is refused with status 413.
+        shutdown_seconds: that requests have to finish once the server is told to end.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    max_model_len: int = 0
+    max_num_seqs: int = 256
+    kv_cache_tokens: int = 0
+    max_waiting: int = 1024
+    max_body_mib: int = 16
+    shutdown_seconds: float = 30.0
+
+    def validate(self) -> None:
+        """Raise `InputError` naming the first flag that is not usable."""
+        check_range("--port", self.port, 0, 65535)
+        check_range("--max-model-len", self.max_model_len, 0, 1 << 31)
+        check_range("--max-num-seqs", self.max_num_seqs, 1, 1 << 16)
+        check_range("--kv-cache-tokens", self.kv_cache_tokens, 0, 1 << 40)
+        check_range("--max-waiting", self.max_waiting, 0, 1 << 20)
+        check_range("--max-body-mib", self.max_body_mib, 1, 1 << 10)
+        check_range("--shutdown-seconds", self.shutdown_seconds, 0, 86400)
+        refuse(self.api_key == "", "the API key is empty; give a text, or leave it out")
+        refuse(not self.name, "--served-model-name is empty; give a text, or leave it out")
+
+    @property
+    def generator(self) -> GeneratorConfig:
+        """The engine's settings."""
+        return GeneratorConfig(
+            max_num_seqs=self.max_num_seqs, kv_cache_tokens=self.kv_cache_tokens, steps_per_sync=STEPS_PER_SYNC
+        )
+
+    @property
+    def remark(self) -> str:
+        """A warning, where others than this machine's users are answered without a key."""
+        alone = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return "" if alone or self.api_key else " (without a key: whoever reaches this address is answered)"
+
+    def context(self, of_model: int) -> int:
+        """`max_model_len` with a model of this context. Raises `InputError` when it has less than is asked for."""
+        refuse(
+            self.max_model_len > of_model,
+            f"--max-model-len is {self.max_model_len}; the model's context has {of_model} tokens",
+        )
+        return self.max_model_len or min(of_model, USUAL_CONTEXT)

@@ -1,0 +1,71 @@
+"""What a client sees of a sample: its text up to a stop string, calls of tools taken out of it, and its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..models.tokenizer import TextStream
+from ..types import Completion
+from .batcher import Update
+from .tool_calls import ToolCall, ToolFormat, before
+
+
+def visible(text: str, stop: Iterable[str], form: ToolFormat | None) -> tuple[str, list[ToolCall]]:
+    """A finished text before the first stop string, without the calls of tools in it; and these."""
+    cut = min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))
+    return form.parse(text[:cut]) if form is not None else (text[:cut], [])
+
+
+class GrowingText:
+    """The visible text of one sample, a piece at a time. What may turn out to be a stop string or the beginning of a
+    call is held back; pieces add up to what `visible` gives for the whole."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...], form: ToolFormat | None) -> None:
+        self._text, self._stream = "", TextStream(decode)
+        self._stop, self._form = stop, form
+        self._token_ids: list[int] = []
+        self._shown = 0
+
+    def feed(self, update: Update) -> tuple[str, list[ToolCall]]:
+        """What is new; calls come with the completion."""
+        if update.completion is not None:
+            text, calls = visible(update.completion.text, self._stop, self._form)
+            return text[self._shown :], calls
+        self._token_ids += update.token_ids
+        self._text += self._stream.feed(self._token_ids)
+        safe = min((before(self._text, s) for s in self._stop), default=len(self._text))
+        if self._form is not None:
+            safe = min(safe, self._form.safe(self._text))
+        piece = self._text[self._shown : safe]
+        self._shown = max(self._shown, safe)
+        return piece, []
+
+
+def chat_logprobs(decode: Callable[..., str], sampled: Completion | Update) -> list[dict[str, Any]]:
+    """An entry a token as chat completions have them. `logprob` is the model's own, and `sampled_logprob`, a field more
+    than OpenAI's, that of the distribution that was sampled, after temperature and filters."""
+    columns = zip(sampled.token_ids, sampled.model_logprobs, sampled.logprobs, strict=True)
+    entries = []
+    for token_id, own, after_filters in columns:
+        token = decode([token_id], skip_special_tokens=False)
+        whole = "\N{REPLACEMENT CHARACTER}" not in token
+        entry = {"token": token, "bytes": list(token.encode()) if whole else None}
+        entries.append({**entry, "logprob": own, "sampled_logprob": after_filters, "top_logprobs": []})
+    return entries
+
+
+def completion_logprobs(decode: Callable[..., str], sampled: Completion | Update, offset: int) -> dict[str, Any]:
+    """As `/v1/completions` has them, for tokens whose text begins at character `offset`."""
+    entries = chat_logprobs(decode, sampled)
+    offsets = []
+    for entry in entries:
+        offsets.append(offset)
+        offset += len(entry["token"])
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "sampled_logprobs": [entry["sampled_logprob"] for entry in entries],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }

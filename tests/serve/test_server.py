@@ -1,0 +1,340 @@
+"""The server as OpenAI's own client meets it: the bits of `LLM.generate`, whatever else runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import KEY, Running, running
+
+from lockstep.session.generate import LLM
+from lockstep.types import Completion, SamplingParams
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+SHORT = SamplingParams(max_completion_length=12)
+SENT = {"model": "tiny", "max_tokens": 12, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Running]:
+    """A server of the tiny random model, which asks for a key."""
+    with running(model, api_key=KEY) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, device="cpu", seed=7)
+
+
+def alone(llm: LLM, prompt: Any, sampling: SamplingParams = SHORT) -> list[Completion]:
+    """What `LLM.generate` gives."""
+    return llm.generate([prompt], sampling)[0]
+
+
+def test_a_chat_has_the_bits_of_generate(served: Running, llm: LLM) -> None:
+    answer = served.client.chat.completions.create(
+        **SENT, messages=HELLO, n=2, logprobs=True, extra_body={"return_token_ids": True}
+    )
+    expected = alone(llm, HELLO, replace(SHORT, n=2))
+    assert answer.prompt_token_ids == llm.policy.encode(HELLO) and answer.seed == 7
+    for choice, one in zip(answer.choices, expected, strict=True):
+        assert choice.message.content == one.text and choice.finish_reason == one.finish_reason
+        assert choice.token_ids == choice.message.token_ids == one.token_ids
+        entries = choice.logprobs.content
+        assert [entry.logprob for entry in entries] == one.model_logprobs
+        assert [entry.sampled_logprob for entry in entries] == one.logprobs
+        decoded = [llm.policy.tokenizer.decode([t], skip_special_tokens=False) for t in one.token_ids]
+        assert [entry.token for entry in entries] == decoded
+        assert all(entry.bytes is None or bytes(entry.bytes).decode() == entry.token for entry in entries)
+    assert [c.index for c in answer.choices] == [0, 1] and expected[0] != expected[1]
+    sampled = sum(len(one.token_ids) for one in expected)
+    assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        sampled,
+        sampled + len(answer.prompt_token_ids),
+    )
+
+
+def test_a_streamed_chat_adds_up(served: Running, llm: LLM) -> None:
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, min_p=0.001, max_completion_length=40, n=3)
+    more = {"top_k": 40, "min_p": 0.001, "return_token_ids": True}
+    kept = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 40, "n": 3}
+    texts, ids, logprobs, reasons = ["", "", ""], [[], [], []], [[], [], []], [None] * 3
+    last = None
+    for chunk in served.client.chat.completions.create(
+        **(SENT | kept), messages=HELLO, stream=True, stream_options={"include_usage": True}, logprobs=True,
+        extra_body=more,
+    ):  # fmt: skip
+        last = chunk
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            ids[choice.index] += getattr(choice, "token_ids", None) or []
+            logprobs[choice.index] += [e.sampled_logprob for e in choice.logprobs.content] if choice.logprobs else []
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    expected = alone(llm, HELLO, sampling)
+    assert texts == [one.text for one in expected] and ids == [one.token_ids for one in expected]
+    assert logprobs == [one.logprobs for one in expected] and reasons == [one.finish_reason for one in expected]
+    assert last is not None and last.choices == [] and last.usage.completion_tokens == sum(map(len, ids))
+
+
+def test_completions_of_texts_and_of_tokens(served: Running, llm: LLM) -> None:
+    prompts = ["one", "another prompt"]
+    expected = llm.generate(prompts, replace(SHORT, n=2))
+    flat = [one for group in expected for one in group]
+    answer = served.client.completions.create(**SENT, prompt=prompts, n=2, logprobs=0)
+    assert [choice.text for choice in answer.choices] == [one.text for one in flat]
+    assert [choice.logprobs.token_logprobs for choice in answer.choices] == [one.model_logprobs for one in flat]
+    by_tokens = served.client.completions.create(**SENT, prompt=[llm.policy.encode(p) for p in prompts], n=2)
+    assert [choice.text for choice in by_tokens.choices] == [one.text for one in flat]
+    texts = [""] * 4
+    for chunk in served.client.completions.create(**SENT, prompt=prompts, n=2, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [one.text for one in flat]
+    short = served.client.completions.create(model="tiny", prompt="one", seed=7)
+    assert short.usage.completion_tokens <= 16
+
+
+def test_tokens_in_and_out(served: Running, llm: LLM) -> None:
+    """As training clients of verifiers post them."""
+    ids = llm.policy.encode(HELLO)
+    sampling = {"max_tokens": 12, "temperature": 0.7, "top_p": 0.95, "seed": 7, "stop_token_ids": [258, 300]}
+    more = {"logprobs": 1, "skip_special_tokens": False, "routed_experts_prompt_start": 0, "top_k": -1}
+    body = {"model": "tiny", "token_ids": ids, "sampling_params": {**sampling, **more}, "cache_salt": "x"}
+    answer = served.http.post("/inference/v1/generate", json=body).json()
+    (choice,) = answer["choices"]
+    wanted = SamplingParams(temperature=0.7, top_p=0.95, max_completion_length=12, stop_token_ids=(258, 300))
+    (one,) = alone(llm, HELLO, wanted)
+    assert choice["token_ids"] == one.token_ids and choice["finish_reason"] == one.finish_reason
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{t}" for t in one.token_ids]
+    assert [entry["logprob"] for entry in content] == one.logprobs
+    assert [entry["model_logprob"] for entry in content] == one.model_logprobs
+
+
+def test_stop_strings_are_left_out_in_pieces_as_in_whole(served: Running, llm: LLM) -> None:
+    long = replace(SHORT, max_completion_length=60)
+    text = alone(llm, "one", long)[0].text
+    stop = next(text[i : i + 2] for i in range(12, len(text)) if text.find(text[i : i + 2]) == i)
+    kept = {**SENT, "max_tokens": 60, "prompt": "one", "stop": [stop, "never this"]}
+    (choice,) = served.client.completions.create(**kept).choices
+    assert choice.finish_reason == "stop" and choice.text == text[: text.index(stop)]
+    pieces = [c.text for chunk in served.client.completions.create(**kept, stream=True) for c in chunk.choices]
+    assert "".join(pieces) == choice.text and len(pieces) > 2
+
+
+def test_an_answer_without_a_seed_tells_the_one_that_draws_it_again(served: Running) -> None:
+    kept = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 1.0}
+    first, second = (served.client.chat.completions.create(**kept) for _ in range(2))
+    assert first.seed != second.seed and first.choices[0].message.content != second.choices[0].message.content
+    again = served.client.chat.completions.create(**kept, seed=first.seed)
+    assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def test_many_at_once_are_neither_lost_nor_crossed(served: Running, model: Path) -> None:
+    """48 clients for 16 places, of all routes, each with what it gets alone."""
+
+    def ask(i: int) -> list[Any]:
+        kept = {"model": "tiny", "seed": i, "temperature": (0.0, 0.7, 1.0)[i % 3], "max_tokens": 5 + i % 13}
+        if i % 4 == 0:
+            stream = served.client.completions.create(**kept, prompt=f"prompt {i}", stream=True)
+            return ["".join(c.text for chunk in stream for c in chunk.choices)]
+        if i % 4 == 1:
+            found = served.client.chat.completions.create(**kept, messages=[{"role": "user", "content": f"{i}"}], n=2)
+            return [choice.message.content for choice in found.choices]
+        return [choice.text for choice in served.client.completions.create(**kept, prompt=f"prompt {i}").choices]
+
+    with ThreadPoolExecutor(48) as pool:
+        answers = list(pool.map(ask, range(48)))
+    llm = LLM(model, device="cpu")
+    for i, texts in enumerate(answers):
+        sampling = SamplingParams(temperature=(0.0, 0.7, 1.0)[i % 3], max_completion_length=5 + i % 13, n=len(texts))
+        llm.config = replace(llm.config, seed=i)
+        prompt: Any = [{"role": "user", "content": f"{i}"}] if i % 4 == 1 else f"prompt {i}"
+        assert texts == [one.text for one in alone(llm, prompt, sampling)], i
+    wait_until(lambda: served.idle)
+
+
+def wait_until(condition: Any, seconds: float = 1.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_pages_within_a_second(served: Running, stream: bool) -> None:
+    body = {"prompt": "one", "max_tokens": 400, "ignore_eos": True, "n": 4, "stream": stream}
+    assert served.idle
+    if stream:
+        with served.http.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            assert not served.idle
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            served.http.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.2))
+    wait_until(lambda: served.idle)
+
+
+BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
+    ("chat", {"messages": HELLO, "temperature": "hot"}, "temperature", "valid number"),
+    ("chat", {"messages": HELLO, "temperature": -1}, "temperature", "greater than or equal to 0"),
+    ("chat", {"messages": HELLO, "temperature": float("nan")}, "temperature", "finite"),
+    ("chat", {"messages": HELLO, "top_p": 0}, "top_p", "greater than"),
+    ("chat", {"messages": HELLO, "n": 0}, "n", "greater than"),
+    ("chat", {"messages": HELLO, "n": 5000}, "n", "has room for"),
+    ("chat", {"messages": HELLO, "seed": -1}, "seed", "greater than"),
+    ("chat", {"messages": HELLO, "max_tokens": True}, "max_tokens", "valid integer"),
+    ("chat", {"messages": HELLO, "max_tokens": 0}, "max_tokens", "greater than"),
+    ("chat", {"messages": HELLO, "max_tokens": 600}, "messages", "together they may be 512"),
+    ("chat", {"messages": HELLO, "stop": [""]}, "stop[0]", "at least 1 character"),
+    ("chat", {"messages": HELLO, "stop": [3]}, "stop[0]", "valid string"),
+    ("chat", {"messages": HELLO, "presence_penalty": 0.5}, "presence_penalty", "is not supported"),
+    ("chat", {"messages": HELLO, "logit_bias": {"5": 1}}, "logit_bias", "is not supported"),
+    ("chat", {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    ("chat", {"messages": HELLO, "top_logprobs": 2, "logprobs": True}, "top_logprobs", "must be 0"),
+    ("chat", {"messages": HELLO, "temprature": 0.5}, "temprature", "is no field of this route"),
+    ("chat", {"messages": HELLO, "stream_options": {"every": 1}}, "stream_options.every", "is no field"),
+    ("chat", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "has no tools"),
+    ("chat", {"messages": HELLO, "tools": [{"name": "f"}]}, "tools[0]", "must be"),
+    ("chat", {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "must be"),
+    ("chat", {"messages": HELLO, "chat_template_kwargs": 3}, "chat_template_kwargs", "valid dictionary"),
+    ("chat", {"messages": []}, "messages", "at least one"),
+    ("chat", {}, "messages", "required"),
+    ("chat", {"messages": ["hello"]}, "messages[0]", "valid dictionary"),
+    ("chat", {"messages": [{"role": "bot", "content": ""}]}, "messages[0].role", "must be one of"),
+    ("chat", {"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+    ("chat", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a string"),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "text"),
+    ("chat", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),
+    ("chat", {"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "together they may be 512"),
+    ("chat", {"messages": [{"role": "assistant", "content": "", "token_ids": [999]}]}, "messages[0].token_ids", "512"),
+    ("completions", {"prompt": ""}, "prompt", "no tokens"),
+    ("completions", {"prompt": []}, "prompt", "must be a string"),
+    ("completions", {"prompt": [1, -1]}, "prompt", "outside the model's vocabulary"),
+    ("completions", {"prompt": [1, 512]}, "prompt", "outside the model's vocabulary"),
+    ("completions", {"prompt": [[1], "x", 3]}, "prompt", "must be a string"),
+    ("completions", {"prompt": "x", "logprobs": 3}, "logprobs", "must be 0 or null"),
+    ("completions", {"prompt": "x", "echo": True}, "echo", "is not supported"),
+    ("completions", {"prompt": "x", "best_of": 2}, "best_of", "is not supported"),
+    ("generate", {"token_ids": []}, "token_ids", "no tokens"),
+    ("generate", {"token_ids": ["a"]}, "token_ids[0]", "valid integer"),
+    ("generate", {"token_ids": [1], "sampling_params": {"top_p": 2}}, "sampling_params.top_p", "less than"),
+    ("generate", {"token_ids": [1], "sampling_params": {"min_tokens": 2}}, "sampling_params.min_tokens", "supported"),
+    ("generate", {"token_ids": [1], "sampling_params": {"logprobs": 5}}, "sampling_params.logprobs", "0 or 1"),
+    ("generate", {"token_ids": [1], "features": {}}, "features", "is no field"),
+    ("generate", {"token_ids": [1], "stream": True}, "stream", "must be false"),
+]
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "generate": "/inference/v1/generate"}
+
+
+@pytest.mark.parametrize(("route", "body", "param", "message"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_requests_name_the_field(
+    served: Running, route: str, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    response = served.http.post(PATHS[route], content=json.dumps(body))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert message in error["message"] and error["type"] == "invalid_request_error"
+    assert served.idle
+
+
+def test_a_field_that_changes_nothing_is_taken_at_that_value(served: Running) -> None:
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": None, "user": "me", "stop": None}
+    more = {"n": None, "response_format": {"type": "text"}, "parallel_tool_calls": True, "stream_options": None}
+    body = {"messages": HELLO, "max_tokens": 2, "tools": [], **neutral, **more}
+    assert served.http.post(PATHS["chat"], json=body).status_code == 200
+
+
+def test_other_requests_that_get_no_answer(served: Running) -> None:
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here") as found:
+        served.client.chat.completions.create(model="gpt", messages=HELLO)
+    assert found.value.param == "model" and found.value.code == "model_not_found"
+    for content, wanted in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (b"[" * 100_000, 400), (b" " * (17 << 20), 413)):
+        response = served.http.post(PATHS["chat"], content=content)
+        assert response.status_code == wanted and set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert served.http.get("/v1/chat/completions").status_code == 405
+    assert served.http.get("/nothing").json()["error"]["message"] == "GET /nothing: Not Found"
+
+
+def test_a_key_is_asked_for(served: Running) -> None:
+    for key in ("wrong", "", KEY + "\u00e9", KEY[:-1]):
+        headers = {"authorization": f"Bearer {key}".encode()} if key else {}
+        for path in ("/v1/models", "/metrics"):
+            response = httpx.get(f"{served.url}{path}", headers=headers)
+            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.post(f"{served.url}/inference/v1/generate", headers=headers, json={}).status_code == 401
+    assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_models_and_metrics(served: Running) -> None:
+    (card,) = served.client.models.list().data
+    assert card.id == "tiny" and card.max_model_len == 512 and served.client.models.retrieve("tiny") == card
+    served.client.completions.create(**SENT, prompt="one")
+    page = served.http.get("/metrics").text
+    pages = served.engine.cache.num_pages
+    assert f"lockstep_kv_pages_free {pages}.0" in page and f"lockstep_kv_pages {pages}.0" in page
+    assert 'lockstep_requests_total{route="/v1/completions",status="200"}' in page
+    assert "lockstep_running_samples 0.0" in page and "lockstep_request_seconds_bucket" in page
+
+
+def test_what_is_more_than_may_wait_is_refused(model: Path) -> None:
+    with running(model, max_num_seqs=2, max_waiting=2) as small, ThreadPoolExecutor(4) as pool:
+        body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "n": 2}
+        others = [pool.submit(small.http.post, "/v1/completions", json=body) for _ in range(2)]
+        wait_until(lambda: small.server.service.open_samples == 4, 10)
+        response = small.http.post("/v1/completions", json={"prompt": "x"})
+        assert response.status_code == 429 and response.json()["error"]["code"] == "server_full"
+        assert response.headers["retry-after"] == "1"
+        assert [other.result().status_code for other in others] == [200, 200]
+        assert small.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_a_server_that_is_stopped_lets_requests_finish(model: Path, llm: LLM) -> None:
+    with running(model) as served, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "one", "max_tokens": 100, "ignore_eos": True, "seed": 7}
+        answer = pool.submit(served.http.post, "/v1/completions", json=body)
+        wait_until(lambda: served.server.service.open_samples == 1, 10)
+        served.server.stop()
+        expected = alone(llm, "one", SamplingParams(max_completion_length=100, ignore_eos=True))
+        assert answer.result().json()["choices"][0]["text"] == expected[0].text
+        served.thread.join(30)
+        assert not served.thread.is_alive() and served.idle
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{served.url}/health")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_is_stopped_ends_what_takes_too_long(model: Path, stream: bool) -> None:
+    with running(model, shutdown_seconds=0.2) as served, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "one", "max_tokens": 500, "ignore_eos": True, "n": 16, "stream": stream}
+        answer = pool.submit(served.http.post, "/v1/completions", json=body)
+        wait_until(lambda: served.server.service.open_samples == 16, 10)
+        served.server.stop()
+        response = answer.result()
+        told = response.text.splitlines()[-2] if stream else response.text
+        assert "the server is shutting down" in told and response.status_code == (200 if stream else 503)
+        served.thread.join(30)
+        assert not served.thread.is_alive() and served.idle
+
+
+def test_an_engine_that_fails_is_told_and_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(model) as served:
+        advance = served.engine.advance
+
+        def failing() -> Any:
+            monkeypatch.setattr(served.engine, "advance", advance)
+            raise RuntimeError("of the device")
+
+        monkeypatch.setattr(served.engine, "advance", failing)
+        response = served.http.post("/v1/completions", json={"prompt": "x"})
+        assert response.status_code == 500 and "the engine failed: RuntimeError" in response.text
+        assert served.idle and served.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
