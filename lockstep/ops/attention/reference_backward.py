@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import native
 from ..embedding.operator import accumulate_rows
+from ..operator import in_c
 from ..records import Packed
 from .masks import MaskFunction
 
@@ -94,14 +95,14 @@ def _dense(
 
 def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:
     """Rows of each segment, a head's side by side: [B, N, I, H]."""
-    if native.computes(x_TNH):
+    if in_c(x_TNH):
         return native.gather_heads(x_TNH, rows_BI)
     return x_TNH[rows_BI.flatten()].view(*rows_BI.shape, *x_TNH.shape[1:]).transpose(1, 2).contiguous()
 
 
 def accumulate_heads(total_TNH: Tensor, rows_BI: Tensor, values_BNIH: Tensor) -> None:
     """`total[rows[b, i], n] += values[b, n, i]` in place, in the order of (b, i)."""
-    if native.computes(total_TNH):
+    if in_c(total_TNH):
         native.accumulate_heads(total_TNH, rows_BI, values_BNIH)
     else:
         accumulate_rows(total_TNH, rows_BI.flatten(), values_BNIH.transpose(1, 2).flatten(0, 1))

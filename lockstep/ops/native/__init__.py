@@ -25,12 +25,6 @@ ELEMENT, EXPONENTIAL = 32, 96  # multiplications of a product that take as long 
 TILE = 64  # keys that attention takes at a time (product.h)
 
 
-def computes(x: Tensor) -> bool:
-    """Whether what is no operator of its own is computed here for x; a trace has plain torch in its place."""
-    traced = type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() != 0
-    return not traced and x.is_cpu and x.dtype is FLOAT and library.current is not None
-
-
 def _addresses(dtype: torch.dtype, *tensors: Tensor | None) -> list[int | None]:
     """Of contiguous tensors' data, which the caller keeps alive; None for None."""
     for tensor in tensors:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import native
 from ..norm.operator import _norm_backward, _normed
-from ..operator import operator, saved
+from ..operator import in_c, operator, saved
 from ..records import Rotation
 
 
@@ -21,7 +21,7 @@ def _backward(ctx, grad: Tensor):
     if qkv_TE.is_cuda:
         grads = qk_norm_rope_backward(grad, qkv_TE, by)
         return tuple(g if x is not None else None for g, x in zip(grads, (qkv_TE, *by), strict=False))
-    compute = _native_gradients if native.computes(qkv_TE) else _gradients
+    compute = _native_gradients if in_c(qkv_TE) else _gradients
     return compute(grad, qkv_TE, by)
 
 
