@@ -15,8 +15,7 @@ _FACTS = {"reward": "reward", "advantage": "advantage", "tokens": "tokens", "fin
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample, by what it is: "Best". A `long` prompt is folded. `turns` are what followed it, each with its kind:
-    "" where all of it was sampled at once."""
+    """One sample, by what it is: "Best". A `long` prompt is folded."""
 
     title: str
     group: Any
@@ -61,10 +60,13 @@ def _facts(sample: dict[str, Any]) -> str:
 
 
 def _turns(sample: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What came after the prompt, with a name over each where there were several turns: what was sampled and what was
+    given between."""
     segments = sample.get("segments")
-    if not isinstance(segments, list) or len(segments) <= 2 or not all(isinstance(s, dict) for s in segments):
+    turns = segments[1:] if isinstance(segments, list) and len(segments) > 2 else []
+    if not turns or not all(isinstance(turn, dict) for turn in turns):
         return [("", sample.get("text"))]
-    return [(f"{text(s.get('kind'))}, {text(s.get('tokens'))} tokens", s.get("text")) for s in segments[1:]]
+    return [(f"{text(turn.get('kind'))}, {text(turn.get('tokens'))} tokens", turn.get("text")) for turn in turns]
 
 
 def _messages(prompt: Any) -> Any:
