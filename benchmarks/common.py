@@ -10,6 +10,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -126,8 +127,13 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def finish(name: str, figures: dict[str, Any], rows: list[list[str]], path: Path | None) -> None:
-    """Write the JSON file, marked as complete, and print the table (first row: heads)."""
+    """Write the JSON file, marked as complete, and print the table."""
     save(name, {**figures, "complete": True}, path)
+    show(rows)
+
+
+def show(rows: list[list[str]]) -> None:
+    """Print a table, its heads first."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -154,8 +160,11 @@ class Report:
         save(self.name, self.figures, self.path)
 
     def finish(self) -> None:
+        """Write the JSON file, marked as complete, and print what there is to say."""
+        if self.figures:
+            save(self.name, {**self.figures, "complete": True}, self.path)
         for table in self.tables:
-            finish(self.name, self.figures, table, self.path)
+            show(table)
         print("\n".join(self.notes), end="\n" * bool(self.notes))
 
 
@@ -163,6 +172,16 @@ def save(name: str, figures: dict[str, Any], path: Path | None) -> None:
     """Write the JSON file."""
     if path is not None:
         write_json({"benchmark": name, **_provenance(), **figures}, path)
+
+
+def in_a_process(case: str, *given: object, environment: dict[str, str] | None = None) -> Any:
+    """What `part` of this case returns in a process of its own, whose first words are `given`.
+
+    Raises `subprocess.CalledProcessError` when it fails.
+    """
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), case, "--part", *map(str, given)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def peer_environment(**more: str) -> dict[str, str]:

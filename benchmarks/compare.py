@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -26,9 +27,18 @@ GENERATE = {"cuda": ("one", "seed", "seed, top-p", "mid", "mixed"), "cpu": ("cpu
 TRAIN = ("all tokens", "the RL step's work")
 
 
+def _benchmark(name: str) -> Any:
+    """The tree's own; older ones have it beside this file's place."""
+    try:
+        return importlib.import_module(f"cases.{name}")
+    except ModuleNotFoundError:
+        return importlib.import_module(name)
+
+
 def _generation(name: str, device: str) -> Callable[[], object]:
-    import generate
     from common import random_model
+
+    generate = _benchmark("generate")
 
     model = random_model("qwen3-0.6b" if device == "cuda" else "tiny", device)
     if name != generate.MIXED:
@@ -45,9 +55,9 @@ def _generation(name: str, device: str) -> Callable[[], object]:
 
 def _training(name: str, device: str) -> Callable[[], object]:
     import torch
-    import train_step
     from common import random_model
 
+    train_step = _benchmark("train_step")
     count, length, prompt, arch = (40, 245, 145, "qwen3-0.6b") if device == "cuda" else (32, 128, 64, "tiny")
     tokens = torch.randint(0, 256, (count, length), generator=torch.Generator().manual_seed(1))
     tokens[:, :prompt] = tokens[::8, :prompt].repeat_interleave(8, 0)[:count]
@@ -129,9 +139,11 @@ class Tree:
         self._caches(self.scratch / f"seed{turn}")
         path = self.scratch / f"seed{turn}.json"
         arch = "qwen3-0.6b" if self.device == "cuda" else "tiny"
-        command = [sys.executable, str(self.root / "benchmarks" / "seed_workload.py"), "--arch", arch]
-        command += ["--steps", str(steps), "--runs", str(runs), "--json", str(path)]
-        subprocess.run(command, env=self.environment, cwd=self.root, check=True, stdout=sys.stderr)
+        benchmarks = self.root / "benchmarks"
+        alone = benchmarks / "seed_workload.py"  # of an older tree
+        command = [str(alone)] if alone.exists() else [str(benchmarks / "run.py"), "seed_workload"]
+        command += ["--arch", arch, "--steps", str(steps), "--runs", str(runs), "--json", str(path)]
+        subprocess.run([sys.executable, *command], env=self.environment, cwd=self.root, check=True, stdout=sys.stderr)
         return list(json.loads(path.read_text())["systems"].values())
 
 

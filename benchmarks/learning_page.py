@@ -1,4 +1,4 @@
-"""The section of docs/gpu.md on real runs, and their curves, from what `learning.py` has measured.
+"""The section of docs/gpu.md on real runs, and their curves, from what the case `learning` has measured.
 
 Every figure comes from the files: `python benchmarks/learning_page.py benchmarks/results/learning_*-h200.json`.
 """
@@ -98,7 +98,7 @@ def filled(page: str, sections: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", type=Path, nargs="+", metavar="JSON", help="what learning.py wrote")
+    parser.add_argument("files", type=Path, nargs="+", metavar="JSON", help="what the case learning wrote")
     parser.add_argument("--docs", type=Path, default=DOCS, metavar="FOLDER", help="with gpu.md and images")
     args = parser.parse_args()
     runs = {name_of(path): json.loads(path.read_text(encoding="utf-8")) for path in args.files}

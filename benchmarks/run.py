@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from pathlib import Path
-
-from common import Report, arguments
 
 CASES = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("*.py"))
 
 
 def main() -> int:
     """Each case has `flags(parser)`, which adds its own, and `measure(args, report)`, which is true if what must hold
-    does not."""
+    does not. What it measures in processes of its own (`common.in_a_process`) is its `part`."""
     chosen = argparse.ArgumentParser(description=__doc__.splitlines()[0], add_help=len(sys.argv) == 2)
     chosen.add_argument("case", choices=CASES)
-    name = chosen.parse_known_args()[0].case
+    name = chosen.parse_args(sys.argv[1:2]).case
     case = importlib.import_module(f"cases.{name}")
+    if sys.argv[2:3] == ["--part"]:
+        print(json.dumps(case.part(*sys.argv[3:])))
+        return 0
+    from common import Report, arguments  # not before a part, whose imports may be timed
+
     parser = arguments(case.__doc__.splitlines()[0], prog=f"{Path(__file__).name} {name}")
     case.flags(parser)
     args = parser.parse_args(sys.argv[2:])

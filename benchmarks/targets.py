@@ -83,11 +83,27 @@ def algorithms(f: Figures) -> Lines:
     found = f["algorithms"]
     ran = {name: a for name, a in found.items() if "failed" not in a}
     for name, a in ran.items():
-        yield at_most(f"{name}: a step, times grpo's", a["ratio"]["step"], 1.03)
+        yield at_most(f"{name}: a step, over {a['floor']}'s", a["ratio"]["step"], 1.03)
     what = f"tokens different of {sum(a['tokens_checked'] for a in ran.values())}"
     yield at_most(what, sum(a["tokens_different"] for a in ran.values()), 0)
     yield at_most("recompiles", f["recompiles"], 0)
     yield from (f"{name} FAILED: {found[name]['failed']}" for name in found.keys() - ran.keys())
+
+
+def algorithms_bits(f: Figures) -> Lines:
+    found = f["algorithms"]
+    yield at_most(
+        f"of {len(found)} algorithms, those with other bits", sum(bool(a["wrong"]) for a in found.values()), 0
+    )
+    yield from (f"{name}: {'; '.join(a['wrong'])}" for name, a in found.items() if a["wrong"])
+
+
+def algorithms_learning(f: Figures) -> Lines:
+    runs = f["runs"]
+    what = f"tokens different of {sum(r['tokens_checked'] for r in runs.values())}"
+    yield at_most(what, sum(r["tokens_different"] for r in runs.values()), 0)
+    yield at_most("algorithms that do not hold", sum(map(bool, f["wrong"].values())), 0)
+    yield from (line for found in f["wrong"].values() for line in found)
 
 
 def gpu_tests(f: Figures) -> Lines:
@@ -254,7 +270,8 @@ READERS: dict[str, Callable[[Figures], Lines]] = {
     "parity_cost": parity_cost, "train_step": train_step, "ops": ops, "moe": moe, "decode_layer": decode_layer,
     "growth": growth, "startup": startup, "flex": flex, "fsdp": fsdp,
     "settings": settings,
-    "algorithms": algorithms,
+    "algorithms": algorithms, "algorithms_learning": algorithms_learning,
+    "algorithms_bits": algorithms_bits,
 }  # fmt: skip
 
 

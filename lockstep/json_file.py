@@ -1,12 +1,33 @@
-"""Reading a JSON file that anyone may have written."""
+"""JSON: whatever Python values are made of as text, and files that anyone may have written."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import InputError
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """`value` as standard JSON, in the form of `plain`."""
+    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: arrays and tensors as lists, other objects as their text. NaN and infinities, which
+    JSON lacks, become "NaN", "Infinity" and "-Infinity"."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def read_json(path: Path) -> Any:

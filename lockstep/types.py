@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -124,7 +125,7 @@ class Trajectory:
     @property
     def token_ids(self) -> list[int]:
         """All sampled tokens; so with the other values of sampled tokens."""
-        return _joined([turn.token_ids for turn in self.turns]) or []
+        return [token for segment in self.segments if segment.sampled for token in segment.token_ids]
 
     @property
     def logprobs(self) -> list[float]:
@@ -230,20 +231,20 @@ class PackedBatch:
     support_C: Tensor | None = None  # uint8 [C, ceil(V / 8)], the sampled support, for updates after the first
     old_route_C: Tensor | None = None  # int32, `Segment.route_digests`, where they are to be compared
     old_route_T: Tensor | None = None  # int32, of given tokens the same; -1 where there is nothing to compare
+    old_value_C: Tensor | None = None  # float32, the critic's before the step's first update; see `add_values`
+    return_C: Tensor | None = None  # float32, what the critic is to say
     cu_completions: Tensor | None = None  # int32 [S + 1]: completion n is rows cu[n]:cu[n + 1]; see `index_sequences`
     together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A tensor that is replaced, added or taken away leaves the others no longer `together`."""
-        super().__setattr__(name, value)
-        if name not in _APART:
-            super().__setattr__("together", None)
 
     def index_sequences(self) -> None:
         """Fill in `cu_completions`, for a loss with terms of whole sequences."""
         ends = [0, *accumulate(len(sequence.token_ids) for sequence in self.sequences)]
         ends += [ends[-1]] * (len(self.cu_seqlens) - len(ends))
         self.cu_completions = torch.tensor(ends, dtype=torch.int32, device=self.cu_seqlens.device)
+
+    def add_values(self) -> None:
+        """Make room for a critic's values and returns."""
+        self.old_value_C, self.return_C = torch.zeros_like(self.weight_C), torch.zeros_like(self.weight_C)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device`, side by side; `sequence_C` stays on the host."""
@@ -254,13 +255,11 @@ class PackedBatch:
         return batch
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All but `sequence_C`, by name."""
-        if self.together is not None:
-            return self.together
-        return {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
-
-
-_APART = {"together", "max_len", "check_parity", "truncated", "sequence_C", "sequences"}
+        """All but `sequence_C`, by name; `together`, if none was replaced, added or taken away since."""
+        found = {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
+        known = self.together
+        same = known is not None and found.keys() == known.keys() and all(map(is_, found.values(), known.values()))
+        return known if known is not None and same else found
 
 
 class SideBySide(dict[str, Tensor]):

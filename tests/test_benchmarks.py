@@ -187,12 +187,12 @@ def test_a_run_on_several_processes_keeps_its_passes(scripts: None, tmp_path: Pa
     for name, content in (("metrics.jsonl", step), ("summary.json", summary), ("parity.json", certificate)):
         (tmp_path / name).write_text(json.dumps(content) + "\n")
     (tmp_path / "rollouts.jsonl").write_text("")
-    assert importlib.import_module("fsdp").outcome(tmp_path)["passes"] == summary["compile"]["passes"]
+    assert importlib.import_module("cases.fsdp").outcome(tmp_path)["passes"] == summary["compile"]["passes"]
 
 
 def test_the_floor_of_the_seed_workload_is_bytes_and_operations(scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the architecture `tiny`, by hand, on a machine of a byte and an operation a second."""
-    common, seed_workload = importlib.import_module("common"), importlib.import_module("seed_workload")
+    common, seed_workload = importlib.import_module("common"), importlib.import_module("cases.seed_workload")
     monkeypatch.setattr(common, "bandwidth", lambda _: 1.0)
     monkeypatch.setattr(common, "product_rate", lambda *_: 1.0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -179,6 +179,7 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
         "session.parity_check": SimpleNamespace(check_model=lambda *_: done),
         "models.init": SimpleNamespace(init_folder=lambda *_: {}),
         "session.evaluation": SimpleNamespace(evaluate=lambda *_, **__: {}, render=str),
+        "serve.server": SimpleNamespace(serve=lambda *_: None),
     }
     importlib.import_module("lockstep.session.build")  # which imports some of what the fakes stand for
     for name, fake in fakes.items():
@@ -194,7 +195,7 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_readme_shows_every_command() -> None:
     shown = set(re.findall(r"(?:^|\| )lockstep (\w+)", PAGES[0].read_text(), re.MULTILINE))
-    assert shown >= {"train", "precompile", "generate", "chat", "eval", "parity", "report", "init"}
+    assert shown >= {"train", "precompile", "generate", "chat", "serve", "eval", "parity", "report", "init"}
 
 
 def test_the_names_of_the_python_page_have_their_parameters() -> None:

@@ -3,12 +3,15 @@
 Random weights of Qwen3-0.6B's shapes, 64 short prompts with 8 completions of 32 tokens each, parity strict, graphs as
 they are by default; on a CPU captured and not recorded. All share a model, an optimizer and an engine; each has a
 `forward_backward` of its own, held to eager's bits like a run's. Before its three steps the weights are what they were
-at the start. The ratios are of the steps in turn, round by round, so that a drift of the machine meets all alike.
+at the start. The ratios are of the steps in turn, round by round, so that a drift of the machine meets all alike. What
+a teacher's log-probs are needed for is beside grpo with a reference, in a session of their own, and what has a critic
+beside grpo on a model with a value head, in another.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -39,7 +42,7 @@ from lockstep.session.warm_up import make_ready, prepare_machine
 from lockstep.trainer.programs import TrainerPrograms
 
 STEPS = 3
-FLOOR = "grpo"
+FLOOR, WITH_REFERENCE, WITH_HEAD = "grpo", "grpo, beta 0.01", "grpo, a value head"
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 GIB = 2**30
 
@@ -70,21 +73,27 @@ class Taken:
 class Algorithms:
     """One session that steps by any of several algorithms, as a run of each would.
 
+    Args:
+        losses: by name. The first is the floor of the others; what the session's own, the one with a critic or the
+            first, has as a reference or a value head, they have too.
+
     Attributes:
         counts: traces, stored graphs that were loaded and seconds of making each one's graphs.
         failed: what an algorithm that cannot be run here was refused with, by name.
     """
 
-    def __init__(self, names: list[str], config: RunConfig) -> None:
-        self.run = build(config)
+    def __init__(self, losses: dict[str, LossConfig], config: RunConfig) -> None:
+        self.losses, self.floor = losses, next(iter(losses))
+        own = next((loss for loss in losses.values() if ALGORITHMS[loss.algorithm].has_critic), losses[self.floor])
+        self.run = build(replace(config, loss=own))
         trainer = self.run.trainer
         self.shared = trainer.programs
         self.programs: dict[str, TrainerPrograms] = {}
         self.failed: dict[str, str] = {}
         self.counts: dict[str, dict[str, float]] = {}
-        for name in names:
+        for name, loss in losses.items():
             try:
-                self.programs[name] = self._programs_of(replace(config.loss, loss_type=name))
+                self.programs[name] = self._programs_of(loss)
             except Exception as error:
                 self.failed[name] = f"{type(error).__name__}: {error}"[:500]
         self.start = {name: tensor.clone() for name, tensor in trainer.state()[0].items()}
@@ -94,7 +103,8 @@ class Algorithms:
     def _programs_of(self, loss: LossConfig) -> TrainerPrograms:
         """Those of an algorithm: `forward_backward` alone is its own."""
         run, shared = self.run, self.shared
-        made = TrainerPrograms(run.runtime, run.policy.model, None, run.trainer.optimizer, loss, shared.state)
+        models = run.policy.model, run.trainer.reference
+        made = TrainerPrograms(run.runtime, *models, run.trainer.optimizer, loss, shared.state)
         made.by_name = {**shared.by_name, "forward_backward": made.by_name["forward_backward"]}
         return made
 
@@ -102,7 +112,7 @@ class Algorithms:
         """The session, whose trainer has this algorithm."""
         trainer, programs = self.run.trainer, self.programs[name]
         trainer.programs, trainer.algorithm = programs, programs.algorithm
-        trainer.loss = replace(self.run.config.loss, loss_type=name)
+        trainer.loss = self.losses[name]
         return self.run
 
     def make_graphs(self) -> None:
@@ -142,6 +152,45 @@ class Algorithms:
         taken.add(self.loops[name].step(self.next_step)[0])
         self.next_step += 1
 
+    def in_turn(self, repeats: int, end: float) -> dict[str, dict[str, Any]]:
+        """Three steps of each, then rounds of one step of each while there is time; figures by name."""
+        taken, turns = ({name: Taken() for name in self.programs} for _ in range(2))
+        for name in self.programs:
+            self.restore()
+            self.run.trainer.optimizer.reset()
+            for _ in range(STEPS):
+                self.step(name, taken[name])
+        order = list(self.programs)
+        for i in range(repeats):
+            for name in order[i % len(order) :] + order[: i % len(order)]:
+                self.step(name, turns[name])
+            if time.perf_counter() > end:
+                break
+        return {name: self._figures(name, taken[name], turns) for name in self.programs}
+
+    def _figures(self, name: str, steps: Taken, turns: dict[str, Taken]) -> dict[str, Any]:
+        """Of one algorithm; ratios to the floor are medians over the rounds."""
+        graphs = self.programs[name].by_name["forward_backward"].graphs.values()
+        own, floor = turns[name], turns[self.floor]
+        return {
+            **self.counts[name],
+            "graphs": len(graphs),
+            "replays": sum(graph.replays for graph in graphs),
+            "three_steps_s": steps.step_s,
+            "step_s": statistics.median(own.step_s),
+            "train_s": statistics.median(own.train_s),
+            "in_turn_s": {"step": own.step_s, "train": own.train_s},
+            "floor": self.floor,
+            "ratio": {"step": ratio(own.step_s, floor.step_s), "train": ratio(own.train_s, floor.train_s)},
+            "tokens_checked": steps.tokens_checked + own.tokens_checked,
+            "tokens_different": steps.tokens_different + own.tokens_different,
+            "updates": steps.applied + own.applied,
+        }
+
+
+def ratio(own: list[float], floor: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(own, floor, strict=True))
+
 
 def config_of(args: argparse.Namespace, folder: Path) -> RunConfig:
     """A run of steps that are all of one shape; its model and prompts are written to `folder`."""
@@ -165,33 +214,9 @@ def config_of(args: argparse.Namespace, folder: Path) -> RunConfig:
         trainer=TrainerConfig(
             prompts_per_step=args.prompts, max_tokens_per_micro_batch=1 << 17, skip_zero_variance=False
         ),
-        loss=LossConfig(scale_rewards="group"),
         optimizer=OptimizerConfig(learning_rate=1e-6),
         compile=CompileConfig("step") if args.device == "cpu" else CompileConfig(),
     )
-
-
-def figures_of(name: str, all: Algorithms, steps: Taken, turns: dict[str, Taken]) -> dict[str, Any]:
-    """Of one algorithm; ratios to grpo are medians over the rounds."""
-    program = all.programs[name].by_name["forward_backward"]
-    own, floor = turns[name], turns[FLOOR]
-    ratios = {
-        key: statistics.median(a / b for a, b in zip(getattr(own, f"{key}_s"), getattr(floor, f"{key}_s"), strict=True))
-        for key in ("step", "train")
-    }
-    return {
-        **all.counts[name],
-        "graphs": len(program.graphs),
-        "replays": sum(graph.replays for graph in program.graphs.values()),
-        "three_steps_s": steps.step_s,
-        "step_s": statistics.median(own.step_s),
-        "train_s": statistics.median(own.train_s),
-        "in_turn_s": {"step": own.step_s, "train": own.train_s},
-        "ratio": ratios,
-        "tokens_checked": steps.tokens_checked + own.tokens_checked,
-        "tokens_different": steps.tokens_different + own.tokens_different,
-        "updates": steps.applied + own.applied,
-    }
 
 
 def row(name: str, f: dict[str, Any]) -> list[str]:
@@ -218,48 +243,53 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, default=180, metavar="SECONDS", help="no round is begun after them")
 
 
+def sessions(only: list[str] | None, teacher: Path) -> list[dict[str, LossConfig]]:
+    """The losses of each: of all algorithms that need nothing besides, of those that learn from a teacher, and of those
+    that have a critic."""
+    names = [name for name in ALGORITHMS if not only or name in (FLOOR, *only)]
+    others = [n for n in names if n != FLOOR]
+    plain = [FLOOR, *(n for n in others if not (ALGORITHMS[n].has_teacher or ALGORITHMS[n].has_critic))]
+    taught = [n for n in names if ALGORITHMS[n].has_teacher]
+    found = [{name: LossConfig(name, scale_rewards="group") for name in plain}]
+    if taught:
+        losses = {name: LossConfig(name, teacher=str(teacher)) for name in taught}
+        found.append({WITH_REFERENCE: LossConfig(FLOOR, scale_rewards="group", beta=0.01), **losses})
+    if criticized := {n: LossConfig(n) for n in names if ALGORITHMS[n].has_critic}:
+        found.append({WITH_HEAD: LossConfig(FLOOR, scale_rewards="group"), **criticized})
+    return found
+
+
 def measure(args: argparse.Namespace, report: Report) -> bool:
     began = time.perf_counter()
-    names = [name for name in ALGORITHMS if not args.only or name in (FLOOR, *args.only)]
+    figures: dict[str, Any] = {}
+    report.figures |= {name: getattr(args, name) for name in ("prompts", "samples", "tokens")}
+    report.figures |= {"algorithms": figures, "sessions": [], "recompiles": 0}
     with tempfile.TemporaryDirectory() as scratch:
         config = config_of(args, Path(scratch))
-        all = Algorithms(names, config)
-        checked = all.warm_up()
-    report.figures |= {
-        "prompts": args.prompts, "samples": args.samples, "tokens": args.tokens, "device_kind": args.device,
-        "shapes": [list(shape) for shape in all.run.shapes], "startup_s": time.perf_counter() - began,
-        "graphs_checked": checked,
-    }  # fmt: skip
-    print(f"ready after {report.figures['startup_s']:.1f} s", file=sys.stderr, flush=True)
-    figures = report.figures["algorithms"] = {name: {"failed": why} for name, why in all.failed.items()}
-    steps: dict[str, Taken] = {}
-    for name in all.programs:
-        all.restore()
-        all.run.trainer.reset_optimizer()
-        steps[name] = Taken()
-        for _ in range(STEPS):
-            all.step(name, steps[name])
-    turns = {name: Taken() for name in all.programs}
-    for i in range(args.repeats):
-        if time.perf_counter() - began > args.budget and turns[FLOOR].step_s:
-            break
-        order = list(all.programs)
-        for name in order[i % len(order) :] + order[: i % len(order)]:
-            all.step(name, turns[name])
-        figures |= {name: figures_of(name, all, steps[name], turns) for name in all.programs}
-        report.save()
-    report.figures |= {
-        "rounds": len(turns[FLOOR].step_s),
-        "recompiles": all.run.runtime.recompiles,
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB if args.device == "cuda" else None,
-        "seconds": time.perf_counter() - began,
-    }
-    all.run.runtime.close()
-    heads = ["algorithm", "step ms", "train ms", "step / grpo", "train / grpo", "tokens different", "updates",
+        for losses in sessions(args.only, Path(scratch) / "model"):
+            start = time.perf_counter()
+            all = Algorithms(losses, config)
+            session = {"checked": all.warm_up(), "startup_s": time.perf_counter() - start}
+            print(f"{', '.join(losses)}: ready after {session['startup_s']:.1f} s", file=sys.stderr, flush=True)
+            figures |= {name: {"failed": why} for name, why in all.failed.items()}
+            figures |= all.in_turn(args.repeats, began + args.budget)
+            report.figures["recompiles"] += all.run.runtime.recompiles
+            report.figures["sessions"].append(session | {"shapes": [list(shape) for shape in all.run.shapes]})
+            all.run.runtime.close()
+            report.save()
+            del all
+            gc.collect()
+            torch.cuda.empty_cache()
+    if args.device == "cuda":
+        report.figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+    report.figures["seconds"] = time.perf_counter() - began
+    heads = ["algorithm", "step ms", "train ms", "step / floor", "train / floor", "tokens different", "updates",
              "traced + loaded", "replays"]  # fmt: skip
     report.tables.append([heads, *(row(name, f) for name, f in figures.items())])
+    starts = ", ".join(f"{session['startup_s']:.0f}" for session in report.figures["sessions"])
     report.notes.append(
-        f"{report.figures['rounds']} rounds, {all.run.runtime.recompiles} recompiles, "
-        f"{report.figures['seconds']:.0f} s in all, {report.figures['startup_s']:.0f} s of them to the first step"
+        f"{report.figures['recompiles']} recompiles, {report.figures['seconds']:.0f} s in all, {starts} of them to "
+        f"the first steps; the floor is {FLOOR}, of a teacher's pupils {WITH_REFERENCE}, of a critic {WITH_HEAD}"
     )
-    return bool(all.failed or all.run.runtime.recompiles) or any(f["tokens_different"] for f in figures.values())
+    failed = any("failed" in f or f["tokens_different"] for f in figures.values())
+    return failed or report.figures["recompiles"] > 0

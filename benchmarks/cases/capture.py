@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from common import Report, random_model, seconds
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import EAGER, FakeRecorder, Runtime
+from lockstep.graph import EAGER, Runtime
 from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.models import Decoder
 from lockstep.timings import Span, Timings
@@ -52,7 +53,12 @@ def runtime_of(config: CompileConfig | None, device: torch.device) -> Runtime:
     if config is None:
         return EAGER
     recorded_on_cpu = device.type == "cpu" and config.cudagraph_mode != "none"
-    return Runtime(config, device, recorder=FakeRecorder() if recorded_on_cpu else None)
+    if not recorded_on_cpu:
+        return Runtime(config, device)
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
+    from fake_recorder import FakeRecorder
+
+    return Runtime(config, device, recorder=FakeRecorder())
 
 
 def train_batch(model: Decoder, prompts: int, prompt_length: int, length: int) -> PackedBatch:
@@ -159,7 +165,8 @@ def train_way(way: str, source: Decoder, packed: PackedBatch, repeats: int) -> t
             evidence.append(trainer.optim_step(LEARNING_RATE))
         first_steps = time.perf_counter() - began
         evidence += [int(fingerprint(t)) for t in (trainer.flat.data, *trainer.state()[0].values())]
-        scored = trainer.programs.forward_backward(batch, trainer.loss.loss_type, False)
+        statics = {"loss_type": trainer.loss.loss_type, "with_support": False}
+        scored = trainer.programs.launch("forward_backward", batch, **statics)
         batch.old_logprob_C.copy_(scored["logprob_C"])  # so no difference is found, and with a rate of 0 none arises
         batch.old_model_logprob_C.copy_(scored["model_logprob_C"])
         trainer.optim_step(0.0)

@@ -52,7 +52,7 @@ class Evidence(NamedTuple):
 
 def one_step(trainer: Trainer, batch: PackedBatch) -> Evidence:
     """Gradients from zero, and an update of rate 0."""
-    scored = trainer.programs.forward_backward(batch, "grpo", False)
+    scored = trainer.programs.launch("forward_backward", batch, loss_type="grpo", with_support=False)
     evidence = Evidence(
         int(fingerprint(torch.cat((scored["logprob_C"], scored["model_logprob_C"])))),
         trainer.flat.grad.to("cpu", copy=True),

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from cases.capture import make_runtime
+from cases.generate import Case, random_prompts
 from common import Report, random_weights, seconds
-from generate import Case, random_prompts
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases.generate import Case, Ours, byte_floor_s, random_prompts
+from cases.train_step import Ours as TrainStep
+from cases.train_step import floor, groups
 from common import Report, random_model, seconds
-from generate import Case, Ours, byte_floor_s, random_prompts
-from train_step import Ours as TrainStep
-from train_step import floor, groups
 
 GIB = 2**30
 TRAIN_SIZES, TRAIN_LENGTHS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"), (1024, 4096, 16384)

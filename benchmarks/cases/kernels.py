@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from cases.capture import make_runtime, train_batch
+from cases.generate import Case, make_engine, random_prompts
 from common import Report, random_model
-from generate import Case, make_engine, random_prompts
 from ops_common import BYTES_PER_S, FLOPS_PER_S
 from torch.profiler import ProfilerActivity, profile
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cases.generate import Case, Ours, random_prompts
 from cases.growth import measured
+from cases.train_step import Ours as TrainStep
+from cases.train_step import groups
 from common import Report, random_weights
-from generate import Case, Ours, random_prompts
 from ops_common import BYTES_PER_S, DEVICE, FLOPS_PER_S, ON_GPU, Bench, error, normal
 from torch import Tensor
-from train_step import Ours as TrainStep
-from train_step import groups
 
 from lockstep import ops
 from lockstep.models import ModelConfig

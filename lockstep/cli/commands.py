@@ -145,17 +145,13 @@ def _serve(flags: Serve) -> Outcome:
     check_generation(flags.compile)
     variables = template_variables(flags.chat_template_kwargs, "--chat-template-kwargs")
     try:
-        from ..serve.server import Server, stopped_by_signals
+        from ..serve.server import serve
     except ImportError as error:
         raise InputError(f"serve needs packages of its own ({error}): pip install 'lockstep-rl[serve]'") from error
     from ..session.generate import LLM
 
     how = {name: getattr(flags, name) for name in ("device", "dtype", "seed", *_MODEL)}
-    with LLM(flags.model, **how, config=settings.generator, template_variables=variables) as llm:
-        server = Server(llm, settings)
-        with stopped_by_signals(server):
-            print(f"serving {settings.name} at {server.url}{settings.remark}", file=sys.stderr, flush=True)
-            server.run()
+    serve(lambda: LLM(flags.model, **how, config=settings.generator, template_variables=variables), settings)
     return Outcome()
 
 

@@ -23,9 +23,9 @@ from .. import __version__
 from ..api import resumed
 from ..config import RunConfig, left_behind, recipes, unread, without, yaml_file
 from ..errors import InputError, LockstepError, Terminated
+from ..json_file import to_json
 from ..machine import launched, several_processes
 from ..run.display import FailsafeStream, RequiredStream
-from ..run.metrics import to_json
 from .commands import COMMANDS, recipe
 from .flags import Precompile, Train, spelled_out
 

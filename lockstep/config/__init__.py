@@ -38,5 +38,5 @@ from .sections.optimizer import OptimizerConfig
 from .sections.parallel import ParallelConfig
 from .sections.sampling import SamplingConfig
 from .sections.section import MAX_SEED, check_range
-from .sections.task import TaskConfig, template_variables
+from .sections.task import TEMPLATE_ARGUMENTS, TaskConfig, template_variables
 from .sections.trainer import TrainerConfig

@@ -263,13 +263,13 @@ class Engine:
                 self._take_in(self._flight.popleft())
 
     def _take_in(self, block: Block) -> None:
-        block.read_prompts()
         for sequence, tokens, logprobs, model_logprobs, routes in block.drawn():
             if sequence.finish_reason is not None:  # before this block was launched, or by the host since
                 continue
             sequence.append(tokens, logprobs, model_logprobs, block.version, routes)
             if sequence.sampling.stop:
-                self._stop_at_string(sequence, len(tokens))
+                assert self.detokenize is not None
+                sequence.stop_at_string(self.detokenize, len(tokens))
             if sequence.finish_reason is not None:
                 self.scheduler.release(sequence)
                 done = self._pending[sequence.request_id]
@@ -294,23 +294,6 @@ class Engine:
                 del self._pending[request_id]
                 finished.append((request_id, done))
         return finished
-
-    def _stop_at_string(self, sequence: Sequence, new: int) -> None:
-        """End a sample at the first token after which its text contains a stop string that the `new` tokens ended."""
-        assert self.detokenize is not None
-        stops = sequence.sampling.stop
-        tail = new + 4 * max(map(len, stops)) + 8  # a character is four tokens at most; a text's first may differ
-        if not any(s in self.detokenize(sequence.token_ids[-tail:]) for s in stops):
-            return
-        if not any(s in self.detokenize(sequence.token_ids) for s in stops):
-            return
-        low, high = 1, len(sequence.token_ids)
-        while low < high:  # the shortest prefix of tokens that contains one
-            middle = (low + high) // 2
-            found = any(s in self.detokenize(sequence.token_ids[:middle]) for s in stops)
-            low, high = (low, middle) if found else (middle + 1, high)
-        sequence.truncate(low)
-        sequence.finish_reason = "stop"
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Trajectory:
         sequence.finish_reason = reason

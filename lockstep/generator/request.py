@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..ops import sample_key
@@ -72,7 +73,7 @@ class Sequence:
         routes: list[int] | None = None,
     ) -> None:
         """Take sampled tokens up to a stop token or the length limit; what was drawn beyond is dropped."""
-        remaining = self.remaining
+        remaining = self.sampling.max_completion_length - len(self.token_ids)
         count = min(len(tokens), remaining)
         if not self.stop_ids.isdisjoint(tokens[:count]):
             count = 1 + next(i for i, token in enumerate(tokens) if token in self.stop_ids)
@@ -90,6 +91,24 @@ class Sequence:
             self.routes += routes[:count]
         if version != self.cache_version:
             self.cache_version = -1
+
+    def stop_at_string(self, text_of: Callable[[list[int]], str], new: int) -> None:
+        """End at the first token after which the text contains a stop string that the last `new` tokens ended."""
+
+        def has_one(token_ids: list[int]) -> bool:
+            text = text_of(token_ids)
+            return any(stop in text for stop in self.sampling.stop)
+
+        longest = max(map(len, self.sampling.stop))
+        tail = new + 4 * longest + 8  # a character is four tokens at most; a text's first may differ
+        if not has_one(self.token_ids[-tail:]) or not has_one(self.token_ids):
+            return
+        low, high = 1, len(self.token_ids)
+        while low < high:  # the shortest prefix of tokens that contains one
+            middle = (low + high) // 2
+            low, high = (low, middle) if has_one(self.token_ids[:middle]) else (middle + 1, high)
+        self.truncate(low)
+        self.finish_reason = "stop"
 
     def truncate(self, count: int) -> None:
         """Drop all tokens after the first `count`."""

@@ -10,7 +10,7 @@ from .check.passed_checks import PassedChecks
 from .ir.captured import Captured, Dynamic, GraphError, Inputs, Role, Static
 from .ir.text import diff, digest, dump
 from .ir.verify import NOT_GRAPH_SAFE, verify
-from .launch.cudagraph import CudaRecorder, FakeRecorder
+from .launch.cudagraph import CudaRecorder
 from .launch.dry_run import NAMESPACE as _NAMESPACE
 from .launch.launcher import GraphLauncher
 from .passes import Pass, pipeline, run_passes
@@ -39,7 +39,6 @@ __all__ = [
     "CudaRecorder",
     "Differentiated",
     "Dynamic",
-    "FakeRecorder",
     "GraphBody",
     "GraphError",
     "Program",

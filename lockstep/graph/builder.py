@@ -21,7 +21,7 @@ from .ir.text import write_stages
 from .ir.verify import verify
 from .passes import pipeline, recorded, run_passes
 from .passes.backend import Backend
-from .ranks import made_by_first
+from .store.artifact import dumps, loads
 from .store.baked_constants import Constants, flattened
 from .store.folder import Key, Store
 from .store.key import key_of
@@ -110,12 +110,20 @@ class GraphBuilder:
         """A graph at a level: as it was made before, as it was stored, or made."""
         key = request.key
         if (key, level) not in made.ready:
-            stored = self._key(request, level)
+            stored = None
+            if self.store is not None and request.constants is not None:
+                settings = self.settings(request.constants, request.sizes)
+                stored = key_of(request, level, settings, self.passes)
             made.ready[key, level] = self._once(request, level, stored, made)
         return made.ready[key, level]
 
     def _once(self, request: Request, level: Level, stored: Key | None, made: Made) -> Captured:
-        """Of several processes the first makes it, and the others take what it made."""
+        """Of several processes the first makes it, and the others take what it made, each on its own device: it holds
+        nothing of a process, and groups of processes go by names that each has bound to its own.
+
+        Raises:
+            InputError: what is asked for is not the same in every process.
+        """
 
         def make() -> Captured:
             return self._load(request, stored, made) or self._make(request, level, stored, made)
@@ -124,8 +132,15 @@ class GraphBuilder:
             return make()
         about: dict[str, Any] = {"level": level, "writes": sorted(request.writes), "origin": origin()}
         about |= {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in request.specs}
-        found = made_by_first(self.peers, request.title, about, request.device, make)
-        return found if self.peers.first else self._taken(found)
+        self.peers.same(f"the graph {request.title}", about)
+        here: list[Captured] = []
+
+        def stored_form() -> bytes:
+            here.append(make())
+            return dumps(here[0])
+
+        data = self.peers.from_first(stored_form)
+        return here[0] if here else self._taken(loads(data, request.device))
 
     def _taken(self, found: Captured) -> Captured:
         """A graph that was not traced here."""
@@ -185,12 +200,6 @@ class GraphBuilder:
         with self.timings.measured("passes"):
             to_record = recorded(load_hook(RECORDINGS[level].hook) or ())
             return run_passes(captured, [to_record], lambda c: verify(c) if c.recorded else c)
-
-    def _key(self, request: Request, level: Level) -> Key | None:
-        if self.store is None or request.constants is None:
-            return None
-        settings = self.settings(request.constants, request.sizes)
-        return key_of(request, level, settings, self.passes)
 
     def settings(self, constants: Constants, sizes: Mapping[str, int]) -> dict[str, Any]:
         """What a graph depends on besides its function and the machine.

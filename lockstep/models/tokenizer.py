@@ -1,4 +1,4 @@
-"""Tokenizers: the byte-level one of the random models, loading, saving, and prompts to token ids.
+"""Tokenizers: the byte-level one of the random models, loading, saving, prompts to token ids, and text as it grows.
 
 `transformers` and `tokenizers` are imported inside the functions that need them.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -251,3 +252,30 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = F
     except UnicodeEncodeError as error:
         raise InputError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from error
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+class TextStream:
+    """Text of growing token ids, a piece at a time.
+
+    Only the tokens since the last whole character but one piece are decoded again, so a long text costs no more a
+    token than a short one; the piece before gives tokenizers that treat a text's first token apart their context.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._context = self._read = 0  # tokens: where decoding begins, and up to where text was given out
+        self._length = 0
+
+    def feed(self, token_ids: list[int]) -> str:
+        """What is new, held back while it may end within a character."""
+        before = self._decode(token_ids[self._context : self._read])
+        after = self._decode(token_ids[self._context :])
+        if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._context, self._read = self._read, len(token_ids)
+        self._length += len(after) - len(before)
+        return after[len(before) :]
+
+    def finish(self, text: str) -> str:
+        """The rest of the finished `text`."""
+        return text[self._length :]

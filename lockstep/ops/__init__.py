@@ -12,22 +12,34 @@ are functions of the model's sizes alone. Multiplications and additions are fuse
 from .activation.operator import silu_mul
 from .adamw.operator import BLOCK as SQUARES_BLOCK
 from .adamw.operator import adamw, square_sums
-from .attention.decode import attention_decode, qk_norm_rope_write_kv
 from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
 from .attention.masks import MaskFunction, register_mask, visibility
-from .attention.operator import KEY_TILE, attention_packed, attention_paged, write_kv
+from .attention.operator import (
+    KEY_TILE,
+    attention_decode,
+    attention_packed,
+    attention_paged,
+    qk_norm_rope_write_kv,
+    write_kv,
+)
 from .decode_update.operator import decode_advance, decode_slots
 from .embedding.operator import gather_rows
 from .fused import backward as fused_backward  # registers what graphs call
-from .linear.fused import linear_add, norm_gate_up, norm_linear
-from .linear.operator import linear
-from .linear.per_head import per_head_linear
+from .linear.operator import linear, linear_add, norm_gate_up, norm_linear, per_head_linear
 from .logprobs.operator import TokenLogprobs, sample, support_mask, token_logprobs
 from .logprobs.philox import sample_key
 from .mla.operator import mla_packed, mla_paged, mla_write
 from .moe.grouped_linear import grouped_linear
-from .moe.routing import combine, dispatch, dispatch_plan, route, router_logits
-from .moe.statistics import expert_loads, route_digest, router_probabilities
+from .moe.routing import (
+    combine,
+    dispatch,
+    dispatch_plan,
+    expert_loads,
+    route,
+    route_digest,
+    router_logits,
+    router_probabilities,
+)
 from .native.library import cpu_backend, cpu_build
 from .norm.operator import rms_norm
 from .records import (

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import islice
-from statistics import mean, pstdev
+from statistics import mean
 from typing import Any
-
-import torch
 
 from ..algorithms import SUPERVISED, supervised
 from ..algorithms.losses import KL_ESTIMATORS
@@ -24,8 +21,9 @@ from ..environments.collect import Collected, Problems
 from ..errors import LockstepError, NonFiniteError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate, raise_mismatch
-from ..timings import Span, totals
-from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards, packed_slots
+from ..timings import Span
+from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards
+from ..trainer.graph_inputs import complete
 from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
@@ -34,9 +32,9 @@ from ..types import (
     SamplingParams,
     Trajectory,
 )
+from .critic import estimate, split
 from .dynamic_sampling import collect_with_signal
-
-_TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync")  # phases whose seconds are metrics
+from .step_metrics import reward_metrics, step_metrics
 
 
 class Loop:
@@ -84,6 +82,11 @@ class Loop:
                 self._advantages(groups)
             with timings.measured("pack"):
                 batches, checks = self._pack(groups, without_reward)
+            critic: dict[str, Any] = {}
+            if self.algorithm.has_critic:
+                with self.world.deadline(f"the critic in step {step + 1}"), timings.measured("critic", on_device=True):
+                    counted = [r for g in groups for r in g.rollouts if self._counts(r)]
+                    critic = estimate(trainer, config.loss, batches, counted)
             with self.world.deadline(f"training in step {step + 1}"):
                 with timings.measured("forward_backward", on_device=True):
                     for batch in checks:
@@ -101,7 +104,8 @@ class Loop:
         if config.loss.importance_sampling_mode is not None:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
-        return counts | self._metrics(groups, result, [*batches, *checks], version) | reference, groups
+        found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
+        return counts | found | reference | critic, groups
 
     def _collect(self, step: int) -> Collected:
         prompts = self.config.trainer.prompts_per_step
@@ -173,7 +177,7 @@ class Loop:
             self.run.trainer.reference_logprobs(batch)
             estimate = KL_ESTIMATORS[self.config.loss.kl_estimator]
             kl_C = estimate(batch.old_model_logprob_C, batch.ref_logprob_C)[batch.valid_C]
-            for sequence, tokens in zip(batch.sequences, _split(kl_C.tolist(), batch), strict=True):
+            for sequence, tokens in zip(batch.sequences, split(kl_C.tolist(), batch), strict=True):
                 found[sequence.name] = math.fsum(tokens)
         for of_rank in self.world.gather(found):
             found |= of_rank
@@ -227,8 +231,8 @@ class Loop:
         count = len(self.shards)
         shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
         packed = pack_shards(shards, self.own_shards, how, check_parity)
-        for batch in packed if self.algorithm.indexes_sequences else ():
-            batch.index_sequences()
+        for batch in packed:
+            complete(batch, self.algorithm)
         return [batch.to(self.device) for batch in packed]
 
     def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:
@@ -321,81 +325,3 @@ class Loop:
         metrics = {k: v for k, v in counts.items() if v} | reward_metrics(groups)
         del metrics["reward/std"]  # one sample a prompt
         return {f"validation/{name}": value for name, value in metrics.items()}
-
-    def _metrics(
-        self, groups: list[RolloutGroup], result: StepResult, batches: list[PackedBatch], version: int
-    ) -> dict[str, Any]:
-        rollouts = [r for g in groups for r in g.rollouts]
-        lengths = [len(r.token_ids) for r in rollouts]
-        spent = {"sync": 0.0} | totals(self.spans)  # in one process the generator reads the trainer's weights
-        seconds = {name: value for name, value in spent.items() if name in _TIMED}
-        zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
-        return {
-            **reward_metrics(groups),
-            **self.run.environment.metrics(rollouts),
-            "frac_reward_zero_std": mean(map(float, zero_std)),
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
-            "kl": result.kl,
-            "entropy": result.entropy,
-            "clip_ratio": result.clip_ratio,
-            "response_length/mean": mean(lengths),
-            "response_length/clip_ratio": mean(float(r.cut_off) for r in rollouts),
-            "policy_age": version - min(v for r in rollouts for v in r.weight_versions),
-            "logprob_diff/max": result.logprob_diff_max,
-            "parity/tokens_checked": result.tokens_checked,
-            "parity/tokens_different": result.tokens_different,
-            "parity/tokens_not_covered": result.tokens_not_covered,
-            **(result.routing.metrics() if result.routing else {}),
-            **self._of_all_ranks(groups, batches, {f"time/{name}": value for name, value in seconds.items()}),
-        }
-
-    def _of_all_ranks(
-        self, groups: list[RolloutGroup], batches: list[PackedBatch], seconds: dict[str, float]
-    ) -> dict[str, Any]:
-        """What ranks measure each by itself: padding, of all batches, and the largest of their times and memory."""
-        own = {**seconds, "memory/peak_gib": peak_memory_gib(self.device), **self.run.graph_metrics()}
-        slots, used = packed_slots(batches)
-        ranks = self.world.gather((slots, used, own))
-        largest = {name: max(measured[name] for *_, measured in ranks) for name in own}
-        slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
-        return {
-            "padding_waste": 1.0 - used / slots if slots else 0.0,
-            **largest,
-            "perf/tokens_per_s_per_gpu": self._packed_tokens(groups) / self.world.size / largest["time/step"],
-        }
-
-    @staticmethod
-    def _packed_tokens(groups: list[RolloutGroup]) -> int:
-        return sum(len(s.token_ids) for g in groups for r in g.rollouts for s in r.segments)
-
-
-def _split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
-    """A batch's values a completion token, sequence by sequence."""
-    rest = iter(values)
-    for sequence in batch.sequences:
-        yield list(islice(rest, len(sequence.token_ids)))
-
-
-def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
-    """`reward/mean`, `reward/std` and `rewards/<fn>/mean` over where the function applies."""
-    rollouts = [r for g in groups for r in g.rollouts]
-    metrics = {
-        "reward/mean": mean(r.reward for r in rollouts),
-        "reward/std": mean(pstdev([r.reward for r in g.rollouts]) for g in groups),
-    }
-    for name in dict.fromkeys(name for r in rollouts for name in r.rewards):
-        values = [v for r in rollouts if (v := r.rewards.get(name)) is not None]
-        if values:
-            metrics[f"rewards/{name}/mean"] = mean(values)
-    return metrics
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory used so far: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -40,6 +40,6 @@ def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
             note(f"warm-up step {done}: " + ", ".join(f"{k.split('/', 1)[1]} {v:.3f}" for k, v in found.items()))
             if found[REWARD] >= t.warmup_reward:
                 break
-    loop.run.trainer.reset_optimizer()
+    loop.run.trainer.optimizer.reset()
     measures: dict[str, Any] = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1]}
     return measures | ({"validation": validation} if validation else {})

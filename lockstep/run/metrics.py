@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, LockstepError
+from ..json_file import to_json
 
 if TYPE_CHECKING:
     from ..types import RolloutGroup, Trajectory
@@ -48,6 +48,11 @@ SECTIONS: dict[str, dict[str, str]] = {
         "environment/truncated": "Ended by a limit, share",
         "environment/errors": "Trajectories left out, as their environment failed",
     },
+    "Critic": {
+        "critic/value/mean": "What the critic expects",
+        "critic/return/mean": "What it is to expect",
+        "critic/explained_variance": "Variance of the returns that it explains, share",
+    },
     "Experts": {
         "moe/load_imbalance": "Busiest expert over the mean",
         "moe/expert_tokens/min": "Tokens of the least busy expert",
@@ -56,6 +61,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     PHASES: {
         "time/generate": "Generation",
+        "time/critic": "Critic's values",
         "time/forward_backward": "Forward and backward pass",
         "time/optim_step": "Optimizer step",
         "time/sync": "Weight sync",
@@ -136,23 +142,6 @@ def write_all(file: io.RawIOBase, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) or 0 :]
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as standard JSON. NaN and infinities, which JSON lacks, become "NaN", "Infinity" and "-Infinity"."""
-    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    return _plain(value.item()) if hasattr(value, "item") else str(value)  # scalars of torch and numpy; paths
 
 
 class MetricsWriter:

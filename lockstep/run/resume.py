@@ -14,10 +14,11 @@ from typing import Any
 
 from ..config import EARLIER, RunConfig, yaml_file
 from ..errors import InputError
+from ..json_file import to_json
 from ..models import describe_folder
 from ..user_functions import one_line
 from . import checkpoint
-from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines, to_json
+from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
 
 SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # every step's metrics have them
 CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 from ..models.tokenizer import check_size, encode_text, render_chat
@@ -124,16 +125,15 @@ def _turn(
     policy: Policy, text: str, before: str, sampled: list[int], form: ToolFormat | None
 ) -> tuple[int, int] | None:
     """Where a turn that was sampled after `before` stands in `text`: from there up to where given text goes on. None
-    where `text` has not what was sampled."""
+    where `text` has not what was sampled. A generation prompt may have had an end that turns of the past have not."""
     ended = sampled[-1] in policy.model.config.eos_token_ids
     tokenizer = policy.tokenizer
     closing = tokenizer.decode(sampled[-1:], skip_special_tokens=False) if ended else tokenizer.eos_token
-    if not closing or not text.startswith(before):
+    start = len(commonprefix([text, before]))
+    end = text.find(closing, start) if closing else -1
+    if end < 0 or not _same(text[start:end], policy.decode(sampled), form):
         return None
-    end = text.find(closing, len(before))
-    if end < 0 or not _same(text[len(before) : end], policy.decode(sampled), form):
-        return None
-    return len(before), end + len(closing) * ended
+    return start, end + len(closing) * ended
 
 
 def _same(rendered: str, sampled: str, form: ToolFormat | None) -> bool:

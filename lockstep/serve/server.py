@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -96,8 +97,17 @@ def _listen(host: str, port: int) -> socket.socket:
         raise InputError(f"cannot listen on {host}, port {port} ({error}); give another --host or --port") from error
 
 
+def serve(load: Callable[[], LLM], settings: Settings) -> None:
+    """Answer with the model that `load` gives until a signal ends the process; where is told on standard error."""
+    with load() as llm:
+        server = Server(llm, settings)
+        with _stopped_by_signals(server):
+            print(f"serving {settings.name} at {server.url}{settings.remark}", file=sys.stderr, flush=True)
+            server.run()
+
+
 @contextlib.contextmanager
-def stopped_by_signals(server: Server) -> Iterator[None]:
+def _stopped_by_signals(server: Server) -> Iterator[None]:
     """Within it the first signal stops the server, and another raises: `KeyboardInterrupt`, or `Terminated`."""
 
     def handle(number: int, _: FrameType | None) -> None:

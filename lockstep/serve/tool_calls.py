@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from ..errors import InputError
+from ..models.tokenizer import render_chat
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,7 @@ class ToolCall:
     arguments: str
 
 
+Tool = dict[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": a JSON schema}}
 Parsed = tuple[str, list[ToolCall]]  # the text without the calls in it, and these
 
 
@@ -24,15 +29,18 @@ class ToolFormat:
     """How a family of models calls tools.
 
     Attributes:
-        mark: what its chat templates contain.
         starts: how a call may begin, anywhere in a text or, where `only_first`, at its beginning.
-        parse: the text and the calls of a whole completion.
+        parser: the text and the calls of a whole completion, where these tools may be called.
     """
 
-    mark: str
     starts: tuple[str, ...]
     only_first: bool
-    parse: Callable[[str], Parsed]
+    parser: Callable[[str, Sequence[Tool]], Parsed]
+    tools: tuple[Tool, ...] = ()
+
+    def parse(self, text: str) -> Parsed:
+        """The text and the calls of a whole completion."""
+        return self.parser(text, self.tools)
 
     def safe(self, text: str) -> int:
         """Characters of a growing text that no call can begin in: they may be shown already."""
@@ -76,26 +84,69 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def hermes(text: str) -> Parsed:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times (Qwen, Hermes)."""
-    opening, closing = "<tool_call>", "</tool_call>"
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+
+
+def _between(text: str, read: Callable[[str], ToolCall | None]) -> Parsed:
+    """Calls between `<tool_call>` and `</tool_call>`, any number of them."""
     calls: list[ToolCall] = []
     kept, place = "", 0
-    while (start := text.find(opening, place)) >= 0 and (end := text.find(closing, start)) >= 0:
-        start = text.rfind(opening, start, end)  # one that was begun anew
-        call = _call(_loads(text[start + len(opening) : end]), ("arguments",))
-        end += len(closing)
+    while (start := text.find(_OPENING, place)) >= 0 and (end := text.find(_CLOSING, start)) >= 0:
+        start = text.rfind(_OPENING, start, end)  # one that was begun anew
+        call = read(text[start + len(_OPENING) : end])
+        end += len(_CLOSING)
         kept += text[place:start] if call else text[place:end]
         calls += [call] if call else []
         place = end
     return kept + text[place:], calls
 
 
-def llama(text: str) -> Parsed:
+def _hermes(text: str, _: Sequence[Tool]) -> Parsed:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen2.5, Qwen3)."""
+    return _between(text, lambda inner: _call(_loads(inner), ("arguments",)))
+
+
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _coder(text: str, tools: Sequence[Tool]) -> Parsed:
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>` (Qwen3-Coder, Qwen3.5).
+    A value is text where the tool's schema says so, and JSON elsewhere, if it is some."""
+
+    def read(inner: str) -> ToolCall | None:
+        found = _FUNCTION.fullmatch(inner)
+        if found is None or _PARAMETER.sub("", found[2]).strip():
+            return None
+        types = _types(found[1], tools)
+        arguments: dict[str, Any] = {}
+        for key, value in _PARAMETER.findall(found[2]):
+            read_value = None if types.get(key) == "string" else _loads(value)
+            arguments[key] = value if read_value is None and value.strip() != "null" else read_value
+        return ToolCall(found[1], json.dumps(arguments, ensure_ascii=False))
+
+    return _between(text, read)
+
+
+def _types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
+    """The type that a tool's schema has for each parameter."""
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            schema = tool["function"].get("parameters")
+            properties = schema.get("properties") if isinstance(schema, dict) else None
+            found = properties.items() if isinstance(properties, dict) else ()
+            return {key: value.get("type") for key, value in found if isinstance(value, dict)}
+    return {}
+
+
+_PYTHON_TAG = "<|python_tag|>"
+
+
+def _llama(text: str, _: Sequence[Tool]) -> Parsed:
     """The whole text is `{"name": ..., "parameters": {...}}`, or several with semicolons between (Llama 3)."""
     decoder = json.JSONDecoder(parse_constant=_refuse)
     calls: list[ToolCall] = []
-    rest = text.strip().removeprefix(PYTHON_TAG).lstrip()
+    rest = text.strip().removeprefix(_PYTHON_TAG).lstrip()
     while rest:
         try:
             value, end = decoder.raw_decode(rest)
@@ -112,16 +163,35 @@ def llama(text: str) -> Parsed:
     return ("", calls) if calls else (text, [])
 
 
-PYTHON_TAG = "<|python_tag|>"
-FORMATS = (
-    ToolFormat("<tool_call>", ("<tool_call>",), False, hermes),
-    ToolFormat(PYTHON_TAG, ("{", PYTHON_TAG), True, llama),
-    ToolFormat('"parameters":', ("{", PYTHON_TAG), True, llama),
-)
+HERMES = ToolFormat((_OPENING,), False, _hermes)
+CODER = ToolFormat((_OPENING,), False, _coder)
+LLAMA = ToolFormat(("{", _PYTHON_TAG), True, _llama)
+
+_PROBE: Tool = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer", "description": "A number."}}},
+    },
+}
+_ASKED, _CALLED = "What is the question?", {"name": "probe", "arguments": {"x": 1}}
 
 
-def tool_format(template: str | None) -> ToolFormat | None:
-    """The format that a chat template teaches; None for one without tools, or with calls in a form not known here."""
-    if not template or "tools" not in template:
+def tool_format(tokenizer: Any) -> ToolFormat | None:
+    """The format of the tokenizer's chat template: the one that reads a call out of what the template makes of it. None
+    for a template that shows no tools, or calls them in a form that is not known here."""
+    user = {"role": "user", "content": _ASKED}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "0", "function": _CALLED}]}
+    try:
+        shown = render_chat(tokenizer, [user], {"tools": [_PROBE]})
+        text = render_chat(tokenizer, [user, call], {"tools": [_PROBE]})
+    except InputError:
         return None
-    return next((form for form in FORMATS if form.mark in template), None)
+    if "A number." not in shown:
+        return None
+    said = text[len(shown) :] if text.startswith(shown) else text[text.rfind(_ASKED) + len(_ASKED) :]
+    said = said.partition(tokenizer.eos_token)[0] if tokenizer.eos_token else said
+    wanted = [ToolCall("probe", '{"x": 1}')]
+    formats = (replace(form, tools=(_PROBE,)) for form in (HERMES, CODER, LLAMA))
+    return next((replace(form, tools=()) for form in formats if form.parse(said)[1] == wanted), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -21,6 +21,7 @@ from ..config import (
 )
 from ..errors import InputError, NonFiniteError
 from ..generator import Engine
+from ..models.tokenizer import TextStream
 from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
 from .build import Session, resolve
 from .warm_up import make_ready, prepare_machine, warn_if_slow
@@ -234,30 +235,3 @@ def check_sampling(sampling: SamplingParams, seed: int = 0) -> None:
     check_range("seed", seed, 0, MAX_SEED)
     same = {name: value for name, value in vars(sampling).items() if name not in ("n", "stop_token_ids")}
     SamplingConfig(num_generations=sampling.n, **same).validate()
-
-
-class TextStream:
-    """Text of growing token ids, a piece at a time.
-
-    Only the tokens since the last whole character but one piece are decoded again, so a long text costs no more a
-    token than a short one; the piece before gives tokenizers that treat a text's first token apart their context.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
-        self._context = self._read = 0  # tokens: where decoding begins, and up to where text was given out
-        self._length = 0
-
-    def feed(self, token_ids: list[int]) -> str:
-        """What is new, held back while it may end within a character."""
-        before = self._decode(token_ids[self._context : self._read])
-        after = self._decode(token_ids[self._context :])
-        if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._context, self._read = self._read, len(token_ids)
-        self._length += len(after) - len(before)
-        return after[len(before) :]
-
-    def finish(self, text: str) -> str:
-        """The rest of the finished `text`."""
-        return text[self._length :]

@@ -4,7 +4,8 @@ the very weights that a colocated generator reads."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Self
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from .. import ops
 from ..config import OptimizerConfig
+from ..errors import refuse
+from ..models import Decoder, by_pattern
 from .parameters import FlatParameters
 
 
@@ -37,7 +40,6 @@ class UpdateSettings:
     beta1: float
     beta2: float
     epsilon: float
-    weight_decay: float
     max_grad_norm: float
     router_bias_rate: float
 
@@ -47,14 +49,75 @@ class UpdateSettings:
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Elements `begin` to `end` of the flat buffers, updated alike: at the step's learning rate times `scale`, and the
+    first `decayed` of them with this weight decay."""
+
+    begin: int
+    end: int
+    decayed: int
+    scale: float
+    weight_decay: float
+
+    def of(self, state: ops.AdamWState, steps: Tensor) -> ops.AdamWState:
+        """Its part of the buffers."""
+        if self.end - self.begin == state.grad.numel():
+            return state
+        flat = [None if x is None else x[self.begin : self.end] for x in state[:-1]]
+        return ops.AdamWState._make([*flat, steps])
+
+
+def frozen_parameters(model: Decoder, config: OptimizerConfig) -> set[str]:
+    """The model's own names of those that `optimizer.freeze` names; `InputError` where it leaves nothing to train."""
+    frozen = set(by_pattern(model, [(pattern, True) for pattern in config.freeze], "optimizer.freeze"))
+    every = {name for name, _ in model.named_parameters()}
+    refuse(frozen == every, "optimizer.freeze names every parameter of the model; leave some to train")
+    return frozen
+
+
+def parameter_groups(model: Decoder, flat: FlatParameters, config: OptimizerConfig) -> tuple[ParameterGroup, ...]:
+    """The parts of the flat buffers with settings of their own, in order: one where no pattern gives any.
+
+    Raises:
+        InputError: a pattern matches no parameter that is trained.
+    """
+    whole = one_group(flat, config)
+    if not config.lr_scales and not config.weight_decays:
+        return (whole,)
+    frozen = {name for name, _ in model.named_parameters()} - set(flat.names)
+    scales, decays = (
+        by_pattern(model, config.of_patterns(name), f"optimizer.{name}", frozen)
+        for name in ("lr_scales", "weight_decays")
+    )
+    offsets, groups = flat.layout.offsets, list[ParameterGroup]()
+    for i, name in enumerate(flat.names):
+        begin, end = offsets[i], offsets[i + 1]
+        decay = decays.get(name, config.weight_decay if begin < flat.num_matrix_elements else 0.0)
+        group = ParameterGroup(begin, end, end - begin, scales.get(name, 1.0), decay)
+        if groups and (groups[-1].scale, groups[-1].weight_decay) == (group.scale, group.weight_decay):
+            group = replace(group, begin=groups[-1].begin, decayed=end - groups.pop().begin)
+        groups.append(group)
+    return tuple(groups)
+
+
+def one_group(flat: FlatParameters, config: OptimizerConfig) -> ParameterGroup:
+    """All of the flat buffers: weight decay of matrices alone."""
+    return ParameterGroup(0, flat.layout.size, flat.num_matrix_elements, 1.0, config.weight_decay)
+
+
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with global-norm clipping; torch's, but able to do nothing.
 
     Weight decay applies to matrices alone. Nothing here waits for the device: `step` and `lr` are tensors.
+
+    Args:
+        groups: what is updated with settings of its own (`parameter_groups`); by default nothing is.
     """
 
-    def __init__(self, flat: FlatParameters, config: OptimizerConfig) -> None:
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, groups: Sequence[ParameterGroup] = ()) -> None:
         self.flat, self.settings = flat, UpdateSettings.of(config)
+        self.groups = tuple(groups) or (one_group(flat, config),)
         # In float32 the compute weights are the masters.
         self.master = flat.data if flat.data.dtype == torch.float32 else flat.data.float()
         self.exp_avg = torch.zeros_like(self.master)
@@ -72,7 +135,7 @@ class AdamW:
         Returns:
             Global gradient norm before clipping (float32) and whether the update was applied (bool), 0-dim.
         """
-        return adamw_step(self.tensors(), self.flat, self.settings, lr, ok)
+        return adamw_step(self.tensors(), self, lr, ok)
 
     def tensors(self) -> AdamWTensors:
         """The live tensors."""
@@ -109,23 +172,25 @@ class AdamW:
         self.flat.data.copy_(self.master)
 
 
-def adamw_step(
-    t: AdamWTensors, flat: FlatParameters, settings: UpdateSettings, lr: Tensor, ok: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`AdamW.step` as a function of its tensors; `flat` says how they are laid out.
+def adamw_step(t: AdamWTensors, by: AdamW, lr: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
+    """`AdamW.step` as a function of its tensors; of `by` it reads the layout, the settings and the groups.
 
     The norm is the root of the sum of the same blocks' squares in the same order on any number of ranks.
     """
-    grad_norm = flat.square_sums(ops.square_sums(t.grad), t.norm_order).sum().sqrt()
+    settings = by.settings
+    grad_norm = by.flat.square_sums(ops.square_sums(t.grad), t.norm_order).sum().sqrt()
     applied = ok & torch.isfinite(grad_norm)
     max_norm = settings.max_grad_norm
     grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
     betas = settings.beta1, settings.beta2
-    ops.adamw(
-        ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:6]),
-        ops.AdamWStep(lr, grad_scale, applied),
-        ops.AdamWSettings(flat.num_matrix_elements, *betas, settings.epsilon, settings.weight_decay),
-    )
+    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:6])
+    for group in by.groups:
+        last = group is by.groups[-1]
+        ops.adamw(
+            group.of(state, t.steps if last else t.steps.clone()),  # the last counts the update
+            ops.AdamWStep(lr if group.scale == 1 else lr * group.scale, grad_scale, applied),
+            ops.AdamWSettings(group.decayed, *betas, settings.epsilon, group.weight_decay),
+        )
     return grad_norm, applied
 
 

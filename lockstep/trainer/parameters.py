@@ -6,7 +6,7 @@ same micro-batches one after another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -90,7 +90,11 @@ class Layout:
 class FlatParameters:
     """One buffer for a model's weights, one float32 buffer for their gradients; this class: of one process.
 
-    The model's parameters are re-pointed in place, as views of the buffer, and keep their values.
+    The model's parameters are re-pointed in place, as views of the buffer, and keep their values. Those that are frozen
+    stay as they are, whole on every rank.
+
+    Args:
+        frozen: names of parameters that are not trained.
 
     Attributes:
         names, parameters: the model's own, in buffer order: matrices, then vectors; a tied one stands once.
@@ -103,8 +107,11 @@ class FlatParameters:
 
     norm_order: Tensor | None = None
 
-    def __init__(self, model: Decoder, mesh: Mesh = ALONE) -> None:
-        named = sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2)  # stable
+    def __init__(self, model: Decoder, mesh: Mesh = ALONE, frozen: Collection[str] = ()) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        trained = [item for item in model.named_parameters() if item[0] not in frozen]
+        named = sorted(trained, key=lambda item: item[1].dim() < 2)  # stable
         self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
         first = self.parameters[0]
         assert all(p.dtype == first.dtype and p.device == first.device for p in self.parameters)
@@ -165,9 +172,9 @@ class ShardedParameters(FlatParameters):
         gathering: what `gather` reads and writes.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh) -> None:
+    def __init__(self, model: Decoder, mesh: Mesh, frozen: Collection[str] = ()) -> None:
         self.axis = mesh.fsdp
-        super().__init__(model, mesh)
+        super().__init__(model, mesh, frozen)
         self.norm_order = self.layout.norm_order().to(self.data.device)
         own = {name: p.data for name, p in zip(self.names, self.parameters, strict=True)}
         self.gathering = graph.Inputs(param=self._named_parts(), buffer=own)
@@ -181,7 +188,9 @@ class ShardedParameters(FlatParameters):
         return dict(zip(self.names, self.parts, strict=True))
 
     def inputs(self, model: Decoder) -> graph.Inputs:
-        return replace(super().inputs(model), param=self._named_parts(), module=None)
+        found, parts = super().inputs(model), self._named_parts()
+        frozen = {name: tensor for name, tensor in found.param.items() if name not in parts}
+        return replace(found, param=parts | frozen, module=None)
 
     @torch.no_grad()
     def gathered(self, name: str, part: Tensor) -> Tensor:
@@ -204,11 +213,13 @@ class ShardedParameters(FlatParameters):
         Without gradients the separate operators compute: fused products read weights before the kernel before is
         complete, and here the weights are gathered in the same graph.
         """
-        weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in inputs.param.items()}
+        parts = {n: part for n, part in inputs.param.items() if n in self.names}
+        weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in parts.items()}
         values = inputs.buffer["statistics"]
         with torch.set_grad_enabled(torch.is_grad_enabled() or not differentiated):
             own = torch.zeros_like(values)
-            yield replace(inputs, param=weights, module=None, buffer={**inputs.buffer, "statistics": own})
+            mine = {"param": {**inputs.param, **weights}, "buffer": {**inputs.buffer, "statistics": own}}
+            yield replace(inputs, module=None, **mine)
             rows = distributed.gather(own, self.axis).unbind()
             largest = [torch.stack([values[i], *(row[i] for row in rows)]).amax() for i in maxima]
             for row in rows:
@@ -240,9 +251,10 @@ class ShardedParameters(FlatParameters):
         return self.layout.cut(whole, self.axis.rank)
 
 
-def flat_parameters(model: Decoder, mesh: Mesh) -> FlatParameters:
-    """A model's parameters as they are trained on this mesh."""
-    return ShardedParameters(model, mesh) if mesh.fsdp.size > 1 else FlatParameters(model)
+def flat_parameters(model: Decoder, mesh: Mesh, frozen: Collection[str] = ()) -> FlatParameters:
+    """A model's parameters, but for those that are `frozen`, as they are trained on this mesh."""
+    kind = ShardedParameters if mesh.fsdp.size > 1 else FlatParameters
+    return kind(model, mesh, frozen)
 
 
 def _serving(name: str) -> AbstractContextManager[None]:

@@ -48,7 +48,10 @@ class TrainerPrograms:
 
     Attributes:
         algorithm: the run's. algorithms: it and that of supervised steps, by `loss_type`.
-        by_name: all of them.
+        by_name: all of them. `forward_backward` (`step.forward`, whose gradients are added up), `check` (`step.check`)
+            and `reference_logprobs` take batches (`launch`); `optim_step` updates at the rate `lr` if the statistics
+            allow it, and writes what was found (`step.take`); of several ranks `gather_weights` brings the model's own
+            weights up to date.
     """
 
     def __init__(
@@ -79,13 +82,15 @@ class TrainerPrograms:
             open_sizes = None if name in ("optim_step", "gather_weights") else OPEN_SIZES
             self.by_name[name] = runtime.program(name, body, inputs, writes, open_sizes, baked.get(name))
 
-        # Of several ranks each differentiates by weights that it gathers, which are no inputs.
-        train = self._train_body if isinstance(flat, ShardedParameters) else self._differentiated
+        train: graph.GraphBody = self._differentiated
+        if isinstance(flat, ShardedParameters):  # each rank differentiates by weights that it gathers: no inputs
+            train = self._train_body
+            add("gather_weights", flat.gather, flat.gathering, {"buffer"})
         add("forward_backward", train, training, {"grad", "buffer"})
         add("check", self._check_body, scoring, {"buffer"})
         add("optim_step", self._optim_body, self._updating(), {"param", "grad", "optimizer", "buffer"})
-        if isinstance(flat, ShardedParameters):
-            add("gather_weights", flat.gather, flat.gathering, {"buffer"})
+        if self.algorithm.has_critic:
+            add("values", self._values_body, scoring, {"buffer"})
         if reference is not None:
             add("reference_logprobs", self._reference_body, graph.module_inputs(reference), ())
         for name in ("forward_backward", "check"):
@@ -117,9 +122,10 @@ class TrainerPrograms:
                 "sharding": sharding,
             },
             "check": {**model, "sharding": sharding},
+            "values": {**model, "sharding": sharding},
             "optim_step": {
                 "optimizer": self.optimizer.settings,
-                "matrix_elements": self.flat.num_matrix_elements,
+                "groups": {str(i): group for i, group in enumerate(self.optimizer.groups)},
                 "enforce_parity": self.state.enforce_parity,
                 "router_biases": tuple(self.state.router_biases),
                 "experts": self.experts,
@@ -133,27 +139,9 @@ class TrainerPrograms:
         """A launch on `batch`, to be checked."""
         return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
-    def forward_backward(self, batch: PackedBatch, loss_type: str, with_support: bool) -> dict[str, Tensor]:
-        """See `step.forward`, whose gradients are added up; what it returns, by name."""
-        statics = {**statics_of(batch), "loss_type": loss_type, "with_support": with_support}
-        return self.by_name["forward_backward"](batch.tensors(), **statics)
-
-    def check(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """See `step.check`; what it returns, by name."""
-        return self.by_name["check"](batch.tensors(), **statics_of(batch))
-
-    def reference_logprobs(self, batch: PackedBatch) -> Tensor:
-        """The reference's log-probs of the tokens (temperature 1, untruncated), [C]."""
-        return self.by_name["reference_logprobs"](batch.tensors(), **statics_of(batch))["model_logprob_C"]
-
-    def optim_step(self) -> None:
-        """Update at the rate `lr` if the statistics allow it, and write what was found (`step.take`)."""
-        self.by_name["optim_step"]()
-
-    def gather_weights(self) -> None:
-        """Bring the model's own weights up to date with the shards of them; in one process they are the same."""
-        if "gather_weights" in self.by_name:
-            self.by_name["gather_weights"]()
+    def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
+        """What a program returns for a batch, by name."""
+        return self.by_name[name](batch.tensors(), **statics_of(batch), **statics)
 
     def _train_body(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
         with self.flat.micro_batch(inputs, step.MAXIMA) as own:
@@ -175,11 +163,18 @@ class TrainerPrograms:
         with checked as own, graph.substituted(self.model, own):
             return step.check(self.model, own.buffer["statistics"], batch).tensors()
 
+    def _values_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
+        batch = batch_of(inputs, **statics)
+        whole = self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False)
+        with whole as own, graph.substituted(self.model, own):
+            return {"value_C": step.critic_values(self.model, step.predicting_rows(self.model, batch))}
+
     def _reference_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         model = self.reference
         assert model is not None
         with graph.substituted(model, inputs):
-            return {"model_logprob_C": step.score(model, batch_of(inputs, **statics))[1].model_logprob_C}
+            _, scores, _ = step.score(model, batch_of(inputs, **statics), with_routing=False)
+        return {"model_logprob_C": scores.model_logprob_C}
 
     def _optim_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         weights, b = inputs.param["weights"], inputs.buffer
@@ -191,9 +186,8 @@ class TrainerPrograms:
             ok = ok & (s["different"] == 0) & (s["identical"] == b["sampled"])
             if self.experts:
                 ok = ok & (s["prompt_routed_differently"] == 0)
-        settings = self.optimizer.settings
-        grad_norm, applied = adamw_step(tensors, self.flat, settings, b["lr"], ok)
+        grad_norm, applied = adamw_step(tensors, self.optimizer, b["lr"], ok)
         if biases := [b[name] for name in self.state.router_biases]:
-            routing.balance(biases, s["loads"], settings.router_bias_rate, applied)
+            routing.balance(biases, s["loads"], self.optimizer.settings.router_bias_rate, applied)
         step.take(b["statistics"], b["results"], grad_norm, applied, self.experts)
         return {}

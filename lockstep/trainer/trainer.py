@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..algorithms import algorithm_of
 from ..config import LossConfig, OptimizerConfig
 from ..distributed import ONE, World
 from ..errors import InputError
@@ -21,8 +22,9 @@ from ..graph import EAGER, Runtime
 from ..models import Decoder
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
+from .graph_inputs import complete
 from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
-from .optimizer import AdamW
+from .optimizer import AdamW, frozen_parameters, parameter_groups
 from .packing import blank_batch
 from .parameters import flat_parameters
 from .programs import TrainerPrograms, UpdateState
@@ -50,7 +52,7 @@ class Trainer:
 
     Raises:
         InputError: `loss.router_aux_loss_coef` is set, and the model has no experts chosen by a softmax; or
-            `optimizer.router_bias_rate` is, and it has no biases.
+            `optimizer.router_bias_rate` is, and it has no biases; or a pattern of `optimizer` does not fit its names.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class Trainer:
             )
         self.model, self.reference, self.loss = model, reference, loss
         self.world = world
-        self.flat = flat_parameters(model, world.mesh)
-        self.optimizer = AdamW(self.flat, optimizer)
+        if algorithm_of(loss).has_critic and model.value_head is None:
+            model.add_value_head()
+        self.flat = flat_parameters(model, world.mesh, frozen_parameters(model, optimizer))
+        self.optimizer = AdamW(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
         self.weights_version = 0
         device = self.flat.data.device
         self._lr = torch.zeros((), device=device)
@@ -109,14 +113,15 @@ class Trainer:
             keep_support: store the sampled support in `batch.support_C`, for later updates on the same batch; those
                 run with `batch.check_parity` off, as the weights are no longer the generator's.
         """
-        if self.algorithm.indexes_sequences and batch.cu_completions is None:
-            batch.index_sequences()
+        complete(batch, self.algorithm)
         with_support = keep_support and batch.truncated and batch.support_C is None
-        scored = self.programs.forward_backward(batch, loss_type or self.loss.loss_type, with_support)
+        loss_type = loss_type or self.loss.loss_type
+        scored = self.programs.launch("forward_backward", batch, loss_type=loss_type, with_support=with_support)
         if with_support:
             rows_CD, threshold_C = scored.pop("rows_CD"), scored.pop("threshold_C")
             batch.support_C = ops.support_mask(rows_CD, self.model.lm_head, batch.temperature_C, threshold_C)
-        self._remember(batch, scored)
+        if batch.check_parity:
+            self._scored.append((batch, scored))
 
     def warm_up(
         self,
@@ -151,16 +156,19 @@ class Trainer:
             batch.check_parity, batch.support_C = check_parity, None
             if self.reference is not None:
                 self.reference_logprobs(batch)
+            if self.algorithm.has_critic:
+                self.values(batch)
             if with_checks:
                 self.check(batch)
         self.gather_weights()
         self._results.make_room()
         self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
         try:
-            self.programs.optim_step()  # clears the gradients
+            self.programs.by_name["optim_step"]()  # clears the gradients
         finally:
             self._results.reset()
-            self._reset_step()
+            self._values.zero_()
+            self._scored = []
 
     def trust_cases(
         self, shapes: Sequence[BatchShape], sampling: SamplingParams, with_checks: bool = True, **options: Any
@@ -172,16 +180,19 @@ class Trainer:
 
     def check(self, batch: PackedBatch) -> None:
         """Compare the batch's log-probs with the generator's and train on nothing."""
-        self._remember(batch, self.programs.check(batch))
-
-    def _remember(self, batch: PackedBatch, scored: dict[str, Tensor]) -> None:
-        """Keep what names a mismatch."""
+        scored = self.programs.launch("check", batch)
         if batch.check_parity:
             self._scored.append((batch, scored))
 
     def reference_logprobs(self, batch: PackedBatch) -> None:
         """Fill `batch.ref_logprob_C` with the reference's log-probs (temperature 1, untruncated)."""
-        batch.ref_logprob_C.copy_(self.programs.reference_logprobs(batch))
+        batch.ref_logprob_C.copy_(self.programs.launch("reference_logprobs", batch)["model_logprob_C"])
+
+    def values(self, batch: PackedBatch) -> None:
+        """Fill `batch.old_value_C` with the critic's values of the positions that predict the completion tokens."""
+        complete(batch, self.algorithm)
+        assert batch.old_value_C is not None
+        batch.old_value_C.copy_(self.programs.launch("values", batch)["value_C"])
 
     def optim_step(self, lr: float, sampled: int | None = None) -> StepResult:
         """Update the weights with the accumulated gradients and clear them; the host waits for the result.
@@ -200,20 +211,13 @@ class Trainer:
         `result.ROWS` are waiting to be taken, it waits for the first of them."""
         self._results.make_room()
         sampled = self._to_compare() if sampled is None else sampled
-        self._write_rate(lr)
-        self._write_sampled(sampled)
-        self.programs.optim_step()
-        return self._launched(lr, sampled)
-
-    def _write_rate(self, lr: float) -> None:
         if lr != self._rate:
             self._lr.fill_(lr)
-            self._rate = lr
-
-    def _write_sampled(self, sampled: int) -> None:
         if sampled != self._expected:
             self._sampled.fill_(sampled)
-            self._expected = sampled
+        self._rate, self._expected = lr, sampled
+        self.programs.by_name["optim_step"]()
+        return self._launched(lr, sampled)
 
     def _to_compare(self) -> int:
         """Sampled tokens of the batches since the last update that were to be compared, of all ranks, by the
@@ -223,7 +227,8 @@ class Trainer:
 
     def gather_weights(self) -> None:
         """Give the model the weights of the last update, for whoever generates with it. In one process it has them."""
-        self.programs.gather_weights()
+        if gather := self.programs.by_name.get("gather_weights"):
+            gather()
 
     def finish_check(self, sampled: int | None = None) -> StepResult:
         """The result of a step in which batches were only checked; no update, and gradients are cleared. `sampled` as
@@ -238,10 +243,6 @@ class Trainer:
     def checked(self) -> list[Tensor]:
         """The model's log-probabilities of each batch that was compared since the last update, float32 [C]."""
         return [scored["model_logprob_C"].clone() for _, scored in self._scored]
-
-    def reset_optimizer(self) -> None:
-        """Start the moments anew (between supervised and reinforcement steps)."""
-        self.optimizer.reset()
 
     def numerics(self) -> dict[str, Any]:
         """What the bits of a run depend on besides its configuration."""
@@ -268,11 +269,6 @@ class Trainer:
             bias.copy_(tensors[name])
         self.weights_version = numbers["weights_version"]
         self.gather_weights()
-
-    def _reset_step(self) -> None:
-        """Forget the statistics that micro-batches added up."""
-        self._values.zero_()
-        self._scored = []
 
     def _launched(self, lr: float, sampled: int) -> PendingResult:
         """The result of the update that was just launched, when the host asks for it."""

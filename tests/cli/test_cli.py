@@ -350,7 +350,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        ("trian", ["trian", "train, precompile, generate, eval, chat, report, parity, init"]),
+        ("trian", ["trian", "train, precompile, generate, eval, chat, serve, report, parity, init"]),
         ("train sum-digit", ["unknown recipe 'sum-digit'", "did you mean sum-digits"]),
         ("train zzz", ["unknown recipe 'zzz'", "allowed: sum-digits, word-arithmetic, gsm8k, dataset"]),
         ("train sum-digits gsm8k", ["gsm8k"]),
@@ -378,6 +378,10 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("train --resume done --steps 1", ["steps is 30 there and 1 here", "only be raised"]),
         ("train --resume done --seed 9", ["--resume done", "seed is 0 there and 9 here", "only --steps"]),
         ("train --resume done --sampling.top-p 0.5", ["sampling.top_p is 1.0 there and 0.5 here"]),
+        ("train --resume done --optimizer.freeze model.norm", ["optimizer.freeze is [] there and ['model.norm'] here"]),
+        ("train --optimizer.lr-scales model.norm", ["optimizer.lr_scales holds 'model.norm'", "PATTERN=NUMBER"]),
+        ("train --optimizer.lr-scales model.norm=0", ["optimizer.lr_scales holds", "named in optimizer.freeze"]),
+        ("train --optimizer.weight-decays *=nan", ["optimizer.weight_decays of * is nan", "between 0 and"]),
         ("train --run-dir done", ["--run-dir done is not empty", "--resume done"]),
         ("train --run-dir good.yaml", ["cannot make the run folder", "good.yaml"]),
         ("generate --prompt x", ["--model"]),
@@ -409,7 +413,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ),
         ("report done done --out nosuch/x.html", ["nosuch/x.html: there is no folder nosuch"]),
         ("init tiny", ["--out"]),
-        ("", ["train, precompile, generate, eval, chat, report, parity, init"]),
+        ("", ["train, precompile, generate, eval, chat, serve, report, parity, init"]),
     ],
 )
 def test_bad_input(run: Recorder, capsys: pytest.CaptureFixture[str], arguments: str, messages: list[str]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fake_recorder import FakeRecorder
 from small import train_groups
 
 from lockstep import distributed, machine
@@ -25,7 +26,7 @@ from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, Optimize
 from lockstep.distributed import ONE, World, join
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import FakeRecorder, GraphError, Runtime, check_against_eager, digest
+from lockstep.graph import GraphError, Runtime, check_against_eager, digest
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
@@ -81,6 +82,9 @@ def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) ->
         for batch in batches(groups, own, max_tokens):
             if trainer.reference is not None:
                 trainer.reference_logprobs(batch)
+            if trainer.algorithm.has_critic:
+                trainer.values(batch)
+                batch.return_C.copy_(batch.old_value_C + batch.advantage_C)
             trainer.forward_backward(batch)
         for batch in batches(groups, own, max_tokens):
             trainer.check(batch)
@@ -146,6 +150,24 @@ def whole_sequences(world: World) -> Any:
 
 
 @check
+def parameter_groups(world: World) -> Any:
+    """Frozen parameters and other rates, of graphs on the ranks and eager in one process."""
+    optimizer = replace(
+        OPTIMIZER, freeze=("model.layers.0",), lr_scales=("model.norm=3",), weight_decays=("*_proj=0.2",)
+    )
+    start, one = decoder(), run(Trainer(decoder(), optimizer, LossConfig()), ONE)
+    recorder = FakeRecorder() if DEVICE.type == "cpu" else None
+    config = CompileConfig("step", cudagraph_mode="full")
+    runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), optimizer, LossConfig(), world=world, runtime=runtime)
+    unlike = different(run(trainer, world), one)
+    runtime.close()
+    now = dict(trainer.model.named_parameters())
+    kept = [name for name, parameter in start.named_parameters() if torch.equal(parameter, now[name])]
+    return on_all(world, [unlike, len(trainer.optimizer.groups), kept])
+
+
+@check
 def a_teacher(world: World) -> Any:
     """Each rank has a whole one."""
     loss, teacher = LossConfig("distillation", teacher="a folder"), decoder()
@@ -153,6 +175,17 @@ def a_teacher(world: World) -> Any:
         teacher.embed.mul_(0.5)
     one = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher), ONE)
     found = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world), world)
+    return on_all(world, different(found, one))
+
+
+@check
+def a_critic(world: World) -> Any:
+    """Of graphs on the ranks and eager in one process."""
+    loss = LossConfig("ppo")
+    one = run(Trainer(decoder(), OPTIMIZER, loss), ONE)
+    runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world)
+    runtime.close()
     return on_all(world, different(found, one))
 
 

@@ -24,9 +24,16 @@ def found() -> dict[str, Any]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "experts", "whole_sequences", "a_teacher"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "experts", "whole_sequences", "a_teacher", "a_critic"])
 def test_gradients_updates_and_statistics_are_those_of_one_process(found: dict[str, Any], kind: str) -> None:
     assert found[kind] == [[], []]
+
+
+def test_frozen_parameters_and_groups_are_those_of_one_process(found: dict[str, Any]) -> None:
+    first, second = found["parameter_groups"]
+    layer = ("attention_norm", "qkv", "q_norm", "k_norm", "o", "mlp_norm", "gate_up", "down")
+    assert first == second and first[0] == [] and first[1] > 3
+    assert sorted(first[2]) == sorted(f"layers.0.{name}" for name in layer)
 
 
 def test_adding_in_another_order_would_be_noticed(found: dict[str, Any]) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from small import generate, make_model, requests, words
 
 from lockstep.config import CAPTURES, CompileConfig, GeneratorConfig, Plugin, resolve_compile
 from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import EAGER, Captured, FakeRecorder, Runtime, Store, capture, check_against_eager
+from lockstep.graph import EAGER, Captured, Runtime, Store, capture, check_against_eager
 
 CPU = torch.device("cpu")
 

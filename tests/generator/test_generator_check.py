@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import FakeRecorder, GraphError, Runtime, check_against_eager
+from lockstep.graph import GraphError, Runtime, check_against_eager
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.types import SamplingParams

@@ -15,7 +15,7 @@ from processes import finished
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 ROOT = Path(__file__).parents[2]
-RANKS, BENCHMARK = ROOT / "tests" / "distributed" / "ranks.py", ROOT / "benchmarks" / "fsdp.py"
+RANKS, BENCHMARK = ROOT / "tests" / "distributed" / "ranks.py", ROOT / "benchmarks" / "run.py"
 assert RANKS.is_file() and BENCHMARK.is_file()
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
@@ -57,9 +57,9 @@ def test_a_fault_on_one_gpu_stops_the_update_on_both(found: dict[str, Any]) -> N
 
 
 def test_ten_steps_of_reinforcement_learning(tmp_path: Path) -> None:
-    """`benchmarks/fsdp.py` at a small size: 10 steps, recorded graphs, one process and two, bucketed and not."""
+    """`benchmarks/run.py fsdp` at a small size: 10 steps, recorded graphs, one process and two, bucketed and not."""
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    command = [sys.executable, str(BENCHMARK), "--arch", "qwen3-100m", "--json", str(tmp_path / "figures.json")]
+    command = [sys.executable, str(BENCHMARK), "fsdp", "--arch", "qwen3-100m", "--json", str(tmp_path / "figures.json")]
     run = finished(command, env=os.environ | {"PYTHONPATH": path})
     assert run.returncode == 0, run.stdout + run.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())

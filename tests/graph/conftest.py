@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from small import make_model
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import FakeRecorder, Runtime
+from lockstep.graph import Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from torch import Tensor, nn
 
 from lockstep import ops
 from lockstep.config import CompileConfig
-from lockstep.graph import Case, Differentiated, FakeRecorder, Inputs, Runtime, module_inputs, substituted
+from lockstep.graph import Case, Differentiated, Inputs, Runtime, module_inputs, substituted
 from lockstep.graph.passes.compiled_subgraph import Regions
 from lockstep.graph.torch_private.inductor import missing_compiler
 

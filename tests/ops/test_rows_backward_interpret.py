@@ -18,12 +18,12 @@ from lockstep.ops.records import Rotation
 from lockstep.ops.rope.operator import qk_norm_rope_backward
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from lockstep.ops import row_gradients
-    from lockstep.ops.activation import triton_backward as activation_triton_backward
+    from lockstep.ops import rows as row_kernels
+    from lockstep.ops.activation import triton as activation_triton
     from lockstep.ops.embedding import triton_backward as embedding_triton_backward
     from lockstep.ops.fused import triton_backward as fused_triton_backward
-    from lockstep.ops.norm import triton_backward as norm_triton_backward
-    from lockstep.ops.rope import triton_backward as rope_triton_backward
+    from lockstep.ops.norm import triton as norm_triton
+    from lockstep.ops.rope import triton as rope_triton
 
 ROWS = (1, 16, 35)  # one, a whole program, programs and a part of one
 
@@ -71,10 +71,10 @@ class Interpreted:
         grad, x = torch.randn(rows, width), torch.randn(rows, 2 * width)[:, :width]
         weight = torch.randn(width)
         exact = exact_gradients(lambda x, w: exact_norm(x, w, 1e-6), grad, x, weight)
-        separate = norm_triton_backward.rms_norm(grad, x, weight, 1e-6)
+        separate = norm_triton.rms_norm_backward(grad, x, weight, 1e-6)
         assert_near(separate, exact)
         other = torch.randn(rows, 3 * width)[:, width : 2 * width]
-        joined = norm_triton_backward.rms_norm(grad, x, weight, 1e-6, other)
+        joined = norm_triton.rms_norm_backward(grad, x, weight, 1e-6, other)
         assert torch.equal(joined[0], separate[0] + other) and torch.equal(joined[1], separate[1])
 
     @pytest.mark.parametrize("rows", ROWS)
@@ -91,12 +91,12 @@ class Interpreted:
 
         exact = exact_gradients(function, grad, qkv, *weights)
         by = Rotation(*(weights or (None, None)), cos_sin, heads, kv_heads, 1e-6)
-        results = rope_triton_backward.qk_norm_rope(grad, qkv, by)
+        results = rope_triton.qk_norm_rope_backward(grad, qkv, by)
         assert not results[0][:, -kv_heads * head_dim :].any(), "the gradient for v is not here"
         assert norm or (results[1].numel() == 0 and results[2].numel() == 0)
         assert_near(results[: len(exact)], exact)
         there = torch.randn_like(qkv)
-        joined = rope_triton_backward.qk_norm_rope(grad, qkv, by, there.clone())
+        joined = rope_triton.qk_norm_rope_backward(grad, qkv, by, there.clone())
         qk = (heads + kv_heads) * head_dim
         assert torch.equal(joined[0], torch.cat((results[0][:, :qk], there[:, qk:]), 1))
         assert all(map(torch.equal, joined[1:], results[1:]))
@@ -109,11 +109,11 @@ class Interpreted:
             gate, up = x.chunk(2, 1)
             return torch.nn.functional.silu(gate) * up
 
-        assert_near((activation_triton_backward.silu_mul(grad, gate_up),), exact_gradients(function, grad, gate_up))
+        assert_near((activation_triton.silu_mul_backward(grad, gate_up),), exact_gradients(function, grad, gate_up))
 
     def test_silu_mul_far_out(self):
         gate_up = torch.tensor([[-200.0, 200.0, -0.0, 3.0, 3.0, 3.0]])
-        assert activation_triton_backward.silu_mul(torch.ones(1, 3), gate_up)[0, :3].tolist() == [0.0, 3.0, 1.5]
+        assert activation_triton.silu_mul_backward(torch.ones(1, 3), gate_up)[0, :3].tolist() == [0.0, 3.0, 1.5]
 
     @pytest.mark.parametrize(
         "rows_T",
@@ -147,8 +147,8 @@ class Interpreted:
         assert result.flatten().tolist() == [0.0, tokens, 0.0]
 
     def test_partial_sums_of_more_programs_than_are_added_at_a_time(self):
-        partial = torch.randn(2 * row_gradients.FOLD_ROWS + 1, 9)
-        assert_near((row_gradients._fold(partial, torch.float32),), (partial.double().sum(0),))
+        partial = torch.randn(2 * row_kernels.FOLD_ROWS + 1, 9)
+        assert_near((row_kernels._fold(partial, torch.float32),), (partial.double().sum(0),))
 
     @pytest.mark.parametrize("shape", [(1,), (3, 5), (4097,)])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

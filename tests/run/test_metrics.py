@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError, LockstepError
+from lockstep.json_file import to_json
 from lockstep.run.metrics import (
     SECTIONS,
     SUMMARY_FILE,
@@ -22,7 +23,6 @@ from lockstep.run.metrics import (
     read_lines,
     rollout_records,
     title_of,
-    to_json,
     write_json,
 )
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory

@@ -10,9 +10,9 @@ import pytest
 
 from lockstep.config import RunConfig, TaskConfig, recipes
 from lockstep.errors import InputError
+from lockstep.json_file import to_json
 from lockstep.run import resume
 from lockstep.run.crash import CRASH_FILE
-from lockstep.run.metrics import to_json
 from lockstep.run.recorder import FAILURE_FILE, Recorder
 from lockstep.run.train import train
 

@@ -15,7 +15,8 @@ from lockstep.cli.main import main
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError
 from lockstep.generator import Engine
-from lockstep.session.generate import LLM, TextStream
+from lockstep.models.tokenizer import TextStream
+from lockstep.session.generate import LLM
 from lockstep.types import GENERATE_DOMAIN, SampleIdentity, SamplingParams
 
 SHORT = SamplingParams(max_completion_length=12, n=2)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from small import CONFIG, compare, generate, make_model, requests, train_groups
 
 from lockstep import ops
@@ -27,7 +28,7 @@ from lockstep.config import (
 )
 from lockstep.errors import InputError, ParityError
 from lockstep.generator import Engine, SharedWeights, SnapshotWeights
-from lockstep.graph import EAGER, FakeRecorder, Runtime, check_against_eager
+from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.models import Decoder, PackedAttention, Routing
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import init_folder

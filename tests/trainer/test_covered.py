@@ -79,11 +79,11 @@ def test_what_is_not_a_number_is_never_identical(make_model, make_groups, record
     score = step.score
 
     def with_the_same(*arguments):
-        rows_CD, scores = score(*arguments)
+        rows_CD, scores, routed = score(*arguments)
         field = {"logprobs": "logprob_C", "model_logprobs": "model_logprob_C"}[attribute]
         planted = getattr(scores, field).clone()
         planted[row] = value
-        return rows_CD, scores._replace(**{field: planted})
+        return rows_CD, scores._replace(**{field: planted}), routed
 
     monkeypatch.setattr(step, "score", with_the_same)
     trainer = make_trainer(model)

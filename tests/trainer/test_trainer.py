@@ -240,7 +240,7 @@ def test_reset_forgets_the_moments_but_not_the_weights(make_model, make_groups, 
     trainer = make_trainer(model)
     trainer.forward_backward(one_batch(record(model, make_groups())))
     trainer.optim_step(LR)
-    trainer.reset_optimizer()
+    trainer.optimizer.reset()
     fresh_model.load_state_dict(model.state_dict())
     fresh = make_trainer(fresh_model)
     assert same(bits(trainer), bits(fresh))

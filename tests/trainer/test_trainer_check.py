@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import FakeRecorder, GraphError, Pass, Runtime, check_against_eager, compile_report, replay_metrics
+from lockstep.graph import GraphError, Pass, Runtime, check_against_eager, compile_report, replay_metrics
 from lockstep.graph.ir.captured import is_backward, op_name
 from lockstep.graph.passes.rewrite import rewritten
 from lockstep.models import Decoder, ModelConfig

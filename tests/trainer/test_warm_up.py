@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from small import completed, train_group
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import FakeRecorder, Runtime
+from lockstep.graph import Runtime
 from lockstep.trainer import BatchShape, Trainer, batch_shapes, pack, packed_slots
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.shapes import fit, holding

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .section import Section, at_least, between
+from ...errors import refuse
+from .section import Section, at_least, between, check_range
+
+Patterns = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,40 @@ class OptimizerConfig(Section):
     """Steps of linear warm-up."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Decay over the run after warm-up."""
+    freeze: Patterns = ()
+    """Parameters that are not trained, by patterns of their names in a Hugging Face folder, or their modules':
+    model.embed_tokens, 'model.layers.[0-9].*'. They have no gradients, masters or moments, and max_grad_norm is of the
+    others alone."""
+    lr_scales: Patterns = ()
+    """Other learning rates as PATTERN=FACTOR, times that of every step, supervised ones too; the last that matches."""
+    weight_decays: Patterns = ()
+    """Other weight decays as PATTERN=DECAY, of norm weights too; the last that matches."""
     router_bias_rate: float = between(0, 1, default=0.0)
     """Balance experts that are chosen with a bias (DeepSeek-V3): with each update an expert's bias goes up by this when
     it had fewer tokens than the mean, and down when it had more; 0 leaves the biases as they are."""
+
+    def check(self) -> None:
+        refuse("" in self.freeze, "optimizer.freeze has an empty pattern; name a parameter, or leave it out")
+        for name in ("lr_scales", "weight_decays"):
+            self.of_patterns(name)
+
+    def of_patterns(self, name: str) -> list[tuple[str, float]]:
+        """The patterns of the field `name`, which has their numbers, in order; raises `InputError` for another form."""
+        return [self._of_pattern(name, given) for given in getattr(self, name)]
+
+    def _of_pattern(self, name: str, given: str) -> tuple[str, float]:
+        pattern, _, number = given.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = -1.0
+        refuse(
+            not pattern or value < 0,
+            f"{self.path(name)} holds {given!r}; each must be PATTERN=NUMBER, such as model.embed_tokens=0.1",
+        )
+        refuse(
+            name == "lr_scales" and value == 0,
+            f"{self.path(name)} holds {given!r}; what is not to be trained is named in optimizer.freeze",
+        )
+        check_range(f"{self.path(name)} of {pattern}", value, 0, 1e6)
+        return pattern, value

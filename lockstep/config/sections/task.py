@@ -14,7 +14,7 @@ _DATA_FIELDS = (
     *("shuffle", "filter_overlong_prompts"),
 )
 # What rendering a prompt sets itself.
-_TEMPLATE_ARGUMENTS = (
+TEMPLATE_ARGUMENTS = (
     *("messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     "tokenizer_kwargs",
@@ -126,7 +126,7 @@ def template_variables(assignments: tuple[str, ...], field: str = "task.chat_tem
             raise InputError(
                 f"{field} holds {assignment!r}; each must be NAME=VALUE, a name once, such as enable_thinking=false"
             )
-        if name in _TEMPLATE_ARGUMENTS:
+        if name in TEMPLATE_ARGUMENTS:
             raise InputError(f"{field} sets {name}, which is set for every prompt; remove it")
         try:
             variables[name] = json.loads(value)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
 import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...json_file import plain, to_json
 from ...user_functions import one_line
 
 RewardFunction = Callable[..., Any]
@@ -77,26 +77,17 @@ class Logged:
 
 
 def _recorded(value: Any, method: str, name: Any) -> Any:
-    """A copy of what a function logged, as JSON can hold it: arrays and tensors as lists, other objects as their text.
+    """A copy of what a function logged, as JSON can hold it.
 
     Raises `ValueError` for text that is no Unicode, numbers of thousands of digits, and what contains itself.
     """
     try:
-        plain = _plain(value)
-        json.dumps(plain, ensure_ascii=False).encode()
-        return plain
+        recorded = plain(value)
+        to_json(recorded).encode()
+        return recorded
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else one_line(error)
         raise ValueError(f"{method}({name!a}, ...) cannot be recorded: {reason}") from None
-
-
-def _plain(value: Any) -> Any:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
 
 
 @dataclass(frozen=True)

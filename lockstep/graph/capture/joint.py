@@ -105,7 +105,7 @@ class _Layout:
                 _call(graph, torch.ops.aten.copy_.default, arguments[i], value)
         before = set(graph.nodes)
         seed = _call(graph, torch.ops.aten.ones_like.default, loss)
-        inputs = [known.get(node.name, seed) for node in _placeholders(halves.backward)]
+        inputs = [known.get(node.name, seed) for node in halves.backward.graph.find_nodes(op="placeholder")]
         gradients = _copied(graph, halves.backward, inputs)[0][: len(self.leaves)]
         if unused := [name for name, gradient in zip(self.names, gradients, strict=True) if gradient is None]:
             raise torch_trace.Untraceable(f"no gradient reaches param {', '.join(map(repr, unused))}")
@@ -123,10 +123,6 @@ class _Layout:
         return []
 
 
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
 def _made(node: fx.Node, value: object) -> fx.Node:
     torch_trace.set_fake_value(node, value)
     return node
@@ -140,6 +136,6 @@ def _copied(
     graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[fx.Node]
 ) -> tuple[list[fx.Node], dict[str, fx.Node]]:
     """Append a module's calls to a graph; its results there, and every node there by its name in the module."""
-    copies = dict(zip(_placeholders(module), inputs, strict=True))
+    copies = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     results = graph.graph_copy(module.graph, copies)
     return list(results), {node.name: copy for node, copy in copies.items()}  # type: ignore[arg-type]

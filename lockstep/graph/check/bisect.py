@@ -81,7 +81,8 @@ def faulty_step(
     before = kept[i - 1][1]
     if node := first_difference(around(partial(_node_prints, before, arguments)), seen):
         return Fault(step, _describe(after, node), what)
-    lost = _lost_write(before, after)
+    kept_names = {n.name for n in after.graph.nodes}
+    lost = next((n.name for n in before.graph.nodes if mutates(n) and n.name not in kept_names), None)  # a write
     return Fault(step, _describe(before, lost) if lost else None, what)
 
 
@@ -215,12 +216,6 @@ def _computes(op: Any) -> bool:
     if not torch_trace.is_operator(op) or torch_trace.operator_name(op) in _NO_NEW_VALUES:
         return False
     return any(a.is_write for a in torch_trace.arguments(op)) or not any(r.aliases for r in torch_trace.results(op))
-
-
-def _lost_write(before: Captured, after: Captured) -> str | None:
-    """A call that writes in place and is not in the graph any more."""
-    kept = {n.name for n in after.graph.nodes}
-    return next((n.name for n in before.graph.nodes if mutates(n) and n.name not in kept), None)
 
 
 def _describe(captured: Captured, name: str) -> str:

@@ -70,7 +70,8 @@ class Snapshot:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
         size = sum(t.numel() * t.element_size() for t in self._tensors)
-        on_host = bool(self._tensors) and not _has_room(2 * size, self._tensors[0].device)
+        on_gpu = any(t.is_cuda for t in self._tensors)
+        on_host = on_gpu and torch.cuda.mem_get_info(self._tensors[0].device)[0] <= 2 * size
         self.copies = [t.detach().to("cpu", copy=True) if on_host else t.detach().clone() for t in self._tensors]
 
     @torch.no_grad()
@@ -78,7 +79,3 @@ class Snapshot:
         """Every tensor as it was."""
         for tensor, copy in zip(self._tensors, self.copies, strict=True):
             tensor.copy_(copy)
-
-
-def _has_room(size: int, device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > size

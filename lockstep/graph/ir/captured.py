@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -204,8 +204,7 @@ class Captured:
 
     def placeholders(self) -> list[tuple[fx.Node, InputSpec]]:
         """The graph's inputs with their descriptions."""
-        nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
-        return list(zip(nodes, self.inputs, strict=True))
+        return list(zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
 
 
 def title_of(name: str, statics: Mapping[str, Static]) -> str:
@@ -228,8 +227,8 @@ def inexact_results(captured: Captured) -> frozenset[str]:
         sources = {source for a in node.all_input_nodes for source in (a, *lies_in[a])}
         if node.op == "call_function" and not (is_exact(node) and sources.isdisjoint(found)):
             found |= {node, *(origin for argument in written(node) for origin in lies_in[argument])}
-    (output,) = (n for n in captured.graph.nodes if n.op == "output")
-    outputs = zip(captured.outputs, output.args[0], strict=True)
+    results: Any = captured.graph.output_node().args[0]
+    outputs = zip(captured.outputs, results, strict=True)
     names = {f"output {name}" for name, node in outputs if not found.isdisjoint({node, *lies_in[node]})}
     return frozenset(names | {spec.title for node, spec in captured.placeholders() if node in found})
 

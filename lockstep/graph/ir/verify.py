@@ -58,9 +58,8 @@ def _where(node: fx.Node) -> str:
 
 def _signature(captured: Captured) -> Iterator[str]:
     """Every input described, every output named and a tensor of its own, nothing but calls in between."""
-    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
-    if len(placeholders) != len(captured.inputs):
-        yield f"the graph has {len(placeholders)} inputs, its signature names {len(captured.inputs)}"
+    if (count := len(captured.graph.find_nodes(op="placeholder"))) != len(captured.inputs):
+        yield f"the graph has {count} inputs, its signature names {len(captured.inputs)}"
         return
     for node, spec in captured.placeholders():
         value = captured.value(node)
@@ -77,8 +76,7 @@ def _signature(captured: Captured) -> Iterator[str]:
 
 
 def _outputs(captured: Captured) -> Iterator[str]:
-    (output,) = (n for n in captured.graph.nodes if n.op == "output")
-    values = output.args[0]
+    values = captured.graph.output_node().args[0]
     if not isinstance(values, (list, tuple)) or len(values) != len(captured.outputs):
         yield f"the graph returns {values!r}, its signature names {len(captured.outputs)} outputs"
         return

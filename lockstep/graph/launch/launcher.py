@@ -84,7 +84,8 @@ class GraphLauncher:
         if self._recorder is None:
             self._check_user(user)
             return self._named(self._run_with(user, times))
-        self._save_latest()
+        if self._latest is not None and (held := self._latest()) is not None:
+            held.save(self.captured.outputs[i] for i in self._lasting)
         self._bring(user)
         if self._recording is None:
             self._recording = self._record(self._recorder)
@@ -98,16 +99,12 @@ class GraphLauncher:
 
     def rehearse(self, user: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for outputs, and nothing launched; see `dry_run.dry_run`."""
-        arguments = list(self._arguments)
-        if self._recorder is None:
-            for name, i in self._user.items():
-                arguments[i] = user[name]
-        return dry_run(self.captured, arguments)
+        return dry_run(self.captured, self._arguments if self._recorder else self._with(user))
 
     def blank(self) -> dict[str, Tensor] | None:
         """Zeros for outputs, and nothing launched; None where a shape is more than open sizes by name."""
-        (output,) = (node for node in self.captured.graph.nodes if node.op == "output")
-        values = tensors_in(tuple(map(self.captured.value, output.args[0])))
+        results: Any = self.captured.graph.output_node().args[0]
+        values = tensors_in(tuple(map(self.captured.value, results)))
         shapes = [[self._sizes.get(d) if isinstance(d, str) else d for d in value.shape] for value in values]
         if len(values) < len(self.captured.outputs) or any(None in shape for shape in shapes):
             return None
@@ -118,10 +115,15 @@ class GraphLauncher:
     def _named(self, outputs: Sequence[Tensor]) -> Outputs:
         return Outputs(zip(self.captured.outputs, outputs, strict=True))
 
-    def _run_with(self, user: Mapping[str, Tensor], times: int) -> list[Tensor]:
+    def _with(self, user: Mapping[str, Tensor]) -> list[Tensor]:
+        """The arguments of a launch that copies nothing."""
         arguments = list(self._arguments)
         for name, i in self._user.items():
             arguments[i] = user[name]
+        return arguments
+
+    def _run_with(self, user: Mapping[str, Tensor], times: int) -> list[Tensor]:
+        arguments = self._with(user)
         with torch.inference_mode(False), torch.no_grad():
             for _ in range(times):
                 outputs = self._run(arguments)
@@ -139,11 +141,6 @@ class GraphLauncher:
         self._check_user(user)
         if self._own.fill([user[name] for name in self._user]):
             self._layout = layout
-
-    def _save_latest(self) -> None:
-        """Copy what the last launch returned and is to last, if someone holds it."""
-        if self._latest is not None and (held := self._latest()) is not None:
-            held.save(self.captured.outputs[i] for i in self._lasting)
 
     def _record(self, recorder: GraphRecorder) -> Recording:
         with torch.inference_mode(False), torch.no_grad():

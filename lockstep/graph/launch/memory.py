@@ -40,27 +40,22 @@ class OwnInputs:
         Returns:
             whether the buffer that they lie in has all of them, and they lie in it as here: `fill_whole` would do.
         """
-        if not inputs:
-            return False
+        elsewhere: Sequence[int] = range(len(inputs))
         with torch.inference_mode(False), torch.no_grad():
-            return self._fill(inputs)
+            if self._run is not None and self._first is not None:
+                storage = inputs[self._first].untyped_storage()
+                begin, at = storage.data_ptr(), list(map(Tensor.data_ptr, inputs))
+                if at[self._first] == begin + self._places[self._first] and storage.nbytes() == self._run.numel():
+                    self._run.copy_(self._run.new_empty(0).set_(storage))
+                    elsewhere = [i for i in elsewhere if at[i] != begin + self._places.get(i, -1)]
+            if elsewhere:
+                torch_trace.copy_all([self.tensors[i] for i in elsewhere], [inputs[i] for i in elsewhere])
+        return bool(inputs) and not elsewhere
 
     def fill_whole(self, buffer: Tensor) -> None:
         """Copy a launch's inputs in, which lie in a buffer, uint8, like others for which `fill` returned True."""
         assert self._run is not None
         self._run.copy_(buffer)
-
-    def _fill(self, inputs: Sequence[Tensor]) -> bool:
-        elsewhere: Sequence[int] = range(len(inputs))
-        if self._run is not None and self._first is not None:
-            storage = inputs[self._first].untyped_storage()
-            begin, at = storage.data_ptr(), list(map(Tensor.data_ptr, inputs))
-            if at[self._first] == begin + self._places[self._first] and storage.nbytes() == self._run.numel():
-                self._run.copy_(self._run.new_empty(0).set_(storage))
-                elsewhere = [i for i in elsewhere if at[i] != begin + self._places.get(i, -1)]
-        if elsewhere:
-            torch_trace.copy_all([self.tensors[i] for i in elsewhere], [inputs[i] for i in elsewhere])
-        return not elsewhere
 
 
 def _places(inputs: Sequence[Tensor]) -> dict[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -56,8 +57,8 @@ def split(captured: Captured) -> list[Part]:
             stretches += [[node], []]
         elif mutates(node) or not (_derived(captured, node) or _element(node)):
             stretches[-1].append(node)
-    (output,) = (n for n in captured.graph.nodes if n.op == "output")
-    parts = [_part(captured, [], list(output.args[0]), recorded=False)]
+    outputs: Any = captured.graph.output_node().args[0]
+    parts = [_part(captured, [], list(outputs), recorded=False)]
     wanted = set(parts[0].reads)
     for nodes in reversed([nodes for nodes in stretches if nodes]):
         results = [result for node in nodes for result in _results(captured, node) if result in wanted]
@@ -108,7 +109,7 @@ def _part(captured: Captured, nodes: Sequence[fx.Node], results: Sequence[fx.Nod
         made[node] = graph.node_copy(node, value)
     last = graph.output([value(node) for node in results])
     first = next(n for n in graph.nodes if n.op != "placeholder") if nodes else last
-    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+    for node in graph.find_nodes(op="placeholder"):
         first.prepend(node)
     return Part(fx.GraphModule(captured.module, graph), tuple(reads), tuple(results), recorded)
 
@@ -125,7 +126,7 @@ class Piecewise:
             arguments: the graph's inputs, where they will stay. lasting: see `Recorder.record`.
         """
         *parts, last = split(captured)
-        inputs = dict(zip((n for n in captured.graph.nodes if n.op == "placeholder"), arguments, strict=True))
+        inputs = dict(zip(captured.graph.find_nodes(op="placeholder"), arguments, strict=True))
         final = {node: i for i, part in enumerate([*parts, last]) for node in part.reads}
         crossing: dict[fx.Node, Tensor] = {}
         self._recordings: list[Recording] = []

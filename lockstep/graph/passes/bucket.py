@@ -43,9 +43,8 @@ def _merged(
 
 
 def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
-    order = {node: i for i, node in enumerate(graph.nodes)}
     calls = [gather.collective for gather in run]
-    with graph.inserting_before(min(calls, key=order.__getitem__)):
+    with graph.inserting_before(min(calls)):
         made = torch_collectives.gather_many(graph, calls)
     torch_trace.copy_tags(calls[0], [*made[0].all_input_nodes, *made])
     for call, one in zip(calls, made, strict=True):
@@ -55,8 +54,7 @@ def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
 
 def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
     """Every gradient of the run is computed before the last of them, behind which the exchange is put."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    anchor = max((node for exchange in run for node in sources(exchange)), key=order.__getitem__)
+    anchor = max(node for exchange in run for node in sources(exchange))
     for exchange in run:
         for node in exchange.start[:-1]:  # whatever lays it out
             anchor.append(node)

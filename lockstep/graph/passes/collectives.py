@@ -45,7 +45,6 @@ def layer_of(node: fx.Node) -> str:
 def weight_gathers(captured: Captured) -> list[Collective]:
     """The gathers of weights, in the order of their results' first uses."""
     weights = {node for node, spec in captured.placeholders() if spec.role == "param"}
-    order = {node: i for i, node in enumerate(captured.graph.nodes)}
     found = []
     for node in captured.graph.nodes:
         shards = node.args[0] if op_name(node) in GATHERS else None
@@ -53,25 +52,24 @@ def weight_gathers(captured: Captured) -> list[Collective]:
             elements = [user for user in node.users if op_name(node) == GATHER_MANY]
             waits = [user for started in elements or [node] for user in started.users if op_name(user) == WAIT]
             layer = layer_of(waits[0]) if waits else ""
-            found.append(Collective(layer, (node, *elements), tuple(_views(waits, order))))
-    return sorted(found, key=lambda gather: order[first_use(gather, order)])
+            found.append(Collective(layer, (node, *elements), tuple(_views(waits))))
+    return sorted(found, key=first_use)
 
 
-def first_use(gather: Collective, order: dict[fx.Node, int]) -> fx.Node:
+def first_use(gather: Collective) -> fx.Node:
     """The first call that computes with what was gathered, or the gather itself when none does."""
     users = [user for node in gather.finish for user in node.users if user not in gather.finish]
-    return min(users, key=order.__getitem__, default=gather.start[0])
+    return min(users, default=gather.start[0])
 
 
 def gradient_exchanges(captured: Captured) -> list[Collective]:
     """The exchanges of gradients, in the order in which the gradients are computed."""
-    order = {node: i for i, node in enumerate(captured.graph.nodes)}
     found = []
     for node in captured.graph.nodes:
         if op_name(node) == EXCHANGE:
-            finish = sorted(_results(node), key=order.__getitem__)
-            found.append(Collective(layer_of(finish[-1]), (*_preparing(node, order), node), tuple(finish)))
-    return sorted(found, key=lambda exchange: max(order[source] for source in sources(exchange)))
+            finish = sorted(_results(node))
+            found.append(Collective(layer_of(finish[-1]), (*_preparing(node), node), tuple(finish)))
+    return sorted(found, key=lambda exchange: max(sources(exchange)))
 
 
 def sources(collective: Collective) -> list[fx.Node]:
@@ -82,23 +80,19 @@ def sources(collective: Collective) -> list[fx.Node]:
 
 def by_layer(collectives: Sequence[Collective]) -> Iterator[list[Collective]]:
     """Runs of collectives for the same layer, in order."""
-    for _, run in groupby(collectives, key=lambda collective: (collective.layer, _direction(collective))):
+    for _, run in groupby(collectives, key=lambda c: (c.layer, any(map(is_backward, c.finish[-1:])))):
         yield list(run)
 
 
-def _direction(collective: Collective) -> bool:
-    return is_backward(collective.finish[-1]) if collective.finish else False
-
-
-def _views(waits: Sequence[fx.Node], order: dict[fx.Node, int]) -> list[fx.Node]:
+def _views(waits: Sequence[fx.Node]) -> list[fx.Node]:
     """Waits, and the views made of their results alone."""
     found = list(waits)
     for node in found:
         found += [user for user in node.users if viewed(user) == [node] and not mutates(user) and user not in found]
-    return sorted(found, key=order.__getitem__)
+    return sorted(found)
 
 
-def _preparing(node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+def _preparing(node: fx.Node) -> list[fx.Node]:
     """The calls that only lay out what a collective reads."""
     found: list[fx.Node] = []
     stack = list(node.all_input_nodes)
@@ -107,7 +101,7 @@ def _preparing(node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
         if op_name(source) in _PREPARES and len(source.users) == 1 and source not in found:
             found.append(source)
             stack += source.all_input_nodes
-    return sorted(found, key=order.__getitem__)
+    return sorted(found)
 
 
 def _results(node: fx.Node) -> set[fx.Node]:

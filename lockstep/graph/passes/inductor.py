@@ -5,7 +5,6 @@ Our operators, writes, collectives and what waits for the device end a stretch a
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -68,7 +67,10 @@ class Inductor(Backend):
         for backward in (False, True):  # the backward pass then has what it computes again of the forward pass
             some = [stretch for stretch in stretches(captured, self.choices) if stretch.backward == backward]
             of_these = _regions(some, self.regions)
-            captured = _with_regions(captured, of_these)
+            if of_these:
+                conditions = [c for stretch, region in of_these.items() for c in stretch.conditions(region.conditions)]
+                sizes = captured.sizes.also(conditions)
+                captured = replace(captured, module=outlined(captured, of_these), sizes=sizes)
             found += some
             made |= of_these
         return captured, _note(found, made, self.regions)
@@ -99,13 +101,6 @@ def _regions(found: Sequence[Stretch], regions: Regions) -> dict[Stretch, Compil
     return {stretch: region for stretch, region in made.items() if region is not None}
 
 
-def _with_regions(captured: Captured, made: Mapping[Stretch, CompiledSubgraph]) -> Captured:
-    if not made:
-        return captured
-    conditions = [c for stretch, region in made.items() for c in stretch.conditions(region.conditions)]
-    return replace(captured, module=outlined(captured, made), sizes=captured.sizes.also(conditions))
-
-
 def _note(found: Sequence[Stretch], made: Mapping[Stretch, CompiledSubgraph], regions: Regions) -> str:
     if not found:
         return "nothing to compile: nowhere that was asked for do two calls of torch's operators lie together"
@@ -132,7 +127,7 @@ def stretches(captured: Captured, choices: Sequence[str]) -> Iterator[Stretch]:
     overwritten = {o for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
     run: list[fx.Node] = []
     for node in captured.graph.nodes:
-        if node.op == "placeholder" or (node.op == "call_function" and _passes_by(captured, node)):
+        if node.op == "placeholder" or (node.op == "call_function" and makes_no_memory(captured, node)):
             continue
         fits = _fits(captured, node) and node not in overwritten and _wanted(node, choices)
         if run and not (fits and is_backward(node) == is_backward(run[0])):
@@ -174,10 +169,6 @@ def _stretch(captured: Captured, run: Sequence[fx.Node]) -> Iterator[Stretch]:
     yield stretch
 
 
-def _passes_by(captured: Captured, node: fx.Node) -> bool:
-    return node.target is operator.getitem or makes_no_memory(captured, node)
-
-
 def _fits(captured: Captured, node: fx.Node) -> bool:
     """Whether Inductor may compile a call: an operator of torch's own, pure and repeatable, on the graph's device."""
     target = node.target
@@ -187,7 +178,7 @@ def _fits(captured: Captured, node: fx.Node) -> bool:
         return False
     values, home = tensors_in(captured.value(node)), captured.inputs[0].device
     return (
-        bool(values) and all(v.device == home for v in values) and not _BARRED & set(torch_trace.operator_tags(target))
+        bool(values) and all(v.device == home for v in values) and not _BARRED & set(target.tags)  # type: ignore[union-attr]
     )
 
 

@@ -76,7 +76,7 @@ def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
     """
     if not any(map(is_backward, captured.graph.nodes)):
         return captured, "no backward pass"
-    inside = {node: module_of(node) for node in _in_order(captured, _chosen(captured, (FULL,)))}
+    inside = {node: module_of(node) for node in sorted(_chosen(captured, (FULL,)))}
     modules = list(dict.fromkeys(inside.values()))
 
     def with_modules(count: int) -> Captured:
@@ -96,10 +96,6 @@ def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
         )
     note = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB kept for the backward pass, {budget / 2**20:.1f} allowed"
     return result, f"{count} of {len(modules)} modules computed again, {note}"
-
-
-def _in_order(captured: Captured, nodes: Collection[fx.Node]) -> list[fx.Node]:
-    return [node for node in captured.graph.nodes if node in nodes]
 
 
 def saved_bytes(captured: Captured) -> int:
@@ -173,10 +169,9 @@ def _needed(node: fx.Node, chosen: Collection[fx.Node]) -> set[fx.Node]:
 
 def make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Copy chosen calls to just before the backward call that first needs them, and let the backward pass use these."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
     again: dict[fx.Node, fx.Node] = {}
     for node in filter(is_backward, list(graph.nodes)):
-        for source in sorted(_needed(node, chosen) - again.keys(), key=order.__getitem__):
+        for source in sorted(_needed(node, chosen) - again.keys()):
             with graph.inserting_before(node):
                 again[source] = graph.node_copy(source, lambda n: again.get(n, n))
             torch_trace.set_tag(again[source], BACKWARD_TAG, BACKWARD)

@@ -20,16 +20,15 @@ def reorder(captured: Captured) -> tuple[Captured, str]:
     layers' weights are in memory beyond what uses them.
     """
     result = rewritten(captured)
-    gathers = _prefetch(result.graph, list(by_layer(weight_gathers(result))))
-    exchanges = _exchange_early(result.graph, list(by_layer(gradient_exchanges(result))))
+    gathers = _prefetch(list(by_layer(weight_gathers(result))))
+    exchanges = _exchange_early(list(by_layer(gradient_exchanges(result))))
     result.graph.lint()
     result.module.recompile()
     return result, f"{gathers} gathers begin a layer early, {exchanges} exchanges end a layer late"
 
 
-def _prefetch(graph: fx.Graph, runs: Sequence[Sequence[Collective]]) -> int:
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    uses = [min((first_use(gather, order) for gather in run), key=order.__getitem__) for run in runs]
+def _prefetch(runs: Sequence[Sequence[Collective]]) -> int:
+    uses = [min(map(first_use, run)) for run in runs]
     for i, (run, use) in enumerate(zip(runs, uses, strict=True)):
         early = runs[0 if i == 0 else i + 1 : i + 2]
         for node in [n for r in early for gather in r for n in gather.start] + [n for g in run for n in g.finish]:
@@ -37,12 +36,11 @@ def _prefetch(graph: fx.Graph, runs: Sequence[Sequence[Collective]]) -> int:
     return max(0, len(runs) - 1)
 
 
-def _exchange_early(graph: fx.Graph, runs: Sequence[Sequence[Collective]]) -> int:
-    order = {node: i for i, node in enumerate(graph.nodes)}
+def _exchange_early(runs: Sequence[Sequence[Collective]]) -> int:
     ends: list[fx.Node] = []  # the last call of each run's start
     behind: dict[fx.Node, fx.Node] = {}  # by what they wait for
     for run in runs:
-        last = max((node for exchange in run for node in sources(exchange)), key=order.__getitem__)
+        last = max(node for exchange in run for node in sources(exchange))
         behind[last] = _append(behind.get(last, last), [node for exchange in run for node in exchange.start])
         ends.append(behind[last])
     for (_, end), run in zip(pairwise([*ends, *ends[-1:]]), runs, strict=False):

@@ -20,8 +20,7 @@ def reshard(captured: Captured) -> tuple[Captured, str]:
     if not any(map(is_backward, captured.graph.nodes)):
         return captured, "no backward pass"
     result = rewritten(captured)
-    order = {node: i for i, node in enumerate(result.graph.nodes)}
-    uses = [_Uses.of(gather, order) for gather in weight_gathers(result) if not is_backward(gather.collective)]
+    uses = [_Uses.of(gather) for gather in weight_gathers(result) if not is_backward(gather.collective)]
     chosen = {node for own in uses if own.spread_over(uses) for node in (*own.gather.start, *own.gather.finish)}
     again = make_again(result.graph, chosen)
     result.module.recompile()
@@ -34,14 +33,13 @@ class _Uses:
     """Where in the graph a gathered weight is used, forward and backward."""
 
     gather: Collective
-    forward: list[int]
-    backward: list[int]
+    forward: list[fx.Node]
+    backward: list[fx.Node]
 
     @staticmethod
-    def of(gather: Collective, order: dict[fx.Node, int]) -> _Uses:
+    def of(gather: Collective) -> _Uses:
         users = [user for node in gather.finish for user in node.users if user not in gather.finish]
-        at = {kind: [order[user] for user in users if is_backward(user) == kind] for kind in (False, True)}
-        return _Uses(gather, at[False], at[True])
+        return _Uses(gather, [u for u in users if not is_backward(u)], [u for u in users if is_backward(u)])
 
     def spread_over(self, uses: list[_Uses]) -> bool:
         """Whether another layer's weight is used between the last forward use and the first backward one."""

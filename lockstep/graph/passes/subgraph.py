@@ -53,7 +53,7 @@ class Stretch:
         self.results = self._read_outside()
         last = graph.output([copy(result) for result in self.results])
         first = next(n for n in graph.nodes if n.op != "placeholder")
-        for placeholder in [n for n in graph.nodes if n.op == "placeholder"]:
+        for placeholder in graph.find_nodes(op="placeholder"):
             first.prepend(placeholder)
         last.meta.clear()
         self.reads = tuple(reads)

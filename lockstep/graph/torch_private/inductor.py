@@ -80,6 +80,7 @@ class Signature:
         Raises:
             Uncompilable: see the class.
         """
+        from torch._inductor.standalone_compile import standalone_compile
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         env = ShapeEnv()
@@ -88,7 +89,10 @@ class Signature:
             symbols, inputs = self._fakes(env, mode)
             with mode:
                 flat = make_fx(lambda *values: module.forward(*values))(*inputs)
-            artifact = _compile(flat, inputs)
+            options = {"config_patches": _options()}
+            artifact = standalone_compile(
+                flat, inputs, dynamic_shapes="from_tracing_context", options=options, aot=True
+            )
         names = {symbol: name for name, symbol in symbols.items()}
         if taken := [names[symbol] for symbol in env.replacements if symbol in names]:
             raise Uncompilable(f"a number was taken for size {', '.join(taken)}")
@@ -126,13 +130,6 @@ class Signature:
             ]
 
 
-def _compile(module: fx.GraphModule, inputs: list[Any]) -> Any:
-    from torch._inductor.standalone_compile import standalone_compile
-
-    options = {"config_patches": _options()}
-    return standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options=options, aot=True)
-
-
 def compile_module(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """What Dynamo captured, by Inductor, forward and backward pass.
 
@@ -150,7 +147,7 @@ def _elements_first(
     module: fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[fx.GraphModule, fx.GraphModule, Sequence[Any]]:
     """The module as one that takes elements of its inputs, and one that does the rest, with what that one is given."""
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    placeholders = module.graph.find_nodes(op="placeholder")
     given, first = dict(zip(placeholders, inputs, strict=True)), fx.Graph()
     copies = {node: first.placeholder(node.name) for node in placeholders}
     for node in module.graph.nodes:

@@ -89,7 +89,7 @@ def partition(fn: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor], leav
 
 def _in_order(module: fx.GraphModule, order: Sequence[int]) -> fx.GraphModule:
     """The graph with its inputs, of which the i-th is `order[i]`, sorted."""
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    placeholders = module.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(order):
         raise Untraceable(f"the forward pass has {len(placeholders)} inputs for {len(order)} tensors")
     first = placeholders[0].prev

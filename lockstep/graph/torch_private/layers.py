@@ -35,13 +35,14 @@ def compiled_call(
         TooMany: a call needs one more than `limit`.
         NotWhole: see there.
     """
+    from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         compiled()
         if compile_module is not None:
             return compile_module(module, inputs)
-        return _aot_eager(module, inputs) if torch.is_grad_enabled() else module.forward
+        return aot_eager(module, inputs) if torch.is_grad_enabled() else module.forward
 
     def call(module: nn.Module, *args: Any) -> Any:
         return module(*args)
@@ -59,12 +60,6 @@ def compiled_call(
                 raise NotWhole(str(error).splitlines()[0]) from error
 
     return guarded
-
-
-def _aot_eager(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    from torch._dynamo.backends.debugging import aot_eager
-
-    return aot_eager(module, inputs)
 
 
 @contextmanager

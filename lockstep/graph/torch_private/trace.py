@@ -212,11 +212,6 @@ def is_operator(target: object) -> bool:
     return isinstance(target, OpOverload)
 
 
-def operator_tags(op: Any) -> Sequence[Any]:
-    """What torch says of an operator overload, as `torch.Tag`s."""
-    return op.tags
-
-
 def operator_name(op: Any) -> str:
     """`namespace.operator` of an operator overload."""
     namespace, _, name = op.name().partition("::")
@@ -393,11 +388,6 @@ def viewed_tensor(tensor: Tensor) -> Tensor:
     if base is None or base.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         return tensor
     return base
-
-
-def graph_pool(pool: torch.cuda.MemPool) -> Any:
-    """A memory pool as `torch.cuda.graph` takes it."""
-    return pool.id
 
 
 def clear_matmul_workspaces() -> None:

@@ -15,7 +15,7 @@ from ..operator import operator, saved
 @operator(
     "lockstep::silu_mul_backward",
     native=native.silu_mul_backward,
-    cuda="triton_backward:silu_mul",
+    cuda="triton:silu_mul_backward",
     fake=lambda grad_TF, gate_up_TE: torch.empty_like(gate_up_TE),
 )
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:

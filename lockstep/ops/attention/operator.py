@@ -2,10 +2,11 @@
 
 A query's result depends on the keys' absolute positions only: keys are taken in tiles of `KEY_TILE` at absolute
 positions in ascending order, wherever they lie, with a fresh softmax every `KEY_SPLIT` keys whose results are merged in
-that order. The two operators differ in how a position becomes an address and in nothing else.
+that order. The two operators differ in how a position becomes an address and in nothing else. Of one new token a
+sequence there are also operators from the fused projection on: the bits of the separate ones, in fewer kernels.
 
-Shape suffixes: T rows, S segments or sequences, N query heads, K key/value heads, H head dim, P pages, C groups of
-sequences, W rows of a group.
+Shape suffixes: T rows, E fused projection, S segments or sequences, N query heads, K key/value heads, H head dim,
+P pages, C groups of sequences, W rows of a group.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from .. import native
 from ..operator import SAME, operator, save_inputs_and_results, saved
-from ..records import ALONE, AttentionGradient, KVPages, Packed, Paged, PrefixGroups
-from . import reference, reference_backward
+from ..records import ALONE, AttentionGradient, Contexts, KVPages, Packed, Paged, PrefixGroups, Rotation
+from ..rope.operator import qk_norm_rope
+from . import reference
 
 KEY_TILE, KEY_SPLIT = reference.KEY_TILE, reference.KEY_SPLIT
 
@@ -63,7 +65,7 @@ def _packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> tuple[Te
 )
 def attention_packed_backward(x: AttentionGradient, by: Packed) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time."""
-    return reference_backward.packed(*x[:4], by)
+    return reference.packed_backward(*x[:4], by)
 
 
 @operator(
@@ -90,3 +92,45 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
     """Store keys and values at `slots_T` (int64; page * page_size + offset) of a cache."""
     for pages, x_TKH in zip(cache, (k_TKH, v_TKH), strict=True):
         pages.flatten(0, 1).index_copy_(0, slots_T, x_TKH)
+
+
+def _queries_fake(qkv_TE, by, *_):
+    heads = by.num_heads + (0 if qkv_TE.is_cuda else by.num_kv_heads)  # strides as the implementations leave them
+    return qkv_TE.new_empty(qkv_TE.shape[0], heads, by.cos_sin_TH.shape[1])[:, : by.num_heads]
+
+
+@operator(
+    "lockstep::qk_norm_rope_write_kv",
+    mutates=("k_cache", "v_cache"),
+    cuda=".rope.triton:qk_norm_rope_write_kv",
+    fake=_queries_fake,
+)
+def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:
+    """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values; the queries, [T, N, H]. No
+    autograd."""
+    qk = qk_norm_rope.on_cpu[qkv_TE.dtype](qkv_TE, by)
+    v_TKH = qkv_TE[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (by.num_kv_heads, qk.shape[2]))
+    write_kv.on_cpu[qk.dtype](qk[:, by.num_heads :], v_TKH, cache, slots_T)
+    return qk[:, : by.num_heads]
+
+
+@operator(
+    "lockstep::attention_decode",
+    mutates=("k_cache", "v_cache"),
+    cuda="triton_decode:attention_decode",
+    fake=lambda qkv_SE, by, *_: qkv_SE.new_empty(qkv_SE.shape[0], by.num_heads, by.cos_sin_TH.shape[1]),
+)
+def attention_decode(
+    qkv_SE: Tensor, by: Rotation, cache: KVPages, slots_S: Tensor, contexts: Contexts, groups: PrefixGroups = ALONE
+) -> Tensor:
+    """`qk_norm_rope_write_kv` and `attention_paged` of one new token a sequence, [S, N, H]. No autograd.
+
+    Args:
+        qkv_SE: the tokens' fused projections.
+        slots_S: where each sequence's last position lies by its block table. Elsewhere for a row that is idle: what it
+            attends to means nothing.
+    """
+    q_SNH = qk_norm_rope_write_kv.on_cpu[qkv_SE.dtype](qkv_SE, by, cache, slots_S)
+    cu_seqlens = torch.arange(qkv_SE.shape[0] + 1, dtype=torch.int32)
+    paged = Paged(contexts.block_table, cu_seqlens, contexts.context_len_S, 1, contexts.max_context_len)
+    return attention_paged.on_cpu[q_SNH.dtype](q_SNH, cache, paged, groups)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import ALONE, KVPages, Packed, Paged, PrefixGroups
-from ..row_alignment import unit_inner
+from ..rows import unit_inner
 from . import triton_decode
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_tiles import (

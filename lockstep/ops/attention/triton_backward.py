@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import AttentionGradient, Packed
-from ..row_alignment import unit_inner
+from ..rows import unit_inner
 from .triton_tiles import (
     LN_2,
     LONG,

@@ -27,7 +27,7 @@ from torch import Tensor
 from .. import pdl
 from ..records import ALONE, Contexts, KVPages, PrefixGroups, Rotation
 from ..rope.triton import qk_norm_rope, rotated_heads
-from ..row_alignment import aligned_rows, unit_inner
+from ..rows import aligned_rows, unit_inner
 from . import triton_prefetch
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_tiles import Keys, attend, block, empty_state, load_queries, merge_states
@@ -292,7 +292,7 @@ def decode(
     slots_S: Tensor | None = None,
 ) -> Tensor:
     """See `attention.operator.attention_paged`: row s of `q` is the query of sequence s's last token, [S, N, H]. Or,
-    with a rotation, see `decode.attention_decode`: it is that token's fused projection, [S, (N + 2K) * H]."""
+    with a rotation, see `operator.attention_decode`: it is that token's fused projection, [S, (N + 2K) * H]."""
     (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, cache.k_cache.shape
     projected, group_rows_CW = rotation is not None, groups.group_rows_CW
     heads, device = rotation.num_heads if rotation else q.shape[1], q.device
@@ -351,7 +351,7 @@ def _rotation(
 def attention_decode(
     qkv_SE: Tensor, by: Rotation, cache: KVPages, slots_S: Tensor, contexts: Contexts, groups: PrefixGroups = ALONE
 ) -> Tensor:
-    """See `decode.attention_decode`."""
+    """See `operator.attention_decode`."""
     if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
         return decode(qkv_SE, cache, contexts, rotation=by, slots_S=slots_S)
     q_SNH = qk_norm_rope(qkv_SE, by, (*cache, slots_S))  # each query is in two programs

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..row_alignment import unit_inner
+from ..rows import unit_inner
 
 ROWS, BLOCK = 16, 256  # sorted gradients that one program adds up; elements of each
 PIECES = 8  # sums of a table row's parts that are added at a time

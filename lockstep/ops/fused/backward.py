@@ -19,7 +19,7 @@ from ..records import AttentionGradient, Packed, Rotation
 @operator(
     "lockstep::rms_norm_backward_add",
     gpu_only=True,
-    cuda=".norm.triton_backward:rms_norm",
+    cuda=".norm.triton:rms_norm_backward",
     fake=lambda grad_TD, x_TD, weight_D, *_: (x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)),
 )
 def rms_norm_add(  # type: ignore[empty-body]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..attention import triton_backward as attention_triton_backward
 from ..records import AttentionGradient, Packed, Rotation
-from ..rope import triton_backward as rope_triton_backward
+from ..rope import triton as rope_triton
 
 ADD_BLOCK, ADD_WARPS = 4096, 8
 
@@ -25,7 +25,7 @@ def rotated_attention(
     dq_TNH, dk_TKH = grad_qk.split((num_heads, kv_heads), dim=1)
     dv_TKH = grad_qkv_TE.unflatten(1, (-1, head_dim)).narrow(1, num_heads + kv_heads, kv_heads)
     attention_triton_backward.packed_into((dq_TNH, dk_TKH, dv_TKH), x, by)
-    return rope_triton_backward.qk_norm_rope(grad_qk, qkv_TE, rotation, grad_qkv_TE)
+    return rope_triton.qk_norm_rope_backward(grad_qk, qkv_TE, rotation, grad_qkv_TE)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import pdl
-from ..row_alignment import aligned_rows
+from ..rows import aligned_rows
 from ..tables.linear_table import Choice, Kind, tiles_of_weight
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # by Triton's version

@@ -69,10 +69,10 @@ linear_add = partial(product, "linear_add")
 
 
 def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    """See `linear.fused.norm_linear`."""
+    """See `linear.operator.norm_linear`."""
     return product("norm_linear", rms_norm(x_TD, norm_D, eps), weight_ED)
 
 
 def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    """See `linear.fused.norm_gate_up`."""
+    """See `linear.operator.norm_gate_up`."""
     return product("norm_gate_up", rms_norm(x_TD, norm_D, eps), weight_ED)

@@ -22,8 +22,7 @@ from torch import Tensor
 from ...cache import fingerprint as cache_fingerprint
 from ...cache import user_folder
 from ..activation.operator import silu_mul
-from ..linear import fused as linear_fused
-from ..linear.operator import linear, linear_fp32
+from ..linear.operator import linear, linear_add, linear_fp32, norm_gate_up, norm_linear
 from ..native.library import cpu_backend
 from ..norm.operator import rms_norm
 from ..tables import linear_table
@@ -182,10 +181,10 @@ def _computed(kind: Kind, x: Tensor, weight: Tensor, norm: Tensor, residual: Ten
     if kind == "linear_fp32":
         return linear_fp32(x, weight)
     if kind == "linear_add":
-        return linear_fused.linear_add(x, weight, residual)
+        return linear_add(x, weight, residual)
     if kind == "norm_linear":
-        return linear_fused.norm_linear(x, norm, weight, 1e-6)
-    return linear_fused.norm_gate_up(x, norm, weight, 1e-6) if kind == "norm_gate_up" else linear(x, weight)
+        return norm_linear(x, norm, weight, 1e-6)
+    return norm_gate_up(x, norm, weight, 1e-6) if kind == "norm_gate_up" else linear(x, weight)
 
 
 def _expected(kind: Kind, chain: Tensor, residual: Tensor) -> Tensor:

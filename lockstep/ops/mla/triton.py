@@ -1,23 +1,29 @@
-"""Latent attention over packed segments and over a paged cache, by the kernel of `attention.triton`.
+"""Latent attention over packed segments and over a paged cache, by the kernel of `attention.triton`, and its backward,
+by those of `attention.triton_backward`.
 
 A token's heads are a group that reads the same keys, with a rotated part, and a tile of latents in shared memory is
-both keys and values. Single queries are tiles like any others: a token's heads fill them.
+both keys and values. Single queries are tiles like any others: a token's heads fill them. So it is in the backward's
+first kernel; the second's programs do `GROUP` heads each, and what the groups found is added last.
 
-Shape suffixes: T tokens, S sequences, N heads, R latent rank, P rotated dim.
+Shape suffixes: T tokens, S sequences, N heads, R latent rank, P rotated dim, C groups of heads.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..attention.triton import launch
+from ..attention.triton_backward import launch as launch_backward
 from ..attention.triton_tiles import AttentionTile, block
-from ..records import Latent, Packed, Paged
-from ..row_alignment import unit_inner
+from ..records import AttentionGradient, Latent, Packed, Paged
+from ..rows import unit_inner
 
 TILE = AttentionTile(64, 8, 2)
+QUERY_TILE, KEY_TILE = AttentionTile(32, 8, 1, keys=32), AttentionTile(32, 8, 1, keys=32)  # larger ones spill registers
+GROUP = 16  # heads that a program of the second kernel does, if they divide by it
 
 
 def rotated(q_rope_TNP: Tensor, k_rope_rows: Tensor) -> dict[str, Any]:
@@ -58,3 +64,28 @@ def paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Pa
     """See `mla.operator.mla_paged`."""
     rows = cache.flatten(0, 1).split((q_TNR.shape[2], q_rope_TNP.shape[2]), dim=1)
     return _launch(Latent(q_TNR, q_rope_TNP, *rows, scale), by, cache.shape[1], by.max_query_len)[0]
+
+
+def packed_backward(
+    grad_TNR: Tensor, x: Latent, by: Packed, out_TNR: Tensor, lse_TN: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `mla.operator.mla_packed_backward`."""
+    q_rope_TNP, k_rope_TP, latent = unit_inner(x.q_rope_TNP), unit_inner(x.k_rope_TP), as_keys(x.latent_TR)
+    tokens, heads, rank = x.q_TNR.shape
+    group = GROUP if heads % GROUP == 0 else heads
+    dq_TNR, dq_rope_TNP = (x.q_TNR.new_empty(part.shape) for part in (x.q_TNR, q_rope_TNP))
+    dlatent_CTR, dk_rope_CTP = (
+        torch.empty((heads // group, tokens, width), dtype=torch.float32, device=q_rope_TNP.device)
+        for width in (rank, k_rope_TP.shape[1])
+    )
+    parts = rotated(q_rope_TNP, k_rope_TP)
+    launch_backward(
+        (dq_TNR, dlatent_CTR, dk_rope_CTP),
+        AttentionGradient(grad_TNR, x.q_TNR, latent, latent, out_TNR, lse_TN),
+        by,
+        x.scale,
+        (QUERY_TILE, KEY_TILE),
+        ({"dq_rope_ptr": dq_rope_TNP, **parts}, {"GROUP": group, "HEADS": heads, **parts}),
+    )
+    dlatent_TR, dk_rope_TP = (part.sum(0).to(latent.dtype) for part in (dlatent_CTR, dk_rope_CTP))
+    return dq_TNR, dq_rope_TNP, dlatent_TR, dk_rope_TP

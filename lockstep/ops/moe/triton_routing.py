@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import RouteSettings
-from ..row_alignment import unit_inner
+from ..rows import unit_inner
 
 NUM_WARPS = 4
 MAX_PLAN_BLOCK, PLAN_WARPS = 4096, 8  # rows that an expert's program looks at at once

@@ -35,7 +35,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 @operator(
     "lockstep::rms_norm_backward",
     gpu_only=True,
-    cuda="triton_backward:rms_norm",
+    cuda="triton:rms_norm_backward",
     fake=lambda grad_TD, x_TD, weight_D, eps: (x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)),
 )
 def rms_norm_backward(  # type: ignore[empty-body]

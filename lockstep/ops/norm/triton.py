@@ -1,6 +1,9 @@
 """RMSNorm on a GPU: float32 inside, one rounding to the input's dtype. A program does one row.
 
-Shape suffixes: T rows, D model dim.
+And its gradients, each rounded once, the same bits every time: a program does some rows (tokens) one after the other
+and leaves the sum of their weight gradients in a row of its own.
+
+Shape suffixes: T rows, D model dim, P programs.
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..row_alignment import _warps, aligned_rows
+from ..rows import _fold, _warps, aligned_rows, unit_inner
+
+NORM_ROWS = 8  # whose weight gradients one program adds up
+NORM_TILE, NORM_THREAD = 2048, 16  # elements that it does at a time, and a thread of them
 
 
 @triton.jit
@@ -44,3 +50,80 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         **pdl.options(x_TD, num_warps=_warps(width, 8)),
     )
     return out_TD
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    grad_ptr,
+    x_ptr,
+    weight_ptr,
+    other_ptr,
+    grad_x_ptr,
+    partial_ptr,  # [P, D]
+    rows,
+    grad_stride,
+    x_stride,
+    other_stride,
+    eps,
+    HAS_OTHER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,  # rows at a time
+):
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((TILE, BLOCK), tl.float32)
+    for start in range(0, ROWS, TILE):
+        row = program * ROWS + start + tl.arange(0, TILE)[:, None]
+        mask = (row < rows) & inside
+        x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
+        normed = x * rstd
+        weighted = grad * weight
+        grad_x = rstd * (weighted - normed * (tl.sum(weighted * normed, axis=1) / WIDTH)[:, None])
+        grad_x = grad_x.to(grad_x_ptr.dtype.element_ty)
+        if HAS_OTHER:
+            other = tl.load(other_ptr + row * other_stride + column, mask=mask, other=0.0).to(tl.float32)
+            grad_x = (grad_x.to(tl.float32) + other).to(grad_x_ptr.dtype.element_ty)
+        tl.store(grad_x_ptr + row * WIDTH + column, grad_x, mask=mask)
+        total += grad * normed
+    column = tl.arange(0, BLOCK)
+    tl.store(partial_ptr + program * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
+
+
+def rms_norm_backward(
+    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `norm.operator.rms_norm_backward` and, with another gradient of x, `fused.backward.rms_norm_add`."""
+    grad_TD, x_TD, weight_D = unit_inner(grad_TD), unit_inner(x_TD), unit_inner(weight_D)
+    added_TD = grad_TD if other_TD is None else unit_inner(other_TD)  # read if HAS_OTHER
+    rows, width = x_TD.shape
+    programs, block = triton.cdiv(rows, NORM_ROWS), triton.next_power_of_2(width)
+    tile = min(max(NORM_TILE // block, 1), NORM_ROWS)
+    grad_x_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
+    partial_PD = torch.empty((programs, width), dtype=torch.float32, device=x_TD.device)
+    _rms_norm_backward_kernel[(programs,)](
+        grad_TD,
+        x_TD,
+        weight_D,
+        added_TD,
+        grad_x_TD,
+        partial_PD,
+        rows,
+        grad_TD.stride(0),
+        x_TD.stride(0),
+        added_TD.stride(0),
+        eps,
+        HAS_OTHER=other_TD is not None,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=NORM_ROWS,
+        TILE=tile,
+        num_warps=_warps(tile * block, NORM_THREAD),
+        enable_fp_fusion=True,
+    )
+    return grad_x_TD, _fold(partial_PD, weight_D.dtype)

@@ -81,7 +81,7 @@ def _backward_fake(grad, qkv_TE, by):
 @operator(
     "lockstep::qk_norm_rope_backward",
     gpu_only=True,
-    cuda="triton_backward:qk_norm_rope",
+    cuda="triton:qk_norm_rope_backward",
     fake=_backward_fake,
 )
 def qk_norm_rope_backward(  # type: ignore[empty-body]

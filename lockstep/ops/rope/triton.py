@@ -1,8 +1,9 @@
 """Queries and keys, normalized and rotated, and the table of angles: float32 inside, one rounding to the input's dtype.
 
-A program does one row (one token), so the order of a row's sum is a function of its width.
+A program does one row (one token), so the order of a row's sum is a function of its width. A program of the backward
+does some tokens one after the other and leaves the sum of their weight gradients in a row of its own.
 
-Shape suffixes: T rows, E a fused projection's output, H head dim.
+Shape suffixes: T rows, E a fused projection's output, H head dim, P programs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from triton.language.extra import libdevice
 
 from .. import pdl
 from ..records import KVPages, Rotation
-from ..row_alignment import _warps, aligned_rows
+from ..rows import _fold, _warps, aligned_rows, unit_inner
 
 RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
 MAX_LEVELS = tl.constexpr(8)  # of halves of a row of at most `RUN << MAX_LEVELS` columns
+QK_ROWS, QK_HEADS, QK_WARPS = 16, 8, 4  # tokens and heads that a program of the backward does, and its warps
 
 
 @triton.jit
@@ -82,6 +84,26 @@ def _head_weight(q_weight_ptr, k_weight_ptr, is_key, column, mask):
 
 
 @triton.jit
+def _load_halves(ptr, mask, HALF: tl.constexpr):
+    """Both halves of heads as float32, zeros where masked."""
+    first = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_halves(ptr, first, second, mask, HALF: tl.constexpr):
+    tl.store(ptr, first.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + HALF, second.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weight_halves(q_weight_ptr, k_weight_ptr, is_query, inside, HALF: tl.constexpr):
+    q_first, q_second = _load_halves(q_weight_ptr, inside, HALF)
+    k_first, k_second = _load_halves(k_weight_ptr, inside, HALF)
+    return tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
+
+
+@triton.jit
 def _qk_norm_rope_kernel(
     qkv_ptr,
     q_weight_ptr,
@@ -111,8 +133,7 @@ def _qk_norm_rope_kernel(
     offset = head * (2 * HALF) + column
     qkv_ptr += token * qkv_stride
     pdl.begin(PDL)
-    first = tl.load(qkv_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+    first, second = _load_halves(qkv_ptr + offset, mask, HALF)
     if CACHED:
         kv_mask = (head < HEADS - NUM_HEADS) & inside
         v_first = tl.load(qkv_ptr + HEADS * 2 * HALF + offset, mask=kv_mask)
@@ -121,34 +142,27 @@ def _qk_norm_rope_kernel(
     if NORM:
         squares = sum_columns(first * first + second * second, BLOCK_HEADS, BLOCK_HALF)
         rstd = tl.rsqrt(squares / (2 * HALF) + eps)
-        q_first = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        q_second = tl.load(q_weight_ptr + column + HALF, mask=inside, other=0.0).to(tl.float32)
-        k_first = tl.load(k_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        k_second = tl.load(k_weight_ptr + column + HALF, mask=inside, other=0.0).to(tl.float32)
-        first = first * rstd * tl.where(head < NUM_HEADS, q_first, k_first)
-        second = second * rstd * tl.where(head < NUM_HEADS, q_second, k_second)
-    cos = tl.load(cos_sin_ptr + token * cos_sin_stride + column, mask=inside, other=0.0)
-    sin = tl.load(cos_sin_ptr + token * cos_sin_stride + column + HALF, mask=inside, other=0.0)
+        weights = q_weight_ptr + column, k_weight_ptr + column
+        first_weight, second_weight = _weight_halves(*weights, head < NUM_HEADS, inside, HALF)
+        first, second = first * rstd * first_weight, second * rstd * second_weight
+    cos, sin = _load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
     rotated_first = (first * cos - second * sin).to(out_ptr.dtype.element_ty)
     rotated_second = (second * cos + first * sin).to(out_ptr.dtype.element_ty)
     if CACHED:
         out = out_ptr + token * (NUM_HEADS * 2 * HALF) + offset
         k_cache = k_cache_ptr + slot - NUM_HEADS * 2 * HALF + offset
         k_mask = mask & (head >= NUM_HEADS)
-        tl.store(k_cache, rotated_first, mask=k_mask)
-        tl.store(k_cache + HALF, rotated_second, mask=k_mask)
-        tl.store(v_cache_ptr + slot + offset, v_first, mask=kv_mask)
-        tl.store(v_cache_ptr + slot + offset + HALF, v_second, mask=kv_mask)
+        _store_halves(k_cache, rotated_first, rotated_second, k_mask, HALF)
+        _store_halves(v_cache_ptr + slot + offset, v_first, v_second, kv_mask, HALF)
         mask &= head < NUM_HEADS
     else:
         out = out_ptr + token * (HEADS * 2 * HALF) + offset
-    tl.store(out, rotated_first, mask=mask)
-    tl.store(out + HALF, rotated_second, mask=mask)
+    _store_halves(out, rotated_first, rotated_second, mask, HALF)
 
 
 def qk_norm_rope(qkv_TE: Tensor, by: Rotation, cache: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
     """See `rope.operator.qk_norm_rope`; with a cache (keys, values, slots of the tokens),
-    `attention.decode.qk_norm_rope_write_kv`."""
+    `attention.operator.qk_norm_rope_write_kv`."""
     q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by
     qkv_TE, cos_sin_TH = aligned_rows(qkv_TE), aligned_rows(cos_sin_TH)
     tokens, head_dim = cos_sin_TH.shape
@@ -208,5 +222,140 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:
-    """See `attention.decode.qk_norm_rope_write_kv`."""
+    """See `attention.operator.qk_norm_rope_write_kv`."""
     return qk_norm_rope(qkv_TE, by, (*cache, slots_T))
+
+
+@triton.jit
+def _unrotated(grad_ptr, cos_sin_ptr, column, inside, mask, HALF: tl.constexpr):
+    """Both halves of a token's gradient before the rotation, which is orthogonal: its transpose undoes it."""
+    cos, sin = _load_halves(cos_sin_ptr + column, inside, HALF)
+    first, second = _load_halves(grad_ptr, mask, HALF)
+    return first * cos + second * sin, second * cos - first * sin
+
+
+@triton.jit
+def _store_weight_gradient(partial_ptr, column, inside, first, second, is_query, HALF: tl.constexpr):
+    """A program's sums over its query heads, then over its key heads: [2, H]."""
+    q_first, q_second = tl.sum(tl.where(is_query, first, 0.0), axis=0), tl.sum(tl.where(is_query, second, 0.0), axis=0)
+    k_first, k_second = tl.sum(tl.where(is_query, 0.0, first), axis=0), tl.sum(tl.where(is_query, 0.0, second), axis=0)
+    _store_halves(partial_ptr + column, q_first, q_second, inside, HALF)
+    _store_halves(partial_ptr + 2 * HALF + column, k_first, k_second, inside, HALF)
+
+
+@triton.jit
+def _qk_norm_rope_backward_kernel(
+    grad_ptr,
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    grad_qkv_ptr,
+    partial_ptr,  # [P, groups of heads, 2, H]
+    tokens,
+    qkv_stride,
+    cos_sin_stride,
+    eps,
+    NORM: tl.constexpr,
+    HAS_VALUES: tl.constexpr,  # the values' gradients are there
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,  # query and key heads
+    WIDTH: tl.constexpr,  # of qkv
+    HALF: tl.constexpr,  # of the head dim
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    head, half = group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)
+    column, is_query = half[None, :], head < NUM_HEADS
+    inside = column < HALF
+    mask = (head < HEADS) & inside
+    offset = head * (2 * HALF) + column
+    value = HEADS * 2 * HALF + group * BLOCK_V + tl.arange(0, BLOCK_V)
+    if NORM:
+        weights = q_weight_ptr + column, k_weight_ptr + column
+        first_weight, second_weight = _weight_halves(*weights, is_query, inside, HALF)
+        first_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
+        second_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
+    for token in range(program * ROWS, tl.minimum(program * ROWS + ROWS, tokens)):
+        first, second = _unrotated(
+            grad_ptr + token * (HEADS * 2 * HALF) + offset,
+            cos_sin_ptr + token * cos_sin_stride,
+            column,
+            inside,
+            mask,
+            HALF,
+        )
+        if NORM:
+            x_first, x_second = _load_halves(qkv_ptr + token * qkv_stride + offset, mask, HALF)
+            squares = tl.sum(x_first * x_first + x_second * x_second, axis=1)
+            rstd = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+            x_first, x_second = x_first * rstd, x_second * rstd
+            first_total += first * x_first
+            second_total += second * x_second
+            first, second = first * first_weight, second * second_weight
+            along = (tl.sum(first * x_first + second * x_second, axis=1) / (2 * HALF))[:, None]
+            first, second = rstd * (first - x_first * along), rstd * (second - x_second * along)
+        out = grad_qkv_ptr + token * WIDTH
+        _store_halves(out + offset, first, second, mask, HALF)
+        if not HAS_VALUES:
+            zeros = tl.zeros((BLOCK_V,), grad_qkv_ptr.dtype.element_ty)
+            tl.store(out + value, zeros, mask=value < WIDTH)
+    if NORM:
+        _store_weight_gradient(
+            partial_ptr + (program * groups + group) * (4 * HALF),
+            half,
+            half < HALF,
+            first_total,
+            second_total,
+            is_query,
+            HALF,
+        )
+
+
+def qk_norm_rope_backward(
+    grad: Tensor, qkv_TE: Tensor, by: Rotation, grad_qkv_TE: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `rope.operator.qk_norm_rope_backward`; a `grad_qkv_TE` that is given holds the values' gradients and gets the
+    rest."""
+    q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by
+    grad, qkv_TE, cos_sin_TH = grad.contiguous(), unit_inner(qkv_TE), unit_inner(cos_sin_TH)
+    (tokens, width), head_dim = qkv_TE.shape, cos_sin_TH.shape[1]
+    heads, half = num_heads + num_kv_heads, head_dim // 2
+    programs = triton.cdiv(tokens, QK_ROWS)
+    has_values = grad_qkv_TE is not None
+    if grad_qkv_TE is None:
+        grad_qkv_TE = torch.empty((tokens, width), dtype=qkv_TE.dtype, device=qkv_TE.device)
+    norm = q_weight_H is not None and k_weight_H is not None
+    groups = triton.cdiv(heads, QK_HEADS)
+    partial = torch.empty((programs * groups if norm else 0, 2, head_dim), dtype=torch.float32, device=qkv_TE.device)
+    _qk_norm_rope_backward_kernel[(programs, groups)](
+        grad,
+        qkv_TE,
+        *((unit_inner(q_weight_H), unit_inner(k_weight_H)) if norm else (qkv_TE, qkv_TE)),  # read if NORM
+        cos_sin_TH,
+        grad_qkv_TE,
+        partial,
+        tokens,
+        qkv_TE.stride(0),
+        cos_sin_TH.stride(0),
+        eps,
+        NORM=norm,
+        HAS_VALUES=has_values,
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        WIDTH=width,
+        HALF=half,
+        BLOCK_HEADS=QK_HEADS,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_V=triton.next_power_of_2(max(triton.cdiv(width - heads * head_dim, groups), 1)),  # latents have no values
+        ROWS=QK_ROWS,
+        num_warps=QK_WARPS,
+        enable_fp_fusion=True,
+    )
+    if not norm:
+        return grad_qkv_TE, qkv_TE.new_empty(0), qkv_TE.new_empty(0)
+    return grad_qkv_TE, _fold(partial[:, 0], q_weight_H.dtype), _fold(partial[:, 1], k_weight_H.dtype)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from ...types import Completion
+from ...config import TEMPLATE_ARGUMENTS
+from ...types import Trajectory
 from ..batcher import Job, Update
 from ..bodies import ChatBody, read_body
 from ..chat_prompt import ChatPrompt, checked_messages, encode_chat
@@ -18,7 +19,7 @@ from ..errors import refused
 from ..events import EventStream
 from ..service import Service, Ticket, streamed
 from ..text import GrowingText, chat_logprobs, visible
-from ..tool_calls import ToolCall, ToolFormat, tool_format
+from ..tool_calls import ToolCall, ToolFormat
 from .common import head, usage
 
 
@@ -45,11 +46,10 @@ async def chat(service: Service, request: Request) -> Response:
         raise refused("top_logprobs", "top_logprobs must be 0: there are log-probabilities of sampled tokens alone")
     messages = checked_messages(body.messages)
     form = _tool_format(service, body)
-    variables = {**service.policy.template_variables, **body.chat_template_kwargs}
+    variables = {**service.policy.template_variables, **_variables(body.chat_template_kwargs)}
     if form is not None:
         variables["tools"] = body.tools
-    seen = form or tool_format(_template(service))
-    prompt = await service.encoded(encode_chat, service.policy, messages, variables, seen)
+    prompt = await service.encoded(encode_chat, service.policy, messages, variables, form or service.tool_format)
     _count(service, prompt)
     service.seeded(body)
     job = service.job(prompt.token_ids, body, _max_tokens(service, body, prompt), "messages")
@@ -62,9 +62,13 @@ async def chat(service: Service, request: Request) -> Response:
     return JSONResponse(_answer(asked, samples))
 
 
-def _template(service: Service) -> str | None:
-    tokenizer = service.policy.tokenizer
-    return tokenizer.get_chat_template() if tokenizer.chat_template else None
+def _variables(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        if name in (*TEMPLATE_ARGUMENTS, "tools"):
+            raise refused(
+                f"chat_template_kwargs.{name}", f"chat_template_kwargs sets {name}, which is no variable of it"
+            )
+    return given
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
@@ -73,14 +77,14 @@ def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
         raise refused("tool_choice", 'tool_choice must be "auto" or "none": sampling is not constrained')
     for i, tool in enumerate(body.tools):
         function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if tool.get("type") != "function" or not named:
             raise refused(f"tools[{i}]", f'tools[{i}] must be {{"type": "function", "function": {{"name": ...}}}}')
     if not body.tools or body.tool_choice == "none":
         return None
-    form = tool_format(_template(service))
-    if form is None:
+    if service.tool_format is None:
         raise refused("tools", "the model's chat template has no tools, or calls them in a form that is not known here")
-    return form
+    return replace(service.tool_format, tools=tuple(body.tools))
 
 
 def _count(service: Service, prompt: ChatPrompt) -> None:
@@ -93,7 +97,7 @@ def _max_tokens(service: Service, body: ChatBody, prompt: ChatPrompt) -> int:
     return body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt.token_ids))
 
 
-def _answer(asked: _Chat, samples: list[Completion]) -> dict[str, Any]:
+def _answer(asked: _Chat, samples: list[Trajectory]) -> dict[str, Any]:
     choices = [_choice(asked, i, completion) for i, completion in enumerate(samples)]
     answer = {**asked.head, "choices": choices}
     if asked.body.return_token_ids:
@@ -101,7 +105,7 @@ def _answer(asked: _Chat, samples: list[Completion]) -> dict[str, Any]:
     return {**answer, "usage": usage([asked.job], sum(len(c.token_ids) for c in samples))}
 
 
-def _choice(asked: _Chat, index: int, completion: Completion) -> dict[str, Any]:
+def _choice(asked: _Chat, index: int, completion: Trajectory) -> dict[str, Any]:
     text, calls = visible(completion.text, asked.job.sampling.stop, asked.form)
     message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text}
     if calls:
@@ -118,10 +122,10 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def _logprobs(asked: _Chat, sampled: Completion | Update) -> dict[str, Any] | None:
+def _logprobs(asked: _Chat, sampled: Trajectory | Update) -> dict[str, Any] | None:
     if not asked.body.logprobs:
         return None
-    return {"content": chat_logprobs(asked.service.policy.tokenizer.decode, sampled), "refusal": None}
+    return {"content": chat_logprobs(asked.service.token_text, sampled), "refusal": None}
 
 
 async def _chunks(asked: _Chat, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from small import CONFIG, make_model
 from torch import Tensor
 from two_roles import CPU, TwoRoles, batch, results, runtime_of
@@ -18,7 +19,6 @@ from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import (
     EAGER,
     Differentiated,
-    FakeRecorder,
     GraphError,
     Runtime,
     check_against_eager,

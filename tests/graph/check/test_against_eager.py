@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from torch import Tensor, nn
 
 from lockstep import ops
 from lockstep.config import CompileConfig
 from lockstep.graph import (
     Case,
-    FakeRecorder,
     GraphError,
     Inputs,
     Pass,

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from torch import Tensor
 
 from lockstep.config import CompileConfig
-from lockstep.graph import CudaRecorder, FakeRecorder, GraphError, GraphLauncher, Inputs, Runtime
+from lockstep.graph import CudaRecorder, GraphError, GraphLauncher, Inputs, Runtime
 
 
 class Counter:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from torch import Tensor
 
 from lockstep.config import CompileConfig
-from lockstep.graph import FakeRecorder, Inputs, Runtime, capture
+from lockstep.graph import Inputs, Runtime, capture
 from lockstep.graph.launch.dry_run import dry_run
 
 CPU = torch.device("cpu")

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import CompileConfig
-from lockstep.graph import FakeRecorder, GraphError, Inputs, capture, pipeline, run_passes, verify
+from lockstep.graph import GraphError, Inputs, capture, pipeline, run_passes, verify
 from lockstep.graph.ir.captured import Captured, op_name
 from lockstep.graph.launch.piecewise import ATTENTION, Piecewise, split
 from lockstep.graph.passes import recorded

@@ -7,12 +7,13 @@ from functools import cache
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 from small import completed, train_group
 from torch import fx
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.distributed import World
-from lockstep.graph import Captured, FakeRecorder, Runtime, digest, pipeline, run_passes
+from lockstep.graph import Captured, Runtime, digest, pipeline, run_passes
 from lockstep.graph.ir.captured import is_backward, module_of, op_name
 from lockstep.graph.passes import reshard, saved_bytes
 from lockstep.graph.passes.collectives import by_layer, first_use, gradient_exchanges, layer_of, weight_gathers
@@ -74,7 +75,7 @@ def test_gathers_begin_a_layer_early_and_waits_stand_before_the_first_use() -> N
     captured = arranged()
     order = order_of(captured.graph)
     gathers = weight_gathers(captured)
-    uses = [order[first_use(gather, order)] for gather in gathers]
+    uses = [order[first_use(gather)] for gather in gathers]
     for i, gather in enumerate(gathers):
         begins, ends = order[gather.collective], max(order[node] for node in gather.finish)
         assert begins < ends < uses[i]

@@ -40,6 +40,7 @@ NOT_IN_THE_GRAPH = {  # and so not in its key, or every change of them would tra
     *("loss.overlong_buffer", "loss.overlong_penalty", "loss.mask_truncated_completions"),
     *("loss.dynamic_sampling", "loss.max_num_gen_batches", "loss.normalize_advantages"),
 }
+PATTERNS = {"freeze": "model.norm", "lr_scales": "model.norm=0.5", "weight_decays": "model.norm=0.5"}
 OTHER = {"qwen3": "llama", "qwen3_moe": "llama", "deepseek_v3": "qwen3", "llama3": "linear", "none": "group"} | {
     "grpo": "dapo",
     "constant": "linear",
@@ -133,6 +134,8 @@ def changed(value: Any, name: str) -> Any:
         return "token_mask"
     if name in ("epsilon_high", "mscale", "attention_factor"):
         return 0.7
+    if name in PATTERNS:
+        return (PATTERNS[name],)
     if name in ("eos_token_ids", "dense_layers", "sliding_layers"):
         return (0,)
     if value is None or isinstance(value, str):
@@ -190,6 +193,7 @@ def test_every_field_of_the_loss_and_the_optimizer() -> None:
     assert seen == {
         *("loss.loss_type", "loss.epsilon", "loss.epsilon_high", "loss.beta", "optimizer.beta1", "optimizer.beta2"),
         *("optimizer.epsilon", "optimizer.weight_decay", "optimizer.max_grad_norm"),
+        *(f"optimizer.{name}" for name in PATTERNS),
         *(
             "loss.use_bias_correction_kl",
             "loss.importance_sampling_level",

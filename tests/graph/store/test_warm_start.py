@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_recorder import FakeRecorder
 
 from lockstep.algorithms import ALGORITHMS, TokenValues
 from lockstep.algorithms.grpo import GRPO
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import EAGER, FakeRecorder, Inputs, Runtime, Store, check_against_eager, digest
+from lockstep.graph import EAGER, Inputs, Runtime, Store, check_against_eager, digest
 from lockstep.graph import Case as TrustCase
 from lockstep.graph.store import framed_file
 from lockstep.graph.store.artifact import dumps, loads

@@ -20,7 +20,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.attention import triton_backward as kernels
     from lockstep.ops.fused import triton_backward as fused_triton_backward
     from lockstep.ops.rope import triton as rope_triton
-    from lockstep.ops.rope import triton_backward as rope_triton_backward
 
 Segment = tuple[int, int, int]  # own length, prefix start, prefix length
 
@@ -138,7 +137,7 @@ class Interpreted:
         out, lse = attention_triton.packed(q, k, v, packed)
         gradient = AttentionGradient(torch.randn_like(out), q, k, v, out, lse)
         dq, dk, dv = kernels.packed(gradient, packed)
-        expected, *of_weights = rope_triton_backward.qk_norm_rope(torch.cat((dq, dk), 1), qkv, rotation)
+        expected, *of_weights = rope_triton.qk_norm_rope_backward(torch.cat((dq, dk), 1), qkv, rotation)
         expected = expected + torch.nn.functional.pad(dv.flatten(1), ((heads + kv_heads) * head_dim, 0))
         found, *joined_weights = fused_triton_backward.rotated_attention(gradient, packed, qkv, rotation)
         assert all(map(torch.equal, joined_weights, of_weights))

@@ -17,11 +17,9 @@ from lockstep import ops
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.attention import triton as attention_triton
-    from lockstep.ops.linear import triton_per_head
+    from lockstep.ops.linear import triton as linear_triton
     from lockstep.ops.mla import triton as mla_triton
-    from lockstep.ops.mla import triton_backward as mla_triton_backward
     from lockstep.ops.rope import triton as rope_triton
-    from lockstep.ops.rope import triton_backward as rope_triton_backward
 
 SPLIT = 128
 
@@ -83,7 +81,7 @@ class Interpreted:
         case = Case(lengths, heads=heads, prefixes=prefixes, padding=5)
         out, lse = mla_triton.packed(case.latents, case.layout)
         grad = torch.randn_like(out)
-        found = mla_triton_backward.packed(grad, case.latents, case.layout, out, lse)
+        found = mla_triton.packed_backward(grad, case.latents, case.layout, out, lse)
         for mine, wanted in zip(found, exact_gradients(case, grad), strict=True):
             torch.testing.assert_close(mine, wanted.float(), rtol=1e-4, atol=1e-4)
 
@@ -91,9 +89,9 @@ class Interpreted:
     def test_products_a_head(self, rows):
         x, weight = torch.randn(rows, 3, 50)[:, :, 7:40], torch.randn(3, 33, 24).transpose(1, 2)
         expected = torch.einsum("tnk,nmk->tnm", x, weight)
-        torch.testing.assert_close(triton_per_head.per_head_linear(x, weight), expected, rtol=1e-5, atol=1e-5)
-        alone = triton_per_head.per_head_linear(x[:1], weight)
-        assert same_bits(alone, triton_per_head.per_head_linear(x, weight)[:1])
+        torch.testing.assert_close(linear_triton.per_head_linear(x, weight), expected, rtol=1e-5, atol=1e-5)
+        alone = linear_triton.per_head_linear(x[:1], weight)
+        assert same_bits(alone, linear_triton.per_head_linear(x, weight)[:1])
 
     def test_heads_without_values_are_rotated_both_ways(self):
         x, table = torch.randn(9, 5 * 6), ops.rope_table(torch.arange(9) * 7, torch.rand(3))
@@ -102,5 +100,5 @@ class Interpreted:
         expected = ops.qk_norm_rope(leaf, by)
         torch.testing.assert_close(rope_triton.qk_norm_rope(x, by), expected.detach())
         grad = torch.randn_like(expected)
-        found = rope_triton_backward.qk_norm_rope(grad, x, by)[0]
+        found = rope_triton.qk_norm_rope_backward(grad, x, by)[0]
         torch.testing.assert_close(found, torch.autograd.grad(expected, leaf, grad)[0])

@@ -1,6 +1,6 @@
 """How long a run takes to its first step: with nothing kept from earlier, and with what the run before it kept.
 
-The workload is that of `seed_workload.py`. Every run is a process of its own, over one cache folder for graphs and one
+The workload is that of `seed_workload`. Every run is a process of its own, over one cache folder for graphs and one
 for Triton's kernels, both empty at first; start-up is all that comes before the first step, imports included. Then what
 sharing saves: the graphs of the trainer alone, of the generator alone, and of both in one process, nothing kept. Beside
 seconds on the wall stand the process's seconds of CPU, which a busy machine changes less.
@@ -9,43 +9,49 @@ seconds on the wall stand the process's seconds of CPU, which a busy machine cha
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import seed_workload
+from cases import seed_workload
+
+if TYPE_CHECKING:
+    from common import Report
 
 PARTS = ("trainer", "generator", "both")
 PHASES = ("import", "load", "load_graphs", "import_tracer", "trace", "passes", "store_graphs", "compile", "record")
 LATER = ("gate", "verify", "other")
 
 
-def run(folder: Path, began: float, steps: int, kept: dict[str, str]) -> dict[str, Any]:
+def run(folder: Path, steps: int, kept: dict[str, str]) -> dict[str, Any]:
     """The workload in a new process with these cache folders; its figures."""
-    flags = ["--run", "train", "--folder", str(folder), "--began", repr(began), "--steps", str(steps)]
-    return _process(flags, kept)
+    return _process(kept, "train", folder, steps, repr(time.time()))
 
 
 def compiled(folder: Path, part: str, kept: dict[str, str]) -> dict[str, float]:
     """Seconds of a new process that makes the graphs of one role or of both, and of that the making alone."""
     began = time.time()
-    figures = _process(["--run", part, "--folder", str(folder)], kept)
+    figures = _process(kept, part, folder)
     return {"process_s": time.time() - began, **figures}
 
 
-def _process(flags: list[str], kept: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, __file__, *flags]
+def _process(kept: dict[str, str], *given: object) -> dict[str, Any]:
+    from common import in_a_process
+
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | kept, check=True)
+    figures = in_a_process("startup", *given, environment=os.environ | kept)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"cpu_s": cpu_s, **json.loads(done.stdout.splitlines()[-1])}
+    return {"cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, **figures}
+
+
+def part(name: str, folder: str, steps: str = "", began: str = "") -> dict[str, Any]:
+    """The workload, for `train`; otherwise the graphs of a role or of both."""
+    if name == "train":
+        return seed_workload.ours(Path(folder), float(began), "strict", {"capture": "step"}, int(steps))
+    return make_graphs(Path(folder), name)
 
 
 def make_graphs(folder: Path, part: str) -> dict[str, float]:
@@ -70,39 +76,29 @@ def caches(folder: Path, name: str) -> dict[str, str]:
     return {"LOCKSTEP_CACHE": str(folder / name / "lockstep"), "TRITON_CACHE_DIR": str(folder / name / "triton")}
 
 
-def main() -> int:
-    from common import arguments, finish, save
-
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(repeats=3)
     parser.add_argument("--arch", help="named architecture (default: qwen3-0.6b on a GPU, tiny on a CPU)")
     parser.add_argument("--steps", type=int, default=10, help="steps of each run (default: 10)")
-    parser.add_argument("--run", choices=["train", *PARTS], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.run == "train":
-        print(json.dumps(seed_workload.ours(args.folder, args.began, "strict", {"capture": "step"}, args.steps)))
-        return 0
-    if args.run:
-        print(json.dumps(make_graphs(args.folder, args.run)))
-        return 0
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     arch = args.arch or ("qwen3-0.6b" if args.device == "cuda" else "tiny")
-    figures: dict[str, Any] = {"arch": arch, "steps": args.steps, "runs": {}, "sharing": {}}
+    figures = report.figures
+    figures |= {"arch": arch, "steps": args.steps, "runs": {}, "sharing": {}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         seed_workload.prepare(folder, arch)
         kept = caches(folder, "kept")
         for name in ("cold", *(f"warm {i + 1}" for i in range(args.repeats))):
-            figures["runs"][name] = run(folder, time.time(), args.steps, kept)
+            figures["runs"][name] = run(folder, args.steps, kept)
             (folder / "run").rename(folder / name.replace(" ", ""))
-            save("startup", figures, args.json)
+            report.save()
         figures["kept_bytes"] = {name: _size(Path(path)) for name, path in kept.items()}
         for part in PARTS:
             figures["sharing"][part] = compiled(folder, part, caches(folder, part))
-    finish("startup", figures, rows(figures["runs"]), args.json)
-    print(sharing(figures["sharing"]))
-    return 0
+    report.tables.append(rows(figures["runs"]))
+    report.notes.append(sharing(figures["sharing"]))
 
 
 def _size(folder: Path) -> int:
@@ -129,7 +125,3 @@ def sharing(parts: dict[str, dict[str, float]]) -> str:
         saved[kind] = (parts["trainer"][kind] + parts["generator"][kind]) / parts["both"][kind]
     factors = f"{saved['process_s']:.2f} times the seconds, {saved['cpu_s']:.2f} times the CPU of both in one"
     return f"graphs from nothing, s a process: {each}; apart they take {factors}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

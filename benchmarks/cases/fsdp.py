@@ -7,6 +7,7 @@ GPUs. Times are medians over the steps but the first, of the slowest process; me
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -17,9 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import seed_workload
 import torch
-from common import arguments, finish, save
+from cases import seed_workload
+from common import Report
 
 LIMIT_S = 600.0  # of a way
 TIMES = ("step", "generate", "forward_backward", "optim_step", "sync")
@@ -32,7 +33,7 @@ WAYS: dict[str, tuple[bool, tuple[str, ...]]] = {  # whether on several processe
 }
 
 
-def measure(name: str, folder: Path, processes: int, flags: list[str]) -> dict[str, Any]:
+def run_way(name: str, folder: Path, processes: int, flags: list[str]) -> dict[str, Any]:
     """One way, from its run folder."""
     several, own = WAYS[name]
     run_dir = folder / name.replace(" ", "-")
@@ -67,24 +68,26 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = arguments(str(__doc__))
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=2, help="GPUs, or processes of a CPU (default: 2)")
     parser.add_argument("--arch", help="default: qwen3-0.6b on GPUs, tiny on a CPU")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
-    given = parser.parse_args()
+
+
+def measure(given: argparse.Namespace, report: Report) -> None:
     on_gpu = given.device == "cuda"
     if on_gpu and torch.cuda.device_count() < given.processes:
         raise SystemExit(f"--processes is {given.processes}, and there are {torch.cuda.device_count()} GPUs")
     arch = given.arch or ("qwen3-0.6b" if on_gpu else "tiny")
     prompts, samples, tokens = (16, 8, 256) if on_gpu else (4, 4, 12)
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    figures: dict[str, Any] = {"arch": arch, "processes": given.processes, "allocator": allocator, "ways": {}}
+    figures = report.figures
+    figures |= {"arch": arch, "processes": given.processes, "allocator": allocator, "ways": {}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         seed_workload.prepare(folder, arch)
-        flags = [
+        shared = [
             *("--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"), "--device", given.device),
             *("--reward", f"{seed_workload.__file__}:coin", "--steps", str(given.steps), "--compile.capture", "step"),
             *("--trainer.prompts-per-step", str(prompts), "--sampling.num-generations", str(samples)),
@@ -93,11 +96,11 @@ def main() -> None:
             *("--parallel.timeout", "120", "--optimizer.learning-rate", "1e-5", "--metrics.no-progress"),
         ]
         for name in given.only:
-            figures["ways"][name] = way = measure(name, folder, given.processes, flags)
+            figures["ways"][name] = way = run_way(name, folder, given.processes, shared)
             first = next(iter(figures["ways"].values()))
             for what in ("rollouts", "weights"):
                 way[f"same_{what}"] = way[f"{what}_sha256"] == first[f"{what}_sha256"]
-            save("fsdp", figures, given.json)
+            report.save()
     heads = ["way", *(f"{part} ms" for part in TIMES), "GiB", "different", "same rollouts", "same weights"]
     rows = [heads]
     for name, way in figures["ways"].items():
@@ -105,8 +108,4 @@ def main() -> None:
         counts = f"{way['tokens_different']} of {way['tokens_checked']:,}"
         same = [str(way[f"same_{what}"]) for what in ("rollouts", "weights")]
         rows.append([name, *times, f"{way['peak_gib']:.2f}", counts, *same])
-    finish("fsdp", figures, rows, given.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.tables.append(rows)

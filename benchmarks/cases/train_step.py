@@ -8,11 +8,12 @@ as CUDA graphs. The floors are the matrix products of forward and backward alone
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
 import torch
-from common import alternate, arguments, finish, random_model, summary
+from common import Report, alternate, random_model, summary
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import EAGER, Runtime
@@ -98,15 +99,16 @@ def floor(model: Decoder, tokens: int, logit_rows: int):
     return run
 
 
-def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--sequences", type=int, help="default: 32 on a CPU, 40 on a GPU")
     parser.add_argument("--length", type=int, help="default: 128 on a CPU, 245 on a GPU")
     parser.add_argument("--prompt", type=int, help="shared by eight; default: 64 on a CPU, 145 on a GPU")
     parser.add_argument("--peer", choices=["transformers", "eager", "none"], default="transformers",
                         help="transformers: eager and compiled (default)")  # fmt: skip
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     on_cpu = args.device == "cpu"
     count, length = args.sequences or (32 if on_cpu else 40), args.length or (128 if on_cpu else 245)
     prompt = args.prompt or (64 if on_cpu else 145)
@@ -130,14 +132,10 @@ def main() -> None:
     if args.peer == "transformers":
         runs["transformers, compiled"] = Transformers(fresh(), tokens, compiled=True)
     times = alternate(runs, args.repeats, args.device)
-    figures = {"arch": arch, "sequences": count, "length": length}
-    figures["systems"] = {name: summary(measured) for name, measured in times.items()}
+    systems = {name: summary(measured) for name, measured in times.items()}
+    report.figures |= {"arch": arch, "sequences": count, "length": length, "systems": systems}
     rows = [["system", "tok/s", "median ms", "min", "max"]]
-    for name, s in figures["systems"].items():
+    for name, s in systems.items():
         rate = count * length / s["median_s"]
         rows.append([name, f"{rate:,.0f}", *(f"{s[k] * 1e3:.1f}" for k in ("median_s", "min_s", "max_s"))])
-    finish("train_step", figures, rows, args.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.tables.append(rows)

@@ -16,7 +16,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import zlib
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from common import Report
+
     from lockstep.config import RunConfig
 
 Parity = Literal["strict", "warn", "off"]
@@ -213,17 +214,23 @@ def trl(folder: Path, began: float, vllm: bool) -> dict[str, Any]:
     }
 
 
-def run_system(name: str, folder: Path, parity: str, flags: list[str]) -> dict[str, Any]:
+def part(name: str, folder: str, parity: Parity, extra: str, count: str, began: str) -> dict[str, Any]:
+    """The figures of one system; `extra` are fields of lockstep's compile section, as JSON."""
+    if name == "lockstep":
+        return ours(Path(folder), float(began), parity, json.loads(extra), int(count))
+    return trl(Path(folder), float(began), name == "trl-vllm")
+
+
+def run_system(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The system in a fresh process; its figures."""
-    command = [sys.executable, __file__, "--system", name, "--folder", str(folder), "--parity", parity, *flags]
-    command += ["--began", repr(time.time())]
-    from common import peer_environment
+    from common import in_a_process, peer_environment
 
     environment = None if name == "lockstep" else peer_environment()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-    if done.returncode:
-        return {"failed": f"exit code {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])
+    given = name, folder, args.parity, args.compile, args.steps, repr(time.time())
+    try:
+        return in_a_process("seed_workload", *given, environment=environment)
+    except subprocess.CalledProcessError as failed:
+        return {"failed": f"exit code {failed.returncode}"}
 
 
 def row(name: str, f: dict[str, Any]) -> list[str]:
@@ -243,8 +250,8 @@ def floor_s(arch: str) -> dict[str, float]:
     the matrix products of prefill and training, prompts once, at the rate of a large one. Attention and the update
     are not in it."""
     import torch
+    from cases.generate import Case, decode_bytes
     from common import bandwidth, product_rate
-    from generate import Case, decode_bytes
 
     from lockstep.models.init import architecture
 
@@ -261,10 +268,7 @@ def floor_s(arch: str) -> dict[str, float]:
     return {"generate_s": STEPS * (decode + 2 * layers * prompt / rate), "train_s": STEPS * train / rate}
 
 
-def main() -> int:
-    from common import arguments, finish, save
-
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default="qwen3-0.6b")
     parser.add_argument("--peer", choices=["trl", "trl-vllm", "none"], default="none",
                         help="trl-vllm: TRL both ways")  # fmt: skip
@@ -272,51 +276,40 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of ours (default: {STEPS})")
     parser.add_argument("--runs", type=int, default=1, help="fresh processes of ours (default: 1)")
     parser.add_argument("--compile", default="{}", help="fields of the compile section, as JSON")
-    parser.add_argument("--system", choices=["lockstep", "trl", "trl-vllm"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.system:
-        if args.system != "lockstep":
-            one = trl(args.folder, args.began, args.system == "trl-vllm")
-        else:
-            one = ours(args.folder, args.began, args.parity, json.loads(args.compile), args.steps)
-        print(json.dumps(one))
-        return 0
-    figures: dict[str, Any] = {"arch": args.arch, "systems": {}, "published": [list(p) for p in PUBLISHED]}
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
+    figures = report.figures
+    figures |= {"arch": args.arch, "systems": {}, "published": [list(p) for p in PUBLISHED]}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare(folder, args.arch)
         for i in range(args.runs):
-            figures["systems"][f"lockstep, run {i + 1}"] = run_system(
-                "lockstep", folder, args.parity, ["--compile", args.compile, "--steps", str(args.steps)]
-            )
+            figures["systems"][f"lockstep, run {i + 1}"] = run_system("lockstep", folder, args)
             _move_aside(folder, i)
-            save("seed_workload", figures, args.json)
+            report.save()
         if args.peer != "none":
-            figures["systems"]["TRL, transformers generation"] = run_system("trl", folder, args.parity, [])
-            save("seed_workload", figures, args.json)
+            figures["systems"]["TRL, transformers generation"] = run_system("trl", folder, args)
+            report.save()
         if args.peer == "trl-vllm":
-            figures["systems"]["TRL, vLLM generation"] = run_system("trl-vllm", folder, args.parity, [])
-            save("seed_workload", figures, args.json)
+            figures["systems"]["TRL, vLLM generation"] = run_system("trl-vllm", folder, args)
+            report.save()
     floor = floor_s(args.arch)
     figures |= {"floor": floor, "floor_s": sum(floor.values())}
     rows = [["system", "start-up s", "generate s", "train s", "sync s", "total s", "later step ms"]]
     rows += [row(name, f) for name, f in figures["systems"].items()]
     parts = [f"{seconds:.2f}" for seconds in floor.values()]
     rows.append(["floor (bytes of decoding, products)", "-", *parts, "-", f"{figures['floor_s']:.2f}", ""])
-    finish("seed_workload", figures, rows, args.json)
+    report.tables.append(rows)
     for name, f in figures["systems"].items():
         if c := f.get("certificate"):
-            print(f"{name}: {c['tokens_different']} of {c['tokens_checked']} tokens different; start-up {split(f)}")
-            print(f"  recompiles {f['recompiles'][-1]}, replays {f['replays']}, peak {f['peak_gib']:.1f} GiB")
-    return int(any("failed" in f for f in figures["systems"].values()))
+            checked = f"{c['tokens_different']} of {c['tokens_checked']} tokens different"
+            report.notes.append(f"{name}: {checked}; start-up {split(f)}")
+            counts = f"recompiles {f['recompiles'][-1]}, replays {f['replays']}"
+            report.notes.append(f"  {counts}, peak {f['peak_gib']:.1f} GiB")
+    return any("failed" in f for f in figures["systems"].values())
 
 
 def _move_aside(folder: Path, i: int) -> None:
     if (folder / "run").exists():
         (folder / "run").rename(folder / f"run{i}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,6 +9,7 @@ plain sum; on a CPU it is the time of the matrix products alone.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import alternate, arguments, bandwidth, finish, peer_environment, random_model, save, summary
+from common import Report, alternate, bandwidth, peer_environment, random_model, summary
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
@@ -220,7 +221,7 @@ def decode_bytes(c: ModelConfig, case: Case, size: int) -> float:
     return size * (case.new * weights + token * (case.new * case.prompts * case.prompt + own))
 
 
-def measure(model: Decoder, case: Case, peer: str, repeats: int) -> dict[str, Any]:
+def measured(model: Decoder, case: Case, peer: str, repeats: int) -> dict[str, Any]:
     """Each system's times and rates."""
     device = model.embed.device.type
     prompts = random_prompts(case.prompts, lambda: case.prompt)
@@ -244,7 +245,7 @@ def vllm_systems(model: Decoder, names: list[str], repeats: int) -> dict[str, di
         save_model(model, Path(folder) / "model")
         for mode, switch in (("vLLM", "0"), ("vLLM, batch invariant", "1")):
             path = Path(folder) / f"{switch}.json"
-            command = [sys.executable, str(Path(__file__).with_name("peer_vllm.py")), "--repeats", str(repeats)]
+            command = [sys.executable, str(Path(__file__).parents[1] / "peer_vllm.py"), "--repeats", str(repeats)]
             command += ["--model", f"{folder}/model", "--json", str(path)]
             command += ["--cases", json.dumps({name: vars(CASES[name]) for name in names})]
             done = subprocess.run(
@@ -262,35 +263,33 @@ def vllm_systems(model: Decoder, names: list[str], repeats: int) -> dict[str, di
     return systems
 
 
-def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", choices=[*CASES, MIXED], action="append", help="default: the device's")
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--peer", choices=["transformers", "vllm", "none"], default="transformers")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     on_cpu = args.device == "cpu"
     names = args.case or (["cpu", "cpu, no shared prompt"] if on_cpu else ["seed", "seed, top-p", "one"])
     model = random_model(args.arch or ("tiny" if on_cpu else "qwen3-0.6b"), args.device)
-    figures: dict = {"arch": args.arch or "default", "dtype": str(model.embed.dtype), "cases": {}}
+    figures = report.figures
+    figures |= {"arch": args.arch or "default", "dtype": str(model.embed.dtype), "cases": {}}
     rows = [["case", "system", "tok/s", "median s", "min", "max", "ms a token step"]]
     fixed = [name for name in names if name != MIXED]
     peers = vllm_systems(model, fixed, args.repeats) if args.peer == "vllm" else {}
     for name in names:
         print(name, file=sys.stderr, flush=True)
-        save("generate", figures, args.json)
+        report.save()
         if name == MIXED:
             found = figures["cases"][name] = mixed(model, SMALL_MIXED_CASE if on_cpu else MIXED_CASE)
             rows.append([name, "lockstep", f"{found['mixed_tokens_per_s']:,.0f}", "", "", "", ""])
             rows.append([name, "fixed length", f"{found['fixed_tokens_per_s']:,.0f}", "", "", "", ""])
             continue
         case = CASES[name]
-        figures["cases"][name] = measure(model, case, args.peer, args.repeats)
+        figures["cases"][name] = measured(model, case, args.peer, args.repeats)
         figures["cases"][name]["systems"] |= peers.get(name, {})
         for system, s in figures["cases"][name]["systems"].items():
             shown = [f"{s[k]:.4f}" for k in ("median_s", "min_s", "max_s")]
             rows.append([name, system, f"{s['tokens_per_s']:,.0f}", *shown, f"{s['median_s'] / case.new * 1e3:.3f}"])
-    finish("generate", figures, rows, args.json)
-
-
-if __name__ == "__main__":
-    main()
+    report.tables.append(rows)

@@ -11,20 +11,16 @@ parity.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from cases.capture import make_runtime, train_batch
-from common import arguments, finish, graph_us, random_model, save, seconds, summary
-from generate import CASES, Ours, random_prompts
-from seed_workload import ours as rl_steps
-from seed_workload import prepare
+from cases.generate import CASES, Ours, random_prompts
+from cases.seed_workload import ours as rl_steps
+from cases.seed_workload import prepare
+from common import Report, graph_us, in_a_process, random_model, seconds, summary
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.config import LossConfig, OptimizerConfig
@@ -89,19 +85,19 @@ def attention_times(arch: str, repeats: int, device: str) -> dict[str, list[floa
     return {name: [c.num_layers * graphed(run) for _ in range(repeats)] for name, run in runs.items()}
 
 
-def measure(mode: str, arch: str, folder: Path, repeats: int, device: str) -> dict[str, list[float]]:
+def part(mode: str, arch: str, folder: str, repeats: str, device: str) -> dict[str, list[float]]:
     """Seconds of each part."""
     if mode == ATTENTION:
-        return attention_times(arch, repeats, device)
+        return attention_times(arch, int(repeats), device)
     if mode == "library products":
         use_the_library()
     checked = mode == "parity"
-    times = parts(arch, checked, repeats, device)
+    times = parts(arch, checked, int(repeats), device)
     if device == "cuda":
         torch.cuda.empty_cache()
     count = RL_STEPS if device == "cuda" else 2
     extra = {"verify": "off"} if device == "cuda" else {}
-    steps = rl_steps(folder, 0.0, "strict" if checked else "off", extra, count)["step_s"]
+    steps = rl_steps(Path(folder), 0.0, "strict" if checked else "off", extra, count)["step_s"]
     return times | {PARTS[-1]: steps[1:]}
 
 
@@ -128,34 +124,28 @@ def parts(arch: str, checked: bool, repeats: int, device: str) -> dict[str, list
     return times
 
 
-def in_a_process(mode: str, arch: str, folder: Path, repeats: int, device: str) -> dict[str, dict[str, float]]:
-    """Median, minimum and maximum of each part."""
-    command = [sys.executable, __file__, "--mode", mode, "--arch", arch, "--folder", str(folder)]
-    command += ["--repeats", str(repeats), "--device", device]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+def medians_of(mode: str, args: argparse.Namespace, arch: str, folder: Path) -> dict[str, dict[str, float]]:
+    """Median, minimum and maximum of each part, of a process of its own."""
+    found = in_a_process("parity_cost", mode, arch, folder, args.repeats, args.device)
     if (folder / "run").exists():
         (folder / "run").rename(folder / f"run {mode}")
-    return {part: summary(times) for part, times in json.loads(done.stdout.splitlines()[-1]).items()}
+    return {part: summary(times) for part, times in found.items()}
 
 
-def main() -> int:
-    parser = arguments(__doc__.splitlines()[0])
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
-    parser.add_argument("--mode", choices=[*MODES, ATTENTION], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
     arch = args.arch or ("tiny" if args.device == "cpu" else "qwen3-0.6b")
-    if args.mode:
-        found = measure(args.mode, arch, args.folder, args.repeats, args.device)
-        print(json.dumps(found))
-        return 0
-    figures: dict[str, Any] = {"arch": arch, "modes": {}}
+    figures = report.figures
+    figures |= {"arch": arch, "modes": {}}
     with tempfile.TemporaryDirectory() as scratch:
         prepare(Path(scratch), arch)
         for mode in MODES:
-            figures["modes"][mode] = in_a_process(mode, arch, Path(scratch), args.repeats, args.device)
-            save("parity_cost", figures, args.json)
-        figures[ATTENTION] = in_a_process(ATTENTION, arch, Path(scratch), args.repeats, args.device)
+            figures["modes"][mode] = medians_of(mode, args, arch, Path(scratch))
+            report.save()
+        figures[ATTENTION] = medians_of(ATTENTION, args, arch, Path(scratch))
     taken = {name: s["median_s"] for name, s in figures[ATTENTION].items()}
     saved = figures["saved_by_a_library_s"] = max(0.0, taken["ours"] - min(taken.values()))
     rows = [["part", *(f"{mode}, ms" for mode in MODES), "cost"]]
@@ -164,10 +154,6 @@ def main() -> int:
         medians = [figures["modes"][mode][part]["median_s"] for mode in MODES]
         figures["cost"][part] = medians[0] / (min(medians[1:]) - (saved if part in TRAINED else 0.0))
         rows.append([part, *(f"{m * 1e3:.1f}" for m in medians), f"{figures['cost'][part]:.3f}"])
-    finish("parity_cost", figures, rows, args.json)
-    print("attention in all layers, ms: " + ", ".join(f"{name} {1e3 * s:.2f}" for name, s in taken.items()))
-    return int(max(figures["cost"].values()) > LIMIT)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.tables.append(rows)
+    report.notes.append("attention in all layers, ms: " + ", ".join(f"{n} {1e3 * s:.2f}" for n, s in taken.items()))
+    return max(figures["cost"].values()) > LIMIT

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import save
+from common import Report
 
 POLL_S, GRACE_S = 5.0, 15.0
 RUN, OUTPUT = "run", "output"
@@ -94,35 +94,35 @@ def train(flags: list[str], folder: Path, limit: float, save_what: Callable[[], 
     return process.returncode == 0 or not in_time
 
 
-def show(figures: dict[str, Any]) -> None:
-    print("\n".join(figures.get("output", [])))
+def shown(figures: dict[str, Any]) -> list[str]:
+    found = [*figures.get("output", [])]
     for step, values in figures["validation"].items():
-        print(f"after {step} steps: " + ", ".join(f"{k.split('/', 1)[1]} {v:.3f}" for k, v in values.items()))
+        measures = ", ".join(f"{k.split('/', 1)[1]} {v:.3f}" for k, v in values.items())
+        found.append(f"after {step} steps: {measures}")
     if rewards := figures["curve"]["reward/mean"]:
         ends = mean(rewards[:10]), mean(rewards[-10:])
-        print(f"{len(rewards)} steps, mean reward {ends[0]:.3f} to {ends[1]:.3f}, {figures['seconds']:.0f} s")
+        of_all = f"{len(rewards)} steps, mean reward {ends[0]:.3f} to {ends[1]:.3f}"
+        found.append(f"{of_all}, {figures['seconds']:.0f} s")
+    return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
+def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="end the run then (default: 600)")
     parser.add_argument("flags", nargs="+", metavar="-- FLAGS", help="of `lockstep train`, a recipe first")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
     began = time.monotonic()
+    report.figures |= {"flags": args.flags, "limit_s": args.limit}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
 
-        def figures() -> dict[str, Any]:
-            given = {"flags": args.flags, "limit_s": args.limit, "seconds": time.monotonic() - began}
-            return given | gathered(folder / RUN, folder / OUTPUT)
+        def save() -> None:
+            report.figures["seconds"] = time.monotonic() - began
+            report.figures |= gathered(folder / RUN, folder / OUTPUT)
+            report.save()
 
-        ended = train(args.flags, folder, args.limit, lambda: save("learning", figures(), args.json))
-        found = figures()
-    save("learning", {**found, "complete": True}, args.json)
-    show(found)
-    return int(not ended or not found["steps_done"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        ended = train(args.flags, folder, args.limit, save)
+        save()
+    report.notes += shown(report.figures)
+    return not ended or not report.figures["steps_done"]

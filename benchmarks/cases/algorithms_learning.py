@@ -1,0 +1,190 @@
+"""Every algorithm on the first recipe: held-out problems solved before and after, and where nothing is to be learned.
+
+`lockstep train --loss.loss-type NAME` in a process each, a thread each, several at once, for some seeds. The control is
+the same run with advantages of zero, which must leave the held-out problems as they are. `sft` is the recipe's warm-up
+alone, before it an untrained model. A teacher's pupils come last, once there is a run that learned to be the teacher;
+their control has the teacher that they are themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cases.learning import COMMAND, content, lines
+from common import Report
+
+from lockstep.algorithms import ALGORITHMS, SUPERVISED
+from lockstep.ops.native import library
+
+ROOT = Path(__file__).parents[2]
+SOLVED = "validation/rewards/correct/mean"
+TEACHER = "grpo"  # its runs teach
+ZEROED = '''"""Each algorithm with advantages of zero."""
+from lockstep.algorithms import ALGORITHMS
+
+
+def zeroed(self, config, rewards):
+    return [[0.0] * len(group) for group in rewards]
+
+
+for name, algorithm in ALGORITHMS.items():
+    globals()[name] = type(name, (algorithm,), {"advantages": zeroed, "__module__": __name__})
+'''
+TINY = {
+    **{"--steps": "1", "--trainer.warmup-steps": "1", "--trainer.warmup-batch-size": "2"},
+    **{"--trainer.prompts-per-step": "2", "--sampling.num-generations": "2", "--task.validation-prompts": "2"},
+}
+# What an algorithm learns with, where it is not what the recipe has; docs/algorithms.md says why.
+SETTINGS: dict[str, dict[str, str]] = {}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run.
+
+    Attributes:
+        control: nothing is to be learned.
+    """
+
+    algorithm: str
+    seed: int
+    control: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}-{self.seed}" + "-control" * self.control
+
+    def flags(self, scratch: Path) -> dict[str, str]:
+        """Of `lockstep train`."""
+        own = {"--seed": str(self.seed), **SETTINGS.get(self.algorithm, {})}
+        if self.algorithm == SUPERVISED:
+            return own | {"--steps": "0"} | ({"--trainer.warmup-steps": "0"} if self.control else {})
+        own["--loss.loss-type"] = self.algorithm
+        if ALGORITHMS[self.algorithm].has_teacher:
+            teacher = Trial(SUPERVISED if self.control else TEACHER, self.seed)
+            return own | {"--loss.teacher": str(scratch / teacher.name / "model")}
+        if self.control:
+            own["--loss.loss-type"] = f"{scratch / 'zeroed.py'}:{self.algorithm}"
+            own["--trainer.no-skip-zero-variance"] = ""
+        return own
+
+
+def trials(only: list[str] | None, seeds: int) -> list[list[Trial]]:
+    """Those of a wave run side by side; the last wave's teachers are of the one before it."""
+    taught = [n for n in ALGORITHMS if ALGORITHMS[n].has_teacher and (not only or n in only)]
+    needed = (TEACHER, SUPERVISED) if taught else ()
+    first = [n for n in ALGORITHMS if n not in taught and (not only or n in (*only, *needed))]
+    waves = [[Trial(n, s) for s in range(seeds) for n in names] for names in (first, taught)]
+    return [wave + [Trial(t.algorithm, 0, control=True) for t in wave if t.seed == 0] for wave in waves]
+
+
+def build_operators() -> None:
+    """The operators in C, where a copy of the tree came without them; a machine without a compiler goes on without."""
+    if library.current is None:
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def ran(trial: Trial, scratch: Path, small: dict[str, str], end: float) -> dict[str, Any]:
+    """Run it, for as long as there is time; what it found."""
+    run, began, own = scratch / trial.name, time.monotonic(), trial.flags(scratch)
+    untrained = own.get("--trainer.warmup-steps") == "0"
+    own = {name: value for name, value in small.items() if not (untrained and "warmup" in name)} | own
+    flags = [word for pair in own.items() for word in pair if word]
+    command = [sys.executable, "-c", COMMAND, "train", *flags, "--device", "cpu", "--metrics.no-progress"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    try:
+        done = subprocess.run(
+            [*command, "--run-dir", str(run)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+            timeout=max(end - began, 0.1),
+        )  # fmt: skip
+        status = "done" if done.returncode == 0 else f"exit code {done.returncode}: {done.stdout[-500:]}"
+    except subprocess.TimeoutExpired:
+        status = "there was no more time"
+    return {"status": status, "flags": flags, "seconds": time.monotonic() - began, **outcome(run)}
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What a run folder says; None for what it does not hold."""
+    summary, certificate = content(run / "summary.json"), content(run / "parity.json")
+    metrics = lines(run / "metrics.jsonl")
+    held_out = {int(step): values[SOLVED] for step, values in (summary or {}).get("validation", {}).items()}
+    solved = [held_out[step] for step in sorted(held_out)] or [None]
+    found = {"solved": held_out, "before": solved[0], "after": solved[-1], "steps": len(metrics)}
+    found["rewards"] = [round(m["reward/mean"], 4) for m in metrics]
+    return found | {key: (certificate or {}).get(key, 0) for key in ("tokens_checked", "tokens_different")}
+
+
+def wrong(name: str, records: dict[str, dict[str, Any]]) -> list[str]:
+    """What does not hold of an algorithm's runs."""
+    found = []
+    for trial, r in records.items():
+        if r["algorithm"] != name:
+            continue
+        if r["status"] != "done" or r["after"] is None:
+            found.append(f"{trial}: {r['status']}")
+        elif r["tokens_different"]:
+            found.append(f"{trial}: {r['tokens_different']} tokens different")
+        elif r["control"] and r["after"] > r["before"]:
+            found.append(f"{trial}: rose from {r['before']:.3f} to {r['after']:.3f}")
+        elif not r["control"] and not r["after"] > r["before"]:
+            found.append(f"{trial}: {r['before']:.3f} to {r['after']:.3f}")
+    return found
+
+
+def row(name: str, records: dict[str, dict[str, Any]], seeds: int) -> list[str]:
+    mine = [records.get(Trial(name, s).name) for s in range(seeds)] + [records.get(Trial(name, 0, True).name)]
+    known = [r for r in mine if r is not None]
+    cells = ["-" if r is None or r["after"] is None else f"{r['before']:.1%} -> {r['after']:.1%}" for r in mine]
+    seconds = statistics.median([r["seconds"] for r in known] or [0.0])
+    different = f"{sum(r['tokens_different'] for r in known)} of {sum(r['tokens_checked'] for r in known):,}"
+    return [name, *cells, different, f"{seconds:.0f}"]
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="*", help="algorithms; default: all")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at once (default: one a core)")
+    parser.add_argument("--budget", type=float, default=560, metavar="SECONDS", help="every run is ended then")
+    parser.add_argument("--tiny", action="store_true", help="a step of next to nothing: only whether all of it runs")
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
+    build_operators()
+    began, records = time.monotonic(), dict[str, dict[str, Any]]()
+    report.figures |= {"processes": args.processes, "seeds": args.seeds, "settings": SETTINGS, "runs": records}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as pool:
+        scratch = Path(folder)
+        (scratch / "zeroed.py").write_text(ZEROED)
+
+        def run(trial: Trial) -> None:
+            found = ran(trial, scratch, TINY if args.tiny else {}, began + args.budget)
+            records[trial.name] = {"algorithm": trial.algorithm, "control": trial.control, **found}
+            print(
+                f"{trial.name}: {found['status']}, {found['before']} -> {found['after']}", file=sys.stderr, flush=True
+            )
+            report.save()
+
+        for wave in trials(args.only, args.seeds):
+            list(pool.map(run, wave))
+    if untrained := records.get(Trial(SUPERVISED, 0, control=True).name):
+        for record in records.values():
+            if record["algorithm"] == SUPERVISED:
+                record["before"] = untrained["after"]
+    names = list(dict.fromkeys(record["algorithm"] for record in records.values()))
+    report.figures |= {"seconds": time.monotonic() - began, "wrong": {n: wrong(n, records) for n in names}}
+    heads = ["algorithm", *(f"seed {s}" for s in range(args.seeds)), "control", "tokens different", "seconds"]
+    report.tables.append([heads, *(row(name, records, args.seeds) for name in names)])
+    report.notes += [line for found in report.figures["wrong"].values() for line in found]
+    return any(r["status"] != "done" for r in records.values()) or (bool(report.notes) and not args.tiny)

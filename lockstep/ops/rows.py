@@ -1,0 +1,61 @@
+"""What kernels share: strides, the alignment and the warps on which a row's bits depend, and the fold of backward
+kernels' weight gradients.
+
+A program does one row (one token), so the order of a row's sum is a function of its width. Programs of the backward
+leave weight gradients in rows of their own; the number of rows alone fixes the order in which those are added. Nothing
+of the backward is under the forward's contract.
+
+Shape suffixes: D model dim, P programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FOLD_ROWS, FOLD_BLOCK, FOLD_WARPS = 512, 8, 8
+ALIGNMENT = 16  # Triton compiles a kernel anew for pointers and strides that are multiples of this
+
+
+def unit_inner(x: Tensor) -> Tensor:
+    """`x` with unit inner stride, copied if need be."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """`x` ([rows, width] or [width]) with unit inner stride and an alignment that its width decides, copied if need be.
+
+    Triton vectorizes loads, and so lays out the reduction after them, by the alignment that it sees.
+    """
+    width, stride = x.shape[-1], x.stride(0) if x.dim() == 2 else x.shape[-1]
+    regular = stride == width or (stride > width and stride % ALIGNMENT == 0 and width % ALIGNMENT == 0)
+    in_place = x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0 and regular
+    return x if in_place else x.clone(memory_format=torch.contiguous_format)
+
+
+def _warps(elements: int, per_thread: int) -> int:
+    """Warps for a tile of so many elements."""
+    return min(max(triton.next_power_of_2(elements) // (32 * per_thread), 1), 16)
+
+
+@triton.jit
+def _fold_kernel(partial_ptr, out_ptr, programs, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, programs, ROWS):
+        program = start + tl.arange(0, ROWS)
+        mask = (program < programs)[:, None] & (column < width)[None, :]
+        total += tl.load(partial_ptr + program[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < width)
+
+
+def _fold(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over programs, [D] in `dtype`."""
+    programs, width = partial_PD.shape
+    out_D = torch.empty(width, dtype=dtype, device=partial_PD.device)
+    _fold_kernel[(triton.cdiv(width, FOLD_BLOCK),)](
+        partial_PD, out_D, programs, width, partial_PD.stride(0), ROWS=FOLD_ROWS, BLOCK=FOLD_BLOCK, num_warps=FOLD_WARPS
+    )
+    return out_D

@@ -1,0 +1,92 @@
+"""What a step is measured by: the values behind the names of `run.metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean, pstdev
+from typing import Any
+
+import torch
+
+from ..session.build import TrainingSession
+from ..timings import Span, totals
+from ..trainer import StepResult, packed_slots
+from ..types import PackedBatch, RolloutGroup
+
+# Phases whose seconds are metrics.
+_TIMED = ("step", "generate", "rewards", "critic", "forward_backward", "optim_step", "sync")
+
+
+def step_metrics(
+    run: TrainingSession,
+    groups: list[RolloutGroup],
+    result: StepResult,
+    batches: list[PackedBatch],
+    version: int,
+    spans: Sequence[Span],
+) -> dict[str, Any]:
+    """The metrics of a step that every run has, by name; the same on every rank.
+
+    Args:
+        groups: of all ranks. batches: of this one. spans: of its step.
+        version: of the weights that the step was sampled from.
+    """
+    rollouts = [r for g in groups for r in g.rollouts]
+    spent = {"sync": 0.0} | totals(spans)  # in one process the generator reads the trainer's weights
+    seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
+    zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
+    measured = _of_all_ranks(run, batches, seconds)
+    tokens = sum(len(s.token_ids) for r in rollouts for s in r.segments)
+    return {
+        **reward_metrics(groups),
+        **run.environment.metrics(rollouts),
+        "frac_reward_zero_std": mean(map(float, zero_std)),
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "kl": result.kl,
+        "entropy": result.entropy,
+        "clip_ratio": result.clip_ratio,
+        "response_length/mean": mean(len(r.token_ids) for r in rollouts),
+        "response_length/clip_ratio": mean(float(r.cut_off) for r in rollouts),
+        "policy_age": version - min(v for r in rollouts for v in r.weight_versions),
+        "logprob_diff/max": result.logprob_diff_max,
+        "parity/tokens_checked": result.tokens_checked,
+        "parity/tokens_different": result.tokens_different,
+        "parity/tokens_not_covered": result.tokens_not_covered,
+        **(result.routing.metrics() if result.routing else {}),
+        **measured,
+        "perf/tokens_per_s_per_gpu": tokens / run.world.size / measured["time/step"],
+    }
+
+
+def _of_all_ranks(run: TrainingSession, batches: list[PackedBatch], seconds: dict[str, float]) -> dict[str, Any]:
+    """What ranks measure each by itself: padding, of all batches, and the largest of their times and memory."""
+    own = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device), **run.graph_metrics()}
+    ranks = run.world.gather((*packed_slots(batches), own))
+    slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
+    largest = {name: max(measured[name] for *_, measured in ranks) for name in own}
+    return {"padding_waste": 1.0 - used / slots if slots else 0.0, **largest}
+
+
+def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
+    """`reward/mean`, `reward/std` and `rewards/<fn>/mean` over where the function applies."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    metrics = {
+        "reward/mean": mean(r.reward for r in rollouts),
+        "reward/std": mean(pstdev([r.reward for r in g.rollouts]) for g in groups),
+    }
+    for name in dict.fromkeys(name for r in rollouts for name in r.rewards):
+        values = [v for r in rollouts if (v := r.rewards.get(name)) is not None]
+        if values:
+            metrics[f"rewards/{name}/mean"] = mean(values)
+    return metrics
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory used so far: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

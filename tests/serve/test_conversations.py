@@ -1,0 +1,168 @@
+"""Conversations with tools, and over several turns, whose sampled tokens are never encoded again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from scripted import ADD, MALFORMED, PLAIN, TWO, UNCLOSED, scripted_folder
+from serving import Running, running
+
+from lockstep.models.tokenizer import byte_tokenizer
+from lockstep.serve.chat_prompt import ChatPrompt, checked_messages, encode_chat
+from lockstep.session.generate import LLM
+from lockstep.types import SamplingParams
+
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+ASK: Any = [{"role": "user", "content": "add"}]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of a model that says what `scripted.SCRIPTS` has."""
+    folder = tmp_path_factory.mktemp("scripted") / "model"
+    with running(scripted_folder(folder)) as found:
+        yield found
+
+
+def ask(served: Running, messages: Any = ASK, lead: str = "", tools: Any = TOOLS, **more: Any) -> Any:
+    extra = {"chat_template_kwargs": {"lead": lead}, "return_token_ids": True}
+    return served.client.chat.completions.create(
+        model="tiny", temperature=0, messages=messages, tools=tools, extra_body=extra, **more
+    )
+
+
+def calls_of(message: Any) -> list[tuple[str, dict]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
+
+
+@pytest.mark.parametrize(
+    ("lead", "content", "calls"),
+    [
+        ("", "I add.", [("add", {"a": 1, "b": 2})]),
+        ("2", None, [("one", {}), ("two", {"x": "é"})]),
+        ("3", "".join(MALFORMED), []),
+        ("4", "".join(UNCLOSED), []),
+        ("5", "".join(PLAIN), []),
+    ],
+)
+def test_calls_of_tools_whole_and_streamed(
+    served: Running, lead: str, content: str | None, calls: list[tuple[str, dict]]
+) -> None:
+    (choice,) = ask(served, lead=lead).choices
+    assert choice.message.content == content and calls_of(choice.message) == calls
+    assert choice.finish_reason == ("tool_calls" if calls else "stop")
+    text, found, reason = "", [], None
+    for chunk in ask(served, lead=lead, stream=True):
+        (part,) = chunk.choices
+        text += part.delta.content or ""
+        found += part.delta.tool_calls or []
+        reason = part.finish_reason or reason
+    assert text.strip() == (content or "") and reason == choice.finish_reason
+    assert [(c.index, c.function.name, json.loads(c.function.arguments)) for c in found] == [
+        (i, *call) for i, call in enumerate(calls)
+    ]
+    assert all(call.id.startswith("call_") and call.type == "function" for call in found)
+
+
+@pytest.mark.parametrize("more", [{"tools": []}, {"tool_choice": "none"}])
+def test_without_tools_a_call_is_text(served: Running, more: dict[str, Any]) -> None:
+    answer = ask(served, **more)
+    assert answer.choices[0].message.content == "".join(ADD) and not answer.choices[0].message.tool_calls
+    assert answer.prompt_token_ids == served.llm.policy.encode(ASK)
+
+
+def test_sampled_tokens_come_back_as_they_are(served: Running) -> None:
+    """The call was sampled with two spaces that no template writes; the next prompt has them."""
+    first = ask(served)
+    result = {"role": "tool", "tool_call_id": first.choices[0].message.tool_calls[0].id, "content": "3"}
+    messages = [*ASK, first.choices[0].message, result]
+    second = ask(served, messages)
+    so_far = first.prompt_token_ids + first.choices[0].token_ids
+    assert second.prompt_token_ids[: len(so_far)] == so_far
+    tokenizer = served.llm.policy.tokenizer
+    given = "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    assert second.prompt_token_ids[len(so_far) :] == tokenizer.encode(given, add_special_tokens=False)
+    messages += [second.choices[0].message, {"role": "user", "content": "and?"}]
+    third = ask(served, messages, lead="5")  # which only a generation prompt has
+    so_far = second.prompt_token_ids + second.choices[0].token_ids
+    assert third.prompt_token_ids[: len(so_far)] == so_far and third.choices[0].message.content == "".join(PLAIN)
+    messages += [third.choices[0].message, {"role": "user", "content": "and?"}]
+    fourth = ask(served, messages, lead="5")
+    kept = third.prompt_token_ids[:-1] + third.choices[0].token_ids
+    assert fourth.prompt_token_ids[: len(kept)] == kept
+    without = [{"role": m["role"], "content": m["content"]} for m in messages[2:] if isinstance(m, dict)]
+    ask(served, [*ASK, {**first.choices[0].message.model_dump(), "content": "other"}, *without])
+    page = served.http.get("/metrics").text
+    assert 'lockstep_sampled_turns_total{as="kept"} 6.0' in page
+    assert 'lockstep_sampled_turns_total{as="encoded_again"} 1.0' in page
+
+
+def test_a_cut_turn_goes_on_with_the_end_that_the_template_gives(served: Running) -> None:
+    first = ask(served, lead="", tools=[], max_tokens=2)
+    assert first.choices[0].finish_reason == "length"
+    messages = [*ASK, first.choices[0].message, {"role": "user", "content": "go on"}]
+    second = ask(served, messages, tools=[])
+    so_far = first.prompt_token_ids + first.choices[0].token_ids
+    ending = "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert second.prompt_token_ids == so_far + served.llm.policy.tokenizer.encode(ending, add_special_tokens=False)
+
+
+def test_what_a_client_changed_is_text(served: Running) -> None:
+    first = ask(served, tools=[])
+    message = {"role": "assistant", "content": "I changed it.", "token_ids": first.choices[0].token_ids}
+    messages = checked_messages([*ASK, message, {"role": "user", "content": "?"}])
+    told = [{k: v for k, v in m.items() if k != "token_ids"} for m in messages]
+    prompt = encode_chat(served.llm.policy, messages, {}, None)
+    assert prompt == ChatPrompt(served.llm.policy.encode(told), kept=0, encoded_again=1)
+
+
+def test_one_turn_is_encoded_as_generate_encodes_it(served: Running) -> None:
+    parts = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ]
+    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    assert encode_chat(served.llm.policy, checked_messages(parts), {}, None).token_ids == served.llm.policy.encode(
+        plain
+    )
+
+
+def test_the_bits_are_those_of_generate_with_the_same_tokens(served: Running) -> None:
+    """A later turn's prompt, by its tokens, through the route of tokens and through `LLM.generate`'s engine."""
+    first = ask(served)
+    messages = [*ASK, first.choices[0].message, {"role": "tool", "tool_call_id": "0", "content": "3"}]
+    second = ask(served, messages, seed=4, logprobs=True)
+    body = {"token_ids": second.prompt_token_ids, "sampling_params": {"temperature": 0, "seed": 4}}
+    (choice,) = served.http.post("/inference/v1/generate", json=body).json()["choices"]
+    assert choice["token_ids"] == second.choices[0].token_ids
+    own = [entry["model_logprob"] for entry in choice["logprobs"]["content"]]
+    assert own == [entry.logprob for entry in second.choices[0].logprobs.content]
+
+
+def test_thinking_that_the_template_removes_makes_another_prompt(served: Running) -> None:
+    """As Qwen3's template does after the next question: the turn is encoded anew, without its thinking."""
+    tokenizer = byte_tokenizer()
+    policy = LLM(served.llm.config.model, device="cpu").policy
+    policy.tokenizer = tokenizer
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n"
+    )
+    said = "<think>hm</think>yes"
+    sampled = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+    answer = {"role": "assistant", "content": said, "token_ids": sampled}
+    prompt = encode_chat(policy, checked_messages([*ASK, answer, {"role": "user", "content": "?"}]), {}, None)
+    assert (prompt.kept, prompt.encoded_again) == (0, 1) and b"think" not in bytes(
+        t for t in prompt.token_ids if t < 256
+    )
+
+
+def test_a_scripted_model_says_its_script(served: Running) -> None:
+    llm = served.llm
+    (one,) = LLM(llm.config.model, device="cpu").generate([ASK], SamplingParams(temperature=0))[0]
+    assert one.text == "".join(ADD) and one.token_ids[-1] == llm.policy.tokenizer.eos_token_id
+    assert len(TWO) == 2
