@@ -39,10 +39,14 @@ class Server:
     def __init__(self, llm: LLM, settings: Settings) -> None:
         settings.validate()
         context = settings.context(llm.context)
-        self._socket = _listen(settings.host, settings.port)
-        engine = llm.engine_for(llm.config.generator.max_num_seqs, context, _KINDS)
+        self._socket = _listen(settings.host, settings.port)  # before graphs are made, which takes longer
+        try:
+            engine = llm.engine_for(llm.config.generator.max_num_seqs, context, _KINDS)
+        except BaseException:
+            self._socket.close()
+            raise
         self.service = Service(llm.policy, engine, settings, context, llm.config.seed)
-        self._deadline = float("inf")
+        self._deadline, self._ended = float("inf"), threading.Event()
         config = uvicorn.Config(
             make_app(self.service),
             log_config=None,
@@ -63,7 +67,7 @@ class Server:
         thread.start()
         batcher = self.service.batcher
         try:
-            while thread.is_alive():
+            while not self._ended.is_set():
                 batcher.turn(wait=0.5 if self.service.stopping else None)
                 if time.monotonic() > self._deadline:
                     batcher.end(closing())
@@ -80,6 +84,7 @@ class Server:
             self._http.run(sockets=[self._socket])
         finally:
             self._socket.close()
+            self._ended.set()
             self.service.batcher.wake()
 
     def stop(self) -> None:

@@ -85,6 +85,15 @@ def test_an_engine_that_fails_again_and_again_ends_the_server(model: Path, monke
         assert statuses == [500] * FAILURES
 
 
+def test_a_server_whose_http_ends_does_not_wait_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings("tiny", port=0, max_model_len=128, max_num_seqs=2)
+    with LLM(model, device="cpu", config=settings.generator) as llm:
+        server = server_module.Server(llm, settings)
+        monkeypatch.setattr(server._http, "run", lambda **_: None)
+        with pytest.raises(LockstepError, match="the HTTP server ended by itself"):
+            server.run()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_stops_and_the_second_ends(number: signal.Signals) -> None:
     service = SimpleNamespace(stopping=False)
