@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import graph
+from ..algorithms import Algorithm
 from ..types import PackedBatch
 
 # The packed batch's tensors by what their names end in; one trace serves every size.
@@ -15,6 +16,14 @@ OPEN_SIZES: graph.Dynamic = {
     **{f.name: (f.name[-1],) for f in fields(PackedBatch) if f.name[-2:] in ("_T", "_C", "_S")},
     **{"cu_seqlens": ("S1",), "cu_completions": ("S1",), "support_C": ("C", None)},
 }
+
+
+def complete(batch: PackedBatch, algorithm: Algorithm) -> None:
+    """Add the tensors that the algorithm's loss needs besides those of every batch."""
+    if algorithm.indexes_sequences and batch.cu_completions is None:
+        batch.index_sequences()
+    if algorithm.has_critic and batch.return_C is None:
+        batch.add_values()
 
 
 def statics_of(batch: PackedBatch) -> dict[str, Any]:
