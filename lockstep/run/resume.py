@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..cache.file_hashes import fingerprints
 from ..config import EARLIER, RunConfig, yaml_file
 from ..errors import InputError
 from ..json_file import to_json
@@ -194,15 +195,12 @@ def _fingerprint(data: str | None) -> dict[str, Any] | None:
     if data is None or not path.exists():
         return None
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_data(file))
-    whole = hashlib.sha256()
     try:
-        for file in files:
-            with file.open("rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").digest()
-            whole.update(f"{file.relative_to(path)}\0".encode() + digest)
-        return {"size": sum(file.stat().st_size for file in files), "sha256": whole.hexdigest()}
+        found = fingerprints(path, [str(file.relative_to(path)) for file in files])
     except OSError as error:
         raise InputError(f"{data} cannot be read: {error}") from error
+    whole = b"".join(f"{name}\0".encode() + bytes.fromhex(file["sha256"]) for name, file in found.items())
+    return {"size": sum(file["size"] for file in found.values()), "sha256": hashlib.sha256(whole).hexdigest()}
 
 
 def _is_data(file: Path) -> bool:
