@@ -37,8 +37,12 @@ def zeroed(self, config, rewards):
     return [[0.0] * len(group) for group in rewards]
 
 
+def estimated(self, config, rewards, values):  # of a critic, whose values are then right, too
+    return [[0.0] * len(sample) for sample in values], values
+
+
 for name, algorithm in ALGORITHMS.items():
-    globals()[name] = type(name, (algorithm,), {"advantages": zeroed, "__module__": __name__})
+    globals()[name] = type(name, (algorithm,), {"advantages": zeroed, "estimate": estimated})
 '''
 TINY = {
     **{"--steps": "1", "--trainer.warmup-steps": "1", "--trainer.warmup-batch-size": "2"},
