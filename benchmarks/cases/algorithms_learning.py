@@ -3,7 +3,8 @@
 `lockstep train --loss.loss-type NAME` in a process each, a thread each, several at once, for some seeds. The control is
 the same run with advantages of zero, which must leave the held-out problems as they are. `sft` is the recipe's warm-up
 alone, before it an untrained model. A teacher's pupils come last, once there is a run that learned to be the teacher;
-their control has the teacher that they are themselves.
+their control has the teacher that they are themselves. With one update a rollout (the recipe) every ratio is 1, and
+most losses differ by their means alone; `--updates` asks for more.
 """
 
 from __future__ import annotations
@@ -99,11 +100,11 @@ def build_operators() -> None:
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def ran(trial: Trial, scratch: Path, small: dict[str, str], end: float) -> dict[str, Any]:
-    """Run it, for as long as there is time; what it found."""
+def ran(trial: Trial, scratch: Path, more: dict[str, str], end: float) -> dict[str, Any]:
+    """Run it with `more` flags, for as long as there is time; what it found."""
     run, began, own = scratch / trial.name, time.monotonic(), trial.flags(scratch)
     untrained = own.get("--trainer.warmup-steps") == "0"
-    own = {name: value for name, value in small.items() if not (untrained and "warmup" in name)} | own
+    own = {name: value for name, value in more.items() if not (untrained and "warmup" in name)} | own
     flags = [word for pair in own.items() for word in pair if word]
     command = [sys.executable, "-c", COMMAND, "train", *flags, "--device", "cpu", "--metrics.no-progress"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
@@ -159,6 +160,7 @@ def row(name: str, records: dict[str, dict[str, Any]], seeds: int) -> list[str]:
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="*", help="algorithms; default: all")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=1, help="of each rollout (default: 1)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at once (default: one a core)")
     parser.add_argument("--budget", type=float, default=560, metavar="SECONDS", help="every run is ended then")
     parser.add_argument("--tiny", action="store_true", help="a step of next to nothing: only whether all of it runs")
@@ -167,13 +169,15 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> bool:
     build_operators()
     began, records = time.monotonic(), dict[str, dict[str, Any]]()
-    report.figures |= {"processes": args.processes, "seeds": args.seeds, "settings": SETTINGS, "runs": records}
+    report.figures |= {name: getattr(args, name) for name in ("processes", "seeds", "updates")}
+    report.figures |= {"settings": SETTINGS, "runs": records}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as pool:
         scratch = Path(folder)
         (scratch / "zeroed.py").write_text(ZEROED)
+        more = (TINY if args.tiny else {}) | {"--trainer.num-iterations": str(args.updates)}
 
         def run(trial: Trial) -> None:
-            found = ran(trial, scratch, TINY if args.tiny else {}, began + args.budget)
+            found = ran(trial, scratch, more, began + args.budget)
             records[trial.name] = {"algorithm": trial.algorithm, "control": trial.control, **found}
             print(
                 f"{trial.name}: {found['status']}, {found['before']} -> {found['after']}", file=sys.stderr, flush=True
