@@ -69,7 +69,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "advantage losses",
         "algorithm",
         "cispo dapo distillation grpo sapo sft user",
-        "dppo dr_grpo gspo reinforce_pp rloo",
+        "dppo dr_grpo gspo ppo reinforce_pp rloo",
         ".",
     ),
     "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
@@ -135,7 +135,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "generate parity_check precompile",
         "evaluation",
     ),
-    "rl": ("dynamic_sampling step_metrics", "loop", "sft_warmup"),
+    "rl": ("critic dynamic_sampling step_metrics", "loop", "sft_warmup"),
     "run": ("checkpoint closing crash display lock metrics trackers", "resume timeline", "report", "recorder", "train"),
     "serve": (
         "batcher errors metrics settings tool_calls",

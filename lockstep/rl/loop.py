@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import islice
 from statistics import mean
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..session.build import TrainingSession
 from ..session.certificate import Certificate, raise_mismatch
 from ..timings import Span
 from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards
+from ..trainer.graph_inputs import complete
 from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
@@ -32,6 +32,7 @@ from ..types import (
     Segment,
     Trajectory,
 )
+from .critic import estimate, split
 from .dynamic_sampling import collect_with_signal
 from .step_metrics import reward_metrics, step_metrics
 
@@ -79,6 +80,11 @@ class Loop:
                 self._advantages(groups)
             with timings.measured("pack"):
                 batches, checks = self._pack(groups, without_reward)
+            critic: dict[str, Any] = {}
+            if self.algorithm.has_critic:
+                with self.world.deadline(f"the critic in step {step + 1}"), timings.measured("critic", on_device=True):
+                    counted = [r for g in groups for r in g.rollouts if self._counts(r)]
+                    critic = estimate(trainer, config.loss, batches, counted)
             with self.world.deadline(f"training in step {step + 1}"):
                 with timings.measured("forward_backward", on_device=True):
                     for batch in checks:
@@ -96,9 +102,8 @@ class Loop:
         if config.loss.importance_sampling_mode is not None:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
-        return counts | step_metrics(
-            self.run, groups, result, [*batches, *checks], version, self.spans
-        ) | reference, groups
+        found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
+        return counts | found | reference | critic, groups
 
     def _collect(self, step: int) -> single_turn.Collected:
         prompts = self.config.trainer.prompts_per_step
@@ -164,7 +169,7 @@ class Loop:
             self.run.trainer.reference_logprobs(batch)
             estimate = KL_ESTIMATORS[self.config.loss.kl_estimator]
             kl_C = estimate(batch.old_model_logprob_C, batch.ref_logprob_C)[batch.valid_C]
-            for sequence, tokens in zip(batch.sequences, _split(kl_C.tolist(), batch), strict=True):
+            for sequence, tokens in zip(batch.sequences, split(kl_C.tolist(), batch), strict=True):
                 found[sequence.name] = math.fsum(tokens)
         for of_rank in self.world.gather(found):
             found |= of_rank
@@ -218,8 +223,8 @@ class Loop:
         count = len(self.shards)
         shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
         packed = pack_shards(shards, self.own_shards, how, check_parity)
-        for batch in packed if self.algorithm.indexes_sequences else ():
-            batch.index_sequences()
+        for batch in packed:
+            complete(batch, self.algorithm)
         return [batch.to(self.device) for batch in packed]
 
     def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:
@@ -317,10 +322,3 @@ def _example(index: int, prompt_ids: list[int], target_ids: list[int], weight: f
     """A worked example, to be trained on as if it had been sampled."""
     segments = [Segment(prompt_ids), Segment(target_ids, sampled=True)]
     return Trajectory(segments, name=f"example {index}", loss_weight=weight)
-
-
-def _split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
-    """A batch's values a completion token, sequence by sequence."""
-    rest = iter(values)
-    for sequence in batch.sequences:
-        yield list(islice(rest, len(sequence.token_ids)))

@@ -13,7 +13,8 @@ from ..timings import Span, totals
 from ..trainer import StepResult, packed_slots
 from ..types import PackedBatch, RolloutGroup
 
-_TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync")  # phases whose seconds are metrics
+# Phases whose seconds are metrics.
+_TIMED = ("step", "generate", "rewards", "critic", "forward_backward", "optim_step", "sync")
 
 
 def step_metrics(

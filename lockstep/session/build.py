@@ -27,7 +27,7 @@ from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
 from ..machine import bound_threads
-from ..models import Decoder, ModelConfig, load_model, resolve_folder
+from ..models import Decoder, ModelConfig, load_model, load_value_head, resolve_folder
 from ..models.checks import require_memory
 from ..models.init import architecture, initialize
 from ..models.tokenizer import (
@@ -156,6 +156,10 @@ class TrainingSession(Session):
             self.teacher = load_teacher(config, self.policy)
         self.prompt_limit = prompt_limit(config, model.config, self.teacher)
         self.task.check_lengths(encode, self.prompt_limit)
+        if algorithm_of(config.loss).has_critic:
+            model.add_value_head()
+            if config.model is not None:
+                load_value_head(model, resolve_folder(config.model))
         self.trainer = Trainer(
             model,
             config.optimizer,
