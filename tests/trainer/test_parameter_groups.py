@@ -189,3 +189,10 @@ def test_a_pattern_is_of_tensors_or_of_modules_and_the_last_counts() -> None:
     assert by_pattern(model, [("model.layers.1.*", 2)], "field", without=found.keys() - {"layers.1.o"}) == {
         "layers.1.o": 2
     }
+
+
+def test_a_critic_may_have_a_rate_of_its_own(make_model: Callable[..., Decoder]) -> None:
+    optimizer = OptimizerConfig(weight_decay=0.1, freeze=("model",), lr_scales=("value_head=10",))
+    trainer = Trainer(make_model(tie=False), optimizer, LossConfig("ppo"))
+    assert trainer.flat.names == ["lm_head", "value_head"]
+    assert [(group.scale, group.weight_decay) for group in trainer.optimizer.groups] == [(1.0, 0.1), (10.0, 0.1)]
