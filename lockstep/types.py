@@ -118,7 +118,7 @@ class Trajectory:
     @property
     def token_ids(self) -> list[int]:
         """All sampled tokens; so with the other values of sampled tokens."""
-        return _joined([turn.token_ids for turn in self.turns]) or []
+        return [token for segment in self.segments if segment.sampled for token in segment.token_ids]
 
     @property
     def logprobs(self) -> list[float]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import arguments, finish, peer_environment, save
+from common import Report, peer_environment
 
 CLIENT_PROCESSES = 4
 KINDS: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 0.0}]
@@ -218,13 +218,12 @@ class Client:
             held[1].close()
 
 
-def be_client() -> None:
+def part(_: str) -> dict[str, Any]:
     """A process of clients: its work comes on standard input, and so does the word to begin."""
     client = Client(json.loads(sys.stdin.readline()))
     print("ready", flush=True)
     sys.stdin.readline()
-    client.until = time.monotonic()
-    print(json.dumps(asyncio.run(client.run())), flush=True)
+    return asyncio.run(client.run())
 
 
 class Clients:
@@ -236,9 +235,8 @@ class Clients:
             own = requests if seconds else requests[number::CLIENT_PROCESSES]
             spec = {"url": url, "requests": [vars(r) for r in own], "count": clients // CLIENT_PROCESSES}
             spec |= {"seconds": seconds, "leaving": leaving, "seed": number}
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--be-client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
+            command = [sys.executable, sys.argv[0], "serve", "--part", "clients"]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(json.dumps(spec) + "\n")
             process.stdin.flush()
@@ -367,12 +365,8 @@ def vllm_served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"served_s": sorted(times[1:]), "served_tokens_per_s": tokens / statistics.median(times[1:])}
 
 
-def main() -> None:
-    if "--be-client" in sys.argv:
-        be_client()
-        return
-    parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["load", "overhead"], action="append", help="default: both")
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=["load", "overhead"], nargs="+", default=["load", "overhead"])
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--clients", type=int, default=64, help="of the load (default: 64)")
     parser.add_argument("--minutes", type=float, default=2.0, help="of the load (default: 2)")
@@ -383,30 +377,22 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256, help="sampled tokens, at most (default: 256)")
     parser.add_argument("--context", type=int, default=1024, help="--max-model-len of the server (default: 1024)")
     parser.add_argument("--peer", choices=["vllm", "none"], default="none")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> bool:
     from lockstep.models.init import init_folder
 
-    parts = args.part or ["load", "overhead"]
-    figures: dict[str, Any] = {"arch": args.arch or ("tiny" if args.device == "cpu" else "qwen3-0.6b")}
+    parts = {"load": load, "overhead": overhead, "vLLM's server": vllm_served}
+    chosen = [*args.only, *(["vLLM's server"] if args.peer == "vllm" else [])]
+    figures = report.figures
+    figures["arch"] = args.arch or ("tiny" if args.device == "cpu" else "qwen3-0.6b")
     rows = [["part", "", ""]]
+    report.tables.append(rows)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
         init_folder(figures["arch"], folder, seed=0)
-        if "load" in parts:
-            figures["load"] = load(folder, args)
-            rows += [["load", name, str(value)] for name, value in figures["load"].items()]
-            save("serve", figures, args.json)
-        if "overhead" in parts:
-            figures["overhead"] = overhead(folder, args)
-            rows += [["overhead", name, str(value)] for name, value in figures["overhead"].items()]
-            save("serve", figures, args.json)
-        if args.peer == "vllm":
-            figures["vllm"] = vllm_served(folder, args)
-            rows += [["vLLM's server", name, str(value)] for name, value in figures["vllm"].items()]
-    finish("serve", figures, rows, args.json)
-    if figures.get("load", {}).get("wrong"):
-        raise SystemExit("answers were wrong")
-
-
-if __name__ == "__main__":
-    main()
+        for name in chosen:
+            figures[name] = parts[name](folder, args)
+            rows += [[name, key, str(value)] for key, value in figures[name].items()]
+            report.save()
+    return bool(figures.get("load", {}).get("wrong"))
