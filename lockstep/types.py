@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort"]
+# "length": `max_completion_length` cut the turn off; "truncated": no room was left, for it or for what would follow.
+FinishReason = Literal["stop", "length", "truncated", "abort"]
 
 # Sampling domains: a part of the identity that keys the random numbers, so that validation or a one-off
 # `generate` never consumes or repeats what training draws.
@@ -79,6 +80,7 @@ class Segment:
     weight_versions: list[int] | None = None
     route_digests: list[int] | None = None
     text: str = ""
+    wait_s: float = 0.0  # seconds until an environment gave it
 
 
 @dataclass
@@ -109,6 +111,11 @@ class Trajectory:
     def prompt(self) -> Segment:
         """The given tokens that it begins with."""
         return self.segments[0]
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether a limit ended it."""
+        return self.finish_reason in ("length", "truncated")
 
     @property
     def turns(self) -> list[Segment]:

@@ -40,6 +40,14 @@ SECTIONS: dict[str, dict[str, str]] = {
         "response_length/mean": "Response length, tokens",
         "response_length/clip_ratio": "Responses cut at the limit, share",
     },
+    "Environment": {
+        "environment/turns": "Turns a trajectory",
+        "environment/sampled_tokens": "Sampled tokens a trajectory",
+        "environment/given_tokens": "Given tokens a trajectory, the prompt's aside",
+        "environment/wait_s": "Waited for answers, seconds a trajectory",
+        "environment/truncated": "Ended by a limit, share",
+        "environment/errors": "Trajectories left out, as their environment failed",
+    },
     "Critic": {
         "critic/value/mean": "What the critic expects",
         "critic/return/mean": "What it is to expect",
