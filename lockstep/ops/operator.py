@@ -94,7 +94,7 @@ class Operator:
 
 
 def in_c(x: torch.Tensor) -> bool:
-    """Whether a part of an operator that is no operator itself is computed in C for x; a trace has plain torch there."""
+    """Whether a part of an operator that is none itself is computed in C for x; a trace has plain torch there."""
     traced = type(x) not in (torch.Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() != 0
     return not traced and x.is_cpu and x.dtype is torch.float32 and library.current is not None
 
