@@ -95,6 +95,11 @@ class RunConfig(Section):
             "sampling.num_generations is 1: every group's advantage would be zero, and with "
             "trainer.skip_zero_variance nothing is trained; use 2 or more",
         )
+        refuse(
+            s.ignore_eos and lo.mask_truncated_completions and not s.stop,
+            "loss.mask_truncated_completions leaves out every completion where sampling.ignore_eos lets none end; "
+            "remove one of the two",
+        )
         check_attention(self.attention, self.attention_mask, self.compile)
         if self.device != "auto" or None not in (self.compile.capture, self.compile.cudagraph_mode):
             resolve_compile(self.compile, on_gpu=self.device == "cuda")

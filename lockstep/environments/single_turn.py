@@ -44,7 +44,7 @@ class SingleTurn:
     """Prompts that are completed once and scored, on all ranks of `world` together.
 
     `seed` is a part of what keys the random numbers (`SampleIdentity`). `max_prompt_length` is in tokens; None is no
-    limit. `timings` measures `encode` and `rewards`.
+    limit, and `limited_by` says where it comes from. `timings` measures `encode` and `rewards`.
     """
 
     encode: Encode
@@ -54,6 +54,7 @@ class SingleTurn:
     max_prompt_length: int | None = None
     timings: Timings = field(default_factory=Timings)
     world: World = ONE
+    limited_by: str = ""
 
     def collect(
         self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
@@ -117,7 +118,9 @@ class SingleTurn:
         if not ids:
             raise InputError(f"{where}: the prompt has no tokens")
         if self.max_prompt_length is not None and len(ids) > self.max_prompt_length:
-            raise InputError(f"{where}: the prompt has {len(ids)} tokens; at most {self.max_prompt_length} are allowed")
+            why = f" ({self.limited_by})" if self.limited_by else ""
+            most = f"at most {self.max_prompt_length} are allowed{why}"
+            raise InputError(f"{where}: the prompt has {len(ids)} tokens; {most}")
         return ids
 
 

@@ -136,7 +136,7 @@ class Loop:
     ) -> single_turn.Collected:
         run = self.run
         how = run.policy.encode, run.engine.generate, run.task.rewards, self.config.seed
-        turn = single_turn.SingleTurn(*how, self.max_prompt_length, run.timings, self.world)
+        turn = single_turn.SingleTurn(*how, self.max_prompt_length, run.timings, self.world, run.prompt_limit.reason)
         return turn.collect(problems, sampling, domain, step, required)
 
     def _sampled(self, groups: list[RolloutGroup]) -> int:
