@@ -90,6 +90,14 @@ def algorithms(f: Figures) -> Lines:
     yield from (f"{name} FAILED: {found[name]['failed']}" for name in found.keys() - ran.keys())
 
 
+def algorithms_bits(f: Figures) -> Lines:
+    found = f["algorithms"]
+    yield at_most(
+        f"of {len(found)} algorithms, those with other bits", sum(bool(a["wrong"]) for a in found.values()), 0
+    )
+    yield from (f"{name}: {'; '.join(a['wrong'])}" for name, a in found.items() if a["wrong"])
+
+
 def algorithms_learning(f: Figures) -> Lines:
     runs = f["runs"]
     what = f"tokens different of {sum(r['tokens_checked'] for r in runs.values())}"
@@ -263,6 +271,7 @@ READERS: dict[str, Callable[[Figures], Lines]] = {
     "growth": growth, "startup": startup, "flex": flex, "fsdp": fsdp,
     "settings": settings,
     "algorithms": algorithms, "algorithms_learning": algorithms_learning,
+    "algorithms_bits": algorithms_bits,
 }  # fmt: skip
 
 

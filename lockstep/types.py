@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort"]
+# "length": `max_completion_length` cut the turn off; "truncated": no room was left, for it or for what would follow.
+FinishReason = Literal["stop", "length", "truncated", "abort"]
 
 # Sampling domains: a part of the identity that keys the random numbers, so that validation or a one-off
 # `generate` never consumes or repeats what training draws.
@@ -79,6 +80,7 @@ class Segment:
     weight_versions: list[int] | None = None
     route_digests: list[int] | None = None
     text: str = ""
+    wait_s: float = 0.0  # seconds until an environment gave it
 
 
 @dataclass
@@ -111,6 +113,11 @@ class Trajectory:
         return self.segments[0]
 
     @property
+    def cut_off(self) -> bool:
+        """Whether a limit ended it."""
+        return self.finish_reason in ("length", "truncated")
+
+    @property
     def turns(self) -> list[Segment]:
         """The sampled segments."""
         return [segment for segment in self.segments if segment.sampled]
@@ -118,7 +125,7 @@ class Trajectory:
     @property
     def token_ids(self) -> list[int]:
         """All sampled tokens; so with the other values of sampled tokens."""
-        return _joined([turn.token_ids for turn in self.turns]) or []
+        return [token for segment in self.segments if segment.sampled for token in segment.token_ids]
 
     @property
     def logprobs(self) -> list[float]:
@@ -224,6 +231,8 @@ class PackedBatch:
     support_C: Tensor | None = None  # uint8 [C, ceil(V / 8)], the sampled support, for updates after the first
     old_route_C: Tensor | None = None  # int32, `Segment.route_digests`, where they are to be compared
     old_route_T: Tensor | None = None  # int32, of given tokens the same; -1 where there is nothing to compare
+    old_value_C: Tensor | None = None  # float32, the critic's before the step's first update; see `add_values`
+    return_C: Tensor | None = None  # float32, what the critic is to say
     cu_completions: Tensor | None = None  # int32 [S + 1]: completion n is rows cu[n]:cu[n + 1]; see `index_sequences`
     together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
 
@@ -232,6 +241,10 @@ class PackedBatch:
         ends = [0, *accumulate(len(sequence.token_ids) for sequence in self.sequences)]
         ends += [ends[-1]] * (len(self.cu_seqlens) - len(ends))
         self.cu_completions = torch.tensor(ends, dtype=torch.int32, device=self.cu_seqlens.device)
+
+    def add_values(self) -> None:
+        """Make room for a critic's values and returns."""
+        self.old_value_C, self.return_C = torch.zeros_like(self.weight_C), torch.zeros_like(self.weight_C)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device`, side by side; `sequence_C` stays on the host."""

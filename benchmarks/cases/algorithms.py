@@ -4,7 +4,8 @@ Random weights of Qwen3-0.6B's shapes, 64 short prompts with 8 completions of 32
 they are by default; on a CPU captured and not recorded. All share a model, an optimizer and an engine; each has a
 `forward_backward` of its own, held to eager's bits like a run's. Before its three steps the weights are what they were
 at the start. The ratios are of the steps in turn, round by round, so that a drift of the machine meets all alike. What
-a teacher's log-probs are needed for is beside grpo with a reference, in a session of their own.
+a teacher's log-probs are needed for is beside grpo with a reference, in a session of their own, and what has a critic
+beside grpo on a model with a value head, in another.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from lockstep.session.warm_up import make_ready, prepare_machine
 from lockstep.trainer.programs import TrainerPrograms
 
 STEPS = 3
-FLOOR, WITH_REFERENCE = "grpo", "grpo, beta 0.01"
+FLOOR, WITH_REFERENCE, WITH_HEAD = "grpo", "grpo, beta 0.01", "grpo, a value head"
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 GIB = 2**30
 
@@ -73,8 +74,8 @@ class Algorithms:
     """One session that steps by any of several algorithms, as a run of each would.
 
     Args:
-        losses: by name. The first is the session's own, and the floor of the others; what it has as a reference, they
-            have too.
+        losses: by name. The first is the floor of the others; what the session's own, the one with a critic or the
+            first, has as a reference or a value head, they have too.
 
     Attributes:
         counts: traces, stored graphs that were loaded and seconds of making each one's graphs.
@@ -83,7 +84,8 @@ class Algorithms:
 
     def __init__(self, losses: dict[str, LossConfig], config: RunConfig) -> None:
         self.losses, self.floor = losses, next(iter(losses))
-        self.run = build(replace(config, loss=losses[self.floor]))
+        own = next((loss for loss in losses.values() if ALGORITHMS[loss.algorithm].has_critic), losses[self.floor])
+        self.run = build(replace(config, loss=own))
         trainer = self.run.trainer
         self.shared = trainer.programs
         self.programs: dict[str, TrainerPrograms] = {}
@@ -242,14 +244,18 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sessions(only: list[str] | None, teacher: Path) -> list[dict[str, LossConfig]]:
-    """The losses of each: of all algorithms that need no second model, and of those that learn from a teacher."""
+    """The losses of each: of all algorithms that need nothing besides, of those that learn from a teacher, and of those
+    that have a critic."""
     names = [name for name in ALGORITHMS if not only or name in (FLOOR, *only)]
-    plain = [FLOOR, *(n for n in names if n != FLOOR and not ALGORITHMS[n].has_teacher)]
+    others = [n for n in names if n != FLOOR]
+    plain = [FLOOR, *(n for n in others if not (ALGORITHMS[n].has_teacher or ALGORITHMS[n].has_critic))]
     taught = [n for n in names if ALGORITHMS[n].has_teacher]
     found = [{name: LossConfig(name, scale_rewards="group") for name in plain}]
     if taught:
         losses = {name: LossConfig(name, teacher=str(teacher)) for name in taught}
         found.append({WITH_REFERENCE: LossConfig(FLOOR, scale_rewards="group", beta=0.01), **losses})
+    if criticized := {n: LossConfig(n) for n in names if ALGORITHMS[n].has_critic}:
+        found.append({WITH_HEAD: LossConfig(FLOOR, scale_rewards="group"), **criticized})
     return found
 
 
@@ -283,7 +289,7 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
     starts = ", ".join(f"{session['startup_s']:.0f}" for session in report.figures["sessions"])
     report.notes.append(
         f"{report.figures['recompiles']} recompiles, {report.figures['seconds']:.0f} s in all, {starts} of them to "
-        f"the first steps; the floor is {FLOOR}, and of a teacher's pupils {WITH_REFERENCE}"
+        f"the first steps; the floor is {FLOOR}, of a teacher's pupils {WITH_REFERENCE}, of a critic {WITH_HEAD}"
     )
     failed = any("failed" in f or f["tokens_different"] for f in figures.values())
     return failed or report.figures["recompiles"] > 0

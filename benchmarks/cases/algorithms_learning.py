@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cases.learning import COMMAND, content, lines
 from common import Report
-from learning import COMMAND, content, lines
 
 from lockstep.algorithms import ALGORITHMS, SUPERVISED
 from lockstep.ops.native import library

@@ -60,6 +60,8 @@ class Case:
 CAPTURED = ("--compile.capture", "step")  # the default on a GPU
 BINDING = "budget"  # stands for one that some layers must be computed again for; see `command`
 SAVED = ("--checkpoint.interval", "1")
+GROUPS = ("--optimizer.freeze", "model.embed_tokens", "--optimizer.lr-scales", "model.layers.*.mlp=0.5",
+          "--optimizer.weight-decays", "model.norm=0.1")  # fmt: skip
 SHARDS = ("--parallel.batch-shards", "2")
 STOPPED = ("--sampling.stop", "a", "e", "--sampling.no-ignore-eos")  # some completions end, some are cut
 EXPERTS, LATENT = "tiny-qwen3-moe", "tiny-deepseek-v3"
@@ -69,6 +71,8 @@ CASES = {
     "per_sample": Case(("--trainer.mode", "per_sample")),
     "activation_memory_gib": Case((*CAPTURED, "--compile.activation-memory-gib", BINDING), same="plain"),
     "num_iterations": Case(("--trainer.num-iterations", "2"), other="plain"),
+    "parameter groups": Case(GROUPS, other="plain"),
+    "parameter groups, resumed": Case((*GROUPS, *SAVED), same="parameter groups", killed=True),
     "beta": Case(("--loss.beta", "0.5"), other="plain"),
     "checkpoints": Case(SAVED, same="plain"),
     "resumed": Case(SAVED, same="plain", killed=True),
@@ -76,6 +80,8 @@ CASES = {
     "mask_truncated_completions": Case((*STOPPED, "--loss.mask-truncated-completions"), other="truncated"),
     "router biases kept": Case((), LATENT),
     "router_bias_rate": Case(("--optimizer.router-bias-rate", "0.01"), LATENT, other="router biases kept"),
+    "groups, one process": Case((*GROUPS, *SHARDS)),
+    "groups, sharded": Case((*GROUPS, *SHARDS), processes=2, same="groups, one process"),
     "experts, one process": Case(SHARDS, EXPERTS),
     "experts, sharded": Case(SHARDS, EXPERTS, 2, same="experts, one process"),
 }

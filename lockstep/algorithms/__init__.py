@@ -11,6 +11,7 @@ from .dr_grpo import DrGRPO
 from .grpo import GRPO
 from .gspo import GSPO
 from .losses import TokenValues as TokenValues
+from .ppo import PPO
 from .reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from .rloo import RLOO
 from .sapo import SAPO
@@ -28,6 +29,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "rloo": RLOO,
     "reinforce_pp": ReinforcePP,
     "reinforce_pp_baseline": ReinforcePPBaseline,
+    "ppo": PPO,
     "distillation": Distillation,
     "sft": SFT,
 }

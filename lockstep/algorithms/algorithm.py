@@ -33,6 +33,7 @@ class Algorithm:
 
     has_kl: ClassVar[bool] = True  # the KL divergence from the reference can be added to the loss
     has_teacher: ClassVar[bool] = False  # the loss reads what `loss.teacher` says (`TokenValues.ref_logprob_C`)
+    has_critic: ClassVar[bool] = False  # a value head is trained too (`TokenValues.value_C`, `estimate`)
     whole_sequences: ClassVar[bool] = False  # the loss has terms of whole sequences (`TokenValues.sequence_sum`)
 
     @classmethod
@@ -51,6 +52,17 @@ class Algorithm:
     def keep(self, rewards: Sequence[float]) -> bool:
         """Whether a group of samples with these rewards has something to learn from."""
         return any(reward != rewards[0] for reward in rewards)
+
+    def estimate(
+        self, config: LossConfig, rewards: Sequence[float], values: Sequence[Sequence[float]]
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """With a critic: each token's advantage, and what the critic is to say of it, of the step's samples.
+
+        Args:
+            rewards: of the samples that are trained on, all of a step, on every rank.
+            values: for each what the critic said before each of its tokens, before the step's first update.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a critic and does not say what it is to learn")
 
     def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
         """What multiplies each token's loss, one weight a sequence, such that the step's loss is the plain sum.

@@ -22,7 +22,8 @@ class TokenValues(NamedTuple):
     """What a loss may look at, float32 [C] each: log-probs as the weights are now, of the sampled distribution and of
     the model's own; the sampled one when the token was generated; the advantage. `cu_completions` (None where
     `Algorithm.whole_sequences` does not ask for it) tells which tokens are of one sequence. `ref_logprob_C` is of the
-    reference's or, with `Algorithm.has_teacher`, the teacher's own distribution."""
+    reference's or, with `Algorithm.has_teacher`, the teacher's own distribution. With
+    `Algorithm.has_critic`: the value as the weights are now, the one before the step's first update, and the return."""
 
     logprob_C: Tensor
     model_logprob_C: Tensor
@@ -30,6 +31,9 @@ class TokenValues(NamedTuple):
     advantage_C: Tensor
     cu_completions: Tensor | None = None
     ref_logprob_C: Tensor | None = None
+    value_C: Tensor | None = None
+    old_value_C: Tensor | None = None
+    return_C: Tensor | None = None
 
     def sequence_sum(self, values_C: Tensor) -> Tensor:
         """For each token the sum over its sequence, [C]; 0 for padding."""

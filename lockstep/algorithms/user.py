@@ -47,7 +47,7 @@ def _wrong(algorithm: Algorithm, config: LossConfig) -> str:
     index = torch.tensor(ends, dtype=torch.int32) if algorithm.indexes_sequences else None
     advantage_C = torch.tensor([1.0] * _LENGTHS[0] + [-1.0] * _LENGTHS[1] + [0.0] * _PADDING)
     then_C = torch.full((rows,), -2.0)
-    values = TokenValues(logprob_C, logprob_C, then_C, advantage_C, index, then_C)
+    values = TokenValues(logprob_C, logprob_C, then_C, advantage_C, index, *[then_C] * 4)
     loss_C, clipped_C = algorithm.corrected_loss(values)
     for name, found, dtype in (("loss", loss_C, torch.float32), ("clipped", clipped_C, torch.bool)):
         if not isinstance(found, torch.Tensor) or found.shape != (rows,) or found.dtype != dtype:

@@ -70,6 +70,11 @@ class RunConfig(Section):
             section.validate()
         super().validate()
 
+    @property
+    def max_response_length(self) -> int:
+        """The most tokens after a prompt, sampled and given."""
+        return self.task.max_response_length or self.task.turns * self.sampling.max_completion_length
+
     def check(self) -> None:
         """Raise `InputError` for sections that do not go together."""
         t, lo, s, rows = self.trainer, self.loss, self.sampling, self.task.name in DATA_TASKS
@@ -79,7 +84,7 @@ class RunConfig(Section):
             "loss.overlong_buffer is longer than sampling.max_completion_length",
         )
         refuse(
-            self.task.name == "dataset" and not self.task.reward and lo.needs_rewards,
+            self.task.name == "dataset" and not self.task.reward and lo.needs_rewards and not self.task.environment,
             "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
         )
         refuse(
@@ -99,6 +104,11 @@ class RunConfig(Section):
             s.ignore_eos and lo.mask_truncated_completions and not s.stop,
             "loss.mask_truncated_completions leaves out every completion where sampling.ignore_eos lets none end; "
             "remove one of the two",
+        )
+        refuse(
+            0 < self.task.max_response_length < s.max_completion_length,
+            f"task.max_response_length is {self.task.max_response_length}, less than one turn's "
+            f"sampling.max_completion_length of {s.max_completion_length}; raise it, or set it to 0",
         )
         check_attention(self.attention, self.attention_mask, self.compile)
         if self.device != "auto" or None not in (self.compile.capture, self.compile.cudagraph_mode):

@@ -5,17 +5,40 @@ from __future__ import annotations
 from ..config import TaskConfig
 from ..errors import InputError
 from .base import Problem, PromptLimit, Task
+from .collect import Collector
 from .data.dataset import DatasetTask, hold_out
 from .data.rows import Problems, RowFormat, read_problems
 from .data.sources import has_splits
+from .environment import End, Environment, Turn
+from .episodes import Failures, Limits, Tokens
+from .loading import make_environment
 from .rewards.loading import load_rewards
 from .rewards.reward_set import Reward, RewardSet
 from .rewards.workers import RewardWorkers
 from .tasks.gsm8k import check_answer, gsm8k_reward
 from .tasks.sum_digits import REWARDS, SumDigits
 from .tasks.word_arithmetic import WordArithmetic
+from .worked import worked_trajectories
 
-__all__ = ["Problem", "PromptLimit", "Reward", "RewardSet", "RowFormat", "Task", "make_task", "read_problems"]
+__all__ = [
+    "Collector",
+    "End",
+    "Environment",
+    "Failures",
+    "Limits",
+    "Problem",
+    "PromptLimit",
+    "Reward",
+    "RewardSet",
+    "RowFormat",
+    "Task",
+    "Tokens",
+    "Turn",
+    "make_environment",
+    "make_task",
+    "read_problems",
+    "worked_trajectories",
+]
 
 _GSM8K_REWARD = Reward("correct", gsm8k_reward, spec="gsm8k")
 _OWN_REWARDS = {"sum-digits": REWARDS, "word-arithmetic": REWARDS, "gsm8k": (_GSM8K_REWARD,)}

@@ -263,7 +263,6 @@ class Engine:
                 self._take_in(self._flight.popleft())
 
     def _take_in(self, block: Block) -> None:
-        block.read_prompts()
         for sequence, tokens, logprobs, model_logprobs, routes in block.drawn():
             if sequence.finish_reason is not None:  # before this block was launched, or by the host since
                 continue

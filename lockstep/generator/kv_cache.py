@@ -140,12 +140,6 @@ def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.num_layers * heads * (key + value) * dtype.itemsize
 
 
-def _steady(tokens: int) -> int:
-    """Somewhat fewer, the same number for about the same memory: graphs hold it, and are kept for the next start."""
-    low = max(0, tokens.bit_length() - 5)
-    return tokens >> low << low
-
-
 def plan_cache_tokens(
     config: GeneratorConfig,
     model: ModelConfig,
@@ -175,7 +169,9 @@ def plan_cache_tokens(
     else:
         wanted = min(sequences, config.max_num_seqs) * per_sequence
         free = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
-        planned = min(wanted, _steady(free // bytes_per_token(model, dtype)))
+        fitting = free // bytes_per_token(model, dtype)
+        low = max(0, fitting.bit_length() - 5)  # rounded, as graphs hold it, and are kept for the next start
+        planned = min(wanted, fitting >> low << low)
     refuse(
         planned // config.page_size < pages_a_sequence,
         f"generator.kv_cache_tokens: the cache holds {planned} tokens, one sequence may need "

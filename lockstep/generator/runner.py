@@ -48,24 +48,18 @@ class Block:
     prompts: list[Chunk] = field(default_factory=list)
     prompt_words: Tensor | None = None
 
-    def read_prompts(self) -> None:
-        """Wait for the results; note the experts of prompts that ended, for the samples that begin with them."""
-        if self.prompt_words is None:
-            return
-        if self.ready is not None:
-            self.ready.synchronize()
-        page_size = self.prompt_words.shape[1]
-        pages = self.prompt_words.split([-(-len(chunk.prefill.token_ids) // page_size) for chunk in self.prompts])
-        for chunk, words in zip(self.prompts, pages, strict=True):
-            routes = words.flatten().tolist()
-            for sample in chunk.started:
-                if sample.prompt_routes is None:
-                    sample.prompt_routes = routes[: len(sample.prompt_ids)]
-
     def drawn(self) -> Iterator[Drawn]:
-        """Wait for the results; each sequence's. After its last token come tokens of -1."""
+        """Wait for the results; each sequence's. After its last token come tokens of -1. The experts of prompts that
+        ended are noted in the samples that begin with them."""
         if self.ready is not None:
             self.ready.synchronize()
+        if self.prompt_words is not None:
+            page_size = self.prompt_words.shape[1]
+            pages = self.prompt_words.split([-(-len(chunk.prefill.token_ids) // page_size) for chunk in self.prompts])
+            for chunk, found in zip(self.prompts, pages, strict=True):
+                digests = found.flatten().tolist()
+                for sample in chunk.started:
+                    sample.prompt_routes = sample.prompt_routes or digests[: len(sample.prompt_ids)]
         words = self.words[:, :, : self.steps].transpose(0, 1).contiguous()
         logprobs = words[1:3].view(torch.float32)
         routes = words[3].tolist() if len(words) > 3 else [None] * len(self.sequences)
@@ -133,16 +127,16 @@ class Runner:
     @torch.inference_mode()
     def mixed(self, chunks: list[Chunk]) -> Block:
         """Run prompt tokens, and one token of every sequence that runs already."""
-        version, sizes = self.weights.version, self._sizes.mixed(chunks)
-        self._run_mixed(chunks, sizes)
+        version, (sizes, statics) = self.weights.version, self._sizes.mixed(chunks)
+        self._run_mixed(chunks, sizes, statics)
         return self._block(sizes.rows, 1, version, chunks)
 
-    def _run_mixed(self, chunks: list[Chunk], sizes: MixedSizes) -> None:
+    def _run_mixed(self, chunks: list[Chunk], sizes: MixedSizes, statics: dict[str, bool]) -> None:
         self.rows.flush()
         program, batch = self._mixed_program(sizes)
         pinned = self.rows.device.type == "cuda"
         batch.copy_(lay_out(chunks, sizes, self.rows.null_row, pinned), non_blocking=True)
-        program({}, **self._sizes.mixed_sampling())
+        program({}, **statics)
 
     def _block(self, rows: int, steps: int, version: int, chunks: Iterable[Chunk] = ()) -> Block:
         sequences, words = self.rows.sequences[:rows], _on_host(self.rows.results[:rows])
@@ -168,7 +162,7 @@ class Runner:
             Prompt tokens that a step may have from now on; more are run in several steps.
         """
         for sizes in self._sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
-            self._run_mixed([], sizes)
+            self._run_mixed([], sizes, {})
         for rows, statics in self._sizes.decodes_to_make(sequences, prompt_tokens, sampling):
             self.rows.flush()
             self._decode_program(rows)({}, **statics)

@@ -82,30 +82,28 @@ class RunningBatch:
 
     def tensors(self, rows: int) -> dict[str, Tensor]:
         """Views of the first rows: what a step reads and writes."""
-        if rows not in self._views:
-            with torch.inference_mode(False):
-                self._views[rows] = self._view(rows)
+        if rows in self._views:
+            return self._views[rows]
+        with torch.inference_mode(False):
+            self._views[rows] = {
+                "token": self._long[0, :rows],
+                "position": self._long[1, :rows],  # of `token`
+                "stop": self._stop[:rows],  # -1: none
+                "remaining": self._int[0, :rows],  # tokens still to be sampled; 0: idle
+                "top_k": self._int[1, :rows],
+                "temperature": self._float[2, :rows],
+                "top_p": self._float[3, :rows],
+                "min_p": self._float[4, :rows],
+                "key": self._key[:rows],
+                "table": self.table[:rows],
+                "ordinal": self._ordinal[:rows],
+                "cu_seqlens": self._cu_seqlens[: rows + 1],
+                "groups": self._groups[: groups(rows)],  # rows that read the same pages, then -1
+                "shared_len": self._shared_len[:rows],  # positions in them
+                "results": self.results[:rows],
+                "next_result": self._next_result,  # the step whose results come next
+            }
         return self._views[rows]
-
-    def _view(self, rows: int) -> dict[str, Tensor]:
-        return {
-            "token": self._long[0, :rows],
-            "position": self._long[1, :rows],  # of `token`
-            "stop": self._stop[:rows],  # -1: none
-            "remaining": self._int[0, :rows],  # tokens still to be sampled; 0: idle
-            "top_k": self._int[1, :rows],
-            "temperature": self._float[2, :rows],
-            "top_p": self._float[3, :rows],
-            "min_p": self._float[4, :rows],
-            "key": self._key[:rows],
-            "table": self.table[:rows],
-            "ordinal": self._ordinal[:rows],
-            "cu_seqlens": self._cu_seqlens[: rows + 1],
-            "groups": self._groups[: groups(rows)],  # rows that read the same pages, then -1
-            "shared_len": self._shared_len[:rows],  # positions in them
-            "results": self.results[:rows],
-            "next_result": self._next_result,  # the step whose results come next
-        }
 
     @property
     def used(self) -> int:

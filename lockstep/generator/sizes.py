@@ -71,13 +71,10 @@ class ExactSizes:
         """Rows of a decode step of so many sequences."""
         return sequences
 
-    def mixed(self, chunks: list[Chunk]) -> MixedSizes:
-        """Of a mixed step of these chunks."""
-        return MixedSizes.exactly(self._rows.used, chunks)
-
-    def mixed_sampling(self) -> dict[str, bool]:
-        """What a mixed step's sampling covers, where it is not every kind."""
-        return {"truncated": self._rows.truncated > 0, "greedy": self._rows.greedy > 0}
+    def mixed(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:
+        """Of a mixed step of these chunks, and what its sampling covers, where it is not every kind."""
+        covers = {"truncated": self._rows.truncated > 0, "greedy": self._rows.greedy > 0}
+        return MixedSizes.exactly(self._rows.used, chunks), covers
 
     def decode_context(self, rows: int) -> int:
         """Bound on the positions of decode steps."""
@@ -125,12 +122,9 @@ class BucketSizes(ExactSizes):
             self.hold(sequences)
         return bucket(self.rows, sequences)
 
-    def mixed(self, chunks: list[Chunk]) -> MixedSizes:
+    def mixed(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:
         rows = self.rows_for(max(self._rows.used, self.rows[0]))
-        return MixedSizes.holding(rows, bucket(self.tokens, sum(chunk.count for chunk in chunks)))
-
-    def mixed_sampling(self) -> dict[str, bool]:
-        return {}
+        return MixedSizes.holding(rows, bucket(self.tokens, sum(chunk.count for chunk in chunks))), {}
 
     def decode_context(self, rows: int) -> int:
         return self._rows.width * self._cache.page_size

@@ -35,10 +35,11 @@ class SnapshotWeights:
     def update(self, source: Decoder, version: int) -> None:
         """Copy `source`'s weights and take `version` for them."""
         with torch.no_grad():
-            for own, new in zip(_tensors(self.model), _tensors(source), strict=True):
-                own.copy_(new)
+            new = _tensors(source)
+            for name, own in _tensors(self.model).items():  # a value head is the trainer's alone
+                own.copy_(new[name])
         self.version = version
 
 
-def _tensors(model: Decoder) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
+def _tensors(model: Decoder) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -172,7 +172,7 @@ class ModelConfig:
     @property
     def moe_layers(self) -> int:
         """Layers whose feed-forward is a mixture of experts."""
-        return sum(self.is_moe(layer) for layer in range(self.num_layers))
+        return 0 if self.moe is None else sum(map(self.is_moe, range(self.num_layers)))
 
     @property
     def num_parameters(self) -> int:

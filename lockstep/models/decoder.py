@@ -28,6 +28,7 @@ class Decoder(nn.Module):
 
     Attributes:
         placements: how each parameter lies on a mesh, by name.
+        value_head: [1, hidden] of a critic that shares the decoder, in training alone; None without.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -47,11 +48,17 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i, weight) for i in range(config.num_layers))
         self.norm = weight(config.hidden_size)
         self.lm_head = self.embed if config.tie_word_embeddings else weight(*table, on=ROWS)
+        self.register_parameter("value_head", None)
         self.placements = {name: placed[parameter] for name, parameter in self.named_parameters()}
         scaling = config.rope_scaling
         self.inv_freq = inverse_frequencies(config.head_dim, config.rope_theta, scaling).to(device)
         self.call_layer: Callable[..., Tensor] = Layer.__call__  # (layer, index, x, rope, attend, routes)
         self.rope_factor = scaling.table_factor if isinstance(scaling, YarnScaling) else 1.0
+
+    def add_value_head(self) -> None:
+        """Give the model a value head, of zeros."""
+        self.value_head = nn.Parameter(self.norm.new_zeros(1, self.config.hidden_size))
+        self.placements["value_head"] = WHOLE
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, routes: list[Routing] | None = None

@@ -25,6 +25,7 @@ from .weight_map import HEAD, fused_experts, weight_map
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 MAX_SHARD_BYTES = 5 * 10**9
+VALUE_HEAD = "value_head.safetensors"  # beside the weights, whose names are Hugging Face's
 
 
 def resolve_folder(model: str) -> Path:
@@ -127,6 +128,28 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     return model
 
 
+def load_value_head(model: Decoder, folder: Path) -> None:
+    """Fill the model's value head with the folder's, if it has one.
+
+    Raises:
+        InputError: the file is damaged, or its tensor is of another shape or not finite.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not (path := folder / VALUE_HEAD).exists():
+        return
+    assert model.value_head is not None
+    try:
+        tensor = load_file(path)["value_head"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise InputError(f"{path}: not a safetensors file with a value_head ({error})") from error
+    _require_form(tensor, model.value_head, f"{path}: value_head")
+    with torch.no_grad():
+        model.value_head.copy_(tensor)
+    _require_finite({(path, "value_head"): torch.stack(torch.aminmax(model.value_head))}, model.value_head.dtype)
+
+
 def _require_form(tensor: Tensor, target: Tensor, where: str) -> None:
     """Raise `InputError` when a file's tensor is not of the target's shape, or quantized."""
     if tensor.shape != target.shape:
@@ -160,7 +183,8 @@ def _tensors(model: Decoder) -> dict[str, Tensor]:
 def save_model(
     model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write `config.json`, `generation_config.json` and the weights; `transformers` loads the folder.
+    """Write `config.json`, `generation_config.json` and the weights, a value head in a file of its own; `transformers`
+    loads the folder.
 
     Args:
         max_shard_bytes: of tensors in one file of weights, unless one tensor has more.
@@ -185,6 +209,8 @@ def save_model(
         file = {piece.name: piece.to_hf(rows).contiguous().cpu() for piece, rows in shard}
         _write_tensors(folder / name, file, metadata or {})
         placed |= dict.fromkeys(file, name)
+    if model.value_head is not None:
+        _write_tensors(folder / VALUE_HEAD, {"value_head": model.value_head.detach().cpu()}, metadata or {})
     if len(shards) > 1:
         total = sum(rows.nbytes for _, rows in pieces)
         _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})

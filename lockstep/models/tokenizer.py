@@ -69,6 +69,9 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
 
 
+_MARK = "\ue000\ue001\ue000"  # of the private use area: in no text, and no template changes it
+
+
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local Hugging Face folder. Nothing is downloaded and no code of the folder's is run.
 
@@ -212,6 +215,34 @@ def render_chat(
         )
     except Exception as error:  # Jinja's errors and whatever the template itself raises
         raise InputError(f"{_template_file(tokenizer)} refuses the messages: {error}") from error
+
+
+def encode_following(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    following: list[dict[str, Any]],
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of what the chat template puts after the last of `messages`, an answer, when others follow it: the
+    answer's end, those messages, and the generation prompt.
+
+    Raises `InputError` when the template does not show an answer as it is, or leaves out what it showed before: such
+    tokens would not follow those that were sampled.
+    """
+    *before, answer = messages
+    marked = {**answer, "content": f"{answer['content']}{_MARK}"}
+    whole = render_chat(tokenizer, [*before, marked, *following], chat_template_kwargs)
+    head, found, tail = whole.rpartition(_MARK)
+    roles = " and ".join(sorted({str(message.get("role")) for message in following}))
+    where = f"{_template_file(tokenizer)} cannot go on from what was sampled with a message of role {roles}"
+    refuse(not found or _MARK in head, f"{where}: it does not show an answer as it is; give text or token ids instead")
+    thoughts = [m["content"].rpartition("</think>")[0] for m in messages if m.get("role") == "assistant"]
+    refuse(
+        any(thought.strip() not in head for thought in thoughts),
+        f"{where}: it leaves out the thinking of earlier answers, which the model has seen; give text or token ids "
+        "instead, or turn thinking off by task.chat_template_kwargs",
+    )
+    return encode_text(tokenizer, tail)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:

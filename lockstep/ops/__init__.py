@@ -25,14 +25,21 @@ from .attention.operator import (
 from .decode_update.operator import decode_advance, decode_slots
 from .embedding.operator import gather_rows
 from .fused import backward as fused_backward  # registers what graphs call
-from .linear.operator import linear, linear_add, norm_gate_up, norm_linear
-from .linear.per_head import per_head_linear
+from .linear.operator import linear, linear_add, norm_gate_up, norm_linear, per_head_linear
 from .logprobs.operator import TokenLogprobs, sample, support_mask, token_logprobs
 from .logprobs.philox import sample_key
 from .mla.operator import mla_packed, mla_paged, mla_write
 from .moe.grouped_linear import grouped_linear
-from .moe.routing import combine, dispatch, dispatch_plan, route, router_logits
-from .moe.statistics import expert_loads, route_digest, router_probabilities
+from .moe.routing import (
+    combine,
+    dispatch,
+    dispatch_plan,
+    expert_loads,
+    route,
+    route_digest,
+    router_logits,
+    router_probabilities,
+)
 from .native.library import cpu_backend, cpu_build
 from .norm.operator import rms_norm
 from .records import (

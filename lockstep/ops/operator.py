@@ -26,6 +26,7 @@ class Declaration(TypedDict, total=False):
         gpu_only: there is nothing for a CPU, and the reference has no body.
         mutates: names of the arguments that it writes.
         fake: empty results of the right shape, a function or where it is, as in `cuda`; by default there is no result.
+        composed: what computes where autograd records: other operators, of which this is a shorter way without it.
         backward: of ctx and the results' gradients, those of the first arguments; the others have none.
         setup: saves what the backward reads, by default all inputs; see `save`.
     """
@@ -35,6 +36,7 @@ class Declaration(TypedDict, total=False):
     gpu_only: bool
     mutates: tuple[str, ...]
     fake: Callable[..., Any] | str
+    composed: Callable[..., Any]
     backward: Callable[..., Any]
     setup: Callable[..., None]
 
@@ -59,6 +61,7 @@ class Operator:
         layout = ArgumentLayout(reference)
         self._fields = layout.fields if layout.records else None
         self._leads = layout.leads
+        self._composed = declared.get("composed")
         self._direct = () if gpu_only else (torch.Tensor, torch.nn.Parameter)
         self.on_cpu = ByDtype(reference, declared.get("native"))
         cuda = declared.get("cuda")
@@ -79,6 +82,8 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Directly where nothing records, intercepts or replaces a call on the first tensor."""
+        if self._composed is not None and torch.is_grad_enabled():
+            return self._composed(*args)
         if (
             torch.compiler.is_compiling()  # first: its tracer understands none of the others
             or type(x := args[0][0] if self._leads else args[0]) not in self._direct

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from ..environments.single_turn import LOGGED, Collected
+from ..environments.collect import LOGGED, Collected
 from ..types import RolloutGroup
 
 # Collects the groups of some prompts, given as pairs: the group's number, and the how-manieth of the step's prompts.

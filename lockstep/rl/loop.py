@@ -8,30 +8,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import islice
 from statistics import mean
 from typing import Any
 
 from ..algorithms import SUPERVISED, supervised
 from ..algorithms.losses import KL_ESTIMATORS
 from ..config import RunConfig
-from ..environments import single_turn
+from ..environments import Collector, Failures, Limits, worked_trajectories
+from ..environments.collect import Collected, Problems
 from ..errors import LockstepError, NonFiniteError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate, raise_mismatch
 from ..timings import Span
 from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards
+from ..trainer.graph_inputs import complete
 from ..types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
     PackedBatch,
     RolloutGroup,
     SamplingParams,
-    Segment,
     Trajectory,
 )
+from .critic import estimate, split
 from .dynamic_sampling import collect_with_signal
 from .step_metrics import reward_metrics, step_metrics
 
@@ -52,7 +53,10 @@ class Loop:
         self.idle_steps = 0
         self.prompts_used = 0  # of the task's, which a checkpoint keeps
         self.spans: list[Span] = []  # of the latest step
-        self.max_prompt_length = run.prompt_limit.tokens
+        task = config.task
+        response = config.max_response_length, task.turns, task.environment_timeout
+        self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason)
+        self.failures = Failures()
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 
     def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
@@ -79,6 +83,11 @@ class Loop:
                 self._advantages(groups)
             with timings.measured("pack"):
                 batches, checks = self._pack(groups, without_reward)
+            critic: dict[str, Any] = {}
+            if self.algorithm.has_critic:
+                with self.world.deadline(f"the critic in step {step + 1}"), timings.measured("critic", on_device=True):
+                    counted = [r for g in groups for r in g.rollouts if self._counts(r)]
+                    critic = estimate(trainer, config.loss, batches, counted)
             with self.world.deadline(f"training in step {step + 1}"):
                 with timings.measured("forward_backward", on_device=True):
                     for batch in checks:
@@ -96,18 +105,17 @@ class Loop:
         if config.loss.importance_sampling_mode is not None:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
-        return counts | step_metrics(
-            self.run, groups, result, [*batches, *checks], version, self.spans
-        ) | reference, groups
+        found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
+        return counts | found | reference | critic, groups
 
-    def _collect(self, step: int) -> single_turn.Collected:
+    def _collect(self, step: int) -> Collected:
         prompts = self.config.trainer.prompts_per_step
         if not self.config.loss.dynamic_sampling:
             self.prompts_used = (step + 1) * prompts
             problems = [(g, self.run.task.train_problem(step, g)) for g in range(prompts)]
             return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
 
-        def sample(wanted: list[tuple[int, int]]) -> single_turn.Collected:
+        def sample(wanted: list[tuple[int, int]]) -> Collected:
             places = [(number, divmod(self.prompts_used + i, prompts)) for number, i in wanted]
             problems = [(number, self.run.task.train_problem(*place)) for number, place in places]
             return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step, required=len(problems) == prompts)
@@ -124,20 +132,26 @@ class Loop:
     def _counts(self, rollout: Trajectory) -> bool:
         """Whether a sample is trained on."""
         masks = self.config.loss.mask_truncated_completions
-        return not (masks and rollout.finish_reason == "length")
+        return not (masks and rollout.cut_off)
 
     def _rollouts(
         self,
-        problems: single_turn.Problems,
+        problems: Problems,
         sampling: SamplingParams,
         domain: int,
         step: int,
         required: bool = True,
-    ) -> single_turn.Collected:
+    ) -> Collected:
         run = self.run
-        how = run.policy.encode, run.engine.generate, run.task.rewards, self.config.seed
-        turn = single_turn.SingleTurn(*how, self.max_prompt_length, run.timings, self.world, run.prompt_limit.reason)
-        return turn.collect(problems, sampling, domain, step, required)
+        how = run.policy.tokens, lambda *_: run.engine, run.task.rewards, self.config.seed
+        collector = Collector(*how, run.environment, self.limits, self.failures, run.timings, self.world)
+        return collector.collect(problems, sampling, domain, step, required)
+
+    @property
+    def _most_sampled(self) -> int:
+        """Tokens that a sample may have, of all its turns."""
+        most = self.config.task.turns * self.config.sampling.max_completion_length
+        return min(most, self.config.max_response_length)
 
     def _sampled(self, groups: list[RolloutGroup]) -> int:
         """The completion tokens that are to be compared."""
@@ -147,7 +161,7 @@ class Loop:
 
     def _advantages(self, groups: list[RolloutGroup]) -> None:
         """The algorithm's advantages of the rewards, its penalties included."""
-        loss, limit = self.config.loss, self.config.sampling.max_completion_length
+        loss, limit = self.config.loss, self._most_sampled
         for group in groups:
             for r in group.rollouts:
                 r.reward += self.algorithm.penalty(loss, len(r.token_ids), limit)
@@ -164,7 +178,7 @@ class Loop:
             self.run.trainer.reference_logprobs(batch)
             estimate = KL_ESTIMATORS[self.config.loss.kl_estimator]
             kl_C = estimate(batch.old_model_logprob_C, batch.ref_logprob_C)[batch.valid_C]
-            for sequence, tokens in zip(batch.sequences, _split(kl_C.tolist(), batch), strict=True):
+            for sequence, tokens in zip(batch.sequences, split(kl_C.tolist(), batch), strict=True):
                 found[sequence.name] = math.fsum(tokens)
         for of_rank in self.world.gather(found):
             found |= of_rank
@@ -198,7 +212,7 @@ class Loop:
         rollouts = [r for g in groups for r in g.rollouts]
         kept = [r for r in rollouts if self._counts(r)]
         lengths = [len(r.token_ids) for r in kept]
-        limit = self.config.sampling.max_completion_length
+        limit = self._most_sampled
         weights = self.algorithm.weights(lengths, len(rollouts), limit)
         return {id(r): w for r, w in zip(kept, weights, strict=True)}
 
@@ -218,8 +232,8 @@ class Loop:
         count = len(self.shards)
         shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
         packed = pack_shards(shards, self.own_shards, how, check_parity)
-        for batch in packed if self.algorithm.indexes_sequences else ():
-            batch.index_sequences()
+        for batch in packed:
+            complete(batch, self.algorithm)
         return [batch.to(self.device) for batch in packed]
 
     def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:
@@ -284,12 +298,13 @@ class Loop:
         """One supervised step on worked examples, through the same packed trainer."""
         t, policy, trainer = self.config.trainer, self.run.policy, self.run.trainer
         problems = [self.run.task.warmup_problem(step, i) for i in range(t.warmup_batch_size)]
-        targets = [policy.encode_completion(p.worked_example or "") for p in problems]
-        weights = supervised(self.config.loss).weights([len(ids) for ids in targets], len(targets), 0)
-        groups = [
-            RolloutGroup([_example(i, policy.encode(p.prompt), ids, w)], SamplingParams())
-            for i, (p, ids, w) in enumerate(zip(problems, targets, weights, strict=True))
-        ]
+        encode = policy.tokens, policy.encode_completion
+        examples = worked_trajectories(self.run.environment, problems, *encode, self.limits)
+        lengths = [len(example.token_ids) for example in examples]
+        weights = supervised(self.config.loss).weights(lengths, len(examples), 0)
+        for example, weight in zip(examples, weights, strict=True):
+            example.loss_weight = weight
+        groups = [RolloutGroup([example], SamplingParams()) for example in examples]
         with self.world.deadline(f"warm-up step {step + 1}"):
             for batch in self._packed(range(len(groups)), groups, Packing(t.max_tokens_per_micro_batch), False):
                 trainer.forward_backward(batch, loss_type=SUPERVISED)
@@ -302,7 +317,7 @@ class Loop:
         """Greedy completions of the validation problems, or of those that a warm-up ends by: mean reward, and each
         reward function's mean."""
         task = self.run.task
-        if not task.rewards.rewards:
+        if not task.rewards.rewards and self.config.task.environment is None:
             return {}  # nothing measures them
         problems = list(enumerate(task.selection_problems() if selection else task.validation_problems()))
         if not problems:
@@ -311,16 +326,3 @@ class Loop:
         metrics = {k: v for k, v in counts.items() if v} | reward_metrics(groups)
         del metrics["reward/std"]  # one sample a prompt
         return {f"validation/{name}": value for name, value in metrics.items()}
-
-
-def _example(index: int, prompt_ids: list[int], target_ids: list[int], weight: float) -> Trajectory:
-    """A worked example, to be trained on as if it had been sampled."""
-    segments = [Segment(prompt_ids), Segment(target_ids, sampled=True)]
-    return Trajectory(segments, name=f"example {index}", loss_weight=weight)
-
-
-def _split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
-    """A batch's values a completion token, sequence by sequence."""
-    rest = iter(values)
-    for sequence in batch.sequences:
-        yield list(islice(rest, len(sequence.token_ids)))

@@ -13,7 +13,8 @@ from ..timings import Span, totals
 from ..trainer import StepResult, packed_slots
 from ..types import PackedBatch, RolloutGroup
 
-_TIMED = ("step", "generate", "rewards", "forward_backward", "optim_step", "sync")  # phases whose seconds are metrics
+# Phases whose seconds are metrics.
+_TIMED = ("step", "generate", "rewards", "critic", "forward_backward", "optim_step", "sync")
 
 
 def step_metrics(
@@ -38,6 +39,7 @@ def step_metrics(
     tokens = sum(len(s.token_ids) for r in rollouts for s in r.segments)
     return {
         **reward_metrics(groups),
+        **run.environment.metrics(rollouts),
         "frac_reward_zero_std": mean(map(float, zero_std)),
         "loss": result.loss,
         "grad_norm": result.grad_norm,
@@ -46,7 +48,7 @@ def step_metrics(
         "entropy": result.entropy,
         "clip_ratio": result.clip_ratio,
         "response_length/mean": mean(len(r.token_ids) for r in rollouts),
-        "response_length/clip_ratio": mean(float(r.finish_reason == "length") for r in rollouts),
+        "response_length/clip_ratio": mean(float(r.cut_off) for r in rollouts),
         "policy_age": version - min(v for r in rollouts for v in r.weight_versions),
         "logprob_diff/max": result.logprob_diff_max,
         "parity/tokens_checked": result.tokens_checked,
@@ -74,8 +76,8 @@ def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
         "reward/mean": mean(r.reward for r in rollouts),
         "reward/std": mean(pstdev([r.reward for r in g.rollouts]) for g in groups),
     }
-    for name in rollouts[0].rewards:
-        values = [v for r in rollouts if (v := r.rewards[name]) is not None]
+    for name in dict.fromkeys(name for r in rollouts for name in r.rewards):
+        values = [v for r in rollouts if (v := r.rewards.get(name)) is not None]
         if values:
             metrics[f"rewards/{name}/mean"] = mean(values)
     return metrics

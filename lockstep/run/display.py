@@ -118,6 +118,7 @@ WORDS = {
     "gate": "checking this machine's arithmetic",
     "generate": "generating",
     "rewards": "in rewards",
+    "critic": "asking the critic",
     "forward_backward": "training",
     "optim_step": "training",
     "sync": "gathering weights",

@@ -40,6 +40,19 @@ SECTIONS: dict[str, dict[str, str]] = {
         "response_length/mean": "Response length, tokens",
         "response_length/clip_ratio": "Responses cut at the limit, share",
     },
+    "Environment": {
+        "environment/turns": "Turns a trajectory",
+        "environment/sampled_tokens": "Sampled tokens a trajectory",
+        "environment/given_tokens": "Given tokens a trajectory, the prompt's aside",
+        "environment/wait_s": "Waited for answers, seconds a trajectory",
+        "environment/truncated": "Ended by a limit, share",
+        "environment/errors": "Trajectories left out, as their environment failed",
+    },
+    "Critic": {
+        "critic/value/mean": "What the critic expects",
+        "critic/return/mean": "What it is to expect",
+        "critic/explained_variance": "Variance of the returns that it explains, share",
+    },
     "Experts": {
         "moe/load_imbalance": "Busiest expert over the mean",
         "moe/expert_tokens/min": "Tokens of the least busy expert",
@@ -48,6 +61,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     PHASES: {
         "time/generate": "Generation",
+        "time/critic": "Critic's values",
         "time/forward_backward": "Forward and backward pass",
         "time/optim_step": "Optimizer step",
         "time/sync": "Weight sync",

@@ -22,7 +22,8 @@ from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
 
 SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # every step's metrics have them
 CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
-_DATA_FIELDS = ("task.data", "task.validation_data", "attention_mask", "loss.loss_type")
+_NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # path.py:name
+_DATA_FIELDS = ("task.data", "task.validation_data", *_NAMED)
 _MODELS = {"model": "model", "teacher": "loss.teacher"}  # what records a folder's files, and the field that names it
 
 
@@ -51,7 +52,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
     paths = {name: settings[name] for name in _DATA_FIELDS}
-    for name in ("attention_mask", "loss.loss_type"):  # path.py:name
+    for name in _NAMED:
         paths[name] = (settings[name] or "").rpartition(":")[0] or None
     return {name: _fingerprint(path) for name, path in paths.items()}
 

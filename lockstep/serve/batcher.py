@@ -13,7 +13,7 @@ from functools import partial
 
 from ..errors import InputError, LockstepError
 from ..generator import Engine
-from ..types import Completion, SampleIdentity, SamplingParams
+from ..types import SampleIdentity, SamplingParams, Trajectory
 
 FAILURES = 3  # launches in a row that raise, after which the engine is not tried again
 
@@ -23,13 +23,13 @@ _log = logging.getLogger("lockstep")
 @dataclass(frozen=True)
 class Update:
     """What is new of a sample: tokens since the last update of a job that is streamed, both log-probabilities as in
-    `Completion`, and the completion once it is finished. `sample` counts from 0 in its job."""
+    `Segment`, and the completion once it is finished. `sample` counts from 0 in its job."""
 
     sample: int
     token_ids: list[int]
     logprobs: list[float]
     model_logprobs: list[float]
-    completion: Completion | None
+    completion: Trajectory | None
 
 
 @dataclass(eq=False)

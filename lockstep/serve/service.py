@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Self, TypeVar
 
 from fastapi import Request
@@ -21,7 +21,7 @@ from ..errors import InputError, LockstepError
 from ..generator import Engine
 from ..session.build import Policy
 from ..session.generate import require_numbers
-from ..types import GENERATE_DOMAIN, Completion, SampleIdentity
+from ..types import GENERATE_DOMAIN, SampleIdentity, Trajectory
 from .batcher import Batcher, Job, News, Update
 from .bodies import SamplingFields
 from .errors import ApiError, ClientLeft, closing, refused
@@ -29,6 +29,7 @@ from .metrics import ServerMetrics
 from .settings import Settings
 from .tool_calls import tool_format
 
+TOKEN_TEXTS = 1 << 16  # that are remembered: decoding one takes longer than drawing it
 EXACT = 1 << 53  # whole numbers below are themselves in every language's JSON
 
 _T = TypeVar("_T")
@@ -43,6 +44,7 @@ class Service:
 
     Attributes:
         tool_format: how the model's chat template calls tools; None: it has none, or not in a known form.
+        token_text: the text of a token by itself.
         open_samples: of requests that are not answered yet.
         stopping: whether the server ends; nothing new is taken on.
     """
@@ -54,11 +56,15 @@ class Service:
         self.most_samples = engine.config.max_num_seqs + settings.max_waiting
         self.open_samples, self.stopping = 0, False
         self.tool_format = tool_format(policy.tokenizer)
+        self.token_text = lru_cache(TOKEN_TEXTS)(self._token_text)
         self._check = engine.check
         self._seeds = random.Random(seed)
         self._tickets: dict[Job, Ticket] = {}
         self._encoder = ThreadPoolExecutor(1, "encode")  # a tokenizer encodes for one at a time
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _token_text(self, token_id: int) -> str:
+        return self.policy.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def attach(self) -> None:
         """News are handed over to the running event loop from now on."""
@@ -199,7 +205,7 @@ class Ticket:
                 self._finish(job, index[job], item.completion)
             yield index[job], item
 
-    def _finish(self, job: Job, index: int, completion: Completion) -> None:
+    def _finish(self, job: Job, index: int, completion: Trajectory) -> None:
         self.unfinished[job] -= 1
         if not self.unfinished[job]:
             del self.unfinished[job]
@@ -209,9 +215,9 @@ class Ticket:
         except LockstepError as error:
             raise ApiError(500, str(error), code="non_finite") from error
 
-    async def completions(self) -> list[list[Completion]]:
+    async def completions(self) -> list[list[Trajectory]]:
         """Of each job its samples, once all are finished."""
-        found: list[dict[int, Completion]] = [{} for _ in self.jobs]
+        found: list[dict[int, Trajectory]] = [{} for _ in self.jobs]
         async for index, update in self.updates():
             if update.completion is not None:
                 found[index][update.sample] = update.completion

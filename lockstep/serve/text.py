@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..models.tokenizer import TextStream
-from ..types import Completion
+from ..types import Trajectory
 from .batcher import Update
 from .tool_calls import ToolCall, ToolFormat, before
 
@@ -42,22 +42,22 @@ class GrowingText:
         return piece, []
 
 
-def chat_logprobs(decode: Callable[..., str], sampled: Completion | Update) -> list[dict[str, Any]]:
+def chat_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update) -> list[dict[str, Any]]:
     """An entry a token as chat completions have them. `logprob` is the model's own, and `sampled_logprob`, a field more
     than OpenAI's, that of the distribution that was sampled, after temperature and filters."""
     columns = zip(sampled.token_ids, sampled.model_logprobs, sampled.logprobs, strict=True)
     entries = []
     for token_id, own, after_filters in columns:
-        token = decode([token_id], skip_special_tokens=False)
+        token = token_text(token_id)
         whole = "\N{REPLACEMENT CHARACTER}" not in token
         entry = {"token": token, "bytes": list(token.encode()) if whole else None}
         entries.append({**entry, "logprob": own, "sampled_logprob": after_filters, "top_logprobs": []})
     return entries
 
 
-def completion_logprobs(decode: Callable[..., str], sampled: Completion | Update, offset: int) -> dict[str, Any]:
+def completion_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update, offset: int) -> dict[str, Any]:
     """As `/v1/completions` has them, for tokens whose text begins at character `offset`."""
-    entries = chat_logprobs(decode, sampled)
+    entries = chat_logprobs(token_text, sampled)
     offsets = []
     for entry in entries:
         offsets.append(offset)

@@ -22,19 +22,21 @@ from ..config import (
     template_variables,
 )
 from ..distributed import ONE, World
-from ..environments import Problem, PromptLimit, Task, make_task
+from ..environments import Problem, PromptLimit, Task, Tokens, make_environment, make_task
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
 from ..machine import bound_threads
-from ..models import Decoder, ModelConfig, load_model, resolve_folder
+from ..models import Decoder, ModelConfig, load_model, load_value_head, resolve_folder
 from ..models.checks import require_memory
 from ..models.init import architecture, initialize
 from ..models.tokenizer import (
     byte_tokenizer,
     check_size,
     check_vocabulary,
+    encode_following,
     encode_prompt,
+    encode_text,
     load_tokenizer,
     longest_token,
 )
@@ -70,6 +72,20 @@ class Policy:
     def encode_completion(self, text: str) -> list[int]:
         """Token ids of a completion, end-of-sequence token included."""
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+
+    def encode_following(self, messages: list[dict[str, Any]] | None, given: str | list[dict[str, Any]]) -> list[int]:
+        """Token ids of what is given after an answer, the last of `messages` (None: the prompt was no chat): text as it
+        is, or messages through the model's template."""
+        if isinstance(given, str):
+            return encode_text(self.tokenizer, given)
+        if messages is None:
+            raise InputError("the environment gave messages after a text prompt; give text, or begin with messages")
+        return encode_following(self.tokenizer, messages, given, self.template_variables)
+
+    @property
+    def tokens(self) -> Tokens:
+        """How the environments' text becomes tokens."""
+        return Tokens(self.encode, self.encode_following)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""
@@ -149,6 +165,7 @@ class TrainingSession(Session):
         loaded_kernels = preload_async(config, device.type, world.size, timings)
         with timings.measured("task"):
             self.task = make_task(config.task, groups)
+            self.environment = make_environment(config.task)
         super().__init__(config, timings, world)
         model, encode = self.policy.model, self.policy.encode
         self.policy.template_variables = template_variables(config.task.chat_template_kwargs)
@@ -156,6 +173,10 @@ class TrainingSession(Session):
             self.teacher = load_teacher(config, self.policy)
         self.prompt_limit = prompt_limit(config, model.config, self.teacher)
         self.task.check_lengths(encode, self.prompt_limit)
+        if algorithm_of(config.loss).has_critic:
+            model.add_value_head()
+            if config.model is not None:
+                load_value_head(model, resolve_folder(config.model))
         self.trainer = Trainer(
             model,
             config.optimizer,
@@ -183,7 +204,7 @@ class TrainingSession(Session):
 
     def _planned_tokens(self, longest: int) -> int:
         prompt = self.config.task.max_prompt_length or longest * PROMPT_MARGIN
-        return min(prompt, self.prompt_limit.tokens) + self.config.sampling.max_completion_length
+        return min(prompt, self.prompt_limit.tokens) + self.config.max_response_length
 
 
 def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> TrainingSession:
@@ -303,11 +324,11 @@ def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> l
     expected = groups * samples * s.max_completion_length  # completion tokens of a shard, if none stops
     one_batch = groups * longest_prompt + expected <= t.max_tokens_per_micro_batch
     leaves_out = t.skip_zero_variance or config.loss.dynamic_sampling
-    fixed_length = s.ignore_eos and not s.stop and not leaves_out and t.mode == "packed"
-    longest = min(longest_prompt * PROMPT_MARGIN, prompt_limit) + s.max_completion_length
+    fixed_length = s.ignore_eos and not s.stop and not leaves_out and t.mode == "packed" and config.task.turns == 1
+    longest = min(longest_prompt * PROMPT_MARGIN, prompt_limit) + config.max_response_length
     sizes = (1, 1) if t.mode == "per_sample" else (groups, samples)
     bounds = {"max_len": longest, "max_tokens": t.max_tokens_per_micro_batch}
-    shapes = batch_shapes(*sizes, longest_prompt, s.max_completion_length, **bounds)
+    shapes = batch_shapes(*sizes, longest_prompt, config.max_response_length, **bounds)
     return holding(shapes, expected) if fixed_length and one_batch else shapes
 
 
@@ -321,7 +342,8 @@ def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> Sampl
 def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None = None) -> PromptLimit:
     """The most tokens a prompt may have beside a completion: what holds both is the model's and a teacher's context, a
     micro-batch and the cache, and `task.max_prompt_length` may ask for less."""
-    completion, page = config.sampling.max_completion_length, config.generator.page_size
+    completion, page = config.max_response_length, config.generator.page_size
+    what = "sampling.max_completion_length" if config.task.turns == 1 else "task.max_response_length"
     budget = config.trainer.max_tokens_per_micro_batch
     holders = [
         (model.max_position_embeddings, f"the model's context of {model.max_position_embeddings}"),
@@ -337,10 +359,10 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
         holders.append((whole, f"generator.kv_cache_tokens of {given}{rounded}"))
     size, holder = min(holders)
     if size <= completion:
-        raise InputError(f"sampling.max_completion_length is {completion}; {holder} must hold it and a prompt")
+        raise InputError(f"{what} is {completion}; {holder} must hold it and a prompt")
     if 0 < config.task.max_prompt_length <= size - completion:
         return PromptLimit(config.task.max_prompt_length, "task.max_prompt_length")
-    return PromptLimit(size - completion, f"{holder} less sampling.max_completion_length of {completion}")
+    return PromptLimit(size - completion, f"{holder} less {what} of {completion}")
 
 
 def longest_prompt(encode: Callable[[Any], list[int]], task: Task, groups: int) -> int:

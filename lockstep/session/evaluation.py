@@ -6,13 +6,15 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import mean, stdev
 from typing import IO, Any
 
 from ..config import RunConfig, of_generation, template_variables, validate
-from ..environments import make_task, single_turn
+from ..environments import Collector, Limits, make_task
 from ..errors import InputError
-from ..types import VALIDATION_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
+from ..generator import Grown
+from ..types import VALIDATION_DOMAIN, RolloutGroup, SamplingParams
 from .build import training_sampling
 from .generate import LLM, check_sampling, require_numbers
 
@@ -76,9 +78,9 @@ def evaluate(
     sampling = replace(trained, n=n, temperature=temperature)
     check_sampling(sampling, config.seed)
     with llm:
-        parts = llm.policy.encode, _reporting(llm, progress), task.rewards, config.seed
-        turn = single_turn.SingleTurn(*parts, config.task.max_prompt_length or None)
-        groups, *_ = turn.collect(problems, sampling, VALIDATION_DOMAIN, 0)
+        parts = llm.policy.tokens, partial(_Reporting, llm, progress), task.rewards, config.seed
+        collector = Collector(*parts, limits=Limits(config.task.max_prompt_length or None))
+        groups, *_ = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
     return settings | _measures(groups, ks, decides, pass_threshold)
 
@@ -92,27 +94,27 @@ def _checked_ks(n: int, k: Sequence[int]) -> list[int]:
     return ks
 
 
-def _reporting(llm: LLM, progress: IO[str] | None) -> single_turn.Generate:
-    """The model's `generate` on token ids that says on `progress`, now and then, how many are finished."""
+class _Reporting:
+    """The model's engine for some prompts; says on `progress`, now and then, how many completions are finished."""
 
-    def generate(
-        prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
-    ) -> list[list[Trajectory]]:
-        total = sum(s.n for s in sampling)
-        done: list[dict[int, Trajectory]] = [{} for _ in prompt_ids]
-        finished, said = 0, time.monotonic()
-        for prompt, sample, _, completion in llm.engine(prompt_ids, sampling).stream(prompt_ids, sampling, identities):
-            if completion is None:
-                continue
-            require_numbers(prompt, completion)
-            done[prompt][sample] = completion
-            finished += 1
-            if progress is not None and time.monotonic() - said > _SECONDS_A_REPORT:
-                said = time.monotonic()
-                print(f"{finished} of {total} completions", file=progress, flush=True)
-        return [[samples[i] for i in sorted(samples)] for samples in done]
+    def __init__(
+        self, llm: LLM, progress: IO[str] | None, prompt_ids: list[list[int]], sampling: list[SamplingParams]
+    ) -> None:
+        self._engine, self._progress = llm.engine(prompt_ids, sampling), progress
+        self._total, self._finished, self._said = sum(s.n for s in sampling), 0, time.monotonic()
+        self.add_request, self.abort = self._engine.add_request, self._engine.abort
 
-    return generate
+    def advance(self) -> list[Grown]:
+        """As `Engine.advance`. Raises `NonFiniteError` for log-probabilities that are no numbers."""
+        grown = self._engine.advance()
+        for one in grown:
+            if one.completion is not None:
+                require_numbers(one.identity.group, one.completion)
+                self._finished += 1
+        if self._progress is not None and time.monotonic() - self._said > _SECONDS_A_REPORT:
+            self._said = time.monotonic()
+            print(f"{self._finished} of {self._total} completions", file=self._progress, flush=True)
+        return grown
 
 
 def _measures(groups: list[RolloutGroup], ks: Sequence[int], decides: str, threshold: float) -> dict[str, Any]:

@@ -209,12 +209,12 @@ def _checked(run: TrainingSession) -> _Checked:
 
 
 def products(model: Decoder) -> list[machine_check.Product]:
-    """One row of each of the model's products; what is computed in float32 are the head's and the routers'."""
+    """One row of each of the model's products; what is computed in float32 are the heads' and the routers'."""
     found = set()
     for path, parameter in model.named_parameters():
         name = path.rpartition(".")[2]
         if parameter.dim() > 1 and name != "kv_up":  # whose columns and rows are products of their own, a head each
-            kind: Kind = "linear_fp32" if name in ("embed", "lm_head", "router") else "linear"
+            kind: Kind = "linear_fp32" if name in ("embed", "lm_head", "router", "value_head") else "linear"
             found.add(machine_check.Product(kind, 1, *parameter.shape[-2:]))
     if (m := model.config.mla) is not None:
         found |= {machine_check.Product("linear", 1, *size) for size in ((m.kv_rank, m.nope_dim), (m.v_dim, m.kv_rank))}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import graph
 from ..types import PackedBatch, RolloutGroup, SamplingParams, Segment, Trajectory
+from .graph_inputs import complete
 from .packing import pack
 from .parameters import ALIGNMENT
 from .programs import TrainerPrograms
@@ -38,8 +39,8 @@ def trust_cases(
     vocabulary = programs.model.config.vocab_size
     routed = check_parity and programs.model.config.moe_layers > 0
     drafts = list(_batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed))
-    for _, batch in drafts if programs.algorithm.indexes_sequences else ():
-        batch.index_sequences()
+    for _, batch in drafts:
+        complete(batch, programs.algorithm)
     batches = [(name, batch.to(programs.flat.data.device)) for name, batch in drafts]
     for _, batch in batches:
         batch.check_parity = check_parity
@@ -55,8 +56,8 @@ def trust_cases(
         gather = functions["gather_weights"]
         work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs))]))
     work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
-    if "reference_logprobs" in functions:
-        work.append((functions["reference_logprobs"], [programs.case(*b, lambda: None) for b in batches]))
+    for name in {"reference_logprobs", "values"} & functions.keys():
+        work.append((functions[name], [programs.case(*b, lambda: None) for b in batches]))
     return work
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import graph
+from ..algorithms import Algorithm
 from ..types import PackedBatch
 
 
@@ -19,6 +20,14 @@ def _open_sizes() -> graph.Dynamic:
 
 
 OPEN_SIZES = _open_sizes()
+
+
+def complete(batch: PackedBatch, algorithm: Algorithm) -> None:
+    """Add the tensors that the algorithm's loss needs besides those of every batch."""
+    if algorithm.indexes_sequences and batch.cu_completions is None:
+        batch.index_sequences()
+    if algorithm.has_critic and batch.return_C is None:
+        batch.add_values()
 
 
 def statics_of(batch: PackedBatch) -> dict[str, Any]:

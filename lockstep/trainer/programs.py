@@ -89,6 +89,8 @@ class TrainerPrograms:
         add("forward_backward", train, training, {"grad", "buffer"})
         add("check", self._check_body, scoring, {"buffer"})
         add("optim_step", self._optim_body, self._updating(), {"param", "grad", "optimizer", "buffer"})
+        if self.algorithm.has_critic:
+            add("values", self._values_body, scoring, {"buffer"})
         if reference is not None:
             add("reference_logprobs", self._reference_body, graph.module_inputs(reference), ())
         for name in ("forward_backward", "check"):
@@ -120,6 +122,7 @@ class TrainerPrograms:
                 "sharding": sharding,
             },
             "check": {**model, "sharding": sharding},
+            "values": {**model, "sharding": sharding},
             "optim_step": {
                 "optimizer": self.optimizer.settings,
                 "groups": {str(i): group for i, group in enumerate(self.optimizer.groups)},
@@ -159,6 +162,12 @@ class TrainerPrograms:
         checked = self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False)
         with checked as own, graph.substituted(self.model, own):
             return step.check(self.model, own.buffer["statistics"], batch).tensors()
+
+    def _values_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
+        batch = batch_of(inputs, **statics)
+        whole = self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False)
+        with whole as own, graph.substituted(self.model, own):
+            return {"value_C": step.critic_values(self.model, step.predicting_rows(self.model, batch))}
 
     def _reference_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         model = self.reference

@@ -76,16 +76,26 @@ def take(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, ex
     values.zero_()
 
 
+def predicting_rows(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = None) -> Tensor:
+    """Hidden rows that predict the completion tokens, [C, D]; `routes` as in `Decoder`."""
+    packed = ops.Packed(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
+    hidden_TD = model(batch.tokens_T, batch.positions_T, PackedAttention(packed, model.masks), routes)
+    return ops.gather_rows(hidden_TD, batch.logit_rows_C)
+
+
+def critic_values(model: Decoder, rows_CD: Tensor) -> Tensor:
+    """What the value head says of hidden rows, float32 [C]: the router's product, whose sums have one order."""
+    assert model.value_head is not None, "a critic without a value head"
+    return ops.router_logits(rows_CD, model.value_head).flatten()
+
+
 def score(
     model: Decoder, batch: PackedBatch, with_routing: bool = True
 ) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:
     """Hidden rows that predict the completion tokens, [C, D], the tokens' log-probs, and where there are experts, and
     it is wanted, the routing."""
     routes: list[Routing] | None = [] if with_routing and model.config.moe_layers else None
-    packed = ops.Packed(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
-    attend = PackedAttention(packed, model.masks)
-    hidden_TD = model(batch.tokens_T, batch.positions_T, attend, routes)
-    rows_CD = ops.gather_rows(hidden_TD, batch.logit_rows_C)
+    rows_CD = predicting_rows(model, batch, routes)
     filters = ops.Filters(batch.temperature_C, batch.top_k_C, batch.top_p_C, batch.min_p_C)
     scores = ops.token_logprobs(rows_CD, model.lm_head, batch.targets_C, filters, batch.support_C, batch.truncated)
     return rows_CD, scores, routing.routed(routes, batch) if routes else None
@@ -108,7 +118,8 @@ def forward(
     """
     statistics = named(values)
     rows_CD, scores, routed = score(model, batch)
-    loss = _loss(statistics, batch, scores, routed, objective)
+    value_C = None if model.value_head is None else critic_values(model, rows_CD)
+    loss = _loss(statistics, batch, (scores, routed, value_C), objective)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
     if not with_support:
@@ -124,19 +135,21 @@ def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
 def _loss(
     statistics: dict[str, Tensor],
     batch: PackedBatch,
-    scores: ops.TokenLogprobs,
-    routed: routing.Routed | None,
+    found: tuple[ops.TokenLogprobs, routing.Routed | None, Tensor | None],
     objective: Objective,
 ) -> Tensor:
-    """The weighted sum to differentiate; its statistics are added up on the way."""
-    algorithm = objective.algorithm
+    """The weighted sum to differentiate, of log-probs, routing and values; its statistics are added up on the way."""
+    algorithm, (scores, routed, value_C) = objective.algorithm, found
     given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions, batch.ref_logprob_C
-    values = TokenValues(scores.logprob_C, scores.model_logprob_C, *given)
+    of_critic = value_C, batch.old_value_C, batch.return_C
+    values = TokenValues(scores.logprob_C, scores.model_logprob_C, *given, *of_critic)
     loss_C, clipped_C = algorithm.corrected_loss(values)
     if objective.with_kl:
         kl_C = algorithm.kl(values, batch.ref_logprob_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
         loss_C = loss_C + algorithm.beta * kl_C
+    if value_C is not None and not algorithm.has_critic:
+        loss_C = loss_C + 0.0 * value_C  # supervised steps: the head's gradient is 0
     loss = (batch.weight_C * loss_C).sum()
     if routed is not None and algorithm.router_aux_loss_coef > 0:
         aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # its mean over the tokens trained on

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..algorithms import algorithm_of
 from ..config import LossConfig, OptimizerConfig
 from ..distributed import ONE, World
 from ..errors import InputError
@@ -21,6 +22,7 @@ from ..graph import EAGER, Runtime
 from ..models import Decoder
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
+from .graph_inputs import complete
 from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
 from .optimizer import AdamW, frozen_parameters, parameter_groups
 from .packing import blank_batch
@@ -80,6 +82,8 @@ class Trainer:
             )
         self.model, self.reference, self.loss = model, reference, loss
         self.world = world
+        if algorithm_of(loss).has_critic and model.value_head is None:
+            model.add_value_head()
         self.flat = flat_parameters(model, world.mesh, frozen_parameters(model, optimizer))
         self.optimizer = AdamW(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
         self.weights_version = 0
@@ -109,8 +113,7 @@ class Trainer:
             keep_support: store the sampled support in `batch.support_C`, for later updates on the same batch; those
                 run with `batch.check_parity` off, as the weights are no longer the generator's.
         """
-        if self.algorithm.indexes_sequences and batch.cu_completions is None:
-            batch.index_sequences()
+        complete(batch, self.algorithm)
         with_support = keep_support and batch.truncated and batch.support_C is None
         loss_type = loss_type or self.loss.loss_type
         scored = self.programs.launch("forward_backward", batch, loss_type=loss_type, with_support=with_support)
@@ -153,6 +156,8 @@ class Trainer:
             batch.check_parity, batch.support_C = check_parity, None
             if self.reference is not None:
                 self.reference_logprobs(batch)
+            if self.algorithm.has_critic:
+                self.values(batch)
             if with_checks:
                 self.check(batch)
         self.gather_weights()
@@ -182,6 +187,12 @@ class Trainer:
     def reference_logprobs(self, batch: PackedBatch) -> None:
         """Fill `batch.ref_logprob_C` with the reference's log-probs (temperature 1, untruncated)."""
         batch.ref_logprob_C.copy_(self.programs.launch("reference_logprobs", batch)["model_logprob_C"])
+
+    def values(self, batch: PackedBatch) -> None:
+        """Fill `batch.old_value_C` with the critic's values of the positions that predict the completion tokens."""
+        complete(batch, self.algorithm)
+        assert batch.old_value_C is not None
+        batch.old_value_C.copy_(self.programs.launch("values", batch)["value_C"])
 
     def optim_step(self, lr: float, sampled: int | None = None) -> StepResult:
         """Update the weights with the accumulated gradients and clear them; the host waits for the result.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms import ALGORITHMS, SUPERVISED, Algorithm, TokenValues, algorithm_of
+from lockstep.algorithms.ppo import generalized_advantages
 from lockstep.config import LOSS_TYPES, READ_BY, LossConfig
 from lockstep.errors import InputError
 
@@ -26,6 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dppo": {"epsilon": 0.002, "epsilon_high": 0.003},
     "rloo": {"epsilon": 0.02},
     "distillation": {"teacher": "a folder"},
+    "ppo": {"gamma": 0.97, "lam": 0.9, "vf_coef": 0.3, "cliprange_value": 0.1},
 }
 
 
@@ -54,6 +56,8 @@ class Case:
         self.logp = torch.log_softmax(self.logits, -1).gather(-1, self.ids[..., None])[..., 0]
         self.old = self.logp.detach() + 0.3 * torch.randn(self.logp.shape, generator=draw)
         self.ref = self.logp.detach() + 0.3 * torch.randn(self.logp.shape, generator=draw)
+        self.value = (0.2 * logits[..., 0]).detach().requires_grad_()
+        self.old_value = self.value.detach() + 0.3 * torch.randn(self.logp.shape, generator=draw)
         self.lengths = torch.tensor(LENGTHS)
         self.real = torch.arange(LIMIT) < self.lengths[:, None]
         self.masked = [3] if seed % 2 else []  # cut off, and left out
@@ -79,12 +83,27 @@ class Case:
         per_token = [rows(x[:, None].expand(-1, LIMIT)) for x in (advantages, weights)]
         logp = rows(self.logp, -3.0)
         values = TokenValues(logp, logp, rows(self.old), per_token[0], cu, rows(self.ref))
+        self.criticized = algorithm.has_critic
+        if self.criticized:
+            values = self.with_critic(algorithm, config, values, rows)
         loss, clipped = algorithm.corrected_loss(values)
         assert not clipped[-5:].any(), "padding is clipped"
         if config.beta:
             loss = loss + config.beta * algorithm.kl(values, rows(self.ref))
         self.clipped = clipped
         return (per_token[1] * loss).sum()
+
+    def with_critic(self, algorithm: Algorithm, config: LossConfig, values: TokenValues, rows: Any) -> TokenValues:
+        """With each token's own advantage and return, of the samples that count."""
+        kept = [i for i in range(len(LENGTHS)) if i not in self.masked]
+        said = [self.old_value[i, : LENGTHS[i]].tolist() for i in kept]
+        both = algorithm.estimate(config, [self.rewards[i].item() for i in kept], said)
+        found = torch.zeros(2, len(LENGTHS), LIMIT)
+        for which, of_samples in zip(found, both, strict=True):
+            for i, of_tokens in zip(kept, of_samples, strict=True):
+                which[i, : LENGTHS[i]] = torch.tensor(of_tokens)
+        critic = {"value_C": rows(self.value), "old_value_C": rows(self.old_value), "return_C": rows(found[1])}
+        return values._replace(advantage_C=rows(found[0]), **critic)
 
 
 def plain(name: str, c: Case, config: LossConfig, advantage: Tensor) -> Tensor:
@@ -114,11 +133,34 @@ def plain(name: str, c: Case, config: LossConfig, advantage: Tensor) -> Tensor:
     else:
         token = -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
     token = token * c.mask
-    if name in ("dapo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "distillation"):
+    if name == "ppo":
+        advantage, returns = plain_gae(c, config)
+        near = torch.clamp(c.value, c.old_value - config.cliprange_value, c.old_value + config.cliprange_value)
+        worse = torch.maximum((c.value - returns) ** 2, (near - returns) ** 2)
+        token = -torch.minimum(r * advantage, r.clamp(1 - low, 1 + high) * advantage)
+        token = (token + config.vf_coef * 0.5 * worse) * c.mask
+    if name in ("dapo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "distillation", "ppo"):
         return token.sum() / c.mask.sum()
     if name == "dr_grpo":
         return token.sum() / (LIMIT * len(LENGTHS))
     return (token.sum(1) / n[:, 0]).mean()
+
+
+def plain_gae(c: Case, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Whitened advantages and returns over a padded batch, as TRL's `PPOTrainer` has them, in double."""
+    values, n = c.old_value.double() * c.real, c.lengths
+    rewards = torch.zeros_like(values)
+    rewards[torch.arange(len(n)), n - 1] = c.rewards
+    last, reversed_ = torch.zeros(len(n), dtype=torch.float64), []
+    for t in reversed(range(LIMIT)):
+        following = values[:, t + 1] if t < LIMIT - 1 else 0.0
+        delta = rewards[:, t] + config.gamma * following - values[:, t]
+        last = delta + config.gamma * config.lam * last
+        reversed_.append(last)
+    advantage = torch.stack(reversed_[::-1], 1)
+    counted = advantage[c.mask]
+    whitened = (advantage - counted.mean()) * torch.rsqrt(counted.var() + 1e-8)
+    return whitened.float(), (advantage + values).float()
 
 
 def plain_advantages(name: str, rewards: Tensor) -> Tensor:
@@ -136,9 +178,10 @@ def plain_advantages(name: str, rewards: Tensor) -> Tensor:
 
 def assert_same(c: Case, ours: Tensor, other: Tensor) -> None:
     assert abs(ours.item() - other.item()) <= 1e-5 * max(abs(other.item()), 1e-2)
-    (have,) = torch.autograd.grad(ours, c.logits, retain_graph=True)
-    (want,) = torch.autograd.grad(other, c.logits, retain_graph=True)
-    assert want.norm() > 0 and (have - want).norm() <= 1e-5 * want.norm()
+    by = [c.logits] if not c.criticized else [c.logits, c.value]
+    gradients = (torch.autograd.grad(loss, by, retain_graph=True) for loss in (ours, other))
+    for have, want in zip(*gradients, strict=True):
+        assert want.norm() > 0 and (have - want).norm() <= 1e-5 * want.norm()
 
 
 def config_of(name: str, **changes: Any) -> LossConfig:
@@ -247,7 +290,7 @@ def test_every_setting_is_read_by_those_who_are_said_to() -> None:
     shared = {f.name for f in fields(Algorithm)}
     settings = {f.name for f in fields(LossConfig)}
     in_loss = READ_BY.keys() - {"scale_rewards", "overlong_buffer", "overlong_penalty", "normalize_advantages"}
-    in_loss -= {"dynamic_sampling", "teacher", "beta"}
+    in_loss -= {"dynamic_sampling", "teacher", "beta", "gamma", "lam"}
     for name in LOSS_TYPES:
         own = {f.name for f in fields(ALGORITHMS[name])} - shared
         assert own <= settings and own == {setting for setting in in_loss if name in READ_BY[setting]}
@@ -256,7 +299,7 @@ def test_every_setting_is_read_by_those_who_are_said_to() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LossConfig("ppo"), "loss.loss_type is 'ppo'; it must be one of grpo, dr_grpo, "),
+        (LossConfig("p3o"), "loss.loss_type is 'p3o'; it must be one of grpo, dr_grpo, "),
         (LossConfig("cispo", epsilon=0.1), "loss.epsilon has no effect on loss_type cispo"),
         (LossConfig("rloo", scale_rewards="group"), "loss.scale_rewards has no effect on loss_type rloo"),
         (LossConfig("dapo", importance_sampling_level="sequence"), "loss.importance_sampling_level is sequence"),
@@ -351,3 +394,15 @@ def test_in_the_mean_distillation_is_trls_reverse_kl(temperature: float, moved: 
 def test_a_teacher_that_is_not_there_is_missed() -> None:
     with pytest.raises(InputError, match="loss.teacher is missing: loss_type distillation learns from a model; give"):
         algorithm_of(LossConfig("distillation"))
+
+
+def test_generalized_advantages_by_hand() -> None:
+    """The reward comes with the last token; with lambda 1 the return is the discounted reward, with 0 one step's."""
+    values = [0.5, 0.25, 1.0]
+    assert generalized_advantages(2.0, values, 1.0, 1.0) == [1.5, 1.75, 1.0]
+    assert generalized_advantages(2.0, values, 0.5, 1.0) == [0.0, 0.75, 1.0]
+    assert generalized_advantages(2.0, values, 1.0, 0.0) == [-0.25, 0.75, 1.0]
+    assert generalized_advantages(2.0, values, 1.0, 0.5) == [-0.25 + 0.5 * 1.25, 1.25, 1.0]
+    config = LossConfig("ppo", lam=1.0)
+    advantages, returns = algorithm_of(config).estimate(config, [2.0, 0.0], [[1.0], [0.5]])
+    assert returns == [[2.0], [0.0]] and advantages == [[pytest.approx(0.5**0.5)], [pytest.approx(-(0.5**0.5))]]

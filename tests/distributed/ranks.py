@@ -82,6 +82,9 @@ def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) ->
         for batch in batches(groups, own, max_tokens):
             if trainer.reference is not None:
                 trainer.reference_logprobs(batch)
+            if trainer.algorithm.has_critic:
+                trainer.values(batch)
+                batch.return_C.copy_(batch.old_value_C + batch.advantage_C)
             trainer.forward_backward(batch)
         for batch in batches(groups, own, max_tokens):
             trainer.check(batch)
@@ -172,6 +175,17 @@ def a_teacher(world: World) -> Any:
         teacher.embed.mul_(0.5)
     one = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher), ONE)
     found = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world), world)
+    return on_all(world, different(found, one))
+
+
+@check
+def a_critic(world: World) -> Any:
+    """Of graphs on the ranks and eager in one process."""
+    loss = LossConfig("ppo")
+    one = run(Trainer(decoder(), OPTIMIZER, loss), ONE)
+    runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world)
+    runtime.close()
     return on_all(world, different(found, one))
 
 

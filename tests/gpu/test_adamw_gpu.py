@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch.optim.adamw import adamw as torch_adamw
 
@@ -36,6 +38,24 @@ def test_equals_torch_and_runs_at_the_speed_of_memory() -> None:
     bad = ops.AdamWState(weights, grad.fill_(torch.nan), *ours, steps)
     ops.adamw(bad, ops.AdamWStep(lr, scale, ~yes), settings)
     assert all(map(torch.equal, before, (weights, *ours, steps))) and not grad.any()
+
+
+def test_an_update_in_parts_has_the_bits_of_one() -> None:
+    """Groups of parameters are cut between blocks of 1,024 elements."""
+    size, matrices, cuts = 1_000_003, 900_001, (0, 1024, 500_736, 1_000_003)
+    start = torch.randn(2, size, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    lr, scale, yes = (torch.tensor(v, device="cuda") for v in (3e-3, 2.5, True))
+    found = []
+    for bounds in (cuts[::3], cuts):
+        master, grad = start.clone()
+        flat = [master.bfloat16(), grad, master, *torch.zeros(2, size, device="cuda")]
+        steps = torch.zeros(2, device="cuda")
+        for begin, end in pairwise(bounds):
+            settings = ops.AdamWSettings(max(0, min(end, matrices) - begin), 0.9, 0.95, 1e-8, 0.1)
+            own = ops.AdamWState(*(t[begin:end] for t in flat), steps.clone())
+            ops.adamw(own, ops.AdamWStep(lr, scale, yes), settings)
+        found.append(flat)
+    assert all(map(torch.equal, *found)) and not torch.equal(found[0][2], start[0])
 
 
 def test_speed() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep import ops
-from lockstep.ops.attention import reference_backward
+from lockstep.ops.attention import reference
 
 Segment = tuple[int, int, int]  # own length, prefix start, prefix length
 
@@ -93,7 +93,7 @@ def gradients(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def torch_path(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    return reference_backward.packed(grad, q, k, v, ops.Packed(*packing.layout(), packing.max_len))
+    return reference.packed_backward(grad, q, k, v, ops.Packed(*packing.layout(), packing.max_len))
 
 
 def dense(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

@@ -98,7 +98,7 @@ def test_a_graph_serves_every_step_of_its_bucket(decoder, rollout, runtime_of) -
     assert runtime.replays == {"forward_backward": 3, "optim_step": 3}
 
 
-@pytest.mark.parametrize("loss_type", [*("dapo", "gspo", "cispo", "sapo", "dppo", "rloo"), "distillation"])
+@pytest.mark.parametrize("loss_type", [*("dapo", "gspo", "cispo", "sapo", "dppo", "rloo"), "ppo", "distillation"])
 def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, runtime_of, loss_type: str) -> None:
     """Two updates a rollout, the second at ratios that are not 1. The algorithms left out have one of these losses."""
 
@@ -110,6 +110,10 @@ def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, runt
         (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
         if reference:
             trainer.reference_logprobs(batch)
+        if trainer.algorithm.has_critic:
+            model.value_head.data.copy_(torch.linspace(-0.1, 0.1, model.value_head.numel()))
+            trainer.values(batch)
+            batch.return_C.copy_(batch.old_value_C + batch.advantage_C)
         results = []
         for first in (True, False):
             trainer.forward_backward(batch, keep_support=first)
@@ -121,10 +125,11 @@ def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, runt
     assert same(run(runtime_of()), run(EAGER))
 
 
-def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rollout, runtime_of) -> None:
+@pytest.mark.parametrize("other", ["dapo", "ppo"])
+def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rollout, runtime_of, other: str) -> None:
     def run(runtime: Runtime) -> list[Any]:
         model = decoder()
-        trainer = Trainer(model, OptimizerConfig(), LossConfig("dapo"), runtime=runtime)
+        trainer = Trainer(model, OptimizerConfig(), LossConfig(other), runtime=runtime)
         groups = rollout(model, 0)
         lengths = [len(s.token_ids) for g in groups for s in g.rollouts]
         for sequence, weight in zip(

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError, LockstepError
-from lockstep.models.tokenizer import byte_tokenizer, check_vocabulary, encode_prompt, load_tokenizer, save_tokenizer
+from lockstep.models.tokenizer import (
+    byte_tokenizer,
+    check_vocabulary,
+    encode_following,
+    encode_prompt,
+    load_tokenizer,
+    save_tokenizer,
+)
 
 TOKENIZER = byte_tokenizer()
 MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "12 34?\n"}]
@@ -150,3 +157,39 @@ def test_a_vocabulary_must_hold_every_token_id() -> None:
         check_vocabulary(TOKENIZER, 258, "folder")
     with pytest.raises(InputError, match="needs a vocabulary of 259"):
         byte_tokenizer(256)
+
+
+# As Qwen3's: thinking stays while tools answer, and is left out of what lies before the last user message.
+THINKING = """
+{%- set last = namespace(i=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.i = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- set content = m.content.split('</think>')[-1] if m.role == 'assistant' and loop.index0 < last.i else m.content %}
+{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+
+def test_what_follows_an_answer_is_what_the_template_puts_after_it() -> None:
+    """The prompt, the sampled tokens and what follows are what the whole conversation is."""
+    answer, tool = {"role": "assistant", "content": "<think>hm</think>4"}, {"role": "tool", "content": "5"}
+    following = encode_following(TOKENIZER, [*MESSAGES, answer], [tool])
+    assert TOKENIZER.decode(following) == "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    joined = encode_prompt(TOKENIZER, MESSAGES) + TOKENIZER.encode(answer["content"]) + following
+    assert joined == encode_prompt(TOKENIZER, [*MESSAGES, answer, tool])
+
+
+def test_a_template_that_rewrites_its_past_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    thought, plain = ({"role": "assistant", "content": text} for text in ("<think>hm</think>4", "4"))
+    tool, user = {"role": "tool", "content": "5"}, {"role": "user", "content": "and now?"}
+    for before, following in (([thought], tool), ([plain], user), ([thought, tool, thought], tool)):
+        assert encode_following(tokenizer, [*MESSAGES, *before], [following])
+    for before in ([thought], [thought, tool, plain]):
+        with pytest.raises(InputError, match="role user: it leaves out the thinking of earlier answers"):
+            encode_following(tokenizer, [*MESSAGES, *before], [user])
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(InputError, match="role tool: it does not show an answer as it is"):
+        encode_following(tokenizer, [*MESSAGES, plain], [tool])

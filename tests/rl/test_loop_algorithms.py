@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lockstep import ops
 from lockstep.config import (
@@ -25,6 +26,7 @@ from lockstep.config import (
 from lockstep.errors import InputError
 from lockstep.models import Decoder, PackedAttention
 from lockstep.rl.loop import Loop
+from lockstep.run.metrics import listed
 from lockstep.run.train import train
 from lockstep.session.build import build, load_policy, load_teacher, save_policy
 
@@ -89,11 +91,13 @@ def distilled(config: RunConfig, teacher: str) -> RunConfig:
     return replace(config, task=replace(config.task, reward=()), sampling=sampling, loss=loss)
 
 
-@pytest.mark.parametrize("name", ["gspo", "distillation"])
+@pytest.mark.parametrize("name", ["gspo", "distillation", "ppo"])
 def test_graphs_and_a_resumption_change_no_bit(config: RunConfig, tmp_path: Path, teacher: str, name: str) -> None:
     config = replace(config, loss=LossConfig("gspo", epsilon=3e-3, epsilon_high=4e-3))
     if name == "distillation":
         config = distilled(config, teacher)
+    if name == "ppo":
+        config = replace(config, loss=LossConfig("ppo"), parallel=replace(config.parallel, batch_shards=3))
     eager = replace(config, compile=CompileConfig("none"))
     train(eager, tmp_path / "eager", resume=False)
     graphs = replace(eager, compile=CompileConfig("step"))
@@ -184,6 +188,31 @@ def test_a_model_becomes_like_its_teacher(config: RunConfig, teacher: str) -> No
     assert found[0]["reward/mean"] == 0 and found[0]["kl"] is None and found[0]["clip_ratio"] == 0
     assert losses[0] > 1.3 * losses[-1] > 0 and exact() < 0.8 * before
     assert all(m["parity/tokens_different"] == 0 < m["parity/tokens_checked"] for m in found) and not loop.validate()
+
+
+def test_the_critic_comes_to_know_the_rewards(config: RunConfig, tmp_path: Path) -> None:
+    """It is exported beside the model, which `transformers` loads, and read again from there."""
+    sampling, trainer = replace(config.sampling, num_generations=8), replace(config.trainer, prompts_per_step=4)
+    made = replace(config, sampling=sampling, trainer=trainer, loss=LossConfig("ppo", vf_coef=1.0))
+    loop = Loop(made, run := build(made))
+    found = [loop.step(i) for i in range(10)]
+    metrics = [m for m, _ in found]
+    assert metrics[0]["critic/value/mean"] == 0 == metrics[0]["critic/explained_variance"]
+    assert abs(metrics[-1]["critic/value/mean"] - metrics[-1]["critic/return/mean"]) < 0.15
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.2 and all(listed(name) for name in metrics[0])
+    advantages = [(r.advantage, len(r.token_ids)) for g in found[0][1] for r in g.rollouts]
+    assert sum(a * n for a, n in advantages) == pytest.approx(0, abs=1e-6) and any(a > 0 for a, _ in advantages)
+    save_policy(run.policy, folder := tmp_path / "model")
+    head = run.policy.model.value_head
+    assert head is not None and head.any()
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 512
+    again = build(replace(made, model=str(folder))).policy.model.value_head
+    assert again is not None and torch.equal(again, head)
+    save_file({"value_head": torch.zeros(1, 3)}, folder / "value_head.safetensors")
+    with pytest.raises(InputError, match=r"value_head\.safetensors: value_head has shape \[1, 3\]; config"):
+        build(replace(made, model=str(folder)))
 
 
 def log_distributions(model: Decoder | None) -> torch.Tensor:

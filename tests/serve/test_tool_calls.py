@@ -15,7 +15,7 @@ from lockstep.models.tokenizer import byte_tokenizer
 from lockstep.serve.batcher import Update
 from lockstep.serve.text import GrowingText, visible
 from lockstep.serve.tool_calls import CODER, HERMES, LLAMA, ToolCall, ToolFormat, tool_format
-from lockstep.types import Completion, SampleIdentity
+from lockstep.types import Segment, Trajectory
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "all": {}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
@@ -96,7 +96,7 @@ def test_pieces_add_up_to_the_whole(form: ToolFormat, texts: list[str], size: in
         piece, calls = growing.feed(Update(0, ids[start : start + size], [], [], None))
         shown += piece
         assert not calls
-    whole = Completion(ids, [], [], [], text, "stop", SampleIdentity(0, 0, 0, 0))
+    whole = Trajectory([Segment([0]), Segment(ids, sampled=True, text=text)])
     piece, calls = growing.feed(Update(0, [], [], [], whole))
     assert (shown + piece, calls) == visible(text, ("STOP",), form)
     for call in calls:

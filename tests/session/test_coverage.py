@@ -151,16 +151,16 @@ def test_a_difference_in_a_group_without_a_reward_stops_the_run(
 ) -> None:
     made = config("of_hello")
     run = build(made)
-    loop, before, collect = Loop(made, run), weights(run), run.engine.generate
+    loop, before, collect = Loop(made, run), weights(run), run.engine.advance
 
-    def planted(prompt_ids, *arguments):
-        completions = collect(prompt_ids, *arguments)
-        for ids, samples in zip(prompt_ids, completions, strict=True):
-            if len(ids) > 10:
-                samples[3].logprobs[2] += 1e-3
-        return completions
+    def planted():
+        grown = collect()
+        for one in grown:
+            if one.completion is not None and len(one.completion.prompt.token_ids) > 10 and one.identity.sample == 3:
+                one.completion.logprobs[2] += 1e-3
+        return grown
 
-    monkeypatch.setattr(run.engine, "generate", planted)
+    monkeypatch.setattr(run.engine, "advance", planted)
     with pytest.raises(ParityError, match=r"1 of 64 tokens .*\n  group 1 sample 3, completion token 2, sampled"):
         loop.step(0)
     assert all(map(torch.equal, before, weights(run)))

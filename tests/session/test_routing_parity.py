@@ -344,14 +344,16 @@ def test_a_run_records_its_routing_and_stops_at_other_experts(
     assert 0 <= metrics["moe/expert_tokens/min"] <= metrics["moe/expert_tokens/max"]
     certificate = json.loads(json.dumps(loop.certificate.to_dict()))
     assert certificate["identical"] is True and certificate["expert_choices_checked"] == 64 * 4 * 2
-    collect = run.engine.generate
+    collect = run.engine.advance
 
-    def planted(*arguments):
-        made = collect(*arguments)
-        made[1][2].route_digests[5] ^= 1
-        return made
+    def planted():
+        grown = collect()
+        for one in grown:
+            if one.completion is not None and (one.identity.group, one.identity.sample) == (1, 2):
+                one.completion.route_digests[5] ^= 1
+        return grown
 
-    monkeypatch.setattr(run.engine, "generate", planted)
+    monkeypatch.setattr(run.engine, "advance", planted)
     before = [p.detach().clone() for p in run.policy.model.parameters()]
     with pytest.raises(ParityError, match=r"step 2: 1 of 64 tokens .*\n  group 1 sample 2, .* token 5, experts"):
         loop.step(1)

@@ -9,12 +9,12 @@ from .section import Section, at_least, between
 
 LOSS_TYPES = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
-    "distillation",
+    *("ppo", "distillation"),
 )
-_CLIPPED = "grpo", "dr_grpo", "dapo", "gspo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
+_CLIPPED = "grpo", "dr_grpo", "dapo", "gspo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
 _UNREWARDED = ("distillation",)  # they learn from something else, and rewards are only reported
 _REWARDED = tuple(name for name in LOSS_TYPES if name not in _UNREWARDED)
-_OF_GROUPS = tuple(name for name in _REWARDED if name != "reinforce_pp")  # they compare a prompt's samples
+_OF_GROUPS = tuple(name for name in _REWARDED if name not in ("reinforce_pp", "ppo"))  # they compare a prompt's samples
 # Settings that some algorithms read; each of the others is read by all.
 READ_BY: dict[str, tuple[str, ...]] = {
     "epsilon": _CLIPPED,
@@ -28,6 +28,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "dynamic_sampling": _OF_GROUPS,
     "beta": _REWARDED,
     "teacher": ("distillation",),
+    **dict.fromkeys(("gamma", "lam", "vf_coef", "cliprange_value"), ("ppo",)),
 }
 
 
@@ -39,7 +40,7 @@ class LossConfig(Section):
     """The policy loss and the advantage estimate."""
 
     loss_type: str = "grpo"
-    """The algorithm: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, rloo, reinforce_pp, reinforce_pp_baseline,
+    """The algorithm: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, rloo, reinforce_pp, reinforce_pp_baseline, ppo,
     distillation; or one of your own, as module:Class or path.py:Class."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """sequence makes gspo of grpo: one ratio of probabilities a sequence."""
@@ -54,6 +55,14 @@ class LossConfig(Section):
     """sapo: the same where it is not."""
     divergence_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
     """dppo: total variation, or KL divergence (the paper's epsilon for that is 0.05)."""
+    gamma: float = between(0, 1, default=1.0)
+    """ppo: the discount a token."""
+    lam: float = between(0, 1, default=0.95)
+    """ppo: how far an advantage looks ahead of what the critic says (the lambda of GAE)."""
+    vf_coef: float = at_least(0, default=0.1)
+    """ppo: weight of the critic's loss."""
+    cliprange_value: float = at_least(0, default=0.2)
+    """ppo: how far from its old value the critic's new one counts."""
     teacher: str | None = None
     """distillation: the frozen model to learn from, a Hugging Face folder or hub id; its tokenizer has the
     vocabulary of the model's."""

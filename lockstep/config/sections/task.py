@@ -55,6 +55,16 @@ class TaskConfig(Section):
     """Processes that call the rewards, a prompt's completions at a time; 0 calls them in this one, the whole batch."""
     reward_timeout: float = between(0, 86400, default=0.0)
     """Seconds a call may take (needs reward_workers); 0 is no limit."""
+    environment: str | None = None
+    """What answers the model, turn by turn: calculator, or one of your own as module:Class or path.py:Class. Left out:
+    nothing does, a prompt is completed once."""
+    max_turns: int = at_least(1, default=8)
+    """Completions that a trajectory may have in an environment; what would follow the last ends it, as truncated."""
+    max_response_length: int = at_least(0, default=0)
+    """Tokens after the prompt that a trajectory may have in an environment, sampled and given; 0 is max_turns times
+    max_completion_length."""
+    environment_timeout: float = between(0, 86400, default=60.0)
+    """Seconds that an environment may take to answer, or its trajectory is left out; 0 is no limit."""
     easy: bool = False
     """sum-digits only: a short prompt with two numbers, for a tiny model."""
     seed: int = between(0, MAX_SEED, default=42)
@@ -84,7 +94,15 @@ class TaskConfig(Section):
             f"task.reward_weights has {len(weights)} values for {len(self.reward)} reward functions; give one each",
         )
 
+    @property
+    def turns(self) -> int:
+        """The most completions of a trajectory."""
+        return 1 if self.environment is None else self.max_turns
+
     def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.environment is None:
+            for name in ("max_turns", "max_response_length", "environment_timeout"):
+                yield name, "without task.environment; remove it, or name one"
         if self.name not in DATA_TASKS:
             for name in _DATA_FIELDS:
                 yield name, f"on {self.name}; remove it, or name a recipe: gsm8k or dataset"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..operator import operator
 from ..records import FlexMask, FlexSizes, KVPages, Packed, Paged
-from . import reference, reference_backward
+from . import reference
 from .masks import visibility
 
 
@@ -80,7 +80,7 @@ def flex_packed_backward(
     Args:
         grad_TNH: gradient of the output, contiguous; the others are what the forward was given.
     """
-    return reference_backward.packed(grad_TNH, q_TNH, k_TKH, v_TKH, by, visibility(*mask[:2]))
+    return reference.packed_backward(grad_TNH, q_TNH, k_TKH, v_TKH, by, visibility(*mask[:2]))
 
 
 @operator(

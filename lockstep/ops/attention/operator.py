@@ -18,7 +18,7 @@ from .. import native
 from ..operator import SAME, operator, save_inputs_and_results, saved
 from ..records import ALONE, AttentionGradient, Contexts, KVPages, Packed, Paged, PrefixGroups, Rotation
 from ..rope.operator import qk_norm_rope
-from . import reference, reference_backward
+from . import reference
 
 KEY_TILE, KEY_SPLIT = reference.KEY_TILE, reference.KEY_SPLIT
 
@@ -65,7 +65,7 @@ def _packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> tuple[Te
 )
 def attention_packed_backward(x: AttentionGradient, by: Packed) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time."""
-    return reference_backward.packed(*x[:4], by)
+    return reference.packed_backward(*x[:4], by)
 
 
 @operator(

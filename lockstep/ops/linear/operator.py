@@ -7,7 +7,8 @@ Layers fused with their neighbours have the same bits as the separate operators,
 those round. With gradients enabled those run, because their backward passes are separate; without, one operator runs,
 and on a GPU the shape decides how much of it is one kernel.
 
-Shape suffixes: T rows, D model dim, E fused projection, F feed-forward dim, K depth, N columns.
+Shape suffixes: T rows, D model dim, E fused projection, F feed-forward dim, K depth, N columns;
+of a product a head: N heads, M columns.
 """
 
 from __future__ import annotations
@@ -70,33 +71,14 @@ def matmul(a_RD: Tensor, b_DC: Tensor) -> Tensor:
     return a_RD @ b_DC
 
 
-def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    """`linear(rms_norm(x, norm, eps), weight)`, [T, E]."""
-    if torch.is_grad_enabled():
-        return linear(rms_norm(x_TD, norm_D, eps), weight_ED)
-    return _norm_linear(x_TD, norm_D, weight_ED, eps)
-
-
-def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    """`silu_mul(linear(rms_norm(x, norm, eps), weight))`: the weight is [2F, D], gate rows first; [T, F]."""
-    if torch.is_grad_enabled():
-        return silu_mul(linear(rms_norm(x_TD, norm_D, eps), weight_ED))
-    return _norm_gate_up(x_TD, norm_D, weight_ED, eps)
-
-
-def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
-    """`residual + linear(x, weight)`, [T, N]: both the product and the sum are rounded."""
-    if torch.is_grad_enabled():
-        return residual_TN + linear(x_TK, weight_NK)
-    return _linear_add(x_TK, weight_NK, residual_TN)
-
-
 @operator(
     "lockstep::norm_linear",
     cuda="kernels:norm_linear",
     fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]),
+    composed=lambda x_TD, norm_D, weight_ED, eps: linear(rms_norm(x_TD, norm_D, eps), weight_ED),
 )
-def _norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+    """`linear(rms_norm(x, norm, eps), weight)`, [T, E]."""
     return linear.on_cpu[x_TD.dtype](rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps), weight_ED)
 
 
@@ -104,8 +86,10 @@ def _norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) ->
     "lockstep::norm_gate_up",
     cuda="kernels:norm_gate_up",
     fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
+    composed=lambda x_TD, norm_D, weight_ED, eps: silu_mul(linear(rms_norm(x_TD, norm_D, eps), weight_ED)),
 )
-def _norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+    """`silu_mul(linear(rms_norm(x, norm, eps), weight))`: the weight is [2F, D], gate rows first; [T, F]."""
     return silu_mul.on_cpu[x_TD.dtype](
         linear.on_cpu[x_TD.dtype](rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps), weight_ED)
     )
@@ -115,6 +99,33 @@ def _norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -
     "lockstep::linear_add",
     cuda="kernels:linear_add",
     fake=lambda x_TK, weight_NK, residual_TN: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
+    composed=lambda x_TK, weight_NK, residual_TN: residual_TN + linear(x_TK, weight_NK),
 )
-def _linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
+def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
+    """`residual + linear(x, weight)`, [T, N]: both the product and the sum are rounded."""
     return linear.on_cpu[x_TK.dtype](x_TK, weight_NK).add_(residual_TN)
+
+
+def _per_head_backward(ctx, grad_TNM: Tensor):
+    x_TNK, weight_NMK = ctx.saved_tensors
+    grad_x_TNK = per_head_linear(grad_TNM, weight_NMK.transpose(1, 2))
+    grad_w_MNK = per_head_linear(grad_TNM.permute(2, 1, 0), x_TNK.permute(1, 2, 0))  # contracts the tokens
+    return grad_x_TNK, grad_w_MNK.transpose(0, 1)
+
+
+@operator(
+    "lockstep::per_head_linear",
+    cuda="triton:per_head_linear",
+    fake=lambda x_TNK, weight_NMK: x_TNK.new_empty(*x_TNK.shape[:2], weight_NMK.shape[1]),
+    backward=_per_head_backward,
+)
+def per_head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
+    """`x[:, n] @ weight[n].T` for each head n, [T, N, M] in x's dtype; the bits of `linear` a head.
+
+    Either may be a view with any strides, such as one projection's rows of a fused weight.
+    """
+    (tokens, heads, _), columns = x_TNK.shape, weight_NMK.shape[1]
+    out_TNM = x_TNK.new_empty(tokens, heads, columns)
+    for n in range(heads):
+        out_TNM[:, n] = linear(x_TNK[:, n], weight_NMK[n])
+    return out_TNM

@@ -6,7 +6,10 @@ does the plain product and two fused forms, which round where the separate opera
 - GATED: the weight holds gate rows and up rows, a program does a tile of both, and the result is `silu(gate) * up`;
 - ADD: the product is added to a residual.
 
-Shape suffixes: M rows, N columns of the result, K depth.
+A product a head has three strides an operand, so one kernel does the product, both of its gradients, and views of fused
+weights.
+
+Shape suffixes: M rows, N columns of the result, K depth; of a product a head: T rows, N heads, M columns, K depth.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from ..rows import unit_inner
 from ..tables.linear_table import CHAIN, Choice, Kind, tiles_of_weight
 
 GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache
+SMALL, LARGE = Choice("per_head", 16, 128, 64, 4, 4), Choice("per_head", 128, 128, 64, 8, 3)
+MANY_ROWS = 64  # of a product a head, whose tiles these are
 PIPELINE_KIB = (110, 200)  # a program's stages: two programs a multiprocessor, or one
 SHARED_BYTES = 220 * 2**10
 SEGMENTS = tl.constexpr(4)  # of a weight row, prefetched by a thread each
@@ -43,6 +48,15 @@ def _prefetch(row_ptr, depth):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def swizzled(program, blocks_m, blocks_n, GROUP: tl.constexpr):
+    """A program's block of rows and of columns: `GROUP` blocks of rows take turns at a block of columns."""
+    first_m = program // (GROUP * blocks_n) * GROUP
+    group = tl.minimum(blocks_m - first_m, GROUP)
+    within = program % (GROUP * blocks_n)
+    return first_m + within % group, within // group
 
 
 @triton.jit(do_not_specialize=["rows", "early", "prefetch"])
@@ -68,13 +82,8 @@ def _linear_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    blocks_m, blocks_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
-    program = tl.program_id(0)
-    first_m = program // (GROUP * blocks_n) * GROUP
-    group = tl.minimum(blocks_m - first_m, GROUP)
-    within = program % (GROUP * blocks_n)
-    m = (first_m + within % group) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = within // group * BLOCK_N + tl.arange(0, BLOCK_N)
+    block_m, block_n = swizzled(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), GROUP)
+    m, n = block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = (m < rows)[:, None]
     inside_out = inside & (n < columns)[None, :]
@@ -177,3 +186,62 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
 def chain(x_MK: Tensor, weight_NK: Tensor, kind: Kind = "linear") -> Tensor:
     """The product whose words every other choice is held to, rounded or ("linear_fp32") not."""
     return run(kind, CHAIN, x_MK, weight_NK)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _head_linear_kernel(
+    x_ptr,  # [T, N, K]
+    w_ptr,  # [N, M, K]
+    out_ptr,  # [T, N, M], contiguous
+    rows,
+    columns,
+    depth,
+    x_stride,
+    x_head_stride,
+    x_k_stride,
+    w_head_stride,
+    w_stride,
+    w_k_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    head, heads = tl.program_id(1), tl.num_programs(1)
+    tiles = tl.cdiv(columns, BLOCK_M)
+    t = tl.program_id(0) // tiles * BLOCK_T + tl.arange(0, BLOCK_T)
+    m = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    x = x_ptr + tl.cast(head, tl.int64) * x_head_stride + t.to(tl.int64)[:, None] * x_stride
+    w = w_ptr + tl.cast(head, tl.int64) * w_head_stride + m.to(tl.int64)[None, :] * w_stride
+    acc = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        inside = start + k < depth
+        offset = (start + k).to(tl.int64)
+        a = tl.load(x + offset[None, :] * x_k_stride, mask=(t < rows)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(w + offset[:, None] * w_k_stride, mask=inside[:, None] & (m < columns)[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    out = out_ptr + (t.to(tl.int64)[:, None] * heads + head) * columns + m[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(t < rows)[:, None] & (m < columns)[None, :])
+
+
+def per_head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
+    """See `linear.operator.per_head_linear`."""
+    (rows, heads, depth), columns = x_TNK.shape, weight_NMK.shape[1]
+    out_TNM = torch.empty((rows, heads, columns), dtype=x_TNK.dtype, device=x_TNK.device)
+    tile = SMALL if rows < MANY_ROWS else LARGE
+    _head_linear_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n), heads)](
+        x_TNK,
+        weight_NMK,
+        out_TNM,
+        rows,
+        columns,
+        depth,
+        *x_TNK.stride(),
+        *weight_NMK.stride(),
+        BLOCK_T=tile.block_m,
+        BLOCK_M=tile.block_n,
+        BLOCK_K=tile.block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out_TNM

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..linear.triton import GROUP_M, swizzled
 from ..records import ScoredRows
 from .triton_topk_topp import tempered, untempered
 
@@ -21,7 +22,6 @@ CHUNK_BYTES = 256 << 20  # of the logits' gradients at a time
 COLUMN_BLOCK = 2048  # the chunks are ranges of the vocabulary, multiples of this
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
-GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache
 NUM_WARPS, NUM_STAGES = 8, 3
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -61,13 +61,8 @@ def _grad_logits_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    blocks_m, blocks_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
-    program = tl.program_id(0)
-    first_m = program // (GROUP * blocks_n) * GROUP
-    group = tl.minimum(blocks_m - first_m, GROUP)
-    within = program % (GROUP * blocks_n)
-    m = (first_m + within % group) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = within // group * BLOCK_N + tl.arange(0, BLOCK_N)
+    block_m, block_n = swizzled(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), GROUP)
+    m, n = block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside_M = m < rows
     temperature_M = tl.load(temperature_ptr + m, mask=inside_M, other=1.0)

@@ -2,22 +2,25 @@
 
 All heads read one row a position, the latent and a rotated key; a score is the sum of both parts' products, and the
 result is the weighted sum of the latents alone. Tiles, splits and their order are those of `ops/attention/operator.py`,
-so a query's bits depend on the rows' absolute positions only.
+so a query's bits depend on the rows' absolute positions only. On a CPU attention's own paths do it, with each row as
+key and value: queries are float32 there, so that the scale is applied before any rounding; the result is rounded once.
 
 Shape suffixes: T rows, S segments or sequences, N heads, R latent rank, P rotated dim, H = R + P.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
+from ..attention import reference
 from ..operator import SAME, operator, save_inputs_and_results, saved
-from ..records import Latent, Packed, Paged
-from . import reference
+from ..records import KVPages, Latent, Packed, Paged
 
 
 def mla_packed(x: Latent, by: Packed) -> Tensor:
@@ -36,9 +39,15 @@ def _backward(ctx, grad_TNR: Tensor, _):
     return mla_packed_backward(grad_TNR.contiguous(), *inputs, out_TNR, lse_TN)
 
 
+def _attend_packed(attend: Callable[..., Tensor], x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
+    """By `attend` of queries, keys and values."""
+    q_TNH, k_T1H = _queries(x.q_TNR, x.q_rope_TNP, x.scale), _keys(x)
+    return _latents(attend(q_TNH, k_T1H, k_T1H, by), x.q_TNR), x.q_TNR.new_empty(0, dtype=torch.float32)
+
+
 @operator(
     "lockstep::mla_packed",
-    native=partial(reference.packed, attention=native.packed),
+    native=partial(_attend_packed, native.packed),
     cuda="triton:packed",
     fake=_packed_fake,
     setup=save_inputs_and_results,
@@ -46,7 +55,7 @@ def _backward(ctx, grad_TNR: Tensor, _):
 )
 def _packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
     """The output and, for the backward, log2 of each row's sum of exponentials, float32 [T, N]; empty on a CPU."""
-    return reference.packed(x, by)
+    return _attend_packed(reference.packed, x, by)
 
 
 @operator(
@@ -59,19 +68,32 @@ def mla_packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients for the first four inputs, zero in padding rows. Not under the forward's contract, but the same every
     time. `out_TNR` and `lse_TN` are what the forward returned."""
-    return reference.packed_backward(grad_TNR, x, by)
+    parts = (x.q_TNR.shape[2], x.q_rope_TNP.shape[2])
+    q_TNH, k_T1H = _queries(x.q_TNR, x.q_rope_TNP, x.scale), _keys(x).float()
+    grad_TNH = F.pad(grad_TNR.float(), (0, parts[1]))
+    dq_TNH, dk_T1H, dv_T1H = reference.packed_backward(grad_TNH, q_TNH, k_T1H, k_T1H, by)
+    dq_TNR, dq_rope_TNP = (dq_TNH * _factor(x.scale, sum(parts))).to(x.q_TNR.dtype).split(parts, dim=2)
+    dlatent_TR, dk_rope_TP = (dk_T1H + dv_T1H).squeeze(1).to(x.latent_TR.dtype).split(parts, dim=1)
+    return dq_TNR.contiguous(), dq_rope_TNP.contiguous(), dlatent_TR.contiguous(), dk_rope_TP.contiguous()
+
+
+def _attend_paged(
+    attend: Callable[..., Tensor], q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged
+) -> Tensor:
+    keys = cache.unsqueeze(2)
+    return _latents(attend(_queries(q_TNR, q_rope_TNP, scale), KVPages(keys, keys), by), q_TNR)
 
 
 @operator(
     "lockstep::mla_paged",
-    native=partial(reference.paged, attention=native.paged),
+    native=partial(_attend_paged, native.paged),
     cuda="triton:paged",
     fake=lambda q_TNR, *_: q_TNR.new_empty(q_TNR.shape),
 )
 def mla_paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
     """Latent attention of new tokens over a paged cache [pages, page_size, H] that already holds their rows;
     [T, N, R]."""
-    return reference.paged(q_TNR, q_rope_TNP, cache, scale, by)
+    return _attend_paged(reference.paged, q_TNR, q_rope_TNP, cache, scale, by)
 
 
 @operator(
@@ -82,3 +104,22 @@ def mla_paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by
 def mla_write(latent_TR: Tensor, k_rope_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
     """Store rows at `slots_T` (int64; page * page_size + offset) of a cache [pages, page_size, H]."""
     cache.flatten(0, 1).index_copy_(0, slots_T, torch.cat((latent_TR, k_rope_TP), dim=1))
+
+
+def _factor(scale: float, width: int) -> float:
+    """On the queries, as attention scales its scores by `width ** -0.5`."""
+    return scale * width**0.5
+
+
+def _queries(q_TNR: Tensor, q_rope_TNP: Tensor, scale: float) -> Tensor:
+    q_TNH = torch.cat((q_TNR, q_rope_TNP), dim=2).float()
+    return q_TNH * _factor(scale, q_TNH.shape[2])
+
+
+def _keys(x: Latent) -> Tensor:
+    return torch.cat((x.latent_TR, x.k_rope_TP), dim=1).unsqueeze(1)
+
+
+def _latents(out_TNH: Tensor, like_TNR: Tensor) -> Tensor:
+    """Without the sums of rotated keys."""
+    return out_TNH[:, :, : like_TNR.shape[2]].to(like_TNR.dtype).contiguous()

@@ -19,10 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..linear.triton import GROUP_M, swizzled
 from ..tables.linear_table import Choice
-
-SWIZZLE = 8  # row tiles that share a column tile's weights in the L2 cache
-
 
 _SMALL = Choice("grouped", 16, 128, 128, 4, 4)
 _MEDIUM = Choice("grouped", 64, 256, 64, 4, 4)
@@ -78,16 +76,12 @@ def _matmul_kernel(
     GROUPS: tl.constexpr,
     SWIZZLE_M: tl.constexpr,
 ):
-    tiles_n = tl.cdiv(columns, BLOCK_N)
-    program = tl.program_id(0)
-    first_tile = program // (SWIZZLE_M * tiles_n) * SWIZZLE_M
-    span = tl.minimum(tiles_m - first_tile, SWIZZLE_M)
-    within = program % (SWIZZLE_M * tiles_n)
-    group, first, end = _locate(first_tile + within % span, offsets_ptr, groups, BLOCK_M, GROUPS)
+    tile_m, tile_n = swizzled(tl.program_id(0), tiles_m, tl.cdiv(columns, BLOCK_N), SWIZZLE_M)
+    group, first, end = _locate(tile_m, offsets_ptr, groups, BLOCK_M, GROUPS)
     if group >= groups:
         return
     m = first + tl.arange(0, BLOCK_M)
-    n = within // span * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x = x_ptr + tl.minimum(m, end - 1).to(tl.int64)[:, None] * depth + k[None, :]
     w = w_ptr + group.to(tl.int64) * w_group_stride + (n % columns)[None, :] * w_n_stride + k[:, None] * w_k_stride
@@ -129,10 +123,7 @@ def _walking_kernel(
     last_G = tl.cumsum(tiles_G, axis=0)
     tiles_m, tiles_n = tl.sum(tiles_G, axis=0), tl.cdiv(columns, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        first_tile = tile // (SWIZZLE_M * tiles_n) * SWIZZLE_M
-        span = tl.minimum(tiles_m - first_tile, SWIZZLE_M)
-        within = tile % (SWIZZLE_M * tiles_n)
-        tile_m, tile_n = first_tile + within % span, within // span
+        tile_m, tile_n = swizzled(tile, tiles_m, tiles_n, SWIZZLE_M)
         passed_G = last_G <= tile_m
         group = tl.sum(passed_G.to(tl.int32), axis=0)
         before = tl.sum(tl.where(passed_G, tiles_G, 0), axis=0)
@@ -164,7 +155,7 @@ def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor) -> Tensor:
     tiles, tiles_n = triton.cdiv(rows, c.block_m) + min(groups, rows), triton.cdiv(columns, c.block_n)
     constants = {
         **{"BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "BLOCK_K": c.block_k},
-        **{"GROUPS": triton.next_power_of_2(groups), "SWIZZLE_M": SWIZZLE},
+        **{"GROUPS": triton.next_power_of_2(groups), "SWIZZLE_M": GROUP_M},
         **{"num_warps": c.num_warps, "num_stages": c.num_stages},
     }
     if described:

@@ -131,7 +131,7 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
 
 
 def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:
-    """See `attention.reference_backward.gather_heads`."""
+    """See `attention.reference.gather_heads`."""
     x_TNH = _head_rows(x_TNH)
     (tokens, heads, head_dim), (segments, length) = x_TNH.shape, rows_BI.shape
     out = x_TNH.new_empty(segments, heads, length, head_dim)
@@ -144,7 +144,7 @@ def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:
 
 
 def accumulate_heads(total_TNH: Tensor, rows_BI: Tensor, values_BNIH: Tensor) -> None:
-    """See `attention.reference_backward.accumulate_heads`."""
+    """See `attention.reference.accumulate_heads`."""
     (tokens, heads, head_dim), (segments, length) = total_TNH.shape, rows_BI.shape
     assert values_BNIH.shape == (segments, heads, length, head_dim)
     _float_rows(total_TNH, values_BNIH)

@@ -84,6 +84,26 @@ def _head_weight(q_weight_ptr, k_weight_ptr, is_key, column, mask):
 
 
 @triton.jit
+def _load_halves(ptr, mask, HALF: tl.constexpr):
+    """Both halves of heads as float32, zeros where masked."""
+    first = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_halves(ptr, first, second, mask, HALF: tl.constexpr):
+    tl.store(ptr, first.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + HALF, second.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weight_halves(q_weight_ptr, k_weight_ptr, is_query, inside, HALF: tl.constexpr):
+    q_first, q_second = _load_halves(q_weight_ptr, inside, HALF)
+    k_first, k_second = _load_halves(k_weight_ptr, inside, HALF)
+    return tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
+
+
+@triton.jit
 def _qk_norm_rope_kernel(
     qkv_ptr,
     q_weight_ptr,
@@ -113,8 +133,7 @@ def _qk_norm_rope_kernel(
     offset = head * (2 * HALF) + column
     qkv_ptr += token * qkv_stride
     pdl.begin(PDL)
-    first = tl.load(qkv_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+    first, second = _load_halves(qkv_ptr + offset, mask, HALF)
     if CACHED:
         kv_mask = (head < HEADS - NUM_HEADS) & inside
         v_first = tl.load(qkv_ptr + HEADS * 2 * HALF + offset, mask=kv_mask)
@@ -123,29 +142,22 @@ def _qk_norm_rope_kernel(
     if NORM:
         squares = sum_columns(first * first + second * second, BLOCK_HEADS, BLOCK_HALF)
         rstd = tl.rsqrt(squares / (2 * HALF) + eps)
-        q_first = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        q_second = tl.load(q_weight_ptr + column + HALF, mask=inside, other=0.0).to(tl.float32)
-        k_first = tl.load(k_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        k_second = tl.load(k_weight_ptr + column + HALF, mask=inside, other=0.0).to(tl.float32)
-        first = first * rstd * tl.where(head < NUM_HEADS, q_first, k_first)
-        second = second * rstd * tl.where(head < NUM_HEADS, q_second, k_second)
-    cos = tl.load(cos_sin_ptr + token * cos_sin_stride + column, mask=inside, other=0.0)
-    sin = tl.load(cos_sin_ptr + token * cos_sin_stride + column + HALF, mask=inside, other=0.0)
+        weights = q_weight_ptr + column, k_weight_ptr + column
+        first_weight, second_weight = _weight_halves(*weights, head < NUM_HEADS, inside, HALF)
+        first, second = first * rstd * first_weight, second * rstd * second_weight
+    cos, sin = _load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
     rotated_first = (first * cos - second * sin).to(out_ptr.dtype.element_ty)
     rotated_second = (second * cos + first * sin).to(out_ptr.dtype.element_ty)
     if CACHED:
         out = out_ptr + token * (NUM_HEADS * 2 * HALF) + offset
         k_cache = k_cache_ptr + slot - NUM_HEADS * 2 * HALF + offset
         k_mask = mask & (head >= NUM_HEADS)
-        tl.store(k_cache, rotated_first, mask=k_mask)
-        tl.store(k_cache + HALF, rotated_second, mask=k_mask)
-        tl.store(v_cache_ptr + slot + offset, v_first, mask=kv_mask)
-        tl.store(v_cache_ptr + slot + offset + HALF, v_second, mask=kv_mask)
+        _store_halves(k_cache, rotated_first, rotated_second, k_mask, HALF)
+        _store_halves(v_cache_ptr + slot + offset, v_first, v_second, kv_mask, HALF)
         mask &= head < NUM_HEADS
     else:
         out = out_ptr + token * (HEADS * 2 * HALF) + offset
-    tl.store(out, rotated_first, mask=mask)
-    tl.store(out + HALF, rotated_second, mask=mask)
+    _store_halves(out, rotated_first, rotated_second, mask, HALF)
 
 
 def qk_norm_rope(qkv_TE: Tensor, by: Rotation, cache: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
@@ -217,10 +229,8 @@ def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T:
 @triton.jit
 def _unrotated(grad_ptr, cos_sin_ptr, column, inside, mask, HALF: tl.constexpr):
     """Both halves of a token's gradient before the rotation, which is orthogonal: its transpose undoes it."""
-    cos = tl.load(cos_sin_ptr + column, mask=inside, other=0.0)
-    sin = tl.load(cos_sin_ptr + column + HALF, mask=inside, other=0.0)
-    first = tl.load(grad_ptr, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(grad_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    cos, sin = _load_halves(cos_sin_ptr + column, inside, HALF)
+    first, second = _load_halves(grad_ptr, mask, HALF)
     return first * cos + second * sin, second * cos - first * sin
 
 
@@ -229,10 +239,8 @@ def _store_weight_gradient(partial_ptr, column, inside, first, second, is_query,
     """A program's sums over its query heads, then over its key heads: [2, H]."""
     q_first, q_second = tl.sum(tl.where(is_query, first, 0.0), axis=0), tl.sum(tl.where(is_query, second, 0.0), axis=0)
     k_first, k_second = tl.sum(tl.where(is_query, 0.0, first), axis=0), tl.sum(tl.where(is_query, 0.0, second), axis=0)
-    tl.store(partial_ptr + column, q_first, mask=inside)
-    tl.store(partial_ptr + HALF + column, q_second, mask=inside)
-    tl.store(partial_ptr + 2 * HALF + column, k_first, mask=inside)
-    tl.store(partial_ptr + 3 * HALF + column, k_second, mask=inside)
+    _store_halves(partial_ptr + column, q_first, q_second, inside, HALF)
+    _store_halves(partial_ptr + 2 * HALF + column, k_first, k_second, inside, HALF)
 
 
 @triton.jit
@@ -268,11 +276,8 @@ def _qk_norm_rope_backward_kernel(
     offset = head * (2 * HALF) + column
     value = HEADS * 2 * HALF + group * BLOCK_V + tl.arange(0, BLOCK_V)
     if NORM:
-        q_first = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        q_second = tl.load(q_weight_ptr + column + HALF, mask=inside, other=0.0).to(tl.float32)
-        k_first = tl.load(k_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        k_second = tl.load(k_weight_ptr + column + HALF, mask=inside, other=0.0).to(tl.float32)
-        first_weight, second_weight = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
+        weights = q_weight_ptr + column, k_weight_ptr + column
+        first_weight, second_weight = _weight_halves(*weights, is_query, inside, HALF)
         first_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
         second_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
     for token in range(program * ROWS, tl.minimum(program * ROWS + ROWS, tokens)):
@@ -285,8 +290,7 @@ def _qk_norm_rope_backward_kernel(
             HALF,
         )
         if NORM:
-            x_first = tl.load(qkv_ptr + token * qkv_stride + offset, mask=mask, other=0.0).to(tl.float32)
-            x_second = tl.load(qkv_ptr + token * qkv_stride + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+            x_first, x_second = _load_halves(qkv_ptr + token * qkv_stride + offset, mask, HALF)
             squares = tl.sum(x_first * x_first + x_second * x_second, axis=1)
             rstd = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
             x_first, x_second = x_first * rstd, x_second * rstd
@@ -296,8 +300,7 @@ def _qk_norm_rope_backward_kernel(
             along = (tl.sum(first * x_first + second * x_second, axis=1) / (2 * HALF))[:, None]
             first, second = rstd * (first - x_first * along), rstd * (second - x_second * along)
         out = grad_qkv_ptr + token * WIDTH
-        tl.store(out + offset, first.to(grad_qkv_ptr.dtype.element_ty), mask=mask)
-        tl.store(out + offset + HALF, second.to(grad_qkv_ptr.dtype.element_ty), mask=mask)
+        _store_halves(out + offset, first, second, mask, HALF)
         if not HAS_VALUES:
             zeros = tl.zeros((BLOCK_V,), grad_qkv_ptr.dtype.element_ty)
             tl.store(out + value, zeros, mask=value < WIDTH)

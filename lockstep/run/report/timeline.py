@@ -21,6 +21,7 @@ NAMES = {
     "decode": "decode",
     "read": "reading results",
     "rewards": "rewards",
+    "critic": "the critic's values",
     "encode": "encoding prompts",
     "advantages": "advantages",
     "pack": "packing",

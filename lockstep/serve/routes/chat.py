@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from ...config import TEMPLATE_ARGUMENTS
-from ...types import Completion
+from ...types import Trajectory
 from ..batcher import Job, Update
 from ..bodies import ChatBody, read_body
 from ..chat_prompt import ChatPrompt, checked_messages, encode_chat
@@ -97,7 +97,7 @@ def _max_tokens(service: Service, body: ChatBody, prompt: ChatPrompt) -> int:
     return body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt.token_ids))
 
 
-def _answer(asked: _Chat, samples: list[Completion]) -> dict[str, Any]:
+def _answer(asked: _Chat, samples: list[Trajectory]) -> dict[str, Any]:
     choices = [_choice(asked, i, completion) for i, completion in enumerate(samples)]
     answer = {**asked.head, "choices": choices}
     if asked.body.return_token_ids:
@@ -105,7 +105,7 @@ def _answer(asked: _Chat, samples: list[Completion]) -> dict[str, Any]:
     return {**answer, "usage": usage([asked.job], sum(len(c.token_ids) for c in samples))}
 
 
-def _choice(asked: _Chat, index: int, completion: Completion) -> dict[str, Any]:
+def _choice(asked: _Chat, index: int, completion: Trajectory) -> dict[str, Any]:
     text, calls = visible(completion.text, asked.job.sampling.stop, asked.form)
     message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text}
     if calls:
@@ -122,10 +122,10 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def _logprobs(asked: _Chat, sampled: Completion | Update) -> dict[str, Any] | None:
+def _logprobs(asked: _Chat, sampled: Trajectory | Update) -> dict[str, Any] | None:
     if not asked.body.logprobs:
         return None
-    return {"content": chat_logprobs(asked.service.policy.tokenizer.decode, sampled), "refusal": None}
+    return {"content": chat_logprobs(asked.service.token_text, sampled), "refusal": None}
 
 
 async def _chunks(asked: _Chat, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from ...session.build import Policy
-from ...types import Completion
+from ...types import Trajectory
 from ..batcher import Job, Update
 from ..bodies import CompletionBody, read_body
 from ..errors import refused
@@ -63,7 +63,7 @@ def _encode(policy: Policy, prompts: list[str | list[int]]) -> list[list[int]]:
     return [policy.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def _choice(service: Service, body: CompletionBody, place: int, job: Job, completion: Completion) -> dict[str, Any]:
+def _choice(service: Service, body: CompletionBody, place: int, job: Job, completion: Trajectory) -> dict[str, Any]:
     text, _ = visible(completion.text, job.sampling.stop, None)
     choice: dict[str, Any] = {"index": place, "text": text, "finish_reason": completion.finish_reason}
     choice["logprobs"] = _logprobs(service, body, completion, 0)
@@ -73,10 +73,9 @@ def _choice(service: Service, body: CompletionBody, place: int, job: Job, comple
 
 
 def _logprobs(
-    service: Service, body: CompletionBody, sampled: Completion | Update, offset: int
+    service: Service, body: CompletionBody, sampled: Trajectory | Update, offset: int
 ) -> dict[str, Any] | None:
-    decode = service.policy.tokenizer.decode
-    return None if body.logprobs is None else completion_logprobs(decode, sampled, offset)
+    return None if body.logprobs is None else completion_logprobs(service.token_text, sampled, offset)
 
 
 async def _chunks(

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from ...types import Completion
+from ...types import Trajectory
 from ..bodies import TokensBody, read_body
 from ..errors import refused
 from ..service import Service
@@ -41,7 +41,7 @@ async def tokens(service: Service, request: Request) -> Response:
     return JSONResponse({**answer, "usage": usage([job], sum(len(c.token_ids) for c in samples))})
 
 
-def _choice(index: int, completion: Completion) -> dict[str, Any]:
+def _choice(index: int, completion: Trajectory) -> dict[str, Any]:
     columns = zip(completion.token_ids, completion.logprobs, completion.model_logprobs, strict=True)
     content = [
         {"token": f"token_id:{token}", "logprob": logprob, "model_logprob": own} for token, logprob, own in columns

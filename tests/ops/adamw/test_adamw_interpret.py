@@ -52,6 +52,16 @@ class Interpreted:
                 torch.testing.assert_close(ours[0].float(), ours[2], rtol=2**-7, atol=0)
         assert not torch.equal(ours[2], state(dtype)[2])
 
+    def test_an_update_in_parts_has_the_bits_of_one(self) -> None:
+        whole, parts = state(torch.float32), state(torch.float32)
+        for tensors, spans in ((whole, [slice(None)]), (parts, [slice(0, 1024), slice(1024, None)])):
+            tensors[1].copy_(torch.randn(SIZE, generator=torch.Generator().manual_seed(0)))
+            for span in spans:
+                own = ops.AdamWState(None, *(t[span] for t in tensors[1:5]), tensors[5].clone())
+                step = ops.AdamWStep(torch.tensor(3e-3), torch.tensor(2.5), torch.tensor(True))
+                kernels.adamw(own, step, SETTINGS._replace(num_matrix_elements=MATRICES - (span.start or 0)))
+        assert all(map(torch.equal, whole[1:5], parts[1:5]))
+
     def test_gradients_that_are_not_finite_leave_nothing_behind(self) -> None:
         tensors = state(torch.bfloat16)
         tensors[1].fill_(float("nan"))

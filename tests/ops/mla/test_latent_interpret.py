@@ -17,7 +17,7 @@ from lockstep import ops
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.attention import triton as attention_triton
-    from lockstep.ops.linear import triton_per_head
+    from lockstep.ops.linear import triton as linear_triton
     from lockstep.ops.mla import triton as mla_triton
     from lockstep.ops.rope import triton as rope_triton
 
@@ -89,9 +89,9 @@ class Interpreted:
     def test_products_a_head(self, rows):
         x, weight = torch.randn(rows, 3, 50)[:, :, 7:40], torch.randn(3, 33, 24).transpose(1, 2)
         expected = torch.einsum("tnk,nmk->tnm", x, weight)
-        torch.testing.assert_close(triton_per_head.per_head_linear(x, weight), expected, rtol=1e-5, atol=1e-5)
-        alone = triton_per_head.per_head_linear(x[:1], weight)
-        assert same_bits(alone, triton_per_head.per_head_linear(x, weight)[:1])
+        torch.testing.assert_close(linear_triton.per_head_linear(x, weight), expected, rtol=1e-5, atol=1e-5)
+        alone = linear_triton.per_head_linear(x[:1], weight)
+        assert same_bits(alone, linear_triton.per_head_linear(x, weight)[:1])
 
     def test_heads_without_values_are_rotated_both_ways(self):
         x, table = torch.randn(9, 5 * 6), ops.rope_table(torch.arange(9) * 7, torch.rand(3))

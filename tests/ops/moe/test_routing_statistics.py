@@ -9,7 +9,7 @@ import torch
 from torch.autograd import gradcheck
 
 from lockstep import ops
-from lockstep.ops.moe import statistics
+from lockstep.ops.moe import routing
 
 CHOICES, EXPERTS = 60, 64
 
@@ -20,7 +20,7 @@ def experts() -> torch.Tensor:
 
 
 def test_the_digest_is_the_polynomial_it_is_said_to_be(experts: torch.Tensor) -> None:
-    base = statistics._BASE
+    base = routing._BASE
     expected = [sum(e * base ** (n + 1) for n, e in enumerate(row)) % 2**31 for row in experts.tolist()]
     assert ops.route_digest(experts).tolist() == expected and len(set(expected)) == len(experts)
 

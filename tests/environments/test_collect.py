@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.environments.base import Problem
+from lockstep.environments.collect import Collector
+from lockstep.environments.episodes import Limits, Tokens
 from lockstep.environments.rewards.reward_set import Reward, RewardSet
-from lockstep.environments.single_turn import SingleTurn
 from lockstep.environments.tasks.sum_digits import SumDigits
 from lockstep.errors import InputError
 from lockstep.types import (
@@ -28,20 +31,30 @@ def encode(prompt: str | list[dict[str, Any]]) -> list[int]:
     return list(prompt.encode()) if isinstance(prompt, str) else [0, *prompt[-1]["content"].encode()]
 
 
-def answering(texts: list[str]):
-    """A generate callable whose sample s of any prompt is `texts[s]`, and the list of what it was asked."""
-    asked = []
+class Answering:
+    """A generator whose sample s of any prompt is `texts[s]`; keeps what it was asked."""
 
-    def generate(
-        prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
-    ) -> list[list[Trajectory]]:
-        asked.append((prompt_ids, sampling, identities))
-        return [
-            [_completion(ids, texts[s], SampleIdentity(i.seed, i.domain, i.step, i.group, s)) for s in range(params.n)]
-            for ids, params, i in zip(prompt_ids, sampling, identities, strict=True)
-        ]
+    def __init__(self, texts: list[str]) -> None:
+        self.texts, self.asked, self._new = texts, list[tuple[list[int], SamplingParams, SampleIdentity]](), list[Any]()
 
-    return generate, asked
+    def __call__(self, prompt_ids: list[list[int]], sampling: list[SamplingParams]) -> Answering:
+        self.planned = prompt_ids
+        return self
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
+        self.asked.append((prompt_ids, sampling, identity))
+        for s in range(sampling.n):
+            own = replace(identity, sample=identity.sample + s)
+            made = _completion(prompt_ids, self.texts[own.sample], own)
+            self._new.append(SimpleNamespace(request_id=len(self.asked), identity=own, completion=made))
+        return len(self.asked)
+
+    def advance(self) -> list[Any]:
+        new, self._new = self._new, []
+        return new
+
+    def abort(self, request_id: int) -> list[Trajectory]:
+        return []
 
 
 def _completion(prompt_ids: list[int], text: str, identity: SampleIdentity) -> Trajectory:
@@ -50,20 +63,25 @@ def _completion(prompt_ids: list[int], text: str, identity: SampleIdentity) -> T
     return Trajectory([Segment(prompt_ids), turn], "stop", identity)
 
 
+def tokens(encode: Any) -> Tokens:
+    return Tokens(encode, lambda messages, given: encode(given))
+
+
 def run(problems: list[tuple[int, Problem]], texts: list[str], rewards: RewardSet, **options: Any):
-    generate, asked = answering(texts)
-    turn = SingleTurn(encode, generate, rewards, 7, **options)
-    groups, without, counts = turn.collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
+    generator = Answering(texts)
+    collector = Collector(tokens(encode), generator, rewards, 7, limits=Limits(**options))
+    groups, without, counts = collector.collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
     assert counts.get("groups_without_reward", 0) == len(without) == len(problems) - len(groups)
-    return groups, asked
+    return groups, generator
 
 
 def test_groups_are_generated_once_and_scored() -> None:
     task = SumDigits(seed=42, validation_seed=99, validation_prompts=0, easy=True)
     problems = [(g, task.train_problem(3, g)) for g in (0, 1, 4)]
     right = f"<answer>{problems[1][1].columns['answer']}</answer>"
-    groups, asked = run(problems, [right, "none"], task.rewards)
-    ((prompt_ids, sampling, identities),) = asked
+    groups, generator = run(problems, [right, "none"], task.rewards)
+    prompt_ids, sampling, identities = map(list, zip(*generator.asked, strict=True))
+    assert generator.planned == prompt_ids
     assert prompt_ids == [list(problem.prompt.encode()) for _, problem in problems]
     assert sampling == [SAMPLING] * 3
     assert identities == [SampleIdentity(7, TRAIN_DOMAIN, 3, group) for group in (0, 1, 4)]
@@ -98,10 +116,10 @@ def constant(value: float) -> RewardSet:
 
 def test_a_prompt_at_the_limit_is_taken_and_one_beyond_is_named() -> None:
     problems = [(0, Problem("four")), (5, Problem("fives", origin="rows.jsonl line 9"))]
-    groups, _ = run(problems, ["a", "b"], constant(1.0), max_prompt_length=5)
+    groups, _ = run(problems, ["a", "b"], constant(1.0), prompt_tokens=5)
     assert [len(group.prompt_ids) for group in groups] == [4, 5]
     with pytest.raises(InputError, match=r"step 4 group 5 \(rows.jsonl line 9\): the prompt has 5 tokens; at most 4"):
-        run(problems, ["a", "b"], constant(1.0), max_prompt_length=4)
+        run(problems, ["a", "b"], constant(1.0), prompt_tokens=4)
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
@@ -113,10 +131,10 @@ def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
     def refuse(prompt: Any) -> list[int]:
         raise InputError("no template")
 
-    generate, _ = answering(["a", "b"])
+    generate = Answering(["a", "b"])
     with pytest.raises(InputError, match=r"step 4 group 2 \(row 8\): no template"):
         problems = [(2, Problem("p", origin="row 8"))]
-        SingleTurn(refuse, generate, constant(0.0), 7).collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
+        Collector(tokens(refuse), generate, constant(0.0), 7).collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
 
 
 def test_a_failing_reward_names_the_step_the_groups_and_the_row() -> None:
@@ -126,12 +144,14 @@ def test_a_failing_reward_names_the_step_the_groups_and_the_row() -> None:
 
 
 def test_validation_is_called_that() -> None:
-    generate, _ = answering(["a", "b"])
+    generate = Answering(["a", "b"])
     problems = [(0, Problem("p"))]
     with pytest.raises(InputError, match="of the 2 completions of validation, groups 0 to 0"):
-        SingleTurn(encode, generate, constant(float("nan")), 7).collect(problems, SAMPLING, VALIDATION_DOMAIN, 0)
+        Collector(tokens(encode), generate, constant(float("nan")), 7).collect(problems, SAMPLING, VALIDATION_DOMAIN, 0)
     with pytest.raises(InputError, match="^validation group 0: the prompt has no tokens"):
-        SingleTurn(encode, generate, constant(0.0), 7).collect([(0, Problem(""))], SAMPLING, VALIDATION_DOMAIN, 0)
+        Collector(tokens(encode), generate, constant(0.0), 7).collect(
+            [(0, Problem(""))], SAMPLING, VALIDATION_DOMAIN, 0
+        )
 
 
 def sometimes(completions: list[str], value: list[float | None]) -> list[float | None]:
@@ -150,9 +170,9 @@ def test_reward_errors_are_counted_a_function() -> None:
     def broken(completions: list[str]) -> list[float]:
         raise ValueError
 
-    generate, _ = answering(["a", "b"])
+    generate = Answering(["a", "b"])
     rewards = RewardSet([Reward("broken", broken)], on_error="zero")
-    *_, counts = SingleTurn(encode, generate, rewards, 7).collect([(0, Problem("p"))], SAMPLING, TRAIN_DOMAIN, 3)
+    *_, counts = Collector(tokens(encode), generate, rewards, 7).collect([(0, Problem("p"))], SAMPLING, TRAIN_DOMAIN, 3)
     assert counts == {"groups_without_reward": 0, "reward_errors/broken": 2}
 
 

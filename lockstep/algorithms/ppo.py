@@ -1,0 +1,82 @@
+"""PPO with a critic: proximal policy optimization (arXiv 1707.06347), with clipped values as OpenAI's baselines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..config import LossConfig
+from .advantage import Rewards
+from .algorithm import mean_over_tokens
+from .grpo import GRPO
+from .losses import TokenValues
+
+_EPSILON = 1e-8  # TRL's, of the variance
+
+
+@dataclass(frozen=True)
+class PPO(GRPO):
+    """`grpo`'s loss with an advantage a token, plus `vf_coef` times the critic's: `max((v - R)^2, (clip(v, v_old -
+    cliprange_value, v_old + cliprange_value) - R)^2) / 2`; the mean over all tokens.
+
+    The critic is a value head on the policy's own hidden states, of zeros at first, whose gradient reaches them.
+    `v_old` and the advantages are made of the weights before the step's first update, by generalized advantage
+    estimation (arXiv 1506.02438): `A_t = d_t + gamma lam A_t+1`, `d_t = r_t + gamma v_t+1 - v_t`, the reward at the
+    last token and nothing after it. `R = A + v_old`; then advantages are whitened over the step's tokens. Names and
+    defaults are those of TRL's `PPOConfig`, and `epsilon` is its `cliprange`."""
+
+    vf_coef: float = 0.1
+    cliprange_value: float = 0.2
+
+    has_critic: ClassVar[bool] = True
+
+    def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
+        return [[1.0] * len(group) for group in rewards]  # no sample is left out; the tokens' own come from the critic
+
+    def keep(self, rewards: Sequence[float]) -> bool:
+        return True
+
+    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
+        return mean_over_tokens(lengths)
+
+    def estimate(
+        self, config: LossConfig, rewards: Sequence[float], values: Sequence[Sequence[float]]
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        pairs = zip(rewards, values, strict=True)
+        found = [generalized_advantages(r, v, config.gamma, config.lam) for r, v in pairs]
+        returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(found, values, strict=True)]
+        return whiten(found), returns
+
+    def corrected_loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
+        loss_C, clipped_C = super().corrected_loss(values)
+        return loss_C + self.vf_coef * self.value_loss(values), clipped_C
+
+    def value_loss(self, values: TokenValues) -> Tensor:
+        """Of the critic, [C]."""
+        value_C, old_C, return_C = values.value_C, values.old_value_C, values.return_C
+        assert value_C is not None and old_C is not None and return_C is not None
+        near_C = torch.clamp(value_C, old_C - self.cliprange_value, old_C + self.cliprange_value)
+        return 0.5 * torch.maximum((value_C - return_C).square(), (near_C - return_C).square())
+
+
+def generalized_advantages(reward: float, values: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """Of a completion's tokens, given the value before each; the reward comes with the last."""
+    found, advantage = [0.0] * len(values), 0.0
+    for t in reversed(range(len(values))):
+        last = t == len(values) - 1
+        advantage = (reward if last else gamma * values[t + 1]) - values[t] + gamma * lam * advantage
+        found[t] = advantage
+    return found
+
+
+def whiten(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Less the mean of all, over the deviation of all."""
+    flat = [a for sample in advantages for a in sample]
+    mean = math.fsum(flat) / max(len(flat), 1)
+    variance = math.fsum((a - mean) ** 2 for a in flat) / max(len(flat) - 1, 1)
+    return [[(a - mean) / math.sqrt(variance + _EPSILON) for a in sample] for sample in advantages]

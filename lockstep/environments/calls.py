@@ -1,0 +1,144 @@
+"""Calls of environments, which are answered in any order: none holds up another, nor the generator."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+import traceback
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cache, partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call that raised, or took too long: what happened in a line, and the traceback."""
+
+    reason: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call returned, or how it failed, after so many seconds."""
+
+    key: Hashable
+    value: Any
+    seconds: float
+
+
+class Calls:
+    """Functions that are called beside the caller's thread: plain ones in a thread each, coroutines in one event loop.
+
+    A call that takes longer than `timeout` seconds (0: no limit) has failed; a thread that hangs is left behind, as
+    nothing can end it, and a coroutine is cancelled.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._answers: SimpleQueue[tuple[Hashable, int, Any]] = SimpleQueue()
+        self._open: dict[Hashable, tuple[int, float]] = {}  # the call's number, and when it began
+        self._running: dict[Hashable, Any] = {}  # coroutines
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def call(self, key: Hashable, instant: bool, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call it; its answer comes under `key`. An `instant` one is called here and now."""
+        self._number += 1
+        self._open[key] = (self._number, time.monotonic())
+        answer = partial(self._answer, key, self._number)
+        if inspect.iscoroutinefunction(function):
+            coroutine = _outcome_of_coroutine(function, arguments)
+            self._running[key] = future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+            future.add_done_callback(lambda done: None if done.cancelled() else answer(done.result()))
+        elif instant:
+            answer(_outcome(function, arguments))
+        else:
+            threading.Thread(target=lambda: answer(_outcome(function, arguments)), daemon=True).start()
+
+    def _answer(self, key: Hashable, number: int, value: Any) -> None:
+        self._answers.put((key, number, value))
+
+    def answers(self, wait: bool) -> list[Answer]:
+        """What has come since the last call, and what is overdue; with `wait` at least one, if any call is open."""
+        found: list[Answer] = []
+        while not found:
+            while (taken := self._next(wait and bool(self._open) and not found)) is not None:
+                key, number, value = taken
+                if key in self._open and self._open[key][0] == number:  # else it came too late
+                    found.append(self._close(key, value))
+            found += self._overdue()
+            if not wait or not self._open:
+                break
+        return found
+
+    def abandon(self) -> None:
+        """Expect no more answers."""
+        for future in self._running.values():
+            future.cancel()
+        self._open.clear()
+        self._running.clear()
+
+    def _next(self, wait: bool) -> tuple[Hashable, int, Any] | None:
+        try:
+            if not wait:
+                return self._answers.get_nowait()
+            return self._answers.get(timeout=self._patience())
+        except Empty:
+            return None
+
+    def _patience(self) -> float | None:
+        """Seconds until the first call is overdue."""
+        if not self._timeout:
+            return None
+        first = min(began for _, began in self._open.values())
+        return max(0.0, first + self._timeout - time.monotonic())
+
+    def _overdue(self) -> list[Answer]:
+        if not self._timeout:
+            return []
+        now = time.monotonic()
+        late = [key for key, (_, began) in self._open.items() if now - began >= self._timeout]
+        for key in late:
+            if key in self._running:
+                self._running[key].cancel()
+        reason = f"it took longer than task.environment_timeout, {self._timeout:g} s"
+        return [self._close(key, Failure(reason)) for key in late]
+
+    def _close(self, key: Hashable, value: Any) -> Answer:
+        self._running.pop(key, None)
+        return Answer(key, value, time.monotonic() - self._open.pop(key)[1])
+
+
+def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    try:
+        return function(*arguments)
+    except BaseException as error:  # also what would end this thread alone, such as SystemExit
+        return _failed(error)
+
+
+async def _outcome_of_coroutine(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    try:
+        return await function(*arguments)
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> Failure:
+    return Failure(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One that runs in a thread of its own for as long as the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop

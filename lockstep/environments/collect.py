@@ -1,0 +1,159 @@
+"""From problems to scored groups: play them in their environment, and score. Advantages come later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+from ..distributed import ONE, World
+from ..errors import InputError
+from ..timings import Timings
+from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
+from .base import Problem, draw
+from .environment import End, Environment, SingleTurn
+from .episodes import Asked, Failures, Limits, Play, Sampler, Tokens
+from .rewards.calls import Logged
+from .rewards.reward_set import RewardSet, Scoring
+
+LOGGED = "logged/"  # of metrics that reward functions logged
+
+Problems = Sequence[tuple[int, Problem]]  # each with its group
+
+
+class Collected(NamedTuple):
+    """What was sampled and scored.
+
+    Attributes:
+        groups: those whose completions all have a reward.
+        without_reward: the others.
+        counts: metrics: `groups_without_reward`, `reward_errors/<fn>`, and where there are any `environment/errors`.
+    """
+
+    groups: list[RolloutGroup]
+    without_reward: list[RolloutGroup]
+    counts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Collector:
+    """Plays problems in their environment and scores what was sampled, on all ranks of `world` together.
+
+    `seed` is a part of what keys the random numbers (`SampleIdentity`). `timings` measures `encode` and `rewards`.
+    """
+
+    tokens: Tokens
+    sampler: Callable[[list[list[int]], list[SamplingParams]], Sampler]
+    rewards: RewardSet
+    seed: int
+    environment: type[Environment] = SingleTurn
+    limits: Limits = Limits()
+    failures: Failures = field(default_factory=Failures)
+    timings: Timings = field(default_factory=Timings)
+    world: World = ONE
+
+    def collect(
+        self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
+    ) -> Collected:
+        """Sample `sampling.n` completions of each (group, problem) and score them. Each rank takes its share of the
+        problems, and has all groups in the end; one with a completion that no reward applies to is kept apart, and so
+        are samples whose environment failed.
+
+        Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group
+        has a reward and one is `required`, and whatever scoring refuses.
+        """
+        where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
+        own = self.world.mesh.fsdp.own(problems)
+        found = self.world.share(lambda: self._of(own, sampling, domain, step, where))
+        groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
+        without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
+        counts: Counter[str] = Counter()
+        for of_rank in found:
+            counts.update(of_rank.counts)
+        for name in [name for name in counts if name.startswith(LOGGED)]:
+            counts[name] /= sum(name in of_rank.counts for of_rank in found)  # type: ignore[assignment]  # means
+        if problems and not groups and required:
+            raise InputError(self._nothing_scored(where, counts))
+        return Collected(groups, without, dict(counts))
+
+    def _of(self, problems: Problems, sampling: SamplingParams, domain: int, step: int, where: str) -> Collected:
+        """`collect` of this rank's problems."""
+        if not problems:
+            return Collected([], [], {})
+        asked = [self._asked(*item, domain, step, where) for item in problems]
+        play = Play(self.environment, self.tokens, self.sampler, self.limits, self.failures, self.timings)
+        played = play.run(asked, sampling, SampleIdentity(self.seed, domain, step, 0))
+        groups: list[RolloutGroup] = []
+        failed: list[RolloutGroup] = []
+        for (number, problem), episodes in zip(problems, played, strict=True):
+            well = [episode for episode in episodes if episode.end is not None]
+            if len(well) < min(2, sampling.n):  # one alone has nothing to be compared with
+                well = []
+            for into, some in (groups, well), (failed, [episode for episode in episodes if episode not in well]):
+                if rollouts := [_ended(e.trajectory, e.end) for e in some if e.trajectory is not None]:
+                    into.append(RolloutGroup(rollouts, sampling, number, problem.prompt, problem.columns))
+        about = Scoring(
+            f"{where}, groups {problems[0][0]} to {problems[-1][0]}",
+            step=step if domain == TRAIN_DOMAIN else 0,
+            tell=self.timings.tell,
+        )
+        with self.timings.measured("rewards"):
+            scored = _score(groups, self.rewards, {a.group: a.problem.origin for a in asked}, about)
+        errors = sum(episode.failure is not None for episodes in played for episode in episodes)
+        counts = scored.counts | ({"environment/errors": errors} if errors else {})
+        return Collected(scored.groups, scored.without_reward + failed, counts)
+
+    def _asked(self, group: int, problem: Problem, domain: int, step: int, where: str) -> Asked:
+        where = f"{where} group {group}" + (f" ({problem.origin})" if problem.origin else "")
+        return Asked(group, problem, draw("environment", self.seed, domain, step, group), where)
+
+    def _nothing_scored(self, where: str, counts: Mapping[str, float]) -> str:
+        if errors := counts.get("environment/errors"):
+            return f"{where}: the environment failed for {errors:g} trajectories, and no group is left; see the log"
+        names = ", ".join(reward.name for reward in self.rewards.rewards)
+        return (
+            f"{where}: every group has a completion that no reward applies to: {names} returned None or failed; "
+            "at least one must return a number"
+        )
+
+
+def _ended(trajectory: Trajectory, end: End | None) -> Trajectory:
+    """With the rewards of its end, where that has some."""
+    if end is not None and end.reward is not None:
+        named = end.reward if isinstance(end.reward, Mapping) else {"reward": end.reward}
+        trajectory.rewards = {name: float(value) for name, value in named.items()}
+        trajectory.reward = sum(float(value) for value in named.values())
+    return trajectory
+
+
+def _score(groups: list[RolloutGroup], rewards: RewardSet, origins: Mapping[int, str], about: Scoring) -> Collected:
+    """Fill in the `rewards` and `reward` of every rollout that its environment has not given any."""
+    rows = [(group, rollout) for group in groups for rollout in group.rollouts if not rollout.rewards]
+    numbers = [group.group for group, _ in rows]
+    scores = rewards.score(
+        [group.prompt for group, _ in rows],
+        [rollout.text for _, rollout in rows],
+        [rollout.token_ids for _, rollout in rows],
+        [group.columns for group, _ in rows],
+        about._replace(origins=[origins[number] for number in numbers], groups=numbers),
+    )
+    logged = rewards.logged if rows else Logged(0)
+    for name, column in logged.extra.items():
+        for (_, rollout), value in zip(rows, column, strict=True):
+            rollout.extra[name] = value
+    without = set()
+    for (group, rollout), values, total in zip(rows, scores.values, scores.totals, strict=True):
+        rollout.rewards = values
+        if total is None:
+            without.add(group.group)
+        else:
+            rollout.reward = total
+    split: tuple[list[RolloutGroup], list[RolloutGroup]] = [], []
+    for group in groups:
+        split[group.group in without].append(group)
+    counts: dict[str, float] = {f"reward_errors/{name}": count for name, count in scores.errors.items()}
+    counts |= {f"{LOGGED}{name}": value for name, value in logged.metrics.items()}
+    counts["groups_without_reward"] = len(without)
+    return Collected(*split, counts)

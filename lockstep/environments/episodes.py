@@ -1,0 +1,359 @@
+"""Many trajectories at once: what is sampled goes to its environment, what that gives goes on being sampled.
+
+The generator never waits for an environment while there is something to sample. No bit depends on who answered first:
+tokens are keyed by the trajectory and their place in it, and a trajectory's pages are found again by their tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from ..errors import InputError, LockstepError
+from ..timings import Timings
+from ..types import SampleIdentity, SamplingParams, Segment, Trajectory
+from ..user_functions import one_line
+from .base import Encode, Problem
+from .calls import Answer, Calls, Failure
+from .environment import End, Environment, Turn
+
+FAILURES = 16  # trajectories in a row that their environment fails end the run
+
+_log = logging.getLogger("lockstep")
+
+Messages = list[dict[str, Any]]
+
+
+class NewTokens(Protocol):
+    """A sample that has new tokens, and once it is finished its trajectory."""
+
+    @property
+    def request_id(self) -> int: ...
+    @property
+    def identity(self) -> SampleIdentity: ...
+    @property
+    def completion(self) -> Trajectory | None: ...
+
+
+class Sampler(Protocol):
+    """The generator, as `generator.Engine` is one."""
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int: ...
+    def advance(self) -> Sequence[NewTokens]: ...
+    def abort(self, request_id: int) -> list[Trajectory]: ...
+
+
+# continue_(messages, given): tokens of text or messages that follow an answer; `messages` are those so far, the answer
+# the last; None where the prompt was no chat.
+Continue = Callable[[Messages | None, str | Messages], list[int]]
+
+
+class Tokens(NamedTuple):
+    """How given text becomes tokens, once."""
+
+    prompt: Encode
+    following: Continue
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a trajectory: the tokens of its prompt and those after it (None: no limit but a turn's), its turns, and the
+    seconds that its environment may take to answer (0: any); and in words where the first comes from."""
+
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    turns: int = 1
+    timeout: float = 0.0
+    prompt_reason: str = ""
+
+
+@dataclass(eq=False)
+class Episode:
+    """A trajectory in the making. `failure` tells why its environment's answer is missing."""
+
+    environment: Environment
+    group: int
+    sample: int
+    trajectory: Trajectory | None = None
+    messages: Messages | None = None
+    turns: int = 0
+    failure: Failure | None = None
+    end: End | None = None
+
+
+@dataclass
+class Failures:
+    """Environments that failed: how many in a row, of those that are allowed to."""
+
+    allowed: int = FAILURES - 1
+    in_a_row: int = 0
+    first: Failure | None = None
+
+    def add(self, where: str, failure: Failure) -> None:
+        """Raises `LockstepError`, with the first one's traceback, when there are too many."""
+        self.first = self.first or failure
+        self.in_a_row += 1
+        if self.in_a_row > self.allowed:
+            raise LockstepError(
+                f"{where}: the environment failed for {self.in_a_row} trajectories in a row; the first: "
+                f"{one_line(self.first.reason)}\n{self.first.traceback}".rstrip()
+            )
+
+    def forget(self) -> None:
+        """One went well."""
+        self.in_a_row, self.first = 0, None
+
+
+class Asked(NamedTuple):
+    """A problem to play: its group, and what its environments start from; `where` names it in messages."""
+
+    group: int
+    problem: Problem
+    seed: int
+    where: str
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The problem's columns and its prompt."""
+        return {**self.problem.columns, "prompt": self.problem.prompt}
+
+
+class Play:
+    """One round: the samples of some prompts, from their start to their end.
+
+    Args:
+        sampler: makes the generator for the first prompts, of which each is sampled as the parameters say.
+    """
+
+    def __init__(
+        self,
+        environment: type[Environment],
+        tokens: Tokens,
+        sampler: Callable[[list[list[int]], list[SamplingParams]], Sampler],
+        limits: Limits,
+        failures: Failures,
+        timings: Timings,
+    ) -> None:
+        self._environment, self._tokens, self._sampler_of = environment, tokens, sampler
+        self._limits, self._failures, self._timings = limits, failures, timings
+        self._calls = Calls(limits.timeout)
+        self._sampler: Sampler | None = None
+        self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
+        self._prompts: dict[int, list[Any]] = {}  # of each group, as its samples' environments gave them
+
+    def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
+        """The episodes of each, `sampling.n`; their random numbers are keyed by `identity` with their group's number.
+
+        Raises `InputError` for a prompt that is empty or refused, and `LockstepError` when environments fail on and on.
+        """
+        self._asked, self._sampling, self._identity = {a.group: a for a in asked}, sampling, identity
+        groups = [[Episode(self._made(), a.group, s) for s in range(sampling.n)] for a in asked]
+        try:
+            for a, episodes in zip(asked, groups, strict=True):
+                for episode in episodes:
+                    self._call(episode, episode.environment.start, a.row, a.seed)
+            while self._sampled or len(self._calls):
+                self._answers(self._calls.answers(wait=not self._sampled))
+                if self._sampled:
+                    self._advance()
+                left = len(self._sampled) + len(self._calls)
+                self._timings.tell(f"{sampling.n * len(asked) - left} of {sampling.n * len(asked)}")
+        finally:
+            self._calls.abandon()
+            for request_id in {request_id for request_id, _ in self._sampled}:
+                assert self._sampler is not None
+                self._sampler.abort(request_id)
+        return groups
+
+    def _made(self) -> Environment:
+        try:
+            return self._environment()
+        except Exception as error:
+            kind = f"task.environment: {self._environment.__name__}()"
+            raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
+
+    def _call(self, episode: Episode, function: Callable[..., Any], *arguments: Any) -> None:
+        self._calls.call(episode, self._environment.instant, function, *arguments)
+
+    def _answers(self, answers: list[Answer]) -> None:
+        ready: list[list[Episode]] = []
+        for answer in answers:
+            episode: Episode = answer.key  # type: ignore[assignment]
+            if episode.trajectory is None:
+                ready += self._started(episode, answer.value)
+            elif isinstance(answer.value, Failure):
+                self._fail(episode, answer.value)
+            else:
+                self._stepped(episode, answer)
+        if ready:
+            self._begin(ready)
+
+    def _started(self, episode: Episode, value: Any) -> list[list[Episode]]:
+        """Note what an environment began with; the group, once all its samples have."""
+        prompts = self._prompts.setdefault(episode.group, [])
+        prompts.append((episode, value))
+        return [[one for one, _ in prompts]] if len(prompts) == self._sampling.n else []
+
+    def _begin(self, ready: list[list[Episode]]) -> None:
+        begun: list[tuple[list[Episode], list[int]]] = []
+        for episodes in ready:
+            given = [value for _, value in self._prompts.pop(episodes[0].group)]
+            failure = next((value for value in given if isinstance(value, Failure)), None) or _unlike(given)
+            if failure is not None:
+                for episode in episodes:
+                    self._fail(episode, failure)
+                continue
+            with self._timings.measured("encode"):
+                begun.append((episodes, self._prompt(self._asked[episodes[0].group], given[0])))
+            for episode in episodes:
+                episode.messages = list(given[0]) if _is_chat(given[0]) else None
+        if self._sampler is None and begun:
+            self._sampler = self._sampler_of([ids for _, ids in begun], [self._sampling] * len(begun))
+        for episodes, prompt_ids in begun:
+            self._request(episodes, prompt_ids, self._sampling)
+
+    def _prompt(self, asked: Asked, given: Any) -> list[int]:
+        try:
+            ids = given if _is_tokens(given) else self._tokens.prompt(given)
+        except InputError as error:
+            raise InputError(f"{asked.where}: {error}") from error
+        if not ids:
+            raise InputError(f"{asked.where}: the prompt has no tokens")
+        most = self._limits.prompt_tokens
+        if most is not None and len(ids) > most:
+            why = f" ({self._limits.prompt_reason})" if self._limits.prompt_reason else ""
+            raise InputError(f"{asked.where}: the prompt has {len(ids)} tokens; at most {most} are allowed{why}")
+        return ids
+
+    def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:
+        assert self._sampler is not None
+        first = min(episode.sample for episode in episodes)
+        identity = replace(self._identity, group=episodes[0].group, sample=first)
+        request_id = self._sampler.add_request(token_ids, sampling, identity)
+        self._sampled |= {(request_id, episode.sample): episode for episode in episodes}
+
+    def _advance(self) -> None:
+        assert self._sampler is not None
+        for grown in self._sampler.advance():
+            episode = self._sampled.get((grown.request_id, grown.identity.sample))  # None: another's
+            if episode is not None and grown.completion is not None:
+                del self._sampled[grown.request_id, grown.identity.sample]
+                self._take(episode, grown.completion)
+
+    def _take(self, episode: Episode, made: Trajectory) -> None:
+        """Add a turn, and ask the environment what follows it."""
+        turn, full = made.segments[-1], len(made.token_ids) == self._sampling.max_completion_length
+        if episode.trajectory is None:
+            episode.trajectory = made
+        else:
+            segments, routes = episode.trajectory.segments, made.prompt.route_digests
+            segments[-1].route_digests = None if routes is None else routes[-len(segments[-1].token_ids) :]
+            segments.append(turn)
+            episode.trajectory.finish_reason = made.finish_reason
+        if made.finish_reason == "length" and not full:
+            episode.trajectory.finish_reason = "truncated"
+        episode.turns += 1
+        if episode.messages is not None:
+            episode.messages.append({"role": "assistant", "content": turn.text})
+        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason)
+        self._call(episode, episode.environment.step, told)
+
+    def _stepped(self, episode: Episode, answer: Answer) -> None:
+        trajectory, given = episode.trajectory, answer.value
+        assert trajectory is not None
+        if isinstance(given, End):
+            self._end(episode, given)
+        elif not (_is_chat(given) or _is_tokens(given) or isinstance(given, str)):
+            kind = f"{type(given).__name__} {one_line(given, repr)}"
+            self._fail(episode, Failure(f"step returned {kind}; it must be text, messages, token ids or an End"))
+        elif trajectory.cut_off:
+            self._cut(episode)
+        elif episode.turns >= self._limits.turns:
+            trajectory.finish_reason = "truncated"
+            self._cut(episode)
+        else:
+            self._go_on(episode, given, answer.seconds)
+
+    def _go_on(self, episode: Episode, given: Any, seconds: float) -> None:
+        trajectory = episode.trajectory
+        assert trajectory is not None
+        ids, text = self._following(episode, given)
+        trajectory.segments.append(Segment(ids, text=text, wait_s=seconds))
+        used = sum(len(segment.token_ids) for segment in trajectory.segments[1:])
+        most = self._limits.response_tokens
+        room = self._sampling.max_completion_length if most is None else most - used
+        if room < 1:
+            trajectory.segments.pop()
+            trajectory.finish_reason = "truncated"
+            self._cut(episode)
+            return
+        sampling = replace(self._sampling, n=1, max_completion_length=min(room, self._sampling.max_completion_length))
+        self._request([episode], [t for segment in trajectory.segments for t in segment.token_ids], sampling)
+
+    def _following(self, episode: Episode, given: Any) -> tuple[list[int], str]:
+        """The tokens of what was given, and its text. What was sampled is never encoded: of a chat's messages, those
+        tokens are taken that come after it."""
+        if _is_tokens(given):
+            return list(given), ""
+        assert episode.trajectory is not None
+        ids = self._tokens.following(episode.messages, given)
+        if isinstance(given, str):
+            return ids, given
+        assert episode.messages is not None
+        episode.messages += given
+        last = episode.trajectory.segments[-1].token_ids[-1]
+        ended = episode.trajectory.finish_reason == "stop" and ids[:1] == [last]  # the template closes its answers so
+        return ids[ended:], "\n".join(f"{message.get('role')}: {message.get('content')}" for message in given)
+
+    def _cut(self, episode: Episode) -> None:
+        try:
+            self._end(episode, episode.environment.cut())
+        except Exception as error:
+            self._fail(episode, Failure(f"cut raised {type(error).__name__}: {error}"))
+
+    def _end(self, episode: Episode, end: Any) -> None:
+        if wrong := _wrong_end(end):
+            self._fail(episode, Failure(wrong))
+            return
+        episode.end = end
+        self._failures.forget()
+
+    def _fail(self, episode: Episode, failure: Failure) -> None:
+        episode.failure = failure
+        where = f"{self._asked[episode.group].where} sample {episode.sample}"
+        _log.warning("%s: its environment failed: %s\n%s", where, failure.reason, failure.traceback)
+        self._failures.add(where, failure)
+
+
+def _is_chat(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(isinstance(message, dict) for message in given)
+
+
+def _is_tokens(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
+
+
+def _unlike(given: list[Any]) -> Failure | None:
+    """What is wrong with the prompts of a group's samples; None if all is well."""
+    first = given[0]
+    if not (isinstance(first, str) or _is_chat(first) or _is_tokens(first)):
+        kind = f"{type(first).__name__} {one_line(first, repr)}"
+        return Failure(f"start returned {kind}; it must be text, messages or token ids")
+    if any(other != first for other in given):
+        return Failure("start returned other prompts for samples of one group; it may depend on row and seed alone")
+    return None
+
+
+def _wrong_end(end: Any) -> str:
+    """What is wrong with an end; nothing if all is well."""
+    if not isinstance(end, End):
+        return f"cut returned {type(end).__name__} {one_line(end, repr)}; it must be an End"
+    values = end.reward.values() if isinstance(end.reward, Mapping) else [end.reward]
+    for value in values:
+        number = isinstance(value, (int, float)) and math.isfinite(value)
+        if not number and not (value is None and end.reward is None):
+            return f"its reward is {one_line(end.reward, repr)}; it must be a finite number, or several by name"
+    return ""

@@ -1,0 +1,69 @@
+"""Worked examples as trajectories: their environment is played with turns that are known, in the place of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import InputError
+from ..timings import Timings
+from ..types import WARMUP_DOMAIN, SampleIdentity, SamplingParams, Segment, Trajectory
+from .base import Problem
+from .environment import Environment
+from .episodes import Asked, Failures, Limits, Play, Tokens
+
+
+@dataclass(frozen=True)
+class _Told:
+    request_id: int
+    identity: SampleIdentity
+    completion: Trajectory
+
+
+class _Script:
+    """Stands for the generator: each group's turns one after another."""
+
+    def __init__(self, turns: dict[int, list[Segment]]) -> None:
+        self._turns, self._waiting, self._requests = turns, list[_Told](), 0
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
+        turns = self._turns[identity.group]
+        if not turns:
+            raise InputError(
+                f"worked example {identity.group}: the environment goes on after its last turn; its worked_turns must "
+                "be all that is to be sampled"
+            )
+        made = Trajectory([Segment(prompt_ids), turns.pop(0)], "stop", identity, f"example {identity.group}")
+        self._requests += 1
+        self._waiting.append(_Told(self._requests, identity, made))
+        return self._requests
+
+    def advance(self) -> Sequence[_Told]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def abort(self, request_id: int) -> list[Trajectory]:
+        return []
+
+
+def worked_trajectories(
+    environment: type[Environment],
+    problems: Sequence[Problem],
+    tokens: Tokens,
+    encode_completion: Callable[[str], list[int]],
+    limits: Limits,
+) -> list[Trajectory]:
+    """A trajectory of each problem's worked example, with what its environment gives between the turns.
+
+    Raises `InputError` for one that its environment does not end with, and what environments raise.
+    """
+    asked = [Asked(i, p, 0, f"worked example {i}") for i, p in enumerate(problems)]
+    turns: dict[int, list[Segment]] = {}
+    for a in asked:
+        texts = environment.worked_turns(a.row, a.problem.worked_example or "")
+        turns[a.group] = [Segment(encode_completion(text), sampled=True, text=text) for text in texts]
+    script, failures = _Script(turns), Failures(allowed=0)
+    play = Play(environment, tokens, lambda *_: script, limits, failures, Timings())
+    sampling = SamplingParams(max_completion_length=max(len(t.token_ids) for of in turns.values() for t in of))
+    found = play.run(asked, sampling, SampleIdentity(0, WARMUP_DOMAIN, 0, 0))
+    return [episode.trajectory for (episode,) in found if episode.trajectory is not None]

@@ -1,0 +1,75 @@
+"""The critic's part of a step, between packing and the first update: values, and what is learned by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import LossConfig
+from ..trainer import Trainer
+from ..types import PackedBatch, Trajectory
+
+
+def estimate(
+    trainer: Trainer, config: LossConfig, batches: Sequence[PackedBatch], rollouts: Sequence[Trajectory]
+) -> dict[str, Any]:
+    """Fill in the batches' advantages, values and returns, of the samples that are trained on; returns the metrics.
+
+    A rollout's advantage becomes its tokens' mean.
+
+    Args:
+        rollouts: those of all ranks that are trained on.
+    """
+    values: dict[str, list[float]] = {}
+    for batch in batches:
+        trainer.values(batch)
+        assert batch.old_value_C is not None
+        of_batch = split(batch.old_value_C[batch.valid_C].tolist(), batch)
+        values |= {sequence.name: found for sequence, found in zip(batch.sequences, of_batch, strict=True)}
+    for of_rank in trainer.world.gather(values):
+        values |= of_rank
+    rollouts = [rollout for rollout in rollouts if rollout.name in values]
+    said = [values[rollout.name] for rollout in rollouts]
+    advantages, returns = trainer.algorithm.estimate(config, [r.reward for r in rollouts], said)
+    by_name = {r.name: found for r, *found in zip(rollouts, advantages, returns, strict=True)}
+    for batch in batches:
+        assert batch.return_C is not None
+        pairs = [by_name.get(s.name, ([0.0] * len(s.token_ids),) * 2) for s in batch.sequences]
+        for i, rows_C in enumerate((batch.advantage_C, batch.return_C)):
+            _fill(rows_C, list(chain.from_iterable(pair[i] for pair in pairs)))
+    for rollout, of_tokens in zip(rollouts, advantages, strict=True):
+        rollout.advantage = math.fsum(of_tokens) / len(of_tokens)
+    return _metrics(list(chain.from_iterable(said)), list(chain.from_iterable(returns)))
+
+
+def _fill(rows_C: Tensor, values: list[float]) -> None:
+    """Write the first rows, in place, as a batch's tensors lie side by side."""
+    rows_C[: len(values)].copy_(torch.tensor(values))
+
+
+def _metrics(values: list[float], returns: list[float]) -> dict[str, Any]:
+    """How much of the returns' variance the critic knew before the step; None where they have none."""
+    spread = _variance(returns)
+    left = _variance([r - v for r, v in zip(returns, values, strict=True)])
+    return {
+        "critic/value/mean": math.fsum(values) / max(len(values), 1),
+        "critic/return/mean": math.fsum(returns) / max(len(returns), 1),
+        "critic/explained_variance": 1 - left / spread if spread else None,
+    }
+
+
+def _variance(values: list[float]) -> float:
+    mean = math.fsum(values) / max(len(values), 1)
+    return math.fsum((v - mean) ** 2 for v in values)
+
+
+def split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
+    """A batch's values a completion token, sequence by sequence."""
+    rest = iter(values)
+    for sequence in batch.sequences:
+        yield list(islice(rest, len(sequence.token_ids)))

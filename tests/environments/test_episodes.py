@@ -1,0 +1,347 @@
+"""Turns: what environments give goes on being sampled, with the same bits whenever they answer; limits and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from small import CONFIG, FAMILIES, compare, make_model
+
+from lockstep.config import GeneratorConfig
+from lockstep.environments import Collector, End, Environment, Failures, Limits, Problem, RewardSet, Tokens, Turn
+from lockstep.environments.collect import Collected
+from lockstep.environments.episodes import FAILURES
+from lockstep.environments.rewards.reward_set import Reward
+from lockstep.errors import LockstepError
+from lockstep.generator import Engine, SharedWeights
+from lockstep.models import Decoder, ModelConfig
+from lockstep.models.tokenizer import byte_tokenizer, encode_following, encode_prompt
+from lockstep.types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
+
+STOPS = tuple(range(0, 256, 3))  # ends a turn soon
+SAMPLING = SamplingParams(0.9, n=3, max_completion_length=20, ignore_eos=True, stop_token_ids=STOPS)
+LIMITS = Limits(response_tokens=400, turns=8)
+PROBLEMS = [(0, Problem("a prompt that is longer than a page of the cache holds")), (4, Problem("short"))]
+TOKENS = Tokens(lambda prompt: list(str(prompt).encode()), lambda messages, given: list(str(given).encode()))
+
+
+class Talk(Environment):
+    """Says what each turn came to; ends with the fourth."""
+
+    instant: ClassVar[bool] = True
+    turns = 0
+    total = 0
+
+    def step(self, turn: Turn) -> Any:
+        self.turns += 1
+        self.total += sum(turn.token_ids)
+        if self.turns == 4:
+            return End({"even": float(self.total % 2 == 0), "turns": 0.1 * self.turns})
+        return f"<{self.total} is what turn {self.turns} came to>"
+
+
+class Slow(Talk):
+    instant = False
+
+    def step(self, turn: Turn) -> Any:
+        time.sleep(random.random() * 0.02)
+        return super().step(turn)
+
+
+class SlowCoroutine(Talk):
+    async def start(self, row: dict[str, Any], seed: int) -> Any:
+        await asyncio.sleep(random.random() * 0.02)
+        return row["prompt"]
+
+    async def step(self, turn: Turn) -> Any:
+        await asyncio.sleep(random.random() * 0.02)
+        return super().step(turn)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return make_model(torch.float32)
+
+
+def engine_of(model: Decoder, cache_tokens: int = 8192, **fields: Any) -> Engine:
+    config = GeneratorConfig(**{"page_size": 16, "max_num_seqs": 8, **fields})
+    return Engine(SharedWeights(model), config, cache_tokens, lambda ids: " ".join(map(str, ids)))
+
+
+def collect(
+    sampler: Any,
+    environment: type[Environment],
+    limits: Limits = LIMITS,
+    problems: list[tuple[int, Problem]] = PROBLEMS,
+    rewards: RewardSet | None = None,
+    failures: Failures | None = None,
+) -> Collected:
+    rewards = rewards or RewardSet([])
+    collector = Collector(TOKENS, lambda *_: sampler, rewards, 7, environment, limits, failures or Failures())
+    return collector.collect(problems, SAMPLING, TRAIN_DOMAIN, 3, required=False)
+
+
+def bits(groups: list[RolloutGroup]) -> list[Any]:
+    return [
+        (
+            (g.group, r.identity, r.finish_reason, r.rewards, r.reward),
+            [(s.sampled, s.token_ids, s.route_digests) for s in r.segments],
+            [x.hex() for x in (*r.logprobs, *r.model_logprobs)],
+        )
+        for g in groups
+        for r in g.rollouts
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Decoder) -> list[Any]:
+    groups = collect(engine_of(model), Talk).groups
+    turns = [len(r.turns) for g in groups for r in g.rollouts]
+    assert [len(g.rollouts) for g in groups] == [3, 3] and max(turns) == 4
+    return bits(groups)
+
+
+class Shared:
+    """An engine that others use, too, and that preempts now and then."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.abort, self.launches = engine, engine.abort, 0
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
+        return self.engine.add_request(prompt_ids, sampling, identity)
+
+    def advance(self) -> Any:
+        self.launches += 1
+        if self.launches % 3 == 1:
+            other = SampleIdentity(9, TRAIN_DOMAIN, 3, self.launches)
+            self.engine.add_request([self.launches, 1, 2], replace(SAMPLING, n=2, stop_token_ids=()), other)
+        running = self.engine.scheduler.running
+        if self.launches % 2 == 0 and running:
+            self.engine.scheduler.preempt(running[self.launches % len(running)])
+        return self.engine.advance()
+
+
+@pytest.mark.parametrize("environment", [Slow, SlowCoroutine])
+def test_the_bits_are_those_of_instant_answers(model: Decoder, expected: list[Any], environment: Any) -> None:
+    """In whatever order tools answer, with other pages, among others' requests, and after preemption."""
+    assert bits(collect(engine_of(model), environment).groups) == expected
+    shared = Shared(engine_of(model, page_size=4))
+    assert bits(collect(shared, environment, problems=PROBLEMS[::-1]).groups) == expected
+    assert shared.engine.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("config", [CONFIG, FAMILIES["qwen3_moe"]])
+def test_every_sampled_token_of_every_turn_is_the_trainers(config: ModelConfig) -> None:
+    groups = collect(engine_of(make_model(torch.float32, config=config)), Slow).groups
+    result = compare(make_model(torch.float32, config=config), groups)
+    sampled = sum(len(r.token_ids) for g in groups for r in g.rollouts)
+    assert (result.tokens_checked, result.tokens_different) == (sampled, 0)
+    if result.routing is not None:
+        between = sum(len(s.token_ids) for g in groups for r in g.rollouts for s in r.response if not s.sampled)
+        given = sum(len(g.prompt_ids) for g in groups) + between
+        assert (result.routing.prompt_tokens_checked, result.routing.prompt_tokens_different) == (given, 0)
+
+
+def test_a_prompt_is_run_once_and_pages_of_earlier_turns_are_found_again(model: Decoder) -> None:
+    engine = engine_of(model, page_size=4)
+    run: list[int] = []
+    start = engine.scheduler.schedule_prefill
+
+    def counted(version: int) -> Any:
+        chunks = start(version)
+        run.extend(chunk.count for chunk in chunks)
+        return chunks
+
+    engine.scheduler.schedule_prefill = counted  # type: ignore[method-assign]
+    groups = collect(engine, Talk).groups
+    prompts = sum(len(g.prompt_ids) for g in groups)
+    later = [len(s.token_ids) for g in groups for r in g.rollouts for s in r.response if not s.sampled]
+    assert len(later) > 6
+    assert sum(run) <= prompts + sum(later) + (4 + 1) * len(later), "what is new, a page in part and a drawn token"
+
+
+def test_limits_end_a_trajectory(model: Decoder) -> None:
+    class Endless(Talk):
+        def step(self, turn: Turn) -> Any:
+            self.turns += 1
+            return "go on"
+
+        def cut(self) -> End:
+            return End({"turns": float(self.turns)})
+
+    for limits, turns in ((Limits(response_tokens=400, turns=2), 2), (Limits(response_tokens=44, turns=9), 9)):
+        for r in (r for g in collect(engine_of(model), Endless, limits).groups for r in g.rollouts):
+            assert r.finish_reason == "truncated" or (r.finish_reason == "length" and len(r.turns[-1].token_ids) == 20)
+            assert r.rewards == {"turns": len(r.turns)} and r.reward == len(r.turns) <= turns and r.segments[-1].sampled
+            assert sum(len(s.token_ids) for s in r.segments[1:]) <= limits.response_tokens
+
+
+class Wrong(Talk):
+    """Sample 1 of group 4 goes wrong in its second turn; how is a subclass's."""
+
+    made = 0
+
+    def start(self, row: dict[str, Any], seed: int) -> Any:
+        self.row, self.number = row, type(self).made
+        type(self).made += 1
+        return super().start(row, seed)
+
+    def step(self, turn: Turn) -> Any:
+        answer = super().step(turn)
+        return self.wrong() if self.turns == 2 and self.number == 4 else answer
+
+    def wrong(self) -> Any:
+        raise NotImplementedError
+
+
+class Raises(Wrong):
+    def wrong(self) -> Any:
+        raise SystemExit("gone")
+
+
+class Hangs(Wrong):
+    instant = False
+
+    def wrong(self) -> Any:
+        time.sleep(5)
+
+
+class HangsInALoop(Wrong):
+    async def step(self, turn: Turn) -> Any:
+        answer = super().step(turn)
+        await asyncio.sleep(5 if answer == "wait" else 0)
+        return answer
+
+    def wrong(self) -> Any:
+        return "wait"
+
+
+class Garbage(Wrong):
+    def wrong(self) -> Any:
+        return {"role": "tool"}
+
+
+class NotANumber(Wrong):
+    def wrong(self) -> Any:
+        return End({"a": 1.0, "b": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (Raises, "SystemExit: gone"),
+        (Hangs, "it took longer than task.environment_timeout, 0.3 s"),
+        (HangsInALoop, "it took longer than task.environment_timeout, 0.3 s"),
+        (Garbage, "step returned dict {'role': 'tool'}; it must be text, messages, token ids or an End"),
+        (NotANumber, "its reward is {'a': 1.0, 'b': nan}; it must be a finite number"),
+    ],
+)
+def test_a_failure_leaves_its_trajectory_out(
+    model: Decoder, expected: list[Any], environment: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is counted and checked, and no other is touched."""
+    environment.made = 0
+    found = collect(engine_of(model), environment, Limits(response_tokens=400, turns=8, timeout=0.3))
+    assert found.counts["environment/errors"] == 1
+    ((failed,),) = [g.rollouts for g in found.without_reward]
+    assert (failed.identity.group, failed.identity.sample, len(failed.turns)) == (4, 1, 2)
+    assert bits(found.groups) == [e for e in expected if e[0][1] != failed.identity]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("step 4 group 4 sample 1: its environment failed: ") and message in told
+    assert compare(model, found.without_reward).tokens_different == 0
+
+
+def test_many_failures_in_a_row_end_the_run_with_the_first_ones_traceback(model: Decoder) -> None:
+    class Broken(Talk):
+        def step(self, turn: Turn) -> Any:
+            return self.nothing["there"]  # type: ignore[attr-defined]
+
+    failures, engine = Failures(), engine_of(model)
+    rounds = 0
+    with pytest.raises(LockstepError, match=f"failed for {FAILURES} trajectories in a row(.|\n)*return self.nothing"):
+        while rounds < FAILURES:
+            assert collect(engine, Broken, failures=failures).counts["environment/errors"] == 6
+            rounds += 1
+    assert rounds == 2 and not engine.scheduler.busy
+
+
+def test_samples_of_a_group_begin_alike(model: Decoder) -> None:
+    class Odd(Talk):
+        def start(self, row: dict[str, Any], seed: int) -> Any:
+            return f"{id(self)}"
+
+    class None_(Talk):
+        def start(self, row: dict[str, Any], seed: int) -> Any:
+            return None
+
+    for environment, message in (
+        (Odd, "other prompts for samples of one group"),
+        (None_, "start returned NoneType None"),
+    ):
+        failures = Failures()
+        assert collect(engine_of(model), environment, failures=failures).groups == []
+        assert failures.first is not None and message in failures.first.reason
+
+
+def test_functions_score_what_an_environment_leaves_to_them(model: Decoder) -> None:
+    class Unscored(Talk):
+        def step(self, turn: Turn) -> Any:
+            answer = super().step(turn)
+            return End() if isinstance(answer, End) and self.total % 2 else answer
+
+    rewards = RewardSet([Reward("length", lambda completions, **_: [float(len(text.split())) for text in completions])])
+    found = collect(engine_of(model), Unscored, rewards=rewards)
+    kinds = {tuple(r.rewards) for g in found.groups for r in g.rollouts}
+    assert kinds <= {("even", "turns"), ("length",)} and ("length",) in kinds
+
+
+def test_text_tokens_and_the_seed_are_as_given(model: Decoder) -> None:
+    seeds: dict[str, set[int]] = {}
+
+    class Tokens_(Talk):
+        def start(self, row: dict[str, Any], seed: int) -> Any:
+            seeds.setdefault(row["prompt"], set()).add(seed)
+            return [1, 2, 3, row["extra"]]
+
+        def step(self, turn: Turn) -> Any:
+            self.turns += 1
+            return [7, 8, 9] if self.turns == 1 else End(1.0)
+
+    problems = [(0, Problem("a", {"extra": 5})), (1, Problem("b", {"extra": 6}))]
+    groups = collect(engine_of(model), Tokens_, problems=problems).groups
+    assert [g.prompt_ids for g in groups] == [[1, 2, 3, 5], [1, 2, 3, 6]]
+    several = [r for g in groups for r in g.rollouts if len(r.turns) == 2]
+    assert several and all([s.token_ids for s in r.segments if not s.sampled][1:] == [[7, 8, 9]] for r in several)
+    assert [len(found) for found in seeds.values()] == [1, 1] and len(set.union(*seeds.values())) == 2
+
+
+def test_messages_go_on_from_the_sampled_tokens(model: Decoder) -> None:
+    """Of a chat nothing sampled is encoded again: what the template closes an answer with is sampled, or given."""
+    tokenizer = byte_tokenizer()
+    asked: list[Any] = []
+
+    def following(messages: Any, given: Any) -> list[int]:
+        asked.append([message["role"] for message in messages])
+        return encode_following(tokenizer, messages, given)
+
+    class Chat(Talk):
+        def step(self, turn: Turn) -> Any:
+            answer = super().step(turn)
+            return answer if isinstance(answer, End) else [{"role": "tool", "content": answer}]
+
+    stops = replace(SAMPLING, n=4, ignore_eos=False, stop_token_ids=(258, *STOPS), temperature=3.0)
+    problems = [(g, Problem([{"role": "user", "content": f"hi {g}"}])) for g in range(4)]
+    parts = Tokens(lambda prompt: encode_prompt(tokenizer, prompt), following), lambda *_: engine_of(model)
+    collector = Collector(*parts, RewardSet([]), 7, Chat, LIMITS)
+    groups = collector.collect(problems, stops, TRAIN_DOMAIN, 3).groups
+    after = [r.segments[i : i + 2] for g in groups for r in g.rollouts for i in range(1, len(r.segments) - 1, 2)]
+    for turn, given in after:
+        text = tokenizer.decode(turn.token_ids[-1:] + given.token_ids)
+        assert ("<|im_end|>\n<|im_start|>tool\n<" in text) and text.count("<|im_end|>") == 2
+    assert {turn.token_ids[-1] == 258 for turn, _ in after} == {True, False}
+    assert ["user", "assistant", "tool", "assistant"] in asked and all(roles[-1] == "assistant" for roles in asked)

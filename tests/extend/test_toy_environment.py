@@ -1,0 +1,109 @@
+"""An environment from outside the package, with tools that take their time: this file, named by one flag."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.config import (
+    CheckpointConfig,
+    CompileConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from lockstep.environments import End, Environment, Turn, make_environment
+from lockstep.errors import InputError
+from lockstep.run.train import train
+
+
+class Toy(Environment):
+    """Asks for three words, one a turn; the reward is how many of them have an `e`."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    async def start(self, row: dict[str, Any], seed: int) -> Any:
+        self.draw = random.Random(seed)
+        return f"{row['prompt'][:12]} word {self.draw.randrange(10)}: "
+
+    async def step(self, turn: Turn) -> Any:
+        await asyncio.sleep(random.random() / 200)
+        self.said.append(turn.text)
+        if len(self.said) == 3:
+            return self.cut()
+        return f"\nword {self.draw.randrange(10)}: "
+
+    def cut(self) -> End:
+        return End({"e": float(sum("e" in text for text in self.said)), "turns": 0.01 * len(self.said)})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Two steps of a tiny random model, by a copy of this file."""
+    shutil.copy(__file__, tmp_path / "toy.py")
+    return RunConfig(
+        steps=2,
+        task=TaskConfig(easy=True, validation_prompts=2, environment=f"{tmp_path / 'toy.py'}:Toy", max_turns=3),
+        sampling=SamplingConfig(
+            num_generations=4, max_completion_length=24, stop=(" ", "a", "i", "5", "q", "\x00", "\n")
+        ),
+        trainer=TrainerConfig(prompts_per_step=2, skip_zero_variance=False),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        checkpoint=CheckpointConfig(interval=1),
+    )
+
+
+def lines(folder: Path, name: str) -> list[Any]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_it_is_played_trained_and_resumed_with_the_same_bits(config: RunConfig, tmp_path: Path) -> None:
+    train(config, tmp_path / "whole", resume=False)
+    graphs = replace(config, compile=CompileConfig("step"))
+    train(replace(graphs, steps=1), tmp_path / "parts", resume=False)
+    train(graphs, tmp_path / "parts", resume=True)
+    rollouts = lines(tmp_path / "whole", "rollouts.jsonl")
+    assert lines(tmp_path / "parts", "rollouts.jsonl") == rollouts
+    weights = [(tmp_path / run / "model/model.safetensors").read_bytes() for run in ("whole", "parts")]
+    assert weights[0] == weights[1]
+    samples = [sample for line in rollouts for sample in line["samples"]]
+    sampled = sum(s["tokens"] for sample in samples for s in sample["segments"] if s["kind"] == "sampled")
+    certificate = json.loads((tmp_path / "whole" / "parity.json").read_text())
+    assert sampled == sum(len(sample["token_ids"]) for sample in samples)
+    assert (certificate["identical"], certificate["tokens_checked"]) == (True, sampled)
+    several = [sample for sample in samples if len(sample["segments"]) > 2]
+    assert several and all(sample["segments"][2]["text"].startswith("\nword") for sample in several)
+    metrics = lines(tmp_path / "whole", "metrics.jsonl")
+    assert all(1 < m["environment/turns"] <= 3 and m["environment/given_tokens"] > 0 for m in metrics)
+    assert "validation/rewards/e/mean" in json.dumps(json.loads((tmp_path / "whole/summary.json").read_text()))
+
+
+def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("class Other: pass\n")
+    with pytest.raises(InputError, match=r"Other' must be a class, a subclass of lockstep.environments.Environment"):
+        make_environment(TaskConfig(environment=f"{tmp_path / 'other.py'}:Other"))
+    with pytest.raises(InputError, match=r"must be module:Class, path.py:Class, or one of calculator"):
+        make_environment(TaskConfig(environment="calculatr"))
+    with pytest.raises(InputError, match=r"task.max_turns has no effect without task.environment"):
+        TaskConfig(max_turns=3).validate()
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    page = (Path(lockstep.__file__).parents[1] / "docs" / "environments.md").read_text()
+    (tmp_path / "my_environment.py").write_text(page.split("```python\n")[1].split("```")[0])
+    guess: Any = make_environment(TaskConfig(environment=f"{tmp_path / 'my_environment.py'}:Guess"))()
+    assert guess.start({}, 342).startswith("Guess")
+    answers = [guess.step(Turn(text, [1], "stop")) for text in ("12", "77", " 42 ")]
+    assert answers == [" higher\n", " lower\n", End({"found": 1.0, "fast": 1 / 3})]
+    assert guess.step(Turn("no idea", [1], "stop")) == End(0.0)
