@@ -275,7 +275,7 @@ def test_values_that_are_not_finite_stop_the_run_and_leave_evidence(
     assert failure["error"].startswith("step 2: loss is") and not failure["result"]["applied"]
     assert failure["weights_version"] == 1 and len(failure["groups"]) == 2
     rollout = failure["groups"][0]["rollouts"][0]
-    assert rollout["completion"]["identity"]["step"] == 1 and len(rollout["completion"]["token_ids"]) > 0
+    assert rollout["identity"]["step"] == 1 and len(rollout["segments"][1]["token_ids"]) > 0
     assert {failure["result"]["loss"], failure["result"]["grad_norm"]} & {"NaN", "Infinity", "-Infinity"}
     assert failure["groups"][0]["prompt"] and failure["groups"][0]["columns"]["answer"] > 0
 
