@@ -16,7 +16,7 @@ from ..cache.file_hashes import fingerprints
 from ..config import EARLIER, RunConfig, yaml_file
 from ..errors import InputError
 from ..json_file import to_json
-from ..models import describe_folder
+from ..models import TEMPLATES, describe_folder
 from ..user_functions import one_line
 from . import checkpoint
 from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
@@ -84,6 +84,10 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
     found = []
     if config["model"] is not None and loaded.state["inputs"].get("model") is None:
         found.append(f"{name} does not record the files of model {config['model']}: they were not compared")
+    for record, field in _MODELS.items():
+        folder = Path(config.get(field) or "").expanduser() / TEMPLATES
+        if _leaves_out_templates(loaded.state["inputs"].get(record)) and folder.is_dir():
+            found.append(f"{name} does not record {folder}: its files were not compared")
     if "words" not in loaded.state["numerics"]:
         found.append(f"{name} does not record words of its arithmetic: versions and names were compared")
     if new := sorted(_settings(RunConfig()).keys() - config.keys()):
@@ -176,7 +180,16 @@ def _model_files(what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> 
     if "files" not in then or "files" not in now:
         return {what: (then, now)}
     names = sorted(then["files"].keys() | now["files"].keys())
+    if _leaves_out_templates(then):
+        names = [name for name in names if not name.startswith(f"{TEMPLATES}/")]
     return {f"{what}: {name}": (then["files"].get(name), now["files"].get(name)) for name in names}
+
+
+def _leaves_out_templates(then: Mapping[str, Any] | None) -> bool:
+    """Whether a model folder was recorded before its further chat templates were part of it."""
+    if then is None or "files" not in then:
+        return False
+    return TEMPLATES not in then and not any(name.startswith(f"{TEMPLATES}/") for name in then["files"])
 
 
 def _words(fingerprint: Mapping[str, Any] | None) -> str:

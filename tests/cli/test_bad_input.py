@@ -71,7 +71,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
         ("--generator.page-size 0", "generator.page_size is 0; it must be between 1 and 4096"),
         ("--generator.kv-cache-tokens 8", "generator.kv_cache_tokens of 8 (whole pages of 16), 0 tokens, must"),
         ("--generator.kv-cache-tokens 1000000000000", "1000000000000 tokens take 1,907,349 GiB, and cpu has"),
-        ("--trainer.max-tokens-per-micro-batch 7", "trainer.max_tokens_per_micro_batch, 8 tokens, must hold it"),
+        (
+            "--trainer.max-tokens-per-micro-batch 7",
+            "trainer.max_tokens_per_micro_batch of 7, and the last token, which is not packed, must",
+        ),
         ("--trainer.prompts-per-step 1000000000", "trainer.prompts_per_step is 1000000000; it must be between 1 and"),
         ("--sampling.num-generations 1", "sampling.num_generations is 1: every group's advantage would be zero"),
         ("--compile.recompute silu_mul", "set compile.capture to step"),
