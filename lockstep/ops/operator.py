@@ -98,6 +98,12 @@ class Operator:
         return self.on_cpu[(args[0][0] if self._leads else args[0]).dtype](*args)
 
 
+def in_c(x: torch.Tensor) -> bool:
+    """Whether a part of an operator that is none itself is computed in C for x; a trace has plain torch there."""
+    traced = type(x) not in (torch.Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() != 0
+    return not traced and x.is_cpu and x.dtype is torch.float32 and library.current is not None
+
+
 class ByDtype(dict[torch.dtype, Callable[..., Any]]):
     """Who computes on a CPU: decided when a dtype first comes, and again when the C library is another."""
 

@@ -8,7 +8,7 @@ cannot reach the result.
 The backward of packed attention is plain torch: segments of like shape are padded together and done densely.
 
 Shape suffixes: B query blocks, or segments of one batch, M query rows of a block (tokens x heads of a group), Q padded
-queries, L keys, K kv heads, G query heads a kv head, H head dim.
+queries, L keys, I either, N query heads, K kv heads, G query heads a kv head, H head dim.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import native
 from ..embedding.operator import accumulate_rows
 from ..linear.operator import MIN_COLUMNS
+from ..operator import in_c
 from ..records import Contexts, KVPages, Packed, Paged
 from .masks import MaskFunction
 
@@ -233,9 +235,9 @@ def packed_backward(
             table = torch.tensor(segments[i : i + size]).to(q_TNH.device)
             layout = _layout(table, queries, keys, visible)
             dq, dk, dv = _dense(grad_TNH, q_TNH, k_TKH, v_TKH, layout)
-            accumulate_rows(grad_q, layout.token_BQ.flatten(), dq)
-            accumulate_rows(grad_k, layout.row_BL.flatten(), dk)
-            accumulate_rows(grad_v, layout.row_BL.flatten(), dv)
+            accumulate_heads(grad_q, layout.token_BQ, dq)
+            accumulate_heads(grad_k, layout.row_BL, dk)
+            accumulate_heads(grad_v, layout.row_BL, dv)
     return grad_q.to(q_TNH.dtype), grad_k.to(k_TKH.dtype), grad_v.to(v_TKH.dtype)
 
 
@@ -263,32 +265,36 @@ def _layout(table: Tensor, queries: int, keys: int, visible: MaskFunction | None
 def _dense(
     grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: _Padded
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients [B * Q, N, H], [B * L, K, H] twice, float32; padded rows are exactly zero."""
+    """Gradients [B, N, Q, H], [B, K, L, H] twice, float32; padded rows are exactly zero."""
     token_BQ, row_BL, bias_BQL = layout
     batch, queries = token_BQ.shape
     heads, head_dim = q_TNH.shape[1:]
     kv_heads = k_TKH.shape[1]
-    group, scale = heads // kv_heads, head_dim**-0.5
-
-    def grouped(x_TNH: Tensor) -> Tensor:  # [B * K, G * Q, H]
-        x = x_TNH[token_BQ.flatten()].view(batch, queries, kv_heads, group, head_dim)
-        return x.permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, group * queries, head_dim)
-
-    def keyed(x_TKH: Tensor) -> Tensor:  # [B * K, L, H]
-        x = x_TKH[row_BL.flatten()].view(batch, -1, kv_heads, head_dim)
-        return x.transpose(1, 2).reshape(batch * kv_heads, -1, head_dim)
-
-    def by_row(x: Tensor) -> Tensor:  # [B * L, K, H]
-        return x.float().view(batch, kv_heads, -1, head_dim).transpose(1, 2).reshape(-1, kv_heads, head_dim)
-
-    q, grad, k, v = grouped(q_TNH), grouped(grad_TNH), keyed(k_TKH), keyed(v_TKH)
-    scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).view(batch, kv_heads, group, queries, -1)
+    scale = head_dim**-0.5
+    rows, many = (batch * kv_heads, -1, head_dim), (batch, kv_heads, heads // kv_heads, queries, -1)
+    q, grad = (gather_heads(x, token_BQ).view(rows) for x in (q_TNH, grad_TNH))  # [B * K, G * Q, H]
+    k, v = (gather_heads(x, row_BL).view(rows) for x in (k_TKH, v_TKH))  # [B * K, L, H]
+    scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).view(many)
     p = torch.softmax(scores.add_(bias_BQL[:, None, None]), dim=-1).nan_to_num_(0.0)
-    p = p.view(batch * kv_heads, group * queries, -1)
+    p = p.view(*q.shape[:2], -1)
     dp = torch.bmm(grad, v.transpose(1, 2)).float()
     ds = dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p).mul_(scale).to(q.dtype)
-    dq = torch.bmm(ds, k).float().view(batch, kv_heads, group, queries, head_dim)
-    dq = dq.permute(0, 3, 1, 2, 4).reshape(-1, heads, head_dim)
-    dk = by_row(torch.bmm(ds.transpose(1, 2), q))
-    dv = by_row(torch.bmm(p.to(q.dtype).transpose(1, 2), grad))
-    return dq, dk, dv
+    dq, dk = torch.bmm(ds, k).float(), torch.bmm(ds.transpose(1, 2), q).float()
+    dv = torch.bmm(p.to(q.dtype).transpose(1, 2), grad).float()
+    of_kv = (batch, kv_heads, -1, head_dim)
+    return dq.view(batch, heads, queries, head_dim), dk.view(of_kv), dv.view(of_kv)
+
+
+def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:
+    """Rows of each segment, a head's side by side: [B, N, I, H]."""
+    if in_c(x_TNH):
+        return native.gather_heads(x_TNH, rows_BI)
+    return x_TNH[rows_BI.flatten()].view(*rows_BI.shape, *x_TNH.shape[1:]).transpose(1, 2).contiguous()
+
+
+def accumulate_heads(total_TNH: Tensor, rows_BI: Tensor, values_BNIH: Tensor) -> None:
+    """`total[rows[b, i], n] += values[b, n, i]` in place, in the order of (b, i)."""
+    if in_c(total_TNH):
+        native.accumulate_heads(total_TNH, rows_BI, values_BNIH)
+    else:
+        accumulate_rows(total_TNH, rows_BI.flatten(), values_BNIH.transpose(1, 2).flatten(0, 1))

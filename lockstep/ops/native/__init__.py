@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from ..records import ALONE, Filters, KVPages, Packed, Paged, PrefixGroups, Rota
 from . import library
 
 FLOAT = torch.float32
-THREAD_WORK = 1 << 25  # multiplications that are worth a thread
+THREAD_WORK = 1 << 24  # multiplications that are worth a thread
+ELEMENT, EXPONENTIAL = 32, 96  # multiplications of a product that take as long as an element read, and its exponential
 TILE = 64  # keys that attention takes at a time (product.h)
 
 
@@ -64,12 +66,24 @@ def _run(name: str, job: ctypes.Structure, work: int) -> bool:
     return not job.error
 
 
+def _rows(name: str, rows: int, work: int, tensors: Sequence[Tensor | None], *sizes: int, eps: float = 0.0) -> bool:
+    """Do a job row by row, `work` multiplications each, on float32 tensors that the caller keeps alive."""
+    addresses = (ctypes.c_void_p * 8)(*(None if x is None else x.data_ptr() for x in tensors))
+    return _run(name, library.RowJob(addresses, (ctypes.c_int64 * 5)(*sizes), eps, rows), rows * work)
+
+
+def _float_rows(*tensors: Tensor | None) -> None:
+    """Raise where one is not contiguous float32."""
+    _addresses(FLOAT, *tensors)
+
+
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """See `norm.operator.rms_norm`."""
     x_TD = x_TD.contiguous()
     out, dim = torch.empty_like(x_TD), x_TD.shape[-1]
     assert weight_D.shape == (dim,)
-    library.current.rms_norm(*_addresses(FLOAT, out, x_TD, weight_D), x_TD.numel() // dim, dim, eps)
+    _float_rows(out, x_TD, weight_D)
+    _rows("rms_norm", x_TD.numel() // dim, ELEMENT * dim, (out, x_TD, weight_D), dim, eps=eps)
     return out
 
 
@@ -80,9 +94,64 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
     assert by.cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
     assert all(w is None or w.shape == (head_dim,) for w in (by.q_weight_H, by.k_weight_H))
     out = qkv_TE.new_empty(tokens, heads, head_dim)
-    addresses = _addresses(FLOAT, out, qkv_TE, *by[:3])
-    library.current.qk_norm_rope(*addresses, tokens, width, by.num_heads, by.num_kv_heads, head_dim, by.eps)
+    tensors = (out, qkv_TE, *by[:3])
+    _float_rows(*tensors)
+    sizes = width, by.num_heads, by.num_kv_heads, head_dim
+    _rows("qk_norm_rope", tokens, ELEMENT * heads * head_dim, tensors, *sizes, eps=by.eps)
     return out
+
+
+def rotate_back(grad_TNH: Tensor, cos_sin_TH: Tensor, out_TE: Tensor) -> None:
+    """The gradient before the rotation of `qk_norm_rope`, into the first columns of `out`."""
+    grad_TNH = grad_TNH.contiguous()
+    tokens, heads, head_dim = grad_TNH.shape
+    assert cos_sin_TH.shape == (tokens, head_dim) and out_TE.shape[0] == tokens and out_TE.shape[1] >= heads * head_dim
+    _float_rows(out_TE, grad_TNH, cos_sin_TH)
+    sizes = out_TE.shape[1], heads, head_dim
+    _rows("rotate_back", tokens, ELEMENT * heads * head_dim, (out_TE, grad_TNH, cos_sin_TH), *sizes)
+
+
+def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float, out_TE: Tensor) -> Tensor:
+    """Gradients of RMSNorm over each of N heads, the first columns of x: for x into those of `out`, and for the weights
+    a row and head, [T, N, H]. The sums that rows are divided by are torch's."""
+    grad_TNH = grad_TNH.contiguous()
+    tokens, heads, head_dim = grad_TNH.shape
+    width, of_rows = heads * head_dim, ELEMENT * heads * head_dim
+    assert weight_NH.shape == (heads, head_dim) and x_TE.shape[0] == out_TE.shape[0] == tokens
+    assert x_TE.shape[1] >= width and out_TE.shape[1] >= width
+    x_TNH = x_TE[:, :width].view(tokens, heads, head_dim)
+    rstd = torch.rsqrt((x_TNH * x_TNH).mean(-1, keepdim=True) + eps)
+    product, grad_weight = torch.empty_like(grad_TNH), torch.empty_like(grad_TNH)
+    _float_rows(out_TE, x_TE, weight_NH, grad_TNH)
+    tensors = product, grad_weight, x_TE, weight_NH, grad_TNH, rstd
+    _rows("norm_products", tokens, of_rows, tensors, x_TE.shape[1], heads, head_dim)
+    tensors = out_TE, x_TE, weight_NH, grad_TNH, rstd, product.mean(-1, keepdim=True)
+    _rows("norm_gradient", tokens, of_rows, tensors, out_TE.shape[1], x_TE.shape[1], heads, head_dim)
+    return grad_weight
+
+
+def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:
+    """See `attention.reference.gather_heads`."""
+    x_TNH = _head_rows(x_TNH)
+    (tokens, heads, head_dim), (segments, length) = x_TNH.shape, rows_BI.shape
+    out = x_TNH.new_empty(segments, heads, length, head_dim)
+    _float_rows(out)
+    _addresses(torch.int64, rows_BI)
+    sizes = x_TNH.stride(0), heads, length, head_dim, tokens
+    if not _rows("gather_heads", segments * heads, ELEMENT * length * head_dim, (out, x_TNH, rows_BI), *sizes):
+        raise IndexError(f"gather_heads: a row lies outside {tokens}")
+    return out
+
+
+def accumulate_heads(total_TNH: Tensor, rows_BI: Tensor, values_BNIH: Tensor) -> None:
+    """See `attention.reference.accumulate_heads`."""
+    (tokens, heads, head_dim), (segments, length) = total_TNH.shape, rows_BI.shape
+    assert values_BNIH.shape == (segments, heads, length, head_dim)
+    _float_rows(total_TNH, values_BNIH)
+    _addresses(torch.int64, rows_BI)
+    work, sizes = ELEMENT * segments * length * head_dim, (segments, length, head_dim, tokens)
+    if not _rows("accumulate_heads", heads, work, (total_TNH, values_BNIH, rows_BI), *sizes):
+        raise IndexError(f"accumulate_heads: a row lies outside {tokens}")
 
 
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
@@ -97,9 +166,10 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
 def silu_mul(gate_up_TE: Tensor) -> Tensor:
     """See `activation.operator.silu_mul`."""
     gate_up_TE = gate_up_TE.contiguous()
-    rows, width = gate_up_TE.shape
-    out = gate_up_TE.new_empty(rows, width // 2)
-    library.current.silu_mul(out.data_ptr(), gate_up_TE.data_ptr(), rows, width // 2)
+    rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
+    out = gate_up_TE.new_empty(rows, width)
+    _float_rows(gate_up_TE)
+    _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width)
     return out
 
 
@@ -108,7 +178,8 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
     grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
-    library.current.silu_mul_backward(out.data_ptr(), grad_TF.data_ptr(), gate_up_TE.data_ptr(), rows, width)
+    _float_rows(grad_TF, gate_up_TE)
+    _rows("silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width)
     return out
 
 

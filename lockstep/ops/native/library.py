@@ -12,7 +12,7 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Callable, Iterator
-from ctypes import c_float, c_int64, c_uint, c_void_p
+from ctypes import c_double, c_int64, c_uint, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, Literal
@@ -42,14 +42,22 @@ class ProductArguments(ctypes.Structure):
     ]
 
 
+class RowJob(ctypes.Structure):
+    """`RowJob` of vector.h."""
+
+    _fields_ = [
+        *(("at", c_void_p * 8), ("size", c_int64 * 5), ("eps", c_double)),
+        *((name, c_int64) for name in ("rows", "next", "error")),
+    ]
+
+
+JOBS = (
+    *("attention", "product", "rms_norm", "qk_norm_rope", "silu_mul", "silu_mul_backward", "norm_products"),
+    *("norm_gradient", "rotate_back", "gather_heads", "accumulate_heads"),
+)
 ARGUMENTS: dict[str, list[type]] = {
-    "attention": [c_void_p],
-    "product": [c_void_p],
-    "rms_norm": [c_void_p] * 3 + [c_int64] * 2 + [c_float],
-    "qk_norm_rope": [c_void_p] * 5 + [c_int64] * 5 + [c_float],
+    **{name: [c_void_p] for name in JOBS},
     "rope_table": [c_void_p] * 3 + [c_int64] * 2,
-    "silu_mul": [c_void_p] * 2 + [c_int64] * 2,
-    "silu_mul_backward": [c_void_p] * 3 + [c_int64] * 2,
     "write_kv": [c_void_p] * 5 + [c_int64] * 5,
     "statistics": [c_void_p] * 7 + [c_int64] * 3,
     "scores": [c_void_p] * 7 + [c_int64] * 2,

@@ -1,7 +1,7 @@
 /* Matrix products. */
 #include "product.h"
 
-enum { CHUNK = 512, DEPTH = 256 }; /* rows and inner indices that meet one packed block of columns: what caches hold */
+enum { CHUNK = 512, DEPTH = 128 }; /* rows and inner indices that meet one packed block of columns: what caches hold */
 
 typedef struct {
     float *out; /* [rows, columns] = a times b */

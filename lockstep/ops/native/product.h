@@ -10,9 +10,6 @@
 
 enum { TILE = 64, GROUPS = TILE / LANES };
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 /* columns[d][j] = row[j][d] for `count` rows of `dim` elements; [dim rounded up to LANES, TILE]. Interleaving row i
  * with row i + 8, four times, transposes 16 x 16. */
 static void transpose_rows(float *columns, const float *const *row, int64_t count, int64_t dim) {

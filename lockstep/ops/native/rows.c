@@ -37,24 +37,27 @@ INLINE float rms_scale(const float *x, int64_t n, float eps) {
     return 1.0f / sqrtf(fold_sum(sum) / (float)n + eps);
 }
 
-void rms_norm(float *restrict out, const float *restrict x, const float *restrict weight, int64_t rows, int64_t dim,
-              float eps) {
-    for (int64_t row = 0; row < rows; row++, x += dim, out += dim) {
-        float scale = rms_scale(x, dim, eps);
+/* [rows, dim] */
+void rms_norm(RowJob *j) {
+    int64_t dim = j->size[0];
+    const float *restrict weight = j->at[2];
+    EACH_ROW(j) {
+        const float *restrict x = (const float *)j->at[1] + row * dim;
+        float *restrict out = (float *)j->at[0] + row * dim, scale = rms_scale(x, dim, j->eps);
         for (int64_t i = 0; i < dim; i++) out[i] = x[i] * scale * weight[i];
     }
 }
 
-/* Norm weights may be NULL: rotation alone. */
-void qk_norm_rope(float *restrict out, const float *restrict qkv, const float *restrict q_weight,
-                  const float *restrict k_weight, const float *restrict cos_sin, int64_t tokens, int64_t stride,
-                  int64_t heads, int64_t kv_heads, int64_t dim, float eps) {
-    int64_t half = dim / 2;
-    for (int64_t t = 0; t < tokens; t++, cos_sin += dim) {
-        const float *x = qkv + t * stride;
+/* [tokens, heads, dim] of [tokens, stride]. Norm weights may be NULL: rotation alone. */
+void qk_norm_rope(RowJob *j) {
+    int64_t stride = j->size[0], heads = j->size[1], kv_heads = j->size[2], dim = j->size[3], half = dim / 2;
+    const float *q_weight = j->at[2], *k_weight = j->at[3];
+    EACH_ROW(j) {
+        const float *x = (const float *)j->at[1] + row * stride, *cos_sin = (const float *)j->at[4] + row * dim;
+        float *out = (float *)j->at[0] + row * (heads + kv_heads) * dim;
         for (int64_t h = 0; h < heads + kv_heads; h++, x += dim, out += dim) {
             const float *weight = h < heads ? q_weight : k_weight;
-            float scale = weight ? rms_scale(x, dim, eps) : 1.0f;
+            float scale = weight ? rms_scale(x, dim, j->eps) : 1.0f;
             for (int64_t i = 0; i < half; i += LANES) {
                 int64_t n = half - i;
                 V a = load_first(x + i, n, 0) * scale, b = load_first(x + half + i, n, 0) * scale;
@@ -76,23 +79,17 @@ void rope_table(float *out, const int64_t *positions, const float *inv_freq, int
         }
 }
 
-void silu_mul(float *out, const float *gate_up, int64_t rows, int64_t dim) {
-    for (int64_t row = 0; row < rows; row++, gate_up += 2 * dim, out += dim)
+/* [rows, dim] of [rows, 2 * dim] */
+void silu_mul(RowJob *j) {
+    int64_t dim = j->size[0];
+    EACH_ROW(j) {
+        const float *gate_up = (const float *)j->at[1] + row * 2 * dim;
+        float *out = (float *)j->at[0] + row * dim;
         for (int64_t i = 0; i < dim; i += LANES) {
             V gate = load_first(gate_up + i, dim - i, 0), up = load_first(gate_up + dim + i, dim - i, 0);
             store_first(out + i, gate / (exp_(-gate) + 1.0f) * up, dim - i);
         }
-}
-
-/* Gradient of both halves of gate_up. */
-void silu_mul_backward(float *out, const float *grad, const float *gate_up, int64_t rows, int64_t dim) {
-    for (int64_t row = 0; row < rows; row++, gate_up += 2 * dim, out += 2 * dim, grad += dim)
-        for (int64_t i = 0; i < dim; i += LANES) {
-            V gate = load_first(gate_up + i, dim - i, 0), up = load_first(gate_up + dim + i, dim - i, 0);
-            V g = load_first(grad + i, dim - i, 0), sigmoid = 1.0f / (exp_(-gate) + 1.0f), silu = gate * sigmoid;
-            store_first(out + i, g * up * (sigmoid + silu * (1.0f - sigmoid)), dim - i);
-            store_first(out + dim + i, g * silu, dim - i);
-        }
+    }
 }
 
 /* Rows of `bytes` bytes, `k_stride` and `v_stride` apart, to slots of two caches. */

@@ -60,10 +60,26 @@ INLINE void store_first(float *p, V v, int64_t n) {
     else for (int l = 0; l < n; l++) p[l] = v[l];
 }
 
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
 /* The next piece of a job that threads share; pieces are independent, so who computes one does not matter. */
 static inline int64_t claim(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
 static inline void fail(int64_t *error) { __atomic_store_n(error, 1, __ATOMIC_RELAXED); }
 static inline int failed(const int64_t *error) { return __atomic_load_n(error, __ATOMIC_RELAXED) != 0; }
+
+/* What is done row by row, by threads that take some rows at a time. */
+typedef struct {
+    void *at[8];     /* the tensors, results first */
+    int64_t size[5]; /* their dims and strides, as each function says */
+    double eps;
+    int64_t rows, next, error; /* next and error are shared by the threads */
+} RowJob;
+
+enum { SHARE = 16 };
+#define EACH_ROW(job) \
+    for (int64_t row, end; (row = claim(&(job)->next) * SHARE) < (job)->rows;) \
+        for (end = smaller(row + SHARE, (job)->rows); row < end; row++)
 
 #define SHUFFLE __builtin_shufflevector
 #define HALF(v) SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)

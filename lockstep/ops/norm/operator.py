@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..operator import operator, saved
+from ..operator import in_c, operator, saved
 
 
 def _backward(ctx, grad_TD: Tensor):
     x_TD, weight_D, eps = saved(ctx)
     if x_TD.is_cuda:
         return rms_norm_backward(grad_TD, x_TD, weight_D, eps)
+    if in_c(x_TD):
+        out_TD, x_TD = torch.empty(x_TD.shape), x_TD.contiguous()
+        grad_w = native.norm_backward(x_TD, weight_D.unsqueeze(0), grad_TD.unsqueeze(1), eps, out_TD)
+        return out_TD, grad_w.squeeze(1).sum(0)
     grad_x, grad_w = _norm_backward(x_TD.float(), weight_D.float(), grad_TD.float(), eps)
     return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype)
 

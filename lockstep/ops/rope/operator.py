@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import native
 from ..norm.operator import _norm_backward, _normed
-from ..operator import operator, saved
+from ..operator import in_c, operator, saved
 from ..records import Rotation
 
 
@@ -21,21 +21,48 @@ def _backward(ctx, grad: Tensor):
     if qkv_TE.is_cuda:
         grads = qk_norm_rope_backward(grad, qkv_TE, by)
         return tuple(g if x is not None else None for g, x in zip(grads, (qkv_TE, *by), strict=False))
+    compute = _native_gradients if in_c(qkv_TE) else _gradients
+    return compute(grad, qkv_TE, by)
+
+
+def _gradients(grad: Tensor, qkv_TE: Tensor, by: Rotation) -> tuple[Tensor, Tensor | None, Tensor | None]:
     tokens, head_dim = by.cos_sin_TH.shape
     heads = by.num_heads + by.num_kv_heads
     cos, sin = by.cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)
     first, second = grad.float().chunk(2, dim=-1)
     grad_qk = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-    grad_q_weight = grad_k_weight = None
+    of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
     if by.q_weight_H is not None and by.k_weight_H is not None:
         qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim).float()
         grad_qk, grad_weight = _norm_backward(qk, _head_weights(by), grad_qk, by.eps)
-        grad_weight = grad_weight.sum(0)
-        grad_q_weight = grad_weight[: by.num_heads].sum(0).to(by.q_weight_H.dtype)
-        grad_k_weight = grad_weight[by.num_heads :].sum(0).to(by.k_weight_H.dtype)
+        of_weights = _of_weights(grad_weight, by)
     grad_qkv = torch.zeros_like(qkv_TE)
     grad_qkv[:, : heads * head_dim] = grad_qk.reshape(tokens, heads * head_dim).to(qkv_TE.dtype)
-    return grad_qkv, grad_q_weight, grad_k_weight
+    return grad_qkv, *of_weights
+
+
+def _native_gradients(grad: Tensor, qkv_TE: Tensor, by: Rotation) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`_gradients` in C, with its bits."""
+    qkv_TE = qkv_TE.contiguous()
+    grad_qkv, width = torch.empty_like(qkv_TE), grad.shape[1] * grad.shape[2]
+    grad_qkv[:, width:] = 0
+    if by.q_weight_H is None or by.k_weight_H is None:
+        native.rotate_back(grad, by.cos_sin_TH, grad_qkv)
+        return grad_qkv, None, None
+    rotated = torch.empty(grad.shape)
+    native.rotate_back(grad, by.cos_sin_TH, rotated.flatten(1))
+    grad_weight = native.norm_backward(qkv_TE, _head_weights(by), rotated, by.eps, grad_qkv)
+    return grad_qkv, *_of_weights(grad_weight, by)
+
+
+def _of_weights(grad_weight: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
+    """The gradients of both weights, of a gradient a token and head."""
+    assert by.q_weight_H is not None and by.k_weight_H is not None
+    grad_weight = grad_weight.sum(0)
+    return (
+        grad_weight[: by.num_heads].sum(0).to(by.q_weight_H.dtype),
+        grad_weight[by.num_heads :].sum(0).to(by.k_weight_H.dtype),
+    )
 
 
 @operator(

@@ -1,0 +1,97 @@
+/* Parts of gradients that are one expression an element. Their sums over rows and tokens are torch's.
+ *
+ * They have the bits of the plain expressions in torch, which run without this library: every product, sum and
+ * difference is rounded as it stands there.
+ */
+#include "vector.h"
+
+/* Gradient of both halves of gate_up: [rows, 2 * dim] */
+void silu_mul_backward(RowJob *j) {
+    int64_t dim = j->size[0];
+    EACH_ROW(j) {
+        const float *grad = (const float *)j->at[1] + row * dim, *gate_up = (const float *)j->at[2] + row * 2 * dim;
+        float *out = (float *)j->at[0] + row * 2 * dim;
+        for (int64_t i = 0; i < dim; i += LANES) {
+            V gate = load_first(gate_up + i, dim - i, 0), up = load_first(gate_up + dim + i, dim - i, 0);
+            V g = load_first(grad + i, dim - i, 0), sigmoid = 1.0f / (exp_(-gate) + 1.0f), silu = gate * sigmoid;
+            store_first(out + i, g * up * (sigmoid + silu * (1.0f - sigmoid)), dim - i);
+            store_first(out + dim + i, g * silu, dim - i);
+        }
+    }
+}
+
+/* RMSNorm of x, [rows, heads, dim] at a stride a row, with weights a head: what the gradient's mean is over, grad *
+ * weight * normed, and the weight's gradient a row, grad * normed; normed is x * rstd, [rows, heads]. */
+void norm_products(RowJob *j) {
+    int64_t stride = j->size[0], heads = j->size[1], dim = j->size[2];
+    EACH_ROW(j)
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t at = (row * heads + h) * dim;
+            float *restrict product = (float *)j->at[0] + at, *restrict grad_weight = (float *)j->at[1] + at;
+            const float *restrict x = (const float *)j->at[2] + row * stride + h * dim;
+            const float *restrict weight = (const float *)j->at[3] + h * dim, *restrict grad = (const float *)j->at[4] + at;
+            float rstd = ((const float *)j->at[5])[row * heads + h];
+            for (int64_t i = 0; i < dim; i++) {
+                float normed = x[i] * rstd;
+                product[i] = grad[i] * weight[i] * normed;
+                grad_weight[i] = grad[i] * normed;
+            }
+        }
+}
+
+/* The gradient of that x, rstd * (grad * weight - normed * mean), at a stride of its own. */
+void norm_gradient(RowJob *j) {
+    int64_t out_stride = j->size[0], stride = j->size[1], heads = j->size[2], dim = j->size[3];
+    EACH_ROW(j)
+        for (int64_t h = 0; h < heads; h++) {
+            float *restrict out = (float *)j->at[0] + row * out_stride + h * dim;
+            const float *restrict x = (const float *)j->at[1] + row * stride + h * dim;
+            const float *restrict weight = (const float *)j->at[2] + h * dim;
+            const float *restrict grad = (const float *)j->at[3] + (row * heads + h) * dim;
+            float rstd = ((const float *)j->at[4])[row * heads + h], mean = ((const float *)j->at[5])[row * heads + h];
+            for (int64_t i = 0; i < dim; i++) out[i] = rstd * (grad[i] * weight[i] - x[i] * rstd * mean);
+        }
+}
+
+/* The rotation of qk_norm_rope taken back: [rows, heads, dim], out at a stride a row. */
+void rotate_back(RowJob *j) {
+    int64_t out_stride = j->size[0], heads = j->size[1], dim = j->size[2], half = dim / 2;
+    EACH_ROW(j)
+        for (int64_t h = 0; h < heads; h++) {
+            float *restrict out = (float *)j->at[0] + row * out_stride + h * dim;
+            const float *restrict grad = (const float *)j->at[1] + (row * heads + h) * dim;
+            const float *restrict cos = (const float *)j->at[2] + row * dim, *restrict sin = cos + half;
+            for (int64_t i = 0; i < half; i++) {
+                out[i] = grad[i] * cos[i] + grad[half + i] * sin[i];
+                out[half + i] = grad[half + i] * cos[i] - grad[i] * sin[i];
+            }
+        }
+}
+
+/* out[b, h, i] = x[row[b, i], h]: a row a head of a segment, [segments * heads, length, dim]; x at a stride a row. */
+void gather_heads(RowJob *j) {
+    int64_t stride = j->size[0], heads = j->size[1], length = j->size[2], dim = j->size[3], x_rows = j->size[4];
+    EACH_ROW(j) {
+        const int64_t *from = (const int64_t *)j->at[2] + row / heads * length;
+        const float *x = (const float *)j->at[1] + row % heads * dim;
+        float *out = (float *)j->at[0] + row * length * dim;
+        for (int64_t i = 0; i < length; i++, out += dim)
+            if (from[i] < 0 || from[i] >= x_rows) fail(&j->error);
+            else memcpy(out, x + from[i] * stride, sizeof(float) * dim);
+    }
+}
+
+/* total[row[b, i], h] += values[b, h, i], in the order of (b, i); a row of the job is a head. */
+void accumulate_heads(RowJob *j) {
+    int64_t segments = j->size[0], heads = j->rows, length = j->size[1], dim = j->size[2], total_rows = j->size[3];
+    for (int64_t h; (h = claim(&j->next)) < heads;)
+        for (int64_t b = 0; b < segments; b++) {
+            const float *values = (const float *)j->at[1] + (b * heads + h) * length * dim;
+            const int64_t *to = (const int64_t *)j->at[2] + b * length;
+            for (int64_t i = 0; i < length; i++, values += dim) {
+                if (to[i] < 0 || to[i] >= total_rows) { fail(&j->error); return; }
+                float *restrict total = (float *)j->at[0] + (to[i] * heads + h) * dim;
+                for (int64_t k = 0; k < dim; k++) total[k] += values[k];
+            }
+        }
+}

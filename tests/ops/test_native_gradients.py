@@ -1,0 +1,80 @@
+"""Parts of gradients in C: the bits of plain torch, whoever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from native_cases import same, wide
+from torch import Tensor
+
+from lockstep.ops import native
+from lockstep.ops.attention import reference
+from lockstep.ops.native import library
+from lockstep.ops.norm import operator as norm
+from lockstep.ops.records import Packed, Rotation
+from lockstep.ops.rope import operator as rope
+
+pytestmark = pytest.mark.skipif(library.built is None, reason="the C library is not built")
+
+
+@pytest.fixture(autouse=True, params=[1, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The work is shared however little it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr(native, "THREAD_WORK", 1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def of_both(gradients: Callable[[], tuple[Tensor | None, ...]]) -> None:
+    """Hold `gradients` in C to `gradients` in torch."""
+    with library.using(None):
+        expected = gradients()
+    found = gradients()
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or same(one, other)
+
+
+@pytest.mark.parametrize("dim", [1, 24, 128, 333])
+def test_of_a_norm(dim: int) -> None:
+    fused, weight, grad = wide(37, dim + 5).requires_grad_(), torch.randn(dim, requires_grad=True), wide(37, dim)
+    of_both(lambda: torch.autograd.grad(norm.rms_norm(fused[:, 5:], weight, 1e-6), (fused, weight), grad))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 2), (37, 12), (40, 64)])
+def test_of_norm_and_rotation(tokens: int, head_dim: int, normed: bool) -> None:
+    qkv, grad = wide(tokens, 7 * head_dim), wide(tokens, 5 * head_dim).view(tokens, 5, head_dim)
+    weights = (torch.randn(head_dim), torch.randn(head_dim)) if normed else (None, None)
+    table = torch.rand(tokens, head_dim) * 2 - 1
+    by = Rotation(*weights, table, 3, 2, 1e-6)
+    compute = {None: rope._gradients}
+    of_both(lambda: compute.get(library.current, rope._native_gradients)(grad, qkv, by))
+    assert not rope._native_gradients(grad, qkv, by)[0][:, 5 * head_dim :].any()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
+def test_of_attention_with_shared_prefixes(heads: int, kv_heads: int) -> None:
+    """A prefix's rows take the gradients of all that read it, in their order."""
+    lengths, prefix_start, prefix_len = [40, 33, 9, 70, 1], [0, 0, 0, 0, 82], [0, 40, 40, 40, 70]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    by = Packed(starts, torch.tensor(prefix_start).int(), torch.tensor(prefix_len).int(), 110)
+    tokens = sum(lengths)
+    q, k, v = (torch.randn(tokens, n, 8) for n in (heads, kv_heads, kv_heads))
+    grad, qkv = torch.randn(tokens, heads, 8), torch.cat((q, k, v), dim=1)
+    views = qkv.split((heads, kv_heads, kv_heads), dim=1)  # as the fused projection has them
+    of_both(lambda: reference.packed_backward(grad, *views, by))
+
+
+def test_rows_outside_a_table() -> None:
+    x, rows = torch.randn(4, 2, 8), torch.tensor([[0, 3], [4, 1]])
+    with pytest.raises(IndexError, match="a row lies outside 4"):
+        native.gather_heads(x, rows)
+    with pytest.raises(IndexError, match="a row lies outside 4"):
+        native.accumulate_heads(x, -rows, torch.randn(2, 2, 2, 8))
