@@ -21,7 +21,11 @@ from lockstep.models import init
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build
 
-MOST_CALLS, MOST_FUNCTIONS = 1650, 320
+<<<<<<< HEAD
+MOST_CALLS, MOST_FUNCTIONS = 2050, 370  # a few more than there are: how often a pool is asked is a matter of time
+=======
+MOST_CALLS, MOST_FUNCTIONS = 2150, 367
+>>>>>>> i-traj
 ROOT = os.path.dirname(lockstep.__file__)
 
 
@@ -61,7 +65,7 @@ def calls_of_a_step() -> Counter[str]:
 def test_a_step_is_as_short_a_way_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(init.ARCHITECTURES, "tiny", replace(init.ARCHITECTURES["tiny"], num_layers=2))
     calls = calls_of_a_step()
-    assert "rl/loop.py:Loop.step" in calls and "generator/engine.py:Engine.generate" in calls
+    assert "rl/loop.py:Loop.step" in calls and "generator/engine.py:Engine.advance" in calls
     assert len(calls) <= MOST_FUNCTIONS and calls.total() <= MOST_CALLS, (len(calls), calls.total())
 
 

@@ -1,4 +1,4 @@
-"""A calculator that a model may ask: a turn that ends in `a + b =` is answered, any other is the model's last."""
+"""A calculator that a model may ask: a turn that ends in `1 + 2 * 3 =` is answered, any other is the model's last."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 from ..environment import End, Environment, Turn
 
-_ASKED = re.compile(r"(-?\d{1,15}) *([-+*]) *(-?\d{1,15}) *= *$")
-_WORKED = re.compile(r"(-?\d+ *[-+*] *-?\d+ *=) *-?\d+\s*")
-_OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+_NUMBER, _MOST = r"-?\d{1,15}", 63
+_SUM = rf"{_NUMBER}(?: *[-+*] *{_NUMBER}){{1,{_MOST}}} *="
+_ASKED = re.compile(rf"({_SUM}) *$")
+_WORKED = re.compile(rf"({_SUM}) *-?\d+[^\S\n]*\n?")
+_PARTS = re.compile(rf" *([-+*]?) *({_NUMBER})")
 
 
 class Calculator(Environment):
@@ -23,8 +25,7 @@ class Calculator(Environment):
         asked = _ASKED.search(turn.text)
         if asked is None:
             return End()
-        a, operation, b = asked.groups()
-        return f" {_OPERATIONS[operation](int(a), int(b))}\n"
+        return f" {total(asked[1])}\n"
 
     def cut(self) -> End:
         return End()
@@ -32,3 +33,14 @@ class Calculator(Environment):
     @classmethod
     def worked_turns(cls, row: dict[str, Any], worked_example: str) -> Sequence[str]:
         return [part for part in _WORKED.sub(r"\1\0", worked_example).split("\0") if part]
+
+
+def total(asked: str) -> int:
+    """What `1 + 2 * 3 =` comes to: products first, no brackets."""
+    terms: list[int] = []
+    for operation, number in _PARTS.findall(asked):
+        if operation == "*":
+            terms[-1] *= int(number)
+        else:
+            terms.append(-int(number) if operation == "-" else int(number))
+    return sum(terms)
