@@ -25,6 +25,7 @@ from .service import Service
 from .settings import Settings
 
 LEAVING = 2.0  # seconds that answers have to be sent once the last request was ended
+KEEP_ALIVE = 75  # seconds of an idle connection: more than clients keep theirs, which would meet it as it closes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Kinds of sampling that graphs are made for before the first request.
 _KINDS = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0.0)]
@@ -51,6 +52,7 @@ class Server:
             make_app(self.service),
             log_config=None,
             access_log=False,
+            timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=int(settings.shutdown_seconds + LEAVING) + 1,
         )
         self._http = uvicorn.Server(config)
