@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NoReturn
 
 import tyro
@@ -95,9 +95,10 @@ def _main(arguments: list[str]) -> int:
             return flags
         if several_processes() and not isinstance(flags, Train):
             raise InputError(f"lockstep {arguments[0]} works in one process; start it without torchrun")
+        as_json = getattr(flags, "json", False)
         with contextlib.redirect_stdout(sys.stderr):  # standard output carries the outcome and nothing else
-            outcome = COMMANDS[type(flags)](flags)
-            as_json = getattr(flags, "json", False)
+            with _nothing_else_written(output) if as_json else contextlib.nullcontext():
+                outcome = COMMANDS[type(flags)](flags)
             for piece in [to_json(outcome.payload) + "\n"] * bool(outcome.payload) if as_json else outcome.text:
                 output.write(piece)
                 output.flush()
@@ -111,6 +112,24 @@ def _main(arguments: list[str]) -> int:
         return _fail(_with_notes("interrupted", stop), 130)
     except BrokenPipeError:  # whoever read standard output has gone
         return 1
+
+
+@contextlib.contextmanager
+def _nothing_else_written(output: Any) -> Iterator[None]:
+    """Within it the file that `output` writes to is standard error's: what a reward's command or a library in C writes
+    to its descriptor does not mix with the JSON."""
+    try:
+        descriptor, other = output.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]
+        kept = os.dup(descriptor)
+    except (AttributeError, OSError, ValueError):  # no file, or no standard error
+        yield
+        return
+    os.dup2(other, descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
 
 
 def _with_notes(message: str, error: BaseException) -> str:
@@ -179,7 +198,8 @@ def _settled(flags: Train | Precompile, arguments: list[str], begin: RunConfig) 
     names = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
     given = {name.removeprefix("--").replace("-", "_") for name in names}
     config = flags.resolved()
-    for path, why in unread(config):
+    alone = [] if several_processes() else [("parallel.timeout", "in one process; start several with torchrun")]
+    for path, why in [*unread(config), *alone]:
         if path in given:
             raise InputError(f"{path} has no effect {why}")
     if not (paths := left_behind(config, begin, given)):

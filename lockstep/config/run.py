@@ -101,6 +101,11 @@ class RunConfig(Section):
             "trainer.skip_zero_variance nothing is trained; use 2 or more",
         )
         refuse(
+            s.ignore_eos and lo.mask_truncated_completions and not s.stop,
+            "loss.mask_truncated_completions leaves out every completion where sampling.ignore_eos lets none end; "
+            "remove one of the two",
+        )
+        refuse(
             0 < self.task.max_response_length < s.max_completion_length,
             f"task.max_response_length is {self.task.max_response_length}, less than one turn's "
             f"sampling.max_completion_length of {s.max_completion_length}; raise it, or set it to 0",

@@ -61,12 +61,13 @@ class Tokens(NamedTuple):
 @dataclass(frozen=True)
 class Limits:
     """Of a trajectory: the tokens of its prompt and those after it (None: no limit but a turn's), its turns, and the
-    seconds that its environment may take to answer (0: any)."""
+    seconds that its environment may take to answer (0: any); and in words where the first comes from."""
 
     prompt_tokens: int | None = None
     response_tokens: int | None = None
     turns: int = 1
     timeout: float = 0.0
+    prompt_reason: str = ""
 
 
 @dataclass(eq=False)
@@ -231,7 +232,8 @@ class Play:
             raise InputError(f"{asked.where}: the prompt has no tokens")
         most = self._limits.prompt_tokens
         if most is not None and len(ids) > most:
-            raise InputError(f"{asked.where}: the prompt has {len(ids)} tokens; at most {most} are allowed")
+            why = f" ({self._limits.prompt_reason})" if self._limits.prompt_reason else ""
+            raise InputError(f"{asked.where}: the prompt has {len(ids)} tokens; at most {most} are allowed{why}")
         return ids
 
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:

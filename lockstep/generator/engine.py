@@ -121,7 +121,9 @@ class Engine:
         each kind of sampling. Where nothing is compiled it does nothing.
         """
         if self.runtime.layers is not None:
-            self._compile_layers()
+            for prompts, n in (([[0]], 1), ([[0, 0, 0]], 1), ([[0, 0], [0, 0, 0]], 2)):  # in every way they are called
+                few = SamplingParams(n=n, max_completion_length=3, ignore_eos=True)
+                self.generate(prompts, [few] * len(prompts), [SampleIdentity(0, 0, 0, 0)] * len(prompts))
         if sequences < 1:
             return
         assert not self.scheduler.busy, "warm_up() before the first request, or between requests"
@@ -130,12 +132,6 @@ class Engine:
         sequences = min(sequences, self.config.max_num_seqs)
         longest_prompt = max(1, tokens - sampling.max_completion_length)
         self.scheduler.max_tokens = self.runner.warm_up(sequences, longest_prompt, sampling)
-
-    def _compile_layers(self) -> None:
-        """Run a few tokens in every way that layers are called: one or several, of one sequence or several."""
-        for prompts, n in (([[0]], 1), ([[0, 0, 0]], 1), ([[0, 0], [0, 0, 0]], 2)):
-            sampling = SamplingParams(n=n, max_completion_length=3, ignore_eos=True)
-            self.generate(prompts, [sampling] * len(prompts), [SampleIdentity(0, 0, 0, 0)] * len(prompts))
 
     def trust_cases(self) -> Work:
         """Launches on which the graphs of the warm-ups are to be checked against eager; before the first request."""

@@ -16,7 +16,7 @@ from .ir.captured import Captured, Dynamic, Inputs, Level, Role, Static
 from .launch.cudagraph import GraphRecorder
 from .launch.launcher import GraphLauncher
 from .store.baked_constants import Constants
-from .warm_up import WarmUp
+from .warm_up import WarmUp, rehearse
 
 _shape = attrgetter("shape")
 
@@ -72,13 +72,10 @@ class Program:
         self, user: Mapping[str, Tensor] | None = None, *, times: int = 1, **statics: Static
     ) -> dict[str, Tensor]:
         """Launch `times` times, capturing first if the key is new. About the outputs' lifetime see `GraphLauncher`."""
-        user = user or {}
-        if self.level == "eager":
-            return self._eager(user, times, statics)
-        return self.tools.warm_up.launch(self.graph(user, statics), user, times)
-
-    def _eager(self, user: Mapping[str, Tensor], times: int, statics: Mapping[str, Static]) -> dict[str, Tensor]:
-        assert not self.tools.warm_up.rehearsing, f"{self.name} has no graph to rehearse"
+        user, warm_up = user or {}, self.tools.warm_up
+        if self.level != "eager":
+            return warm_up.launch(self.graph(user, statics), user, times)
+        assert warm_up.launch is not rehearse, f"{self.name} has no graph to rehearse"
         inputs = replace(self.inputs, user=user)
         with no_grad():
             for _ in range(times):

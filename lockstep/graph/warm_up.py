@@ -49,11 +49,6 @@ class WarmUp:
         """Count a new graph, or a new variant of a layer."""
         self.late += self.ended
 
-    @property
-    def rehearsing(self) -> bool:
-        """Whether nothing is launched now."""
-        return self.launch is _rehearse
-
     @contextmanager
     def rehearsal(self) -> Iterator[list[Any]]:
         """Within, programs make their graphs and launch none (what they return is zero), and by the end the kernels of
@@ -61,7 +56,7 @@ class WarmUp:
         then a list of these kernels, for `preload`."""
         from ..ops.precompile import compiling_only
 
-        with self._timings.measured("compile"), compiling_only() as kernels, self._launching(_rehearse):
+        with self._timings.measured("compile"), compiling_only() as kernels, self._launching(rehearse):
             yield kernels
 
     @contextmanager
@@ -99,5 +94,6 @@ class WarmUp:
             return preload(kernels)
 
 
-def _rehearse(graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
+def rehearse(graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
+    """What is done with graphs while nothing is launched."""
     return graph.rehearse(user)

@@ -4,7 +4,7 @@ from .blocks.attention import Masks, PackedAttention, PagedAttention
 from .blocks.moe import Routing
 from .config import ModelConfig
 from .decoder import Decoder
-from .folder import describe_folder, load_model, load_value_head, resolve_folder, save_model
+from .folder import TEMPLATES, describe_folder, load_model, load_value_head, resolve_folder, save_model
 from .patterns import by_pattern
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "PagedAttention",
     "Routing",
     "by_pattern",
+    "TEMPLATES",
     "describe_folder",
     "load_model",
     "load_value_head",

@@ -48,6 +48,9 @@ def resolve_folder(model: str) -> Path:
         raise InputError(f"model {model!r}: no such folder, and the hub did not give it ({error})") from error
 
 
+TEMPLATES = "additional_chat_templates"  # a folder in a model's, and among what is said of it: that it was looked into
+
+
 def describe_folder(model: str) -> dict[str, Any]:
     """What a model is to a run that goes on with it: a hub id's `revision`, or size and SHA-256 of a folder's `files`,
     by name: weights, tokenizer, template and all. Raises as `resolve_folder` does, and for a file that cannot be read.
@@ -56,7 +59,7 @@ def describe_folder(model: str) -> dict[str, Any]:
     if not (model.strip() and Path(model).expanduser().is_dir()):
         return {"revision": folder.name}
     try:
-        return {"files": fingerprints(folder, file_names(folder))}
+        return {"files": fingerprints(folder, file_names(folder)), TEMPLATES: True}
     except OSError as error:
         raise InputError(f"model {model}: {error.filename or folder} cannot be read: {error.strerror}") from error
 

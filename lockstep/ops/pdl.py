@@ -50,6 +50,8 @@ def has_wgmma(x: Tensor) -> bool:
 
 
 def options(x: Tensor, **others: int) -> dict[str, Any]:
-    """Launch options of a forward kernel, which has a `PDL` constant, on the device of `x`; and others."""
-    how: dict[str, Any] = {"PDL": True, "launch_pdl": True} if supported(x) else {"PDL": False}
-    return {**how, "enable_fp_fusion": False, **others}  # fused only where `tl.fma` says so
+    """Launch options of a forward kernel, which has a `PDL` constant, on the device of `x`; and others. Multiplications
+    and additions are fused only where `tl.fma` says so."""
+    if supported(x):
+        return {"PDL": True, "launch_pdl": True, "enable_fp_fusion": False, **others}
+    return {"PDL": False, "enable_fp_fusion": False, **others}

@@ -54,7 +54,8 @@ class Loop:
         self.prompts_used = 0  # of the task's, which a checkpoint keeps
         self.spans: list[Span] = []  # of the latest step
         task = config.task
-        self.limits = Limits(run.prompt_limit.tokens, config.max_response_length, task.turns, task.environment_timeout)
+        response = config.max_response_length, task.turns, task.environment_timeout
+        self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason)
         self.failures = Failures()
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 

@@ -19,7 +19,7 @@ def learned(config: RunConfig, validations: Mapping[str, Mapping[str, float]], r
     `validations` has the measures by the steps done, `rewards` each step's mean. The ready tasks' first reward is 1 for
     a solved problem and 0 otherwise, so its mean is told as a share.
     """
-    if config.task.name == "dataset" and not config.task.reward:
+    if _unrewarded(config):
         return "nothing is rewarded; the loss is in the report"
     measured = sorted((int(step), metrics) for step, metrics in validations.items())
     if not measured:
@@ -33,6 +33,11 @@ def learned(config: RunConfig, validations: Mapping[str, Mapping[str, float]], r
     shown = [_value(metrics.get(name), share=not config.task.reward) for metrics in (before, after)]
     change = shown[0] if first == last else " -> ".join(shown)
     return f"held-out {title} {change}, after {last} steps of reinforcement learning"
+
+
+def _unrewarded(config: RunConfig) -> bool:
+    """Whether no reward function measured anything."""
+    return config.task.name == "dataset" and not config.task.reward
 
 
 def _value(value: float | None, share: bool) -> str:
@@ -53,6 +58,8 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
     if isinstance(prompt, str) and len(prompt) <= _SHORT and prompt.isprintable():
         limit = config.sampling.max_completion_length
         return f"lockstep generate --model {model} --prompt {shlex.quote(prompt)} --max-completion-length {limit}"
+    if _unrewarded(config):
+        return f"lockstep chat --model {model}"
     data = ["--data", config.task.data] if config.task.data else []
     own = ["--reward", *config.task.reward] if config.task.reward else []
     return f"lockstep eval --model {model} {shlex.join(['--task', config.task.name, *data, *own])}"

@@ -6,7 +6,7 @@ import contextlib
 import faulthandler
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CRASH_FILE = "crash.txt"
@@ -21,10 +21,12 @@ end costs one call and not the run. `lockstep report` makes the report of the st
 
 
 @contextlib.contextmanager
-def noted(run_dir: Path) -> Iterator[None]:
-    """Within it there is a file in `run_dir` that says so, should this process end before it is left."""
+def noted(run_dir: Path, began: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Within it there is a file in `run_dir` that says so, should this process end before it is left. What an earlier
+    process left there stays where the run did not begin."""
     path, before = run_dir / CRASH_FILE, faulthandler.is_enabled()
     try:
+        earlier = path.read_bytes() if path.exists() else None
         run_dir.mkdir(parents=True, exist_ok=True)
         file = path.open("w", encoding="utf-8")
         file.write(_WORDS.format(process=os.getpid()))
@@ -42,4 +44,7 @@ def noted(run_dir: Path) -> Iterator[None]:
             with contextlib.suppress(AttributeError, OSError, ValueError):  # a standard error without a file
                 faulthandler.enable(sys.__stderr__)  # type: ignore[arg-type]
         file.close()
-        path.unlink(missing_ok=True)
+        if earlier is None or began():
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(earlier)

@@ -85,6 +85,10 @@ class Recorder:
         """What makes the run the run it is."""
         return resuming.inputs(self.config)
 
+    def has_begun(self) -> bool:
+        """Whether the parts were built, and a resumed run was found to go on."""
+        return self._loop is not None
+
     def started(self, loop: Loop) -> None:
         """The parts are built: record the configuration, the machine and the start-up time; open the trackers."""
         self.summary["environment"] = describe(loop.device)

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..cache.file_hashes import fingerprints
 from ..config import EARLIER, RunConfig, yaml_file
 from ..errors import InputError
 from ..json_file import to_json
-from ..models import describe_folder
+from ..models import TEMPLATES, describe_folder
 from ..user_functions import one_line
 from . import checkpoint
 from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
@@ -83,6 +84,10 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
     found = []
     if config["model"] is not None and loaded.state["inputs"].get("model") is None:
         found.append(f"{name} does not record the files of model {config['model']}: they were not compared")
+    for record, field in _MODELS.items():
+        folder = Path(config.get(field) or "").expanduser() / TEMPLATES
+        if _leaves_out_templates(loaded.state["inputs"].get(record)) and folder.is_dir():
+            found.append(f"{name} does not record {folder}: its files were not compared")
     if "words" not in loaded.state["numerics"]:
         found.append(f"{name} does not record words of its arithmetic: versions and names were compared")
     if new := sorted(_settings(RunConfig()).keys() - config.keys()):
@@ -175,7 +180,16 @@ def _model_files(what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> 
     if "files" not in then or "files" not in now:
         return {what: (then, now)}
     names = sorted(then["files"].keys() | now["files"].keys())
+    if _leaves_out_templates(then):
+        names = [name for name in names if not name.startswith(f"{TEMPLATES}/")]
     return {f"{what}: {name}": (then["files"].get(name), now["files"].get(name)) for name in names}
+
+
+def _leaves_out_templates(then: Mapping[str, Any] | None) -> bool:
+    """Whether a model folder was recorded before its further chat templates were part of it."""
+    if then is None or "files" not in then:
+        return False
+    return TEMPLATES not in then and not any(name.startswith(f"{TEMPLATES}/") for name in then["files"])
 
 
 def _words(fingerprint: Mapping[str, Any] | None) -> str:
@@ -194,15 +208,12 @@ def _fingerprint(data: str | None) -> dict[str, Any] | None:
     if data is None or not path.exists():
         return None
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_data(file))
-    whole = hashlib.sha256()
     try:
-        for file in files:
-            with file.open("rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").digest()
-            whole.update(f"{file.relative_to(path)}\0".encode() + digest)
-        return {"size": sum(file.stat().st_size for file in files), "sha256": whole.hexdigest()}
+        found = fingerprints(path, [str(file.relative_to(path)) for file in files])
     except OSError as error:
         raise InputError(f"{data} cannot be read: {error}") from error
+    whole = b"".join(f"{name}\0".encode() + bytes.fromhex(file["sha256"]) for name, file in found.items())
+    return {"size": sum(file["size"] for file in found.values()), "sha256": hashlib.sha256(whole).hexdigest()}
 
 
 def _is_data(file: Path) -> bool:

@@ -40,7 +40,7 @@ def train(
     loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
     stream = None if world.first else io.StringIO()  # the progress is of the first rank alone
     display = Display(config.steps, config.metrics.progress, stream)
-    with noted(run_dir) if world.first else contextlib.nullcontext(), display:
+    with noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext(), display:
         return _train(recorder, resume, loaded, other_numerics, display)
 
 

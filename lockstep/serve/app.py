@@ -7,14 +7,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
 from .errors import ApiError, ClientLeft, closing
-from .metrics import ServerMetrics
+from .events import answered
 from .routes.chat import chat
 from .routes.completions import completions
 from .routes.tokens import tokens
@@ -25,6 +26,7 @@ ROUTES: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
     "/v1/completions": completions,
     "/inference/v1/generate": tokens,
 }
+HEALTH = "/health"
 
 
 def make_app(service: Service) -> FastAPI:
@@ -36,29 +38,20 @@ def make_app(service: Service) -> FastAPI:
         yield
         service.close()
 
-    app = FastAPI(title="lockstep", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    keyed = [Depends(_key(service.settings.api_key))]
-    for path, answer in ROUTES.items():
-        app.add_api_route(path, _endpoint(service, answer), methods=["POST"], dependencies=keyed, response_model=None)
-    app.add_api_route("/v1/models", _models(service), methods=["GET"], dependencies=keyed)
-    app.add_api_route("/v1/models/{name:path}", _model(service), methods=["GET"], dependencies=keyed)
-    app.add_api_route("/metrics", _metrics(service), methods=["GET"], dependencies=keyed, response_model=None)
-    app.add_api_route("/health", _health(service), methods=["GET"])
+    app = FastAPI(title="lockstep", version=__version__, lifespan=lifespan, openapi_url=None)
+    for path, answer in ROUTES.items():  # plain routes, which read their bodies themselves
+        app.add_route(path, _endpoint(service, answer), methods=["POST"])
+    app.add_api_route("/v1/models", _models(service), methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", _model(service), methods=["GET"])
+    app.add_api_route("/metrics", _metrics(service), methods=["GET"], response_model=None)
+    app.add_api_route(HEALTH, _health(service), methods=["GET"])
     app.add_exception_handler(ApiError, _error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientLeft, _left)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(Exception, _fault)
-    app.add_middleware(_Counted, metrics=service.metrics)
+    app.add_middleware(_Guard, service=service)
     return app
-
-
-def _key(expected: str | None) -> Callable[[Request], Awaitable[None]]:
-    async def check(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if expected is not None and not secrets.compare_digest(given.encode(), expected.encode()):
-            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-
-    return check
 
 
 def _endpoint(
@@ -107,9 +100,9 @@ def _health(service: Service) -> Callable[[], Awaitable[dict[str, str]]]:
     return health
 
 
-def _told(error: ApiError) -> JSONResponse:
+def _told(error: ApiError) -> Response:
     retry = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.body, error.status, headers=retry)
+    return answered(error.body, error.status, retry)
 
 
 async def _error(_: Request, error: Exception) -> Response:
@@ -131,11 +124,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return _told(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
-class _Counted:
-    """Counts what was answered, by route and status."""
+class _Guard:
+    """Asks for the key, everywhere but at `HEALTH`, and counts what was answered, by route and status."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self._app, self._requests = app, metrics.requests
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._requests = app, service.metrics.requests
+        key = service.settings.api_key
+        self._bearer = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -148,7 +143,13 @@ class _Counted:
                 self._requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, receive, counting)
+        allowed = scope["path"] == HEALTH or self._knows_key(scope)
+        await (self._app if allowed else _WRONG_KEY)(scope, receive, counting)
+
+    def _knows_key(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return self._bearer is None or secrets.compare_digest(given, self._bearer)
 
 
-_PATHS = {*ROUTES, "/v1/models", "/metrics", "/health"}
+_PATHS = {*ROUTES, "/v1/models", "/metrics", HEALTH}
+_WRONG_KEY = _told(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))

@@ -5,9 +5,9 @@ A field that would change the answer and that nothing here reads is refused by n
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, TypeVar
 
+import orjson
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -144,8 +144,8 @@ async def read_body(request: Request, kind: type[_Kind], most: int) -> _Kind:
         if len(content) > most:
             raise ApiError(413, f"the body is larger than {most >> 20} MiB", code="body_too_large")
     try:
-        given = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        given = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")

@@ -1,11 +1,11 @@
-"""Answers that are streamed, as server-sent events."""
+"""Answers as JSON, whole or streamed as server-sent events. Floats are written so that they read back exactly."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -39,4 +39,9 @@ class EventStream(Response):
 
 def event(content: dict[str, Any]) -> bytes:
     """One event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def answered(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A whole answer."""
+    return Response(orjson.dumps(content), status, headers, "application/json")

@@ -344,22 +344,25 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
     micro-batch and the cache, and `task.max_prompt_length` may ask for less."""
     completion, page = config.max_response_length, config.generator.page_size
     what = "sampling.max_completion_length" if config.task.turns == 1 else "task.max_response_length"
+    budget = config.trainer.max_tokens_per_micro_batch
     holders = [
-        (model.max_position_embeddings, "the model's context"),
-        (config.trainer.max_tokens_per_micro_batch + 1, "trainer.max_tokens_per_micro_batch"),
+        (model.max_position_embeddings, f"the model's context of {model.max_position_embeddings}"),
+        (budget + 1, f"trainer.max_tokens_per_micro_batch of {budget}, and the last token, which is not packed,"),
     ]
     if teacher is not None:
-        holders.append((teacher.config.max_position_embeddings, "the teacher's context"))
+        context = teacher.config.max_position_embeddings
+        holders.append((context, f"the teacher's context of {context}"))
     if config.generator.kv_cache_tokens:
         given = config.generator.kv_cache_tokens
-        rounded = f" of {given} (whole pages of {page})" if given % page else ""
-        holders.append((given // page * page, f"generator.kv_cache_tokens{rounded}"))
+        whole = given // page * page
+        rounded = f" (whole pages of {page}), {whole} tokens," if given % page else ""
+        holders.append((whole, f"generator.kv_cache_tokens of {given}{rounded}"))
     size, holder = min(holders)
     if size <= completion:
-        raise InputError(f"{what} is {completion}; {holder}, {size} tokens, must hold it and a prompt")
+        raise InputError(f"{what} is {completion}; {holder} must hold it and a prompt")
     if 0 < config.task.max_prompt_length <= size - completion:
         return PromptLimit(config.task.max_prompt_length, "task.max_prompt_length")
-    return PromptLimit(size - completion, f"{holder} of {size} less {what} of {completion}")
+    return PromptLimit(size - completion, f"{holder} less {what} of {completion}")
 
 
 def longest_prompt(encode: Callable[[Any], list[int]], task: Task, groups: int) -> int:

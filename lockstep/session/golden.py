@@ -68,6 +68,7 @@ def _cpu_results(dtype: torch.dtype, config: ModelConfig) -> Iterator[tuple[str,
     kinds |= {"experts": _EXPERTS} if config.moe_layers else {}
     kinds |= {"latent": _LATENT} if config.mla is not None else {}
     kinds |= {"windows": _WINDOWS} if any(config.windows) else {}
+    yield "head", _head_gradients(dtype)
     for name, decoder in kinds.items():
         yield name, _gradients(_filled(decoder, dtype))
     x = _fixed(_ROWS, 2 * _DEPTH + 5, seed=96)
@@ -133,6 +134,19 @@ def _gradients(model: Decoder) -> tuple[Tensor, ...]:
         weights = _fixed(_TOKENS, seed=99)
         terms = torch.exp(found.logprob_C / 16) + torch.square(found.model_logprob_C)
         return torch.autograd.grad((weights * terms).sum(), list(model.parameters()))
+
+
+def _head_gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Of hidden states and the head, on the CPU. Every hidden state comes again with a loss of the other sign, so that
+    of the head's gradient rounding errors alone are left: each change of an order shows in bfloat16, too."""
+    hidden, weight = (_fixed(n, 131, seed=n).to(dtype).requires_grad_() for n in (2 * _ROWS, 257))
+    with torch.enable_grad():
+        both = torch.cat((hidden, hidden))
+        filters = ops.Filters(*(torch.full((4 * _ROWS,), value) for value in (0.7, 0, 1.0, 0.0)))
+        found = ops.token_logprobs(both, weight / 16, torch.arange(2 * _ROWS).repeat(2), filters)
+        signs = _fixed(2 * _ROWS, seed=100)
+        loss = (torch.cat((signs, -signs)) * (found.logprob_C + found.model_logprob_C)).sum()
+        return torch.autograd.grad(loss, (both, weight))
 
 
 def _sample(dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -67,9 +67,13 @@ def remember(config: RunConfig, path: Path) -> None:
 
 def _note(config: RunConfig) -> Path:
     model = config.model, config.arch, config.dtype, config.attention, config.attention_mask
+    return user_folder.cache_folder() / "kernels-of" / f"{fingerprint.key(*model, *of_steps(config))}.json"
+
+
+def of_steps(config: RunConfig) -> tuple[object, ...]:
+    """What of a run's configuration the kernels of its steps depend on, besides the model."""
     loss = config.loss.algorithm, config.loss.beta, config.loss.teacher
-    steps = config.sampling, config.generator, config.trainer, config.compile, config.parity, *loss
-    return user_folder.cache_folder() / "kernels-of" / f"{fingerprint.key(*model, *steps)}.json"
+    return config.sampling, config.generator, config.trainer, config.compile, config.parity, *loss
 
 
 def _folder() -> Path:

@@ -11,7 +11,6 @@ import torch
 
 from ..config import MAX_SEED, Attention, CompileConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from ..errors import InputError
-from ..generator import Engine, SharedWeights
 from ..graph import Runtime, Work
 from ..trainer import BatchShape, Trainer, pack
 from ..types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
@@ -167,8 +166,7 @@ def _generated(
     the trainer's for `shape` and the kinds of sampling `trained`, and held to eager's bits."""
     longest, sequences = max(map(len, prompts)) + sampling[0].max_completion_length, sum(s.n for s in sampling)
     config, runtime = session.config, session.runtime
-    capacity = session.cache_tokens(sequences, longest)
-    engine = Engine(SharedWeights(session.policy.model), config.generator, capacity, runtime=runtime)
+    engine = session.new_engine(session.cache_tokens(sequences, longest))
 
     def make_graphs() -> None:
         for params in trained:

@@ -20,7 +20,7 @@ from ..ops.native import library
 from ..ops.tables import linear_table
 from ..ops.tables.linear_table import Kind
 from .build import Session, TrainingSession
-from .kernel_lists import KEPT, remember
+from .kernel_lists import KEPT, of_steps, remember
 
 _log = logging.getLogger("lockstep")
 
@@ -166,10 +166,8 @@ def _precompile(
 
 def _steps(run: TrainingSession) -> tuple[object, ...]:
     """What the kernels of such a start depend on besides the model."""
-    c = run.config
     reference = run.trainer.reference
-    loss = c.loss.algorithm, c.loss.beta, reference and reference.config
-    return run.shapes, c.sampling, c.generator, c.trainer, c.compile, c.parity, *loss, run.world.size
+    return run.shapes, *of_steps(run.config), reference and reference.config, run.world.size
 
 
 def _rehearse_check(run: TrainingSession) -> None:

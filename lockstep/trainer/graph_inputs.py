@@ -11,15 +11,11 @@ from .. import graph
 from ..algorithms import Algorithm
 from ..types import PackedBatch
 
-
-def _open_sizes() -> graph.Dynamic:
-    """The packed batch's tensors by what their names end in; one trace serves every size."""
-    ends = {"T": ("T",), "C": ("C",), "S": ("S",)}
-    sizes = {f.name: ends[f.name[-1]] for f in fields(PackedBatch) if f.name[-2:-1] == "_" and f.name[-1] in ends}
-    return {**sizes, "cu_seqlens": ("S1",), "cu_completions": ("S1",), "support_C": ("C", None)}
-
-
-OPEN_SIZES = _open_sizes()
+# The packed batch's tensors by what their names end in; one trace serves every size.
+OPEN_SIZES: graph.Dynamic = {
+    **{f.name: (f.name[-1],) for f in fields(PackedBatch) if f.name[-2:] in ("_T", "_C", "_S")},
+    **{"cu_seqlens": ("S1",), "cu_completions": ("S1",), "support_C": ("C", None)},
+}
 
 
 def complete(batch: PackedBatch, algorithm: Algorithm) -> None:

@@ -88,15 +88,14 @@ class Trainer:
         self.optimizer = AdamW(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
         self.weights_version = 0
         device = self.flat.data.device
-        self._lr = torch.zeros((), device=device)
-        self._sampled = torch.zeros((), dtype=torch.float64, device=device)
-        self._rate: float | None = None  # what `_lr` holds; None: unknown
-        self._expected: int | None = None  # what `_sampled` holds; None: unknown
+        lr, sampled = torch.zeros((), device=device), torch.zeros((), dtype=torch.float64, device=device)
+        self._rate: float | None = None  # what `lr` holds; None: unknown
+        self._expected: int | None = None  # what `sampled` holds; None: unknown
         size = len(STATISTICS) + statistics_of(model.config)
         self._values = torch.zeros(size, dtype=torch.float64, device=device)
         self._results = Results(len(found_names(self._values)), device)
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
-        state = UpdateState(self._values, self._results.rows, self._lr, self._sampled, enforce_parity, balanced)
+        state = UpdateState(self._values, self._results.rows, lr, sampled, enforce_parity, balanced)
         self._runtime = runtime
         runtime.prepare(*filter(None, (model, reference)))
         self.programs = TrainerPrograms(self._runtime, model, reference, self.optimizer, loss, state)
@@ -212,9 +211,9 @@ class Trainer:
         self._results.make_room()
         sampled = self._to_compare() if sampled is None else sampled
         if lr != self._rate:
-            self._lr.fill_(lr)
+            self.programs.state.lr.fill_(lr)
         if sampled != self._expected:
-            self._sampled.fill_(sampled)
+            self.programs.state.sampled.fill_(sampled)
         self._rate, self._expected = lr, sampled
         self.programs.by_name["optim_step"]()
         return self._launched(lr, sampled)

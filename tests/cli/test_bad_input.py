@@ -71,7 +71,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
         ("--generator.page-size 0", "generator.page_size is 0; it must be between 1 and 4096"),
         ("--generator.kv-cache-tokens 8", "generator.kv_cache_tokens of 8 (whole pages of 16), 0 tokens, must"),
         ("--generator.kv-cache-tokens 1000000000000", "1000000000000 tokens take 1,907,349 GiB, and cpu has"),
-        ("--trainer.max-tokens-per-micro-batch 7", "trainer.max_tokens_per_micro_batch, 8 tokens, must hold it"),
+        (
+            "--trainer.max-tokens-per-micro-batch 7",
+            "trainer.max_tokens_per_micro_batch of 7, and the last token, which is not packed, must",
+        ),
         ("--trainer.prompts-per-step 1000000000", "trainer.prompts_per_step is 1000000000; it must be between 1 and"),
         ("--sampling.num-generations 1", "sampling.num_generations is 1: every group's advantage would be zero"),
         ("--compile.recompute silu_mul", "set compile.capture to step"),
@@ -272,7 +275,9 @@ def test_values_that_are_not_finite_stop_the_run_and_leave_evidence(
     assert failure["error"].startswith("step 2: loss is") and not failure["result"]["applied"]
     assert failure["weights_version"] == 1 and len(failure["groups"]) == 2
     rollout = failure["groups"][0]["rollouts"][0]
-    assert rollout["completion"]["identity"]["step"] == 1 and len(rollout["completion"]["token_ids"]) > 0
+    assert rollout["identity"]["step"] == 1
+    assert [segment["sampled"] for segment in rollout["segments"]] == [False, True]
+    assert all(segment["token_ids"] for segment in rollout["segments"])
     assert {failure["result"]["loss"], failure["result"]["grad_norm"]} & {"NaN", "Infinity", "-Infinity"}
     assert failure["groups"][0]["prompt"] and failure["groups"][0]["columns"]["answer"] > 0
 

@@ -33,6 +33,12 @@ ROWS = "train dataset --data d.jsonl --reward math --model m"
             "task.validation_interval has no effect with task.validation_prompts 0, which turns validation off",
         ),
         ("train --trainer.warmup-steps 0 --trainer.warmup-loss 1", "trainer.warmup_loss has no effect with trainer.wa"),
+        ("train --loss.no-use-bias-correction-kl", "loss.use_bias_correction_kl has no effect without loss.beta"),
+        ("train --parallel.timeout 60", "parallel.timeout has no effect in one process; start several with torchrun"),
+        (
+            "train --sampling.ignore-eos --loss.mask-truncated-completions",
+            "loss.mask_truncated_completions leaves out every completion where sampling.ignore_eos lets none end",
+        ),
         ("train --trainer.warmup-interval 5", "trainer.warmup_interval has no effect without trainer.warmup_reward"),
         (f"{ROWS} --loss.overlong-penalty 2", "loss.overlong_penalty has no effect without loss.overlong_buffer"),
         ("eval --model m --task gsm8k --data d --no-easy", "--no-easy has no effect on gsm8k; remove it"),

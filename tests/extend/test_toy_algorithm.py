@@ -124,6 +124,29 @@ def test_what_is_wrong_with_one_is_said_at_once(tmp_path: Path, name: str, messa
         algorithm_of(config)
 
 
+OWN = """
+from lockstep.algorithms.distillation import Distillation
+from lockstep.algorithms.ppo import PPO
+
+class Critic(PPO):
+    pass
+
+class Pupil(Distillation):
+    pass
+"""
+
+
+def test_one_may_have_a_critic_or_a_teacher(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    assert algorithm_of(LossConfig(f"{tmp_path / 'own.py'}:Critic")).has_critic
+    pupil = LossConfig(f"{tmp_path / 'own.py'}:Pupil", teacher="a folder")
+    assert algorithm_of(pupil).has_teacher
+    with pytest.raises(InputError, match=r"loss\.teacher is missing: loss_type .*own\.py:Pupil learns from a model"):
+        algorithm_of(replace(pupil, teacher=None))
+    with pytest.raises(InputError, match=r"loss\.teacher has no effect: loss_type .*own\.py:Critic learns from none"):
+        algorithm_of(replace(pupil, loss_type=f"{tmp_path / 'own.py'}:Critic"))
+
+
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     page = (Path(lockstep.__file__).parents[1] / "docs" / "algorithms.md").read_text()
     (tmp_path / "my_algorithm.py").write_text(page.split("```python\n")[1].split("```")[0])

@@ -172,7 +172,7 @@ class Interpreted:
         torch.testing.assert_close(activation_triton.silu_mul(gate_up), ops.silu_mul.__wrapped__(gate_up))
 
     @pytest.mark.parametrize(
-        ("m", "n", "k"), [(1, 130, 96), (20, 64, 256), (40, 129, 72), (130, 40, 64), (520, 300, 65)]
+        ("m", "n", "k"), [(1, 130, 96), (20, 64, 256), (40, 129, 72), (130, 40, 64), (520, 300, 65), (130, 1, 64)]
     )
     def test_linear(self, m, n, k):
         x, weight = torch.randn(m, 2 * k)[:, k:], torch.randn(n, k)

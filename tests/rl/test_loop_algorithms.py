@@ -193,7 +193,8 @@ def test_a_model_becomes_like_its_teacher(config: RunConfig, teacher: str) -> No
 def test_the_critic_comes_to_know_the_rewards(config: RunConfig, tmp_path: Path) -> None:
     """It is exported beside the model, which `transformers` loads, and read again from there."""
     sampling, trainer = replace(config.sampling, num_generations=8), replace(config.trainer, prompts_per_step=4)
-    made = replace(config, sampling=sampling, trainer=trainer, loss=LossConfig("ppo", vf_coef=1.0))
+    optimizer = replace(config.optimizer, lr_scales=("value_head=2",))
+    made = replace(config, sampling=sampling, trainer=trainer, optimizer=optimizer, loss=LossConfig("ppo", vf_coef=1.0))
     loop = Loop(made, run := build(made))
     found = [loop.step(i) for i in range(10)]
     metrics = [m for m, _ in found]

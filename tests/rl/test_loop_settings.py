@@ -76,7 +76,7 @@ def test_the_rate_of_each_step_is_the_schedules(
     loop, seen = Loop(made, run), []
     for step in range(4):
         seen.append(loop.step(step)[0]["lr"])
-        assert run.trainer._lr.item() == pytest.approx(expected[step])
+        assert run.trainer.programs.state.lr.item() == pytest.approx(expected[step])
     assert seen == pytest.approx(expected)
 
 

@@ -49,6 +49,8 @@ def test_the_next_command_tries_the_model() -> None:
         assert closing.next_command(data, Path("r"), prompt) == (
             "lockstep eval --model r/model --task dataset --data rows.jsonl --reward a.py:f a.py:g"
         )
+    unrewarded = RunConfig(task=TaskConfig(name="dataset", data="rows.jsonl"))
+    assert closing.next_command(unrewarded, Path("r"), None) == "lockstep chat --model r/model"
 
 
 def test_a_folder_is_called_as_it_is_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import signal
 import sys
@@ -21,6 +22,7 @@ import ctypes, os, threading, time
 def leave(completions, **_): os._exit(3)
 def fault(completions, **_): ctypes.string_at(0)
 def linger(completions, **_):
+    os.system("echo a grader")
     threading.Thread(target=time.sleep, args=(1000,), name="linger").start()
     return [float(i % 2) for i in range(len(completions))]
 """
@@ -44,7 +46,8 @@ def test_a_reward_that_ends_the_process(tmp_path: Path, reward: str, code: int, 
 
 def test_a_thread_that_a_reward_left_does_not_hold_up_the_end(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(REWARDS)
-    done = finished([*TRAIN, "--reward", "r.py:linger"], cwd=tmp_path)
+    done = finished([*TRAIN, "--reward", "r.py:linger", "--json"], cwd=tmp_path)
+    assert json.loads(done.stdout)["steps_done"] == 1 and "a grader\n" in done.stderr
     assert done.returncode == 0 and "threads that still ran were left" in done.stderr and "linger" in done.stderr
     assert not (tmp_path / "run" / crash.CRASH_FILE).exists() and (tmp_path / "run" / "report.html").exists()
 
@@ -55,6 +58,10 @@ def test_the_note_goes_with_the_run(tmp_path: Path) -> None:
         assert (tmp_path / crash.CRASH_FILE).read_text().startswith("Process ")
         raise KeyError
     assert not list(tmp_path.iterdir()) and faulthandler.is_enabled() == before
+    (tmp_path / crash.CRASH_FILE).write_text("of an earlier process")
+    with crash.noted(tmp_path, began=lambda: False):
+        assert (tmp_path / crash.CRASH_FILE).read_text().startswith("Process ")
+    assert (tmp_path / crash.CRASH_FILE).read_text() == "of an earlier process"
 
 
 def test_missing_operators_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

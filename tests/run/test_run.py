@@ -233,6 +233,30 @@ def test_the_hubs_revision_is_recorded_and_compared(
         resume._require_same(small_run, loaded, now)
 
 
+def test_chat_templates_that_an_earlier_version_did_not_record(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templates = tmp_path / "model" / "additional_chat_templates"
+    templates.mkdir(parents=True)
+    monkeypatch.setattr(models_folder, "file_names", lambda folder: [f"{templates.name}/tools.jinja"])
+    monkeypatch.setattr(
+        models_folder, "fingerprints", lambda folder, names: {name: {"size": 1, "sha256": "0"} for name in names}
+    )
+    now = resume.inputs(replace(yaml_file.load(small_run / "config.yaml"), model=str(tmp_path / "model")))
+    numerics = {"words": {}}
+
+    def going_on(recorded: dict[str, Any]) -> list[str]:
+        state = {"inputs": {**now, "model": recorded}, "numerics": numerics}
+        loaded = checkpoint.LoadedCheckpoint(tmp_path / "step_2", 0, state, ())
+        resume._require_same(small_run, loaded, now)
+        return resume.remarks(small_run, loaded)
+
+    assert going_on({"files": {}}) == [f"step_2 does not record {templates}: its files were not compared"]
+    assert going_on(now["model"]) == []
+    with pytest.raises(InputError, match=r"additional_chat_templates/tools\.jinja was no file or folder when"):
+        going_on({"files": {}, "additional_chat_templates": True})
+
+
 @pytest.fixture(scope="module")
 def other_exp(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The C library with one digit of exp's polynomial changed, which no version or name tells."""
@@ -254,14 +278,18 @@ def other_exp(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_other_arithmetic_is_refused_or_said_in_the_certificate(
     small_run: Path, other_exp: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    note = small_run / "crash.txt"
+    note.write_text("of the process before")
     with library.using(other_exp):
         errors = refused(small_run, capsys)
+        assert note.read_text() == "of the process before"
         assert (
             "since step_2 was saved, exp, " in errors and "of fixed numbers have other words (c_library was" in errors
         )
         assert "--resume-with-other-numerics" in errors
         more = ["--steps", "3", "--resume-with-other-numerics"]
         assert main(["train", "--resume", str(small_run), *more]) == 0
+    assert not note.exists()
     settings = json.loads((small_run / "parity.json").read_text())["settings"]
     (resumed,) = settings["resumed_with_other_numerics"]
     assert resumed["steps_done"] == 2 and resumed["changed"][0].startswith("exp, ")

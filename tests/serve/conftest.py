@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-if any(find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client", "openai")):
+if any(find_spec(package) is None for package in ("fastapi", "uvicorn", "orjson", "prometheus_client", "openai")):
     collect_ignore_glob = ["test_*.py"]

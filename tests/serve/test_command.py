@@ -7,13 +7,15 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 from processes import running
 
 from lockstep.cli.main import main
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, Terminated
 from lockstep.serve import server as server_module
 from lockstep.serve.batcher import FAILURES
 from lockstep.serve.settings import Settings
@@ -81,6 +83,20 @@ def test_an_engine_that_fails_again_and_again_ends_the_server(model: Path, monke
             server.run()
         client.join(30)
         assert statuses == [500] * FAILURES
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_stops_and_the_second_ends(number: signal.Signals) -> None:
+    service = SimpleNamespace(stopping=False)
+    server: Any = SimpleNamespace(service=service, stop=lambda: setattr(service, "stopping", True))
+    before = signal.getsignal(number)
+    with server_module._stopped_by_signals(server):
+        signal.raise_signal(number)
+        assert service.stopping
+        with pytest.raises(KeyboardInterrupt) as found:
+            signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+    assert found.type is (Terminated if number == signal.SIGTERM else KeyboardInterrupt)
 
 
 def test_only_strangers_without_a_key_are_warned_of() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from serving import KEY, Running, running
 
 from lockstep.session.generate import LLM
@@ -187,7 +190,6 @@ def test_a_client_that_leaves_frees_its_pages_within_a_second(served: Running, s
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": HELLO, "temperature": "hot"}, "temperature", "valid number"),
     ("chat", {"messages": HELLO, "temperature": -1}, "temperature", "greater than or equal to 0"),
-    ("chat", {"messages": HELLO, "temperature": float("nan")}, "temperature", "finite"),
     ("chat", {"messages": HELLO, "top_p": 0}, "top_p", "greater than"),
     ("chat", {"messages": HELLO, "n": 0}, "n", "greater than"),
     ("chat", {"messages": HELLO, "n": 5000}, "n", "has room for"),
@@ -214,7 +216,6 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     ("chat", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a string"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "text"),
-    ("chat", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),
     ("chat", {"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "together they may be 512"),
     ("chat", {"messages": [{"role": "assistant", "content": "", "token_ids": [999]}]}, "messages[0].token_ids", "512"),
     ("completions", {"prompt": ""}, "prompt", "no tokens"),
@@ -258,7 +259,9 @@ def test_other_requests_that_get_no_answer(served: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="'gpt' is not served here") as found:
         served.client.chat.completions.create(model="gpt", messages=HELLO)
     assert found.value.param == "model" and found.value.code == "model_not_found"
-    for content, wanted in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (b"[" * 100_000, 400), (b" " * (17 << 20), 413)):
+    bodies = [b"{", b"[]", b"\xff", b"[" * 100_000, b'{"temperature": NaN}', b'{"messages": "\\ud800"}']
+    for content in [*bodies, b" " * (17 << 20)]:
+        wanted = 413 if len(content) > 16 << 20 else 400
         response = served.http.post(PATHS["chat"], content=content)
         assert response.status_code == wanted and set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert served.http.get("/v1/chat/completions").status_code == 405
@@ -284,6 +287,57 @@ def test_models_and_metrics(served: Running) -> None:
     assert f"lockstep_kv_pages_free {pages}.0" in page and f"lockstep_kv_pages {pages}.0" in page
     assert 'lockstep_requests_total{route="/v1/completions",status="200"}' in page
     assert "lockstep_running_samples 0.0" in page and "lockstep_request_seconds_bucket" in page
+
+
+def test_a_client_that_leaves_within_its_body_costs_nothing(served: Running) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 99\r\n\r\n"
+    counted = '{route="/v1/completions",status="499"}'
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b'{"prompt": ')
+    wait_until(lambda: counted in served.http.get("/metrics").text)
+    assert served.idle and 'status="500"' not in served.http.get("/metrics").text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    [
+        *(
+            "messages",
+            "prompt",
+            "token_ids",
+            "sampling_params",
+            "model",
+            "tools",
+            "tool_choice",
+            "chat_template_kwargs",
+        ),
+        *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_completion_tokens"),
+        *("logprobs", "stream", "stream_options", "return_token_ids"),
+    ]
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"])},
+    optional={"content": JSON, "tool_calls": JSON, "token_ids": JSON, "name": JSON},
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(PATHS)), st.dictionaries(FIELDS, JSON, max_size=3), st.lists(MESSAGE, max_size=3))
+def test_any_body_is_answered_or_refused(
+    served: Running, route: str, body: dict[str, Any], messages: list[dict[str, Any]]
+) -> None:
+    """Never a fault of the server's; what it refuses is in OpenAI's shape."""
+    given = {"messages": messages} if messages and route == "chat" else {}
+    small = {"sampling_params": {"max_tokens": 1}} if route == "generate" else {"max_tokens": 1}
+    content = json.dumps({**small, **given, **body})
+    response = served.http.post(PATHS[route], content=content)
+    assert response.status_code in (200, 400, 404), response.text
+    assert response.status_code == 200 or response.json()["error"]["message"]
 
 
 def test_what_is_more_than_may_wait_is_refused(model: Path) -> None:

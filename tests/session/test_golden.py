@@ -14,13 +14,14 @@ from processes import finished
 
 from lockstep import ops
 from lockstep.ops.activation import operator as activation
+from lockstep.ops.logprobs import operator as logprobs
 from lockstep.ops.logprobs import philox
 from lockstep.ops.tables import linear_table
 from lockstep.run import resume
 from lockstep.session import golden
 
 CPU = torch.device("cpu")
-KINDS = ["product", "exp", "norm", "attention", "AdamW", "log", "decoder", "gradients", "sums", "sample"]
+KINDS = ["product", "exp", "norm", "attention", "AdamW", "log", "decoder", "head", "gradients", "sums", "sample"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,7 +37,7 @@ def test_words_are_a_function_of_the_arithmetic(dtype: torch.dtype) -> None:
         other = golden.words(CPU, dtype)
     computed_in_c = {
         torch.float32: set(KINDS) - {"AdamW", "sums"},
-        torch.bfloat16: {"log", "decoder", "sample"},
+        torch.bfloat16: {"log", "decoder", "head", "sample"},
     }[dtype]
     differ = {kind for kind in KINDS if other[kind] != first[kind]}
     assert differ == (computed_in_c if ops.cpu_backend() == "native" else set())
@@ -55,6 +56,18 @@ def test_a_step_whose_backward_pass_is_another_has_other_words(monkeypatch: pyte
     monkeypatch.setattr(activation, "silu_mul_backward", lambda *args: backward(*args) * 1.001)
     after = golden.words(CPU, torch.float32)
     assert [kind for kind in KINDS if after[kind] != before[kind]] == ["gradients"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_added_up_in_another_order_has_other_words(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """In bfloat16 too, which rounds most of what an order changes away."""
+    before = golden.words(CPU, dtype)
+    matmul = logprobs.matmul
+    monkeypatch.setattr(logprobs, "matmul", lambda a, b: matmul(a.flip(1), b.flip(0)))
+    after = golden.words(CPU, dtype)
+    assert "head" in [kind for kind in KINDS if after[kind] != before[kind]]
 
 
 def test_tokens_from_other_random_numbers_have_other_words(monkeypatch: pytest.MonkeyPatch) -> None:

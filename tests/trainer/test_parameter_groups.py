@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,10 @@ from fake_recorder import FakeRecorder
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.errors import InputError
-from lockstep.graph import EAGER, Runtime, check_against_eager
+from lockstep.graph import EAGER, Runtime
 from lockstep.graph.ir.captured import op_name
 from lockstep.models import Decoder, by_pattern
-from lockstep.trainer import BatchShape, Trainer, pack
-from lockstep.types import SamplingParams
+from lockstep.trainer import Trainer, pack
 
 LR = 1e-2
 GROUPED = OptimizerConfig(
@@ -119,32 +119,32 @@ def test_state_resumes_without_what_is_frozen(make_model, make_groups, record) -
         Trainer(make_model(), OptimizerConfig(), LossConfig()).load_state(tensors, numbers)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_graphs_have_the_bits_of_eager(make_model, make_groups, record, recorded: bool) -> None:
-    config = CompileConfig("step", cudagraph_mode="full" if recorded else "none")
-    runtime = Runtime(config, torch.device("cpu"), recorder=FakeRecorder() if recorded else None)
+def test_graphs_have_the_bits_of_eager(make_model, make_groups, record) -> None:
+    config = CompileConfig("step", cudagraph_mode="full")
+    runtime = Runtime(config, torch.device("cpu"), recorder=FakeRecorder())
     eager = steps(make_model(), GROUPED, make_groups(), record)
     captured = steps(make_model(), GROUPED, make_groups(), record, runtime)
     for a, b in zip(eager, captured, strict=True):
         assert a.keys() == b.keys() and all(map(torch.equal, a.values(), b.values())) if isinstance(a, dict) else a == b
 
 
-def test_a_graph_has_a_launch_a_group_and_nothing_for_what_is_frozen(make_model) -> None:
-    def calls(optimizer: OptimizerConfig, name: str, operator: str) -> int:
+def test_a_graph_has_a_launch_a_group_and_no_product_for_what_is_frozen(make_model, make_groups) -> None:
+    def calls(optimizer: OptimizerConfig) -> tuple[int, int, int]:
+        """Groups; updates and products of backward passes in the graphs."""
         runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
         trainer = Trainer(make_model(), optimizer, LossConfig(), runtime=runtime)
-        work = trainer.trust_cases([BatchShape(64, 32, 4, 64)], SamplingParams(), False, check_parity=True)
-        check_against_eager(runtime, work, "strict")
-        found = next(p for p in runtime.programs if p.name == name)
-        assert len(trainer.optimizer.groups) == 1 or optimizer is GROUPED
-        nodes = next(iter(found.graphs.values())).captured.graph.nodes
-        return sum(n.op == "call_function" and op_name(n).startswith(operator) for n in nodes)
+        for batch in pack(make_groups(), max_tokens=1 << 12, check_parity=False):
+            trainer.forward_backward(batch)
+        trainer.optim_step(LR)
+        nodes = [n for p in runtime.programs for g in p.graphs.values() for n in g.captured.graph.nodes]
+        found = Counter(op_name(n) for n in nodes if n.op == "call_function")
+        return len(trainer.optimizer.groups), found["lockstep.adamw"], found["lockstep.matmul"]
 
     layer = OptimizerConfig(freeze=("model.layers.0",))
-    assert calls(OptimizerConfig(), "optim_step", "lockstep.adamw") == calls(layer, "optim_step", "lockstep.adamw") == 1
-    groups = Trainer(make_model(), GROUPED, LossConfig()).optimizer.groups
-    assert calls(GROUPED, "optim_step", "lockstep.adamw") == len(groups)
-    whole, less = (calls(o, "forward_backward", "lockstep.matmul") for o in (OptimizerConfig(), layer))
+    (one, update, whole), (_, update_of_layer, less), (groups, updates, _) = map(
+        calls, (OptimizerConfig(), layer, GROUPED)
+    )
+    assert one == update == update_of_layer == 1 and groups == updates > 4
     assert whole - less == 4  # products for the gradients of the first layer's weights
 
 
@@ -189,3 +189,10 @@ def test_a_pattern_is_of_tensors_or_of_modules_and_the_last_counts() -> None:
     assert by_pattern(model, [("model.layers.1.*", 2)], "field", without=found.keys() - {"layers.1.o"}) == {
         "layers.1.o": 2
     }
+
+
+def test_a_critic_may_have_a_rate_of_its_own(make_model: Callable[..., Decoder]) -> None:
+    optimizer = OptimizerConfig(weight_decay=0.1, freeze=("model",), lr_scales=("value_head=10",))
+    trainer = Trainer(make_model(tie=False), optimizer, LossConfig("ppo"))
+    assert trainer.flat.names == ["lm_head", "value_head"]
+    assert [(group.scale, group.weight_decay) for group in trainer.optimizer.groups] == [(1.0, 0.1), (10.0, 0.1)]

@@ -31,7 +31,13 @@ def make(mode: str, passes: tuple[Pass, ...] = (), beta: float = 0.0, dtype: tor
 
 
 def everything(trainer: Trainer) -> list[torch.Tensor]:
-    own = [*trainer.state()[0].values(), trainer.flat.data, trainer.flat.grad, trainer._values, trainer._lr]
+    own = [
+        *trainer.state()[0].values(),
+        trainer.flat.data,
+        trainer.flat.grad,
+        trainer._values,
+        trainer.programs.state.lr,
+    ]
     return [tensor.clone() for tensor in own]
 
 

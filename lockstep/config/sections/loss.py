@@ -152,3 +152,8 @@ class LossConfig(Section):
             yield "importance_sampling_clip_max", "without loss.importance_sampling_mode; give one, or remove it"
         if self.overlong_buffer == 0:
             yield "overlong_penalty", "without loss.overlong_buffer; set that above 0, or remove the penalty"
+
+    def unread(self) -> Iterator[tuple[str, str]]:
+        yield from super().unread()
+        if self.beta == 0:  # a run of before there was this setting has it off, with any beta
+            yield "use_bias_correction_kl", "without loss.beta; set that above 0, or remove it"

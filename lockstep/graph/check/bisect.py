@@ -132,13 +132,10 @@ class _Prints(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if n.op == "call_function" and n.target is not operator.getitem:
-            self._note(n, [result, [self.env[a] for a in written(n)]])
+        computes = n.op == "call_function" and n.target is not operator.getitem
+        if computes and (tensors := list(_tensors([result, [self.env[a] for a in written(n)]]))):
+            self.seen[n.name] = _together(tensors)
         return result
-
-    def _note(self, node: fx.Node, values: object) -> None:
-        if tensors := list(_tensors(values)):
-            self.seen[node.name] = _together(tensors)
 
 
 class _Regions(fx.Interpreter):

@@ -57,8 +57,9 @@ def pipeline(config: CompileConfig, sharded: bool = False, on_gpu: bool = False)
         "reorder": _bound("reorder", reorder) if sharded and c.reorder_collectives else None,
         "fuse": _bound("fuse", fuse) if on_gpu else None,
     }
-    passes = [shipped[name] if name in shipped else _of_user(name) for name in c.pass_names]
-    return [p for p in passes if p is not None]
+    for spec in [name for name in c.pass_names if name not in shipped]:  # of the user
+        shipped[spec] = Pass(spec.rpartition(":")[2], True, load_function(spec, f"compile.passes {spec!r}"))
+    return [p for name in c.pass_names if (p := shipped[name]) is not None]
 
 
 def recorded(split_at: Collection[str] = ()) -> Pass:
@@ -68,10 +69,6 @@ def recorded(split_at: Collection[str] = ()) -> Pass:
 
 def _bound(name: str, rewrite: Callable[..., tuple[Captured, str]], **options: Any) -> Pass:
     return Pass(name, True, partial(rewrite, **options), options)
-
-
-def _of_user(spec: str) -> Pass:
-    return Pass(spec.rpartition(":")[2], True, load_function(spec, f"compile.passes {spec!r}"))
 
 
 def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Captured], Captured] = verify) -> Captured:

@@ -66,8 +66,9 @@ class Inductor(Backend):
         made: dict[Stretch, CompiledSubgraph] = {}
         for backward in (False, True):  # the backward pass then has what it computes again of the forward pass
             some = [stretch for stretch in stretches(captured, self.choices) if stretch.backward == backward]
-            of_these = _regions(some, self.regions)
-            if of_these:
+            wanted = [s for s in some if s.backward or digest_of(s.body) in self.regions.shared]
+            regions = {s: self.regions.region(s.body, s.module, s.signature) for s in wanted}
+            if of_these := {s: region for s, region in regions.items() if region is not None}:
                 conditions = [c for stretch, region in of_these.items() for c in stretch.conditions(region.conditions)]
                 sizes = captured.sizes.also(conditions)
                 captured = replace(captured, module=outlined(captured, of_these), sizes=sizes)
@@ -80,7 +81,8 @@ class Inductor(Backend):
 
     def check(self, captured: Captured) -> None:
         """Refuse a model's forward pass in which other calls would be compiled than in the other graphs'."""
-        if missing := _lacking(captured, self.regions.shared):
+        has = {node.target.digest for node in captured.graph.nodes if isinstance(node.target, CompiledSubgraph)}
+        if (missing := self.regions.shared - has) and any(map(module_of, captured.graph.nodes)):
             raise GraphError(
                 f"{captured.title}: at these sizes the graph lacks compiled regions of the others "
                 f"({', '.join(missing)}), so its log-probabilities could differ from theirs; set compile.inductor to "
@@ -92,13 +94,6 @@ class Inductor(Backend):
         if self.shared:
             self.regions.shared = _common_digests(traces, self.choices)
         return bool(self.regions.shared)
-
-
-def _regions(found: Sequence[Stretch], regions: Regions) -> dict[Stretch, CompiledSubgraph]:
-    """The compiled regions for those stretches that may have one."""
-    wanted = [stretch for stretch in found if stretch.backward or digest_of(stretch.body) in regions.shared]
-    made = {s: regions.region(s.body, s.module, s.signature) for s in wanted}
-    return {stretch: region for stretch, region in made.items() if region is not None}
 
 
 def _note(found: Sequence[Stretch], made: Mapping[Stretch, CompiledSubgraph], regions: Regions) -> str:
@@ -150,12 +145,6 @@ def _common_digests(traces: Sequence[Captured], choices: Sequence[str]) -> froze
             own = frozenset(digest_of(s.body) for s in stretches(before, choices) if not s.backward)
             found["kv" in trace.writes].append(own)
     return frozenset.intersection(*found[True], *found[False]) if all(found.values()) else frozenset()
-
-
-def _lacking(captured: Captured, shared: frozenset[str]) -> frozenset[str]:
-    """Those of the shared regions that a model's graph does not have."""
-    has = {node.target.digest for node in captured.graph.nodes if isinstance(node.target, CompiledSubgraph)}
-    return shared - has if any(map(module_of, captured.graph.nodes)) else frozenset()
 
 
 def _stretch(captured: Captured, run: Sequence[fx.Node]) -> Iterator[Stretch]:

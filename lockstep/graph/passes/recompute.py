@@ -128,10 +128,6 @@ def _names_operator(pattern: str, node: fx.Node) -> bool:
     return pattern != FULL and any(fnmatchcase(n, pattern) for n in (name, name.partition(".")[2]))
 
 
-def _leaves_module(node: fx.Node) -> bool:
-    return any(module_of(user) != module_of(node) for user in node.users if not is_backward(user))
-
-
 def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
     """Forward calls that match and may be made again: pure, repeatable, reading nothing that the graph writes.
 
@@ -146,7 +142,8 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
             continue
         if any(op_name(origin) in GATHERS for origin in lies_in[node]):
             continue  # weights: `reshard` decides
-        by_module = any(_names_module(p, node) for p in patterns) and not _leaves_module(node)
+        leaves = any(module_of(user) != module_of(node) for user in node.users if not is_backward(user))
+        by_module = not leaves and any(_names_module(p, node) for p in patterns)
         if not by_module and not any(_names_operator(p, node) for p in patterns):
             continue
         random = torch_trace.is_operator(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags

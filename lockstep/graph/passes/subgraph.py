@@ -63,12 +63,12 @@ class Stretch:
         """Results, in order, that are read outside themselves or through views."""
         found: dict[fx.Node, None] = {}
         for node in self._captured.graph.nodes:
-            if node in self.inner and any(map(self._reads, node.users)):
+            outside = [
+                user for user in node.users if user not in self.inner and (self.backward or not is_backward(user))
+            ]
+            if node in self.inner and outside:
                 found[self._memory_of(node)] = None
         return tuple(found)
-
-    def _reads(self, user: fx.Node) -> bool:
-        return user not in self.inner and (self.backward or not is_backward(user))
 
     def _memory_of(self, node: fx.Node) -> fx.Node:
         """The result that an inner node looks at: a call's, or an element of it."""

@@ -120,7 +120,7 @@ class _Writer:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._home = _home(captured.inputs)
+        self._home = captured.inputs[0].device if captured.inputs else torch.device("cpu")
         self._regions: dict[int, tuple[str, bytes]] = {}  # by identity
         self._tables: dict[str, dict[str, int]] = {"values": {}, "tags": {}}
 
@@ -229,10 +229,6 @@ def _lines(graph: Mapping[str, Any]) -> str:
         for key, value in graph.items()
     ]
     return "{\n " + ",\n ".join(parts) + "\n}\n"
-
-
-def _home(inputs: tuple[InputSpec, ...]) -> torch.device:
-    return inputs[0].device if inputs else torch.device("cpu")
 
 
 class _Reader:

@@ -102,7 +102,7 @@ def _queries_fake(qkv_TE, by, *_):
 @operator(
     "lockstep::qk_norm_rope_write_kv",
     mutates=("k_cache", "v_cache"),
-    cuda=".rope.triton:qk_norm_rope_write_kv",
+    cuda=".rope.triton:qk_norm_rope",
     fake=_queries_fake,
 )
 def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:

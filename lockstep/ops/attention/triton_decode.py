@@ -354,5 +354,5 @@ def attention_decode(
     """See `operator.attention_decode`."""
     if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
         return decode(qkv_SE, cache, contexts, rotation=by, slots_S=slots_S)
-    q_SNH = qk_norm_rope(qkv_SE, by, (*cache, slots_S))  # each query is in two programs
+    q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S)  # each query is in two programs
     return decode(q_SNH, cache, contexts, groups)

@@ -81,13 +81,16 @@ class Tiles(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """Blocks of queries: sequence, absolute position of the first token, tokens; and each block's and token's rows."""
+    """Blocks of queries: tokens that one has room for; of each its sequence, the first token's absolute position and
+    its tokens; and three fields of `Tiles`."""
 
+    width: int
     sequence_B: Tensor
     first_B: Tensor
     count_B: Tensor
     query_rows: Tensor
     out_rows: Tensor
+    position: Tensor
 
 
 def tiles_packed(by: Packed, sizes: FlexSizes, window: int) -> list[Tensor]:
@@ -119,11 +122,10 @@ def _tiles_packed(by: Packed, sizes: FlexSizes, window: int, size: Size) -> Tile
     key_rows = position + torch.where(in_prefix, by.prefix_start_S.long()[sequence], (start_S - prefix_S)[sequence])
     key_rows = key_rows.clamp(0, tokens - 1)
 
-    blocks, group = _blocks(start_S, length_S, prefix_S, sizes, size.rows), sizes.heads // sizes.kv_heads
-    lists = _lists(blocks, table_SL, physical, window, size, group)
-    position = _positions(blocks, size, group)
+    blocks = _blocks(start_S, length_S, prefix_S, sizes, size.rows)
+    lists = _lists(blocks, table_SL, physical, window, size.tile)
     targets = torch.where(real, key_rows, tokens + row % size.tile)
-    return Tiles(blocks.query_rows, blocks.out_rows, position, key_position, *lists, key_rows, targets)
+    return Tiles(*blocks[-3:], key_position, *lists, key_rows, targets)
 
 
 def tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window: int) -> list[Tensor]:
@@ -138,15 +140,14 @@ def tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window:
     table = by.block_table[:, : -(-by.max_context_len // page_size)].long()
     table_SL = (table.unsqueeze(2) * each + torch.arange(each, device=table.device)).flatten(1)
     start_S, length_S = _spans(by.cu_seqlens, context_S.shape[0])
-    blocks, group = _blocks(start_S, length_S, context_S - length_S, sizes, FORWARD.rows), sizes.heads // sizes.kv_heads
-    position = _positions(blocks, FORWARD, group)
-    lists = _lists(blocks, table_SL, pages * each, window, FORWARD, group)
+    blocks = _blocks(start_S, length_S, context_S - length_S, sizes, FORWARD.rows)
+    lists = _lists(blocks, table_SL, pages * each, window, KEY_TILE)
     tile_L = torch.arange(table_SL.shape[1], device=table.device).expand_as(table_SL)
     place_SL = torch.where(tile_L * KEY_TILE < context_S.unsqueeze(1), table_SL, pages * each)
     tile_R = table.new_full((pages * each + 1,), -1).scatter_reduce(0, place_SL.flatten(), tile_L.flatten(), "amax")
     key_position = tile_R[:-1].unsqueeze(1) * KEY_TILE + torch.arange(KEY_TILE, device=table.device)
     none = table.new_empty(0), table.new_empty(0)
-    return [blocks.query_rows, blocks.out_rows, position, key_position.flatten().int(), *lists, *none]
+    return [*blocks[-3:], key_position.flatten().int(), *lists, *none]
 
 
 def _spans(cu_seqlens: Tensor, segments: int) -> tuple[Tensor, Tensor]:
@@ -184,27 +185,20 @@ def _blocks(start_S: Tensor, length_S: Tensor, before_S: Tensor, sizes: FlexSize
     row_TG = torch.where(inside_T1, row_T.unsqueeze(1) + torch.arange(group, device=device), per_head - 1)
     head_row_K = torch.arange(kv_heads, device=device) * per_head
     out_rows = (head_row_K[:, None] + row_TG.unsqueeze(1)).flatten()
-    first_B = before_S[sequence_B] + offset_B
-    return _Blocks(sequence_B, first_B, count_B, query_rows, out_rows)
+    first_B, token_R = before_S[sequence_B] + offset_B, r // group
+    inside_BR = token_R < count_B.unsqueeze(1)  # a block may end early, and the group may not divide the rows
+    position = torch.where(inside_BR, first_B.unsqueeze(1) + token_R, -1).flatten().int()
+    return _Blocks(width, sequence_B, first_B, count_B, query_rows, out_rows, position)
 
 
-def _positions(blocks: _Blocks, size: Size, group: int) -> Tensor:
-    """`Tiles.position`; past a block's last token, and where the group does not divide the rows, there is padding."""
-    token_R = torch.arange(size.rows, device=blocks.count_B.device) // group
-    inside_BR = token_R < blocks.count_B.unsqueeze(1)
-    return torch.where(inside_BR, blocks.first_B.unsqueeze(1) + token_R, -1).flatten().int()
-
-
-def _lists(
-    blocks: _Blocks, table_SL: Tensor, physical: int, window: int, size: Size, group: int
-) -> tuple[Tensor, Tensor]:
+def _lists(blocks: _Blocks, table_SL: Tensor, physical: int, window: int, tile: int) -> tuple[Tensor, Tensor]:
     """`Tiles.count_B` and `list_BL`, from each sequence's physical tiles."""
     begin_B = torch.zeros_like(blocks.first_B)
     listed = table_SL.shape[1]
     if window:
-        begin_B = (blocks.first_B - window + 1).clamp(min=0) // size.tile
-        listed = min(listed, (window + size.rows // group - 2) // size.tile + 2)
-    end_B = (blocks.first_B + blocks.count_B - 1) // size.tile + 1
+        begin_B = (blocks.first_B - window + 1).clamp(min=0) // tile
+        listed = min(listed, (window + blocks.width - 2) // tile + 2)
+    end_B = (blocks.first_B + blocks.count_B - 1) // tile + 1
     count_B = torch.where(blocks.count_B > 0, end_B - begin_B, 0).clamp(min=0)
     index_L = torch.arange(max(listed, 2), device=table_SL.device)
     at_BL = (begin_B.unsqueeze(1) + index_L).clamp(max=table_SL.shape[1] - 1)

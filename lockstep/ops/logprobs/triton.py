@@ -322,8 +322,7 @@ def _draw_kernel(
 ):
     pdl.begin(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    column_L = block * BLOCK + tl.arange(0, BLOCK)
-    z_L = tl.load(logits_ptr + row * vocabulary + column_L, mask=column_L < vocabulary, other=float("-inf"))
+    column_L, z_L = _load_block(logits_ptr, row, vocabulary, BLOCK)
     temperature, otherwise = tl.load(temperature_ptr + row), vocabulary - 1
     if temperature > 0:
         if temperature != 1.0:

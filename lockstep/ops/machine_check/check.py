@@ -172,26 +172,18 @@ def _cuda_product(p: Product, device: torch.device) -> Outcome:
     chain, middle = chain_of(rows, weight, plain), slice(p.rows // 2, p.rows // 2 + 1)
     if not same_bits(chain_of(rows[middle], weight, plain), chain[middle]):
         return "broken"
-    computed, expected = _computed(p.kind, x, weight, norm, residual), _expected(p.kind, chain, residual)
-    return "kept" if same_bits(computed, expected) else "replaced"
+    return "kept" if _is_chain(p.kind, x, weight, norm, residual, chain) else "replaced"
 
 
-def _computed(kind: Kind, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
-    """By the operator of that kind, and so by what the table chooses."""
-    if kind == "linear_fp32":
-        return linear_fp32(x, weight)
+def _is_chain(kind: Kind, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, chain: Tensor) -> bool:
+    """Whether the operator of that kind, and so what the table chooses, has the words of separate ones on the chain."""
     if kind == "linear_add":
-        return linear_add(x, weight, residual)
+        return same_bits(linear_add(x, weight, residual), residual + chain)
     if kind == "norm_linear":
-        return norm_linear(x, norm, weight, 1e-6)
-    return norm_gate_up(x, norm, weight, 1e-6) if kind == "norm_gate_up" else linear(x, weight)
-
-
-def _expected(kind: Kind, chain: Tensor, residual: Tensor) -> Tensor:
-    """From the chain, by separate operators."""
-    if kind == "linear_add":
-        return residual + chain
-    return silu_mul(chain) if kind == "norm_gate_up" else chain
+        return same_bits(norm_linear(x, norm, weight, 1e-6), chain)
+    if kind == "norm_gate_up":
+        return same_bits(norm_gate_up(x, norm, weight, 1e-6), silu_mul(chain))
+    return same_bits((linear_fp32 if kind == "linear_fp32" else linear)(x, weight), chain)
 
 
 def _cpu_product(p: Product, dtype: torch.dtype) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,26 +34,19 @@ def _addresses(dtype: torch.dtype, *tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """See `linear.operator.linear`."""
-    assert x_TK.shape[1] == weight_NK.shape[1]
-    return _product(x_TK, weight_NK.contiguous(), True, weight_NK.shape[0])
-
-
-def matmul(a_RD: Tensor, b_DC: Tensor) -> Tensor:
-    """`a @ b`; a may be transposed."""
-    assert a_RD.shape[1] == b_DC.shape[0]
-    return _product(a_RD, b_DC.contiguous(), False, b_DC.shape[1])
-
-
-def _product(a_RD: Tensor, b: Tensor, transposed: bool, columns: int) -> Tensor:
-    """`a @ b`, or `a @ b.T`."""
-    (rows, dim), out = a_RD.shape, a_RD.new_empty(a_RD.shape[0], columns)
+def linear(a_RD: Tensor, b: Tensor, transposed: bool = True) -> Tensor:
+    """`a @ b.T`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
+    b, (rows, dim), (columns, inner) = b.contiguous(), a_RD.shape, b.shape if transposed else b.shape[::-1]
+    assert dim == inner
+    out = a_RD.new_empty(rows, columns)
     addresses = out.data_ptr(), a_RD.data_ptr(), b.data_ptr()
     job = library.ProductArguments(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
     if not _run("product", job, rows * columns * dim):
         raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
     return out
+
+
+matmul = partial(linear, transposed=False)
 
 
 def _run(name: str, job: ctypes.Structure, work: int) -> bool:
@@ -72,17 +66,12 @@ def _rows(name: str, rows: int, work: int, tensors: Sequence[Tensor | None], *si
     return _run(name, library.RowJob(addresses, (ctypes.c_int64 * 5)(*sizes), eps, rows), rows * work)
 
 
-def _float_rows(*tensors: Tensor | None) -> None:
-    """Raise where one is not contiguous float32."""
-    _addresses(FLOAT, *tensors)
-
-
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """See `norm.operator.rms_norm`."""
     x_TD = x_TD.contiguous()
     out, dim = torch.empty_like(x_TD), x_TD.shape[-1]
     assert weight_D.shape == (dim,)
-    _float_rows(out, x_TD, weight_D)
+    _addresses(FLOAT, out, x_TD, weight_D)
     _rows("rms_norm", x_TD.numel() // dim, ELEMENT * dim, (out, x_TD, weight_D), dim, eps=eps)
     return out
 
@@ -95,7 +84,7 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
     assert all(w is None or w.shape == (head_dim,) for w in (by.q_weight_H, by.k_weight_H))
     out = qkv_TE.new_empty(tokens, heads, head_dim)
     tensors = (out, qkv_TE, *by[:3])
-    _float_rows(*tensors)
+    _addresses(FLOAT, *tensors)
     sizes = width, by.num_heads, by.num_kv_heads, head_dim
     _rows("qk_norm_rope", tokens, ELEMENT * heads * head_dim, tensors, *sizes, eps=by.eps)
     return out
@@ -106,7 +95,7 @@ def rotate_back(grad_TNH: Tensor, cos_sin_TH: Tensor, out_TE: Tensor) -> None:
     grad_TNH = grad_TNH.contiguous()
     tokens, heads, head_dim = grad_TNH.shape
     assert cos_sin_TH.shape == (tokens, head_dim) and out_TE.shape[0] == tokens and out_TE.shape[1] >= heads * head_dim
-    _float_rows(out_TE, grad_TNH, cos_sin_TH)
+    _addresses(FLOAT, out_TE, grad_TNH, cos_sin_TH)
     sizes = out_TE.shape[1], heads, head_dim
     _rows("rotate_back", tokens, ELEMENT * heads * head_dim, (out_TE, grad_TNH, cos_sin_TH), *sizes)
 
@@ -122,7 +111,7 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
     x_TNH = x_TE[:, :width].view(tokens, heads, head_dim)
     rstd = torch.rsqrt((x_TNH * x_TNH).mean(-1, keepdim=True) + eps)
     product, grad_weight = torch.empty_like(grad_TNH), torch.empty_like(grad_TNH)
-    _float_rows(out_TE, x_TE, weight_NH, grad_TNH)
+    _addresses(FLOAT, out_TE, x_TE, weight_NH, grad_TNH)
     tensors = product, grad_weight, x_TE, weight_NH, grad_TNH, rstd
     _rows("norm_products", tokens, of_rows, tensors, x_TE.shape[1], heads, head_dim)
     tensors = out_TE, x_TE, weight_NH, grad_TNH, rstd, product.mean(-1, keepdim=True)
@@ -135,7 +124,7 @@ def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:
     x_TNH = _head_rows(x_TNH)
     (tokens, heads, head_dim), (segments, length) = x_TNH.shape, rows_BI.shape
     out = x_TNH.new_empty(segments, heads, length, head_dim)
-    _float_rows(out)
+    _addresses(FLOAT, out)
     _addresses(torch.int64, rows_BI)
     sizes = x_TNH.stride(0), heads, length, head_dim, tokens
     if not _rows("gather_heads", segments * heads, ELEMENT * length * head_dim, (out, x_TNH, rows_BI), *sizes):
@@ -147,7 +136,7 @@ def accumulate_heads(total_TNH: Tensor, rows_BI: Tensor, values_BNIH: Tensor) ->
     """See `attention.reference.accumulate_heads`."""
     (tokens, heads, head_dim), (segments, length) = total_TNH.shape, rows_BI.shape
     assert values_BNIH.shape == (segments, heads, length, head_dim)
-    _float_rows(total_TNH, values_BNIH)
+    _addresses(FLOAT, total_TNH, values_BNIH)
     _addresses(torch.int64, rows_BI)
     work, sizes = ELEMENT * segments * length * head_dim, (segments, length, head_dim, tokens)
     if not _rows("accumulate_heads", heads, work, (total_TNH, values_BNIH, rows_BI), *sizes):
@@ -168,7 +157,7 @@ def silu_mul(gate_up_TE: Tensor) -> Tensor:
     gate_up_TE = gate_up_TE.contiguous()
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out = gate_up_TE.new_empty(rows, width)
-    _float_rows(gate_up_TE)
+    _addresses(FLOAT, gate_up_TE)
     _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width)
     return out
 
@@ -178,7 +167,7 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
     grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
-    _float_rows(grad_TF, gate_up_TE)
+    _addresses(FLOAT, grad_TF, gate_up_TE)
     _rows("silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width)
     return out
 

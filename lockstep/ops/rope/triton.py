@@ -160,9 +160,8 @@ def _qk_norm_rope_kernel(
     _store_halves(out, rotated_first, rotated_second, mask, HALF)
 
 
-def qk_norm_rope(qkv_TE: Tensor, by: Rotation, cache: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
-    """See `rope.operator.qk_norm_rope`; with a cache (keys, values, slots of the tokens),
-    `attention.operator.qk_norm_rope_write_kv`."""
+def qk_norm_rope(qkv_TE: Tensor, by: Rotation, cache: KVPages | None = None, slots_T: Tensor | None = None) -> Tensor:
+    """See `rope.operator.qk_norm_rope`; with a cache, `attention.operator.qk_norm_rope_write_kv`."""
     q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by
     qkv_TE, cos_sin_TH = aligned_rows(qkv_TE), aligned_rows(cos_sin_TH)
     tokens, head_dim = cos_sin_TH.shape
@@ -176,7 +175,8 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation, cache: tuple[Tensor, Tensor, Tens
         *weights,
         cos_sin_TH,
         out,
-        *(cache or (out, out, out)),
+        *(cache or (out, out)),
+        out if slots_T is None else slots_T,
         qkv_TE.stride(0),
         cos_sin_TH.stride(0),
         eps,
@@ -219,11 +219,6 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
         **pdl.options(inv_freq, num_warps=_warps(triton.next_power_of_2(half), 1)),
     )
     return out_TH
-
-
-def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:
-    """See `attention.operator.qk_norm_rope_write_kv`."""
-    return qk_norm_rope(qkv_TE, by, (*cache, slots_T))
 
 
 @triton.jit

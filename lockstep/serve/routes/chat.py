@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ...config import TEMPLATE_ARGUMENTS
 from ...types import Trajectory
@@ -16,7 +16,7 @@ from ..batcher import Job, Update
 from ..bodies import ChatBody, read_body
 from ..chat_prompt import ChatPrompt, checked_messages, encode_chat
 from ..errors import refused
-from ..events import EventStream
+from ..events import EventStream, answered
 from ..service import Service, Ticket, streamed
 from ..text import GrowingText, chat_logprobs, visible
 from ..tool_calls import ToolCall, ToolFormat
@@ -59,7 +59,7 @@ async def chat(service: Service, request: Request) -> Response:
         return EventStream(ticket, _chunks(asked, ticket))
     async with service.open(request, [job]) as ticket:
         (samples,) = await ticket.completions()
-    return JSONResponse(_answer(asked, samples))
+    return answered(_answer(asked, samples))
 
 
 def _variables(given: dict[str, Any]) -> dict[str, Any]:

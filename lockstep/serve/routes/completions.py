@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ...session.build import Policy
 from ...types import Trajectory
 from ..batcher import Job, Update
 from ..bodies import CompletionBody, read_body
 from ..errors import refused
-from ..events import EventStream
+from ..events import EventStream, answered
 from ..service import Service, Ticket, streamed
 from ..text import GrowingText, completion_logprobs, visible
 from .common import head, usage
@@ -42,7 +42,7 @@ async def completions(service: Service, request: Request) -> Response:
         for place, completion in enumerate(c for group in groups for c in group)
     ]
     sampled = sum(len(c.token_ids) for group in groups for c in group)
-    return JSONResponse({**begin, "choices": choices, "usage": usage(jobs, sampled)})
+    return answered({**begin, "choices": choices, "usage": usage(jobs, sampled)})
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

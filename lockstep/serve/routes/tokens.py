@@ -10,11 +10,12 @@ import uuid
 from typing import Any
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ...types import Trajectory
 from ..bodies import TokensBody, read_body
 from ..errors import refused
+from ..events import answered
 from ..service import Service
 from .common import usage
 
@@ -38,7 +39,7 @@ async def tokens(service: Service, request: Request) -> Response:
     answer: dict[str, Any] = {"request_id": f"gen-{uuid.uuid4().hex}", "seed": seed, "choices": choices}
     if body.return_token_ids:
         answer["prompt_token_ids"] = body.token_ids
-    return JSONResponse({**answer, "usage": usage([job], sum(len(c.token_ids) for c in samples))})
+    return answered({**answer, "usage": usage([job], sum(len(c.token_ids) for c in samples))})
 
 
 def _choice(index: int, completion: Trajectory) -> dict[str, Any]:

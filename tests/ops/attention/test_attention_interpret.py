@@ -173,7 +173,7 @@ class Interpreted:
         caches, expected = ([pages.k_cache.clone(), pages.v_cache.clone()] for _ in range(2))
         for cache in (*caches, *expected):
             cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = torch.nan
-        q = rope_triton.qk_norm_rope(qkv, rotation, (*expected, slots))
+        q = rope_triton.qk_norm_rope(qkv, rotation, expected, slots)
         alone = attention_triton.paged(q, KVPages(*expected), Paged(table, starts, context, 1, LENGTH))
         cache, contexts = KVPages(*caches), Contexts(table, context, LENGTH)
         for _ in range(2):  # writing again changes nothing

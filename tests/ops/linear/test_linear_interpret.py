@@ -64,7 +64,7 @@ class Interpreted:
         by = Rotation(*norms, torch.randn(tokens, head_dim), heads, kv_heads, 1e-6)
         caches = [torch.full((4, 3, kv_heads, head_dim), torch.nan) for _ in range(2)]
         slots = torch.tensor([7, 0, 11, 4, 3])
-        q = rope_triton.qk_norm_rope(qkv, by, (*caches, slots))
+        q = rope_triton.qk_norm_rope(qkv, by, caches, slots)
         qk = rope_triton.qk_norm_rope(qkv, by)
         expected = [torch.full((12, kv_heads, head_dim), torch.nan) for _ in range(2)]
         expected[0][slots] = qk[:, heads:]
