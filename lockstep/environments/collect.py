@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..distributed import ONE, World
-from ..errors import InputError
+from ..errors import InputError, LockstepError
 from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 from .base import Problem, draw
@@ -94,6 +94,9 @@ class Collector:
             for into, some in (groups, well), (failed, [episode for episode in episodes if episode not in well]):
                 if rollouts := [_ended(e.trajectory, e.end) for e in some if e.trajectory is not None]:
                     into.append(RolloutGroup(rollouts, sampling, number, problem.prompt, problem.columns))
+        kept = sum(len(r.token_ids) for group in groups + failed for r in group.rollouts)
+        if kept != play.sampled_tokens:  # they would not all be compared
+            raise LockstepError(f"{where}: {play.sampled_tokens} tokens were sampled, and trajectories have {kept}")
         about = Scoring(
             f"{where}, groups {problems[0][0]} to {problems[-1][0]}",
             step=step if domain == TRAIN_DOMAIN else 0,

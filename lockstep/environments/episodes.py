@@ -142,6 +142,7 @@ class Play:
         self._calls = Calls(limits.timeout)
         self._sampler: Sampler | None = None
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
+        self.sampled_tokens = 0  # by the generator, of all turns
         self._prompts: dict[int, list[Any]] = {}  # of each group, as its samples' environments gave them
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
@@ -156,7 +157,7 @@ class Play:
                 for episode in episodes:
                     self._call(episode, episode.environment.start, a.row, a.seed)
             while self._sampled or len(self._calls):
-                self._answers(self._calls.answers(wait=not self._sampled))
+                self._answers(self._wait() if not self._sampled else self._calls.answers(wait=False))
                 if self._sampled:
                     self._advance()
                 left = len(self._sampled) + len(self._calls)
@@ -174,6 +175,13 @@ class Play:
         except Exception as error:
             kind = f"task.environment: {self._environment.__name__}()"
             raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
+
+    def _wait(self) -> list[Answer]:
+        """The next answers, when there is nothing to sample without them."""
+        if self._environment.instant:
+            return self._calls.answers(wait=True)
+        with self._timings.measured("environment"):
+            return self._calls.answers(wait=True)
 
     def _call(self, episode: Episode, function: Callable[..., Any], *arguments: Any) -> None:
         self._calls.call(episode, self._environment.instant, function, *arguments)
@@ -245,6 +253,7 @@ class Play:
 
     def _take(self, episode: Episode, made: Trajectory) -> None:
         """Add a turn, and ask the environment what follows it."""
+        self.sampled_tokens += len(made.token_ids)
         turn, full = made.segments[-1], len(made.token_ids) == self._sampling.max_completion_length
         if episode.trajectory is None:
             episode.trajectory = made

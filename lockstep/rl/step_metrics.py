@@ -14,7 +14,7 @@ from ..trainer import StepResult, packed_slots
 from ..types import PackedBatch, RolloutGroup
 
 # Phases whose seconds are metrics.
-_TIMED = ("step", "generate", "rewards", "critic", "forward_backward", "optim_step", "sync")
+_TIMED = ("step", "generate", "environment", "rewards", "critic", "forward_backward", "optim_step", "sync")
 
 
 def step_metrics(

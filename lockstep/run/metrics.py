@@ -68,6 +68,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Speed and memory": {
         "time/step": "Step time, seconds",
+        "time/environment": "Waiting for environments, seconds of the generation",
         "time/rewards": "Rewards, seconds of the generation",
         "perf/tokens_per_s_per_gpu": "Tokens a second and device",
         "memory/peak_gib": "Peak memory, GiB",

@@ -14,6 +14,7 @@ from small import CONFIG, FAMILIES, compare, make_model
 
 from lockstep.config import GeneratorConfig
 from lockstep.environments import Collector, End, Environment, Failures, Limits, Problem, RewardSet, Tokens, Turn
+from lockstep.environments import collect as collecting
 from lockstep.environments.collect import Collected
 from lockstep.environments.episodes import FAILURES
 from lockstep.environments.rewards.reward_set import Reward
@@ -21,7 +22,7 @@ from lockstep.errors import LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, encode_prompt
-from lockstep.types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
+from lockstep.types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 
 STOPS = tuple(range(0, 256, 3))  # ends a turn soon
 SAMPLING = SamplingParams(0.9, n=3, max_completion_length=20, ignore_eos=True, stop_token_ids=STOPS)
@@ -345,3 +346,18 @@ def test_messages_go_on_from_the_sampled_tokens(model: Decoder) -> None:
         assert ("<|im_end|>\n<|im_start|>tool\n<" in text) and text.count("<|im_end|>") == 2
     assert {turn.token_ids[-1] == 258 for turn, _ in after} == {True, False}
     assert ["user", "assistant", "tool", "assistant"] in asked and all(roles[-1] == "assistant" for roles in asked)
+
+
+def test_a_trajectory_that_lacks_sampled_tokens_is_not_handed_on(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is to be compared is what was generated, whatever became of it."""
+    ended = collecting._ended
+
+    def shortened(trajectory: Trajectory, end: End | None) -> Trajectory:
+        trajectory.segments = trajectory.segments[:2]
+        return ended(trajectory, end)
+
+    monkeypatch.setattr(collecting, "_ended", shortened)
+    with pytest.raises(LockstepError, match=r"step 4: \d+ tokens were sampled, and trajectories have \d+$"):
+        collect(engine_of(model), Talk)
