@@ -52,7 +52,7 @@ matmul = partial(linear, transposed=False)
 def _run(name: str, job: ctypes.Structure, work: int) -> bool:
     """Do a job on as many threads as its work (multiplications) is worth; whether it succeeded."""
     function, address = getattr(library.current, name), ctypes.addressof(job)
-    threads = min(torch.get_num_threads(), work // THREAD_WORK)
+    threads = work // THREAD_WORK and min(torch.get_num_threads(), work // THREAD_WORK)
     if threads <= 1 or library.team is None:
         function(address)
     else:
@@ -60,10 +60,9 @@ def _run(name: str, job: ctypes.Structure, work: int) -> bool:
     return not job.error
 
 
-def _rows(name: str, rows: int, work: int, tensors: Sequence[Tensor | None], *sizes: int, eps: float = 0.0) -> bool:
-    """Do a job row by row, `work` multiplications each, on float32 tensors that the caller keeps alive."""
-    addresses = (ctypes.c_void_p * 8)(*(None if x is None else x.data_ptr() for x in tensors))
-    return _run(name, library.RowJob(addresses, (ctypes.c_int64 * 5)(*sizes), eps, rows), rows * work)
+def _rows(name: str, rows: int, work: int, at: Sequence[int | None], *sizes: int, eps: float = 0.0) -> bool:
+    """Do a job row by row, `work` multiplications each, on the data at these addresses."""
+    return _run(name, library.RowJob(eps, rows, 0, 0, *sizes, *(0,) * (5 - len(sizes)), *at), rows * work)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -71,8 +70,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x_TD = x_TD.contiguous()
     out, dim = torch.empty_like(x_TD), x_TD.shape[-1]
     assert weight_D.shape == (dim,)
-    _addresses(FLOAT, out, x_TD, weight_D)
-    _rows("rms_norm", x_TD.numel() // dim, ELEMENT * dim, (out, x_TD, weight_D), dim, eps=eps)
+    _rows("rms_norm", x_TD.numel() // dim, ELEMENT * dim, _addresses(FLOAT, out, x_TD, weight_D), dim, eps=eps)
     return out
 
 
@@ -83,10 +81,8 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
     assert by.cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
     assert all(w is None or w.shape == (head_dim,) for w in (by.q_weight_H, by.k_weight_H))
     out = qkv_TE.new_empty(tokens, heads, head_dim)
-    tensors = (out, qkv_TE, *by[:3])
-    _addresses(FLOAT, *tensors)
-    sizes = width, by.num_heads, by.num_kv_heads, head_dim
-    _rows("qk_norm_rope", tokens, ELEMENT * heads * head_dim, tensors, *sizes, eps=by.eps)
+    at, sizes = _addresses(FLOAT, out, qkv_TE, *by[:3]), (width, by.num_heads, by.num_kv_heads, head_dim)
+    _rows("qk_norm_rope", tokens, ELEMENT * heads * head_dim, at, *sizes, eps=by.eps)
     return out
 
 
@@ -95,9 +91,8 @@ def rotate_back(grad_TNH: Tensor, cos_sin_TH: Tensor, out_TE: Tensor) -> None:
     grad_TNH = grad_TNH.contiguous()
     tokens, heads, head_dim = grad_TNH.shape
     assert cos_sin_TH.shape == (tokens, head_dim) and out_TE.shape[0] == tokens and out_TE.shape[1] >= heads * head_dim
-    _addresses(FLOAT, out_TE, grad_TNH, cos_sin_TH)
-    sizes = out_TE.shape[1], heads, head_dim
-    _rows("rotate_back", tokens, ELEMENT * heads * head_dim, (out_TE, grad_TNH, cos_sin_TH), *sizes)
+    at, sizes = _addresses(FLOAT, out_TE, grad_TNH, cos_sin_TH), (out_TE.shape[1], heads, head_dim)
+    _rows("rotate_back", tokens, ELEMENT * heads * head_dim, at, *sizes)
 
 
 def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float, out_TE: Tensor) -> Tensor:
@@ -111,11 +106,12 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
     x_TNH = x_TE[:, :width].view(tokens, heads, head_dim)
     rstd = torch.rsqrt((x_TNH * x_TNH).mean(-1, keepdim=True) + eps)
     product, grad_weight = torch.empty_like(grad_TNH), torch.empty_like(grad_TNH)
-    _addresses(FLOAT, out_TE, x_TE, weight_NH, grad_TNH)
-    tensors = product, grad_weight, x_TE, weight_NH, grad_TNH, rstd
-    _rows("norm_products", tokens, of_rows, tensors, x_TE.shape[1], heads, head_dim)
-    tensors = out_TE, x_TE, weight_NH, grad_TNH, rstd, product.mean(-1, keepdim=True)
-    _rows("norm_gradient", tokens, of_rows, tensors, out_TE.shape[1], x_TE.shape[1], heads, head_dim)
+    given = x_TE, weight_NH, grad_TNH, rstd
+    at = _addresses(FLOAT, product, grad_weight, *given)
+    _rows("norm_products", tokens, of_rows, at, x_TE.shape[1], heads, head_dim)
+    mean = product.mean(-1, keepdim=True)
+    at = _addresses(FLOAT, out_TE, *given, mean)
+    _rows("norm_gradient", tokens, of_rows, at, out_TE.shape[1], x_TE.shape[1], heads, head_dim)
     return grad_weight
 
 
@@ -124,10 +120,9 @@ def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:
     x_TNH = _head_rows(x_TNH)
     (tokens, heads, head_dim), (segments, length) = x_TNH.shape, rows_BI.shape
     out = x_TNH.new_empty(segments, heads, length, head_dim)
-    _addresses(FLOAT, out)
-    _addresses(torch.int64, rows_BI)
+    at = *_addresses(FLOAT, out), x_TNH.data_ptr(), *_addresses(torch.int64, rows_BI)
     sizes = x_TNH.stride(0), heads, length, head_dim, tokens
-    if not _rows("gather_heads", segments * heads, ELEMENT * length * head_dim, (out, x_TNH, rows_BI), *sizes):
+    if not _rows("gather_heads", segments * heads, ELEMENT * length * head_dim, at, *sizes):
         raise IndexError(f"gather_heads: a row lies outside {tokens}")
     return out
 
@@ -136,10 +131,9 @@ def accumulate_heads(total_TNH: Tensor, rows_BI: Tensor, values_BNIH: Tensor) ->
     """See `attention.reference.accumulate_heads`."""
     (tokens, heads, head_dim), (segments, length) = total_TNH.shape, rows_BI.shape
     assert values_BNIH.shape == (segments, heads, length, head_dim)
-    _addresses(FLOAT, total_TNH, values_BNIH)
-    _addresses(torch.int64, rows_BI)
+    at = *_addresses(FLOAT, total_TNH, values_BNIH), *_addresses(torch.int64, rows_BI)
     work, sizes = ELEMENT * segments * length * head_dim, (segments, length, head_dim, tokens)
-    if not _rows("accumulate_heads", heads, work, (total_TNH, values_BNIH, rows_BI), *sizes):
+    if not _rows("accumulate_heads", heads, work, at, *sizes):
         raise IndexError(f"accumulate_heads: a row lies outside {tokens}")
 
 
@@ -157,8 +151,7 @@ def silu_mul(gate_up_TE: Tensor) -> Tensor:
     gate_up_TE = gate_up_TE.contiguous()
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out = gate_up_TE.new_empty(rows, width)
-    _addresses(FLOAT, gate_up_TE)
-    _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width)
+    _rows("silu_mul", rows, EXPONENTIAL * width, _addresses(FLOAT, out, gate_up_TE), width)
     return out
 
 
@@ -167,8 +160,7 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
     grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
-    _addresses(FLOAT, grad_TF, gate_up_TE)
-    _rows("silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width)
+    _rows("silu_mul_backward", rows, EXPONENTIAL * width, _addresses(FLOAT, out, grad_TF, gate_up_TE), width)
     return out
 
 

@@ -46,8 +46,9 @@ class RowJob(ctypes.Structure):
     """`RowJob` of vector.h."""
 
     _fields_ = [
-        *(("at", c_void_p * 8), ("size", c_int64 * 5), ("eps", c_double)),
-        *((name, c_int64) for name in ("rows", "next", "error")),
+        ("eps", c_double),
+        *((name, c_int64) for name in ("rows", "next", "error", *(f"size{i}" for i in range(5)))),
+        *((f"at{i}", c_void_p) for i in range(8)),
     ]
 
 

@@ -70,10 +70,10 @@ static inline int failed(const int64_t *error) { return __atomic_load_n(error, _
 
 /* What is done row by row, by threads that take some rows at a time. */
 typedef struct {
-    void *at[8];     /* the tensors, results first */
-    int64_t size[5]; /* their dims and strides, as each function says */
     double eps;
     int64_t rows, next, error; /* next and error are shared by the threads */
+    int64_t size[5];           /* dims and strides of the tensors, as each function says */
+    void *at[8];               /* the tensors, results first */
 } RowJob;
 
 enum { SHARE = 16 };
