@@ -77,6 +77,7 @@ def test_it_is_played_trained_and_resumed_with_the_same_bits(config: RunConfig, 
     assert lines(tmp_path / "parts", "rollouts.jsonl") == rollouts
     weights = [(tmp_path / run / "model/model.safetensors").read_bytes() for run in ("whole", "parts")]
     assert weights[0] == weights[1]
+    assert all(m["recompiles"] == 0 for m in lines(tmp_path / "parts", "metrics.jsonl"))
     samples = [sample for line in rollouts for sample in line["samples"]]
     sampled = sum(s["tokens"] for sample in samples for s in sample["segments"] if s["kind"] == "sampled")
     certificate = json.loads((tmp_path / "whole" / "parity.json").read_text())
