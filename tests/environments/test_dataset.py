@@ -167,7 +167,7 @@ def test_a_reward_without_its_column_is_refused_at_the_start(tmp_path: Path) -> 
 
 def test_a_dataset_without_a_reward_is_refused() -> None:
     with pytest.raises(InputError, match="task.reward is missing"):
-        make_task(TaskConfig(name="dataset", data=str(SAMPLE)), 5)
+        validate(RunConfig(recipe="dataset", task=TaskConfig(name="dataset", data=str(SAMPLE))))
 
 
 def test_data_in_its_own_order() -> None:
