@@ -184,7 +184,7 @@ def sample_in_place(model, groups, hidden_rows, length):
         for sequence in batch.sequences:
             n = len(sequence.token_ids)
             if i < n:
-                sequence.token_ids[i] = drawn[row + i]
+                sequence.turns[0].token_ids[i] = drawn[row + i]
             row += n
 
 
