@@ -1,5 +1,7 @@
 """The algorithms of policy optimization, a file each: advantages, weights, and a loss a token."""
 
+from dataclasses import replace
+
 from ..config import LossConfig
 from ..errors import InputError
 from .algorithm import Algorithm as Algorithm
@@ -53,5 +55,6 @@ def algorithm_of(config: LossConfig) -> Algorithm:
 
 
 def supervised(config: LossConfig) -> Algorithm:
-    """The algorithm of supervised steps, with the settings of `config`."""
-    return ALGORITHMS[SUPERVISED].of(config)
+    """The algorithm of supervised steps, with the settings of `config`. Nothing sampled what they are given, so their
+    losses are not weighed by how likely that is."""
+    return ALGORITHMS[SUPERVISED].of(replace(config, importance_sampling_mode=None))

@@ -92,9 +92,12 @@ def corrected_kl(values: TokenValues, ref_logprob_C: Tensor, estimator: KLEstima
 
     In the mean over the tokens that a position can have, it is (k1, k3) KL(model || reference) of that position, and
     its gradient is the gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): at any temperature and after any number
-    of updates. Where filters left tokens out, their part of the sum is missing.
+    of updates. So is k2's, under a weight that has no gradient. Where filters left tokens out, their part of the sum is
+    missing.
     """
     weight_C = torch.exp(values.model_logprob_C - values.old_logprob_C)
+    if estimator is kl_k2:
+        weight_C = weight_C.detach()
     return weight_C * estimator(values.model_logprob_C, ref_logprob_C)
 
 

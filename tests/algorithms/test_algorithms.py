@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.algorithms import ALGORITHMS, SUPERVISED, Algorithm, TokenValues, algorithm_of
+from lockstep.algorithms import ALGORITHMS, SUPERVISED, Algorithm, TokenValues, algorithm_of, supervised
 from lockstep.algorithms.ppo import generalized_advantages
 from lockstep.config import LOSS_TYPES, READ_BY, LossConfig
 from lockstep.errors import InputError
@@ -359,19 +359,27 @@ def test_truncated_importance_sampling(transformers_logits: Tensor, name: str, m
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_estimates_of_the_divergence(estimator: Any) -> None:
-    """Of the tokens that a position can have, weighed, k1 and k3 are the divergence, and so is their gradient; k2's
-    gradient is it without a weight."""
+    """Of the tokens that a position can have, weighed, k1 and k3 are the divergence, and so is the gradient of all."""
     draw = torch.Generator().manual_seed(2)
     logits = torch.randn(9, dtype=torch.float64, generator=draw).requires_grad_()
     model, ref = torch.log_softmax(logits, 0), torch.randn(9, dtype=torch.float64, generator=draw).log_softmax(0)
-    drawn = torch.log_softmax(logits.detach() / 0.7, 0) if estimator != "k2" else model.detach()
+    drawn = torch.log_softmax(logits.detach() / 0.7, 0)
     exact = (model.exp() * (model - ref)).sum()
-    algorithm = algorithm_of(LossConfig(beta=0.1, kl_estimator=estimator, use_bias_correction_kl=estimator != "k2"))
+    algorithm = algorithm_of(LossConfig(beta=0.1, kl_estimator=estimator))
     found = (drawn.exp() * algorithm.kl(TokenValues(model, model, drawn, torch.zeros(9)), ref)).sum()
     if estimator != "k2":
         torch.testing.assert_close(found, exact)
     gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, exact)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_worked_examples_are_not_weighed_by_how_likely_they_are(mode: Any) -> None:
+    """Their log-probs of when they were sampled are 0, as nothing sampled them."""
+    model = torch.tensor([-3.0, -0.1], requires_grad=True)
+    values = TokenValues(model, model, torch.zeros(2), torch.ones(2))
+    loss, _ = supervised(LossConfig(importance_sampling_mode=mode)).corrected_loss(values)
+    assert torch.equal(loss, -model)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
