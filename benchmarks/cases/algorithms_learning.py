@@ -51,8 +51,6 @@ TINY = {
     **{"--steps": "1", "--trainer.warmup-steps": "1", "--trainer.warmup-batch-size": "2"},
     **{"--trainer.prompts-per-step": "2", "--sampling.num-generations": "2", "--task.validation-prompts": "2"},
 }
-# What an algorithm learns with, where it is not what the recipe has; docs/algorithms.md says why.
-SETTINGS: dict[str, dict[str, str]] = {}
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Trial:
 
     def flags(self, scratch: Path) -> dict[str, str]:
         """Of `lockstep train`."""
-        own = {"--seed": str(self.seed), **SETTINGS.get(self.algorithm, {})}
+        own = {"--seed": str(self.seed)}
         if self.algorithm == SUPERVISED:
             return own | {"--steps": "0"} | ({"--trainer.warmup-steps": "0"} if self.control else {})
         own["--loss.loss-type"] = self.algorithm
@@ -180,7 +178,7 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
     build_operators()
     began, records = time.monotonic(), dict[str, dict[str, Any]]()
     report.figures |= {name: getattr(args, name) for name in ("processes", "seeds", "flags")}
-    report.figures |= {"settings": SETTINGS, "runs": records}
+    report.figures["runs"] = records
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as pool:
         scratch = Path(folder)
         (scratch / "zeroed.py").write_text(ZEROED)

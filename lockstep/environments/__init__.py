@@ -1,4 +1,4 @@
-"""Tasks: where prompts come from and how completions are scored."""
+"""Where prompts come from (tasks), what answers a model turn by turn (environments), and how that is scored."""
 
 from __future__ import annotations
 

@@ -52,8 +52,9 @@ matmul = partial(linear, transposed=False)
 def _run(name: str, job: ctypes.Structure, work: int) -> bool:
     """Do a job on as many threads as its work (multiplications) is worth; whether it succeeded."""
     function, address = getattr(library.current, name), ctypes.addressof(job)
-    threads = work // THREAD_WORK and min(torch.get_num_threads(), work // THREAD_WORK)
-    if threads <= 1 or library.team is None:
+    worth = work // THREAD_WORK
+    threads = min(torch.get_num_threads(), worth) if worth > 1 else 1
+    if threads == 1 or library.team is None:
         function(address)
     else:
         library.team(ctypes.cast(function, ctypes.c_void_p), address, threads, 0)
