@@ -24,7 +24,7 @@ class Decoder(nn.Module):
 
     There is no batch dimension and no hidden context: sequences exist only in `attend`. Parameters are created
     uninitialized; load or initialize them. Their dtype is the compute dtype. What `masks` say is for whoever makes an
-    `attend` for this model: the configuration's windows, unless they are set.
+    `attend` for this model.
 
     Attributes:
         placements: how each parameter lies on a mesh, by name.
@@ -34,7 +34,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.config = config
-        self.masks = Masks(config.windows) if any(config.windows) else None
+        self.masks: Masks | None = None
 
         placed: dict[nn.Parameter, Placement] = {}
 
@@ -87,6 +87,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, weight: Callable[..., nn.Parameter]) -> None:
         super().__init__()
         self.config = config
+        self.scores = ops.AttentionScores(window=config.windows[index])
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.attention_norm = weight(config.hidden_size)
         self.mla = None
@@ -123,4 +124,4 @@ class Layer(nn.Module):
             return self.mla(index, x_TD, self.attention_norm, c.rms_norm_eps, rope_TH, attend)
         by = ops.Rotation(self.q_norm, self.k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
         qkv_TE = ops.norm_linear(x_TD, self.attention_norm, self.qkv, c.rms_norm_eps)
-        return attend(index, qkv_TE, by).flatten(1)
+        return attend(index, qkv_TE, by, self.scores).flatten(1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..models import Decoder, ModelConfig, PackedAttention
+from ..models import Decoder, Masks, ModelConfig, PackedAttention
 from ..models.config import MLAConfig, MoEConfig
 from ..ops.tables import linear_table
 
@@ -162,6 +162,7 @@ def _sample(dtype: torch.dtype) -> tuple[Tensor, ...]:
 def _filled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
     """A decoder with fixed weights."""
     model = Decoder(config, dtype, device)
+    model.masks = Masks(config.windows) if any(config.windows) else None
     for seed, parameter in enumerate(model.parameters(), start=11):
         values = _fixed(*parameter.shape, seed=seed)
         parameter.copy_(1 + values / 16 if parameter.dim() == 1 else values / 16)
