@@ -56,6 +56,10 @@ def train(
     if resume_with_other_numerics and not resume:
         raise InputError("--resume-with-other-numerics has no effect without --resume; remove it")
     with _world(config) as world, contextlib.ExitStack() as lock:
+        from .run.train import train as run
+        from .session.signals import ended_by_signals
+
+        lock.enter_context(ended_by_signals())
         if resume and given is not None:
             world.share(lambda: _require_unchanged(given, config, world))
             folder = given
@@ -64,8 +68,6 @@ def train(
             folder = world.from_first(lambda: _claim(given, config.recipe, lock))
         if world.first:
             print(f"run folder: {folder}", file=sys.stderr, flush=True)
-        from .run.train import train as run
-
         try:
             return {"run_dir": str(folder)} | run(config, folder, resume, world, resume_with_other_numerics)
         except BaseException as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import LockstepError
+from ..session.signals import raise_received
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -189,7 +190,8 @@ class Display:
             self._live = None
 
     def began(self, phase: str) -> None:
-        """A phase of the run began, within those that have not ended."""
+        """A phase of the run began, within those that have not ended; not where a signal was to end the run."""
+        raise_received()
         self._stepping |= phase == "step"
         self._phases.append(_Phase(phase, time.monotonic()))
 
