@@ -21,6 +21,10 @@ def entry() -> NoReturn:
         _ignore_interrupts()
         print("lockstep: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    finally:
+        # Under `python -m` an exception of Ctrl-C that went through an exec() of a text (as dataclasses are made) ends
+        # the process by that signal, though it was caught, unless another exec() came to its end.
+        exec("")
 
 
 def _ignore_interrupts() -> None:

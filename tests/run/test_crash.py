@@ -107,6 +107,16 @@ def test_ctrl_c_is_not_lost_in_an_import(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["torch.py"]
 
 
+def test_ctrl_c_within_a_generated_text_of_python_has_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "from lockstep import __main__\nfrom lockstep.cli import main\n"
+        "main.entry = lambda: exec('import signal; signal.raise_signal(signal.SIGINT)')\n__main__.entry()\n"
+    )
+    with running([sys.executable, "-m", "m"], tmp_path, PYTHONPATH=os.pathsep.join(sys.path)) as process:
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, errors) == (130, "lockstep: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("number", "place", "code"),
     [(signal.SIGINT, "started", 130), (signal.SIGINT, "open", 130), (signal.SIGTERM, "warm_up_graphs", 143)],
