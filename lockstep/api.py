@@ -130,7 +130,8 @@ def _refuse_changes(run_dir: Path, old: RunConfig, new: RunConfig) -> None:
     for name, value in after.items():
         if name == "steps" and value < before[name]:
             raise InputError(
-                f"--resume {run_dir}: steps is {before[name]} there and {value} here; it may only be raised"
+                f"--resume {run_dir}: steps is {before[name]} there and {value} here; it may only be raised. For fewer "
+                f"begin again, in a new folder: --config {run_dir / 'config.yaml'} --steps {value}"
             )
         if name != "steps" and value != before[name]:
             raise InputError(
