@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -84,10 +85,11 @@ def train(
 def _world(config: RunConfig) -> Iterator[World]:
     """The processes of the run, for as long as it takes; in the end they leave together."""
     machine.own_gpu()
-    from .distributed import join
-    from .session.build import resolve_device
-
-    world = join(config.parallel, resolve_device(config.device).type)
+    with _told("importing torch"):
+        from .distributed import join
+        from .session.build import resolve_device
+    with _told("joining the other processes"):
+        world = join(config.parallel, resolve_device(config.device).type)
     try:
         with world.peers():
             world.same("the processes of this run", yaml_file.flat(config))
@@ -96,6 +98,23 @@ def _world(config: RunConfig) -> Iterator[World]:
         world.close(failed=True)
         raise
     world.close()
+
+
+@contextlib.contextmanager
+def _told(doing: str) -> Iterator[None]:
+    """Where that takes long the first process says so; from the run's folder on, the display does."""
+    said = f"still {doing}, {_LONG:.0f} s"
+    timer = threading.Timer(_LONG, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if machine.launched().rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+_LONG = 10.0  # seconds
 
 
 def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
