@@ -253,8 +253,8 @@ class Play:
 
     def _take(self, episode: Episode, made: Trajectory) -> None:
         """Add a turn, and ask the environment what follows it."""
-        self.sampled_tokens += len(made.token_ids)
-        turn, full = made.segments[-1], len(made.token_ids) == self._sampling.max_completion_length
+        turn = made.segments[-1]
+        self.sampled_tokens += len(turn.token_ids)
         if episode.trajectory is None:
             episode.trajectory = made
         else:
@@ -262,7 +262,7 @@ class Play:
             segments[-1].route_digests = None if routes is None else routes[-len(segments[-1].token_ids) :]
             segments.append(turn)
             episode.trajectory.finish_reason = made.finish_reason
-        if made.finish_reason == "length" and not full:
+        if made.finish_reason == "length" and len(turn.token_ids) < self._sampling.max_completion_length:
             episode.trajectory.finish_reason = "truncated"
         episode.turns += 1
         if episode.messages is not None:

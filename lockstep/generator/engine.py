@@ -183,14 +183,12 @@ class Engine:
     def advance(self) -> list[Grown]:
         """As `step`, telling of each sample that has grown, also of those whose requests go on."""
         sampled = self._launch()
-        grown = [
-            Grown(s.request_id, s.identity, s.token_ids, s.logprobs, s.model_logprobs, self._done(s)) for s in sampled
-        ]
+        done = [self._pending[s.request_id][s.identity.sample] for s in sampled]
         self._collect(sampled)
-        return grown
-
-    def _done(self, sequence: Sequence) -> Trajectory | None:
-        return self._pending[sequence.request_id][sequence.identity.sample]
+        return [
+            Grown(s.request_id, s.identity, s.token_ids, s.logprobs, s.model_logprobs, completion)
+            for s, completion in zip(sampled, done, strict=True)
+        ]
 
     def _launch(self) -> list[Sequence]:
         """One launch; returns the samples that have grown, those that finished released."""
