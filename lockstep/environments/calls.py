@@ -35,11 +35,11 @@ class Calls:
     """Functions that are called beside the caller's thread: plain ones in a thread each, coroutines in one event loop.
 
     A call that takes longer than `timeout` seconds (0: no limit) has failed; a thread that hangs is left behind, as
-    nothing can end it, and a coroutine is cancelled.
+    nothing can end it, and a coroutine is cancelled. Where all are `instant`, plain ones are called here and now.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: float, instant: bool) -> None:
+        self._timeout, self._all_instant = timeout, instant
         self._answers: SimpleQueue[tuple[Hashable, int, Any]] = SimpleQueue()
         self._open: dict[Hashable, tuple[int, float]] = {}  # the call's number, and when it began
         self._running: dict[Hashable, Any] = {}  # coroutines
@@ -49,10 +49,10 @@ class Calls:
     def __len__(self) -> int:
         return len(self._open) + len(self._instant)
 
-    def call(self, key: Hashable, instant: bool, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call it; its answer comes under `key`. An `instant` one is called here and now."""
+    def call(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call it; its answer comes under `key`."""
         began, is_async = time.monotonic(), inspect.iscoroutinefunction(function)
-        if instant and not is_async:
+        if self._all_instant and not is_async:
             value = _outcome(function, arguments)
             self._instant.append(Answer(key, value, time.monotonic() - began))
             return

@@ -105,7 +105,7 @@ def _nothing() -> _Draft:
 
 def _make_like(batch: PackedBatch, other: _Draft) -> None:
     """Let a batch without responses be scored in the same way as one with some."""
-    batch.truncated = any(sampling.truncated for sampling in other.sampling)
+    batch.truncated = other.truncated
     if batch.check_parity and other.sequences[0].route_digests is not None:
         batch.old_route_C = torch.zeros(len(batch.targets_C), dtype=torch.int32)
         batch.old_route_T = torch.full((len(batch.tokens_T),), -1, dtype=torch.int32)
@@ -131,7 +131,8 @@ def _parts(
     """`group` cut into consecutive parts of at most `limit` tokens and one prompt, or one trajectory, with the tokens
     each takes; `needed` are those of each trajectory with its prompt."""
     part: list[Trajectory] = []
-    used, first = 0, list[int]()
+    first: list[int] = []
+    used = 0
     for trajectory, alone in zip(group.rollouts, needed, strict=True):
         prompt = trajectory.prompt.token_ids
         together = bool(part) and not per_sample and first == prompt
@@ -190,10 +191,12 @@ class _Draft:
         self.logit_rows: list[int] = []
         self.sequences: list[Trajectory] = []
         self.sampling: list[SamplingParams] = []
+        self.truncated = False
 
     def add(self, group: RolloutGroup, share_prefix: bool) -> None:
         """Add a part of one prompt."""
         start, prompt = len(self.tokens), group.rollouts[0].prompt
+        self.truncated = self.truncated or group.sampling.truncated
         if share_prefix:
             self.add_prompt(prompt)
         for trajectory in group.rollouts:
@@ -243,16 +246,17 @@ class _Draft:
         """The micro-batch, padded to `shape`; one of several that have so many tokens together."""
         T, C, S, max_len = shape
         ends, prefix_starts, prefix_lens = zip(*self.segments, strict=True)
-        targets = [s.token_ids for s in self.sequences]
-        lengths = torch.tensor([*map(len, targets), C - len(self.logit_rows)])  # the last is padding's
+        turns = [s.turns for s in self.sequences]
+        sampled = [sum(len(turn.token_ids) for turn in of_one) for of_one in turns]
+        lengths = torch.tensor([*sampled, C - len(self.logit_rows)])  # the last is padding's
         drawn = zip(self.sequences, self.sampling, strict=True)
         floats = [(s.loss_weight, s.advantage, p.temperature, p.top_p, p.min_p) for s, p in drawn] + [(0, 0, 1, 1, 0)]
         of_rows = torch.tensor(floats, dtype=torch.float32).t().repeat_interleave(lengths, 1)
         weight_C, advantage_C, temperature_C, top_p_C, min_p_C = of_rows
-        whole = torch.tensor([[*range(len(targets)), 0], [*(p.top_k for p in self.sampling), 0]])
+        whole = torch.tensor([[*range(len(turns)), 0], [*(p.top_k for p in self.sampling), 0]])
         sequence_C, top_k_C = whole.repeat_interleave(lengths, 1)
-        old, old_model = self._old_logprobs(check_parity)
-        routes = self._old_routes() if check_parity else None
+        old, old_model = self._old_logprobs(turns, check_parity)
+        routes = self._old_routes(turns) if check_parity else None
         return PackedBatch(
             tokens_T=_column(self.tokens, T, torch.int64),
             positions_T=_column(self.positions, T, torch.int64),
@@ -261,7 +265,7 @@ class _Draft:
             prefix_len_S=_column(prefix_lens, S, torch.int32),
             max_len=max_len,
             logit_rows_C=_column(self.logit_rows, C, torch.int64),
-            targets_C=_column([token for of_one in targets for token in of_one], C, torch.int64),
+            targets_C=_column([token for s in turns for turn in s for token in turn.token_ids], C, torch.int64),
             valid_C=torch.arange(C) < len(self.logit_rows),
             weight_C=weight_C,
             share=torch.tensor([self.used / packed_tokens]),
@@ -274,34 +278,33 @@ class _Draft:
             top_p_C=top_p_C,
             min_p_C=min_p_C,
             check_parity=check_parity,
-            truncated=any(p.truncated for p in self.sampling),
+            truncated=self.truncated,
             sequence_C=sequence_C,
             sequences=self.sequences,
             old_route_C=None if routes is None else _column(routes, C, torch.int32),
             old_route_T=None if routes is None else _column(self.routes, T, torch.int32, fill=-1),
         )
 
-    def _old_logprobs(self, required: bool) -> tuple[list[float], list[float]]:
+    def _old_logprobs(self, turns: list[list[Segment]], required: bool) -> tuple[list[float], list[float]]:
         """The generator's two log-probs a row; zeros for what came without."""
         old: list[float] = []
         old_model: list[float] = []
-        for s in self.sequences:
-            for turn in s.turns:
+        for s, of_one in zip(self.sequences, turns, strict=True):
+            for turn in of_one:
                 if required and (turn.logprobs is None or turn.model_logprobs is None):
                     raise ValueError(f"{s.name or 'a trajectory'}: parity cannot be checked without its log-probs")
                 old.extend(turn.logprobs or [0.0] * len(turn.token_ids))
                 old_model.extend(turn.model_logprobs or [0.0] * len(turn.token_ids))
         return old, old_model
 
-    def _old_routes(self) -> list[int] | None:
+    def _old_routes(self, turns: list[list[Segment]]) -> list[int] | None:
         """The generator's route digests; None when no trajectory has them: the model has no experts."""
-        found = [s.route_digests for s in self.sequences]
-        if all(routes is None for routes in found):
+        if all(turn.route_digests is None for of_one in turns for turn in of_one):
             return None
-        for s, routes in zip(self.sequences, found, strict=True):
-            if routes is None:
+        for s, of_one in zip(self.sequences, turns, strict=True):
+            if any(turn.route_digests is None for turn in of_one):
                 raise ValueError(f"{s.name or 'a trajectory'}: parity cannot be checked without its route digests")
-        return [route for routes in found for route in routes or ()]
+        return [route for of_one in turns for turn in of_one for route in turn.route_digests or ()]
 
 
 def _rows_of(response: list[Segment]) -> tuple[list[int], list[int]]:
