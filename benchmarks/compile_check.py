@@ -104,7 +104,9 @@ class Kernels:
                 cause = f"{type(error).__name__}: {error}"
                 self.found.setdefault(cause, {"kernel": kernel.__name__, "arch": self.arch, "failed": cause[:200]})
 
-        def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        def product(
+            x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
             return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
         driver.set_active(Hopper())

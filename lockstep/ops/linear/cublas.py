@@ -29,13 +29,17 @@ def check_dtype(x: Tensor) -> None:
         raise TypeError(f"the GPU path computes in bfloat16, got {x.dtype}")
 
 
-def cublaslt_linear(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`x @ weight.T` under C1 for bfloat16 inputs, in `dtype` (bfloat16 or float32)."""
+def cublaslt_linear(
+    x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype = torch.bfloat16, bias_N: Tensor | None = None
+) -> Tensor:
+    """`x @ weight.T` under C1 for bfloat16 inputs, in `dtype` (bfloat16 or, without a bias, float32)."""
     configure_cuda()
     rows = x_TK.shape[0]
     if rows < MIN_ROWS:
         x_TK = torch.nn.functional.pad(x_TK, (0, 0, 0, MIN_ROWS - rows))
     weight_KN = weight_NK.t()
+    if bias_N is not None:
+        return torch.addmm(bias_N.contiguous(), x_TK, weight_KN)[:rows]
     return (torch.mm(x_TK, weight_KN) if dtype == x_TK.dtype else torch.mm(x_TK, weight_KN, out_dtype=dtype))[:rows]
 
 
@@ -49,9 +53,16 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
     return [LIBRARY]
 
 
-def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def run(
+    kind: Kind,
+    choice: Choice,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor | None = None,
+    bias_N: Tensor | None = None,
+) -> Tensor:
     """See `kernels.ProductKernel`."""
-    out_MN = cublaslt_linear(x_MK, weight_NK, torch.float32 if kind == "linear_fp32" else x_MK.dtype)
+    out_MN = cublaslt_linear(x_MK, weight_NK, torch.float32 if kind == "linear_fp32" else x_MK.dtype, bias_N)
     if kind == "norm_gate_up":
         from ..activation.triton import silu_mul
 

@@ -79,6 +79,13 @@ def silu_mul(gate, up, dtype: gl.constexpr):
 
 
 @gluon.jit
+def biased(acc, bias_ptr, first_n, columns):
+    """An accumulator and the bias of its columns, from `first_n` on."""
+    n = first_n + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    return acc + gl.expand_dims(gl.load(bias_ptr + n, mask=n < columns, other=0.0).to(gl.float32), 0)
+
+
+@gluon.jit
 def _begun(a, b, acc):
     """The same by the tensor core on its own, while the program goes on. The one begun before has ended, in all warps:
     its tiles may be overwritten."""
@@ -96,6 +103,7 @@ def _async_kernel(
     w_ptr,  # [columns, DEPTH], or [2 * columns, DEPTH] when GATED
     residual_ptr,  # [rows, columns], read if ADD
     out_ptr,  # [rows, columns], contiguous
+    bias_ptr,  # [columns], or None
     rows,
     columns,
     x_stride,
@@ -178,6 +186,8 @@ def _async_kernel(
         gate, up = gl.split(gl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
         value = gl.convert_layout(silu_mul(gate, up, dtype), rowwise)
     else:
+        if bias_ptr is not None:
+            acc = biased(acc, bias_ptr, first_n, columns)
         value = gl.convert_layout(acc.to(dtype), rowwise)
     if ADD:
         value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
@@ -224,7 +234,14 @@ def asks_ahead(kind: Kind) -> bool:
     return kind != "linear" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def run(
+    kind: Kind,
+    choice: Choice,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor | None = None,
+    bias_N: Tensor | None = None,
+) -> Tensor:
     """See `kernels.ProductKernel`; in bfloat16, at a depth that is a multiple of `choice.block_k`.
 
     But for the plain product, nothing that runs just before writes the weight: a captured graph asks for it early.
@@ -237,6 +254,7 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         weight_NK,
         residual,
         out_MN,
+        None if bias_N is None else bias_N.contiguous(),
         rows,
         columns,
         x_MK.stride(0),

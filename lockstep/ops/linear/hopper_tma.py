@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import pdl
 from ..tables.linear_table import Choice, Kind, tiles_of_weight
-from .hopper_async import STAGES_KIB, _barrier, asks_ahead, operands, silu_mul
+from .hopper_async import STAGES_KIB, _barrier, asks_ahead, biased, operands, silu_mul
 from .hopper_async import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
@@ -48,6 +48,7 @@ def _tma_kernel(
     w,  # [columns, DEPTH], or [2 * columns, DEPTH] when GATED
     residual_ptr,  # [rows, columns], read if ADD
     out_ptr,  # [rows, columns], contiguous
+    bias_ptr,  # [columns], or None
     rows,
     columns,
     residual_stride,
@@ -122,6 +123,8 @@ def _tma_kernel(
         value = gl.convert_layout(silu_mul(acc, up, dtype), rowwise)
     else:
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        if bias_ptr is not None:
+            acc = biased(acc, bias_ptr, first_n, columns)
         value = gl.convert_layout(acc.to(dtype), rowwise)
     if ADD:
         value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
@@ -145,7 +148,14 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
     return list(found)
 
 
-def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def run(
+    kind: Kind,
+    choice: Choice,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor | None = None,
+    bias_N: Tensor | None = None,
+) -> Tensor:
     """As `hopper_async.run`, for more rows than half of `choice.block_m` (64 or 128), in two steps and stages at
     least."""
     x_MK, out_MN, residual = operands(kind, x_MK, weight_NK, residual_MN)
@@ -158,6 +168,7 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         TensorDescriptor.from_tensor(weight_NK, [choice.block_n, choice.block_k], WEIGHTS),
         residual,
         out_MN,
+        None if bias_N is None else bias_N.contiguous(),
         rows,
         columns,
         residual.stride(0),

@@ -27,10 +27,17 @@ class ProductKernel(Protocol):
         """Choices worth timing for these numbers of rows, ascending; `columns` as in `linear_table.choose`."""
 
     def run(
-        self, kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None
+        self,
+        kind: Kind,
+        choice: Choice,
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        residual_MN: Tensor | None = None,
+        bias_N: Tensor | None = None,
     ) -> Tensor:
-        """The product, with what comes after it in that kind: the rounding to bfloat16, SiLU and gate, or the sum with
-        the residual. What comes before it, the norm, has been done."""
+        """The product, with what comes after it in that kind: the bias, added to the float32 accumulator; the rounding
+        to bfloat16; the gate with its activation, or the sum with the residual. What comes before it, the norm, has
+        been done. A bias is given where there is one, to kinds that neither gate nor stay in float32."""
 
 
 KERNELS: dict[str, ProductKernel] = {"library": cublas, "pipelined": triton}
@@ -48,29 +55,36 @@ def register(name: str, kernel: ProductKernel) -> None:
     linear_table.offers[name] = kernel.candidates
 
 
-def choose(kind: Kind, rows: int, weight_NK: Tensor) -> Choice:
+def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Choice:
     """By the table; by its rule where the kernel of the table cannot run."""
-    choice = linear_table.choose(kind, rows, *weight_NK.shape)
+    choice = linear_table.choose(kind, rows, *weight_NK.shape, biased=biased)
     if choice.kernel in KERNELS and KERNELS[choice.kernel].supports(choice, weight_NK):
         return choice
     return linear_table.by_rule(kind, rows, weight_NK.shape[0])
 
 
-def product(kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def product(
+    kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None, bias_N: Tensor | None = None
+) -> Tensor:
     """By the kernel that is chosen for its shape."""
     cublas.check_dtype(x_MK)
-    choice = choose(kind, x_MK.shape[0], weight_NK)
-    return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN)
+    choice = choose(kind, x_MK.shape[0], weight_NK, bias_N is not None)
+    given = {} if bias_N is None else {"bias_N": bias_N}  # kernels from outside may know of none
+    return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN, **given)
 
 
-linear = partial(product, "linear")
 linear_fp32 = partial(product, "linear_fp32")
 linear_add = partial(product, "linear_add")
 
 
-def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """See `linear.operator.linear`."""
+    return product("linear", x_TK, weight_NK, bias_N=bias_N)
+
+
+def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float, bias_E: Tensor | None = None) -> Tensor:
     """See `linear.operator.norm_linear`."""
-    return product("norm_linear", rms_norm(x_TD, norm_D, eps), weight_ED)
+    return product("norm_linear", rms_norm(x_TD, norm_D, eps), weight_ED, bias_N=bias_E)
 
 
 def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:

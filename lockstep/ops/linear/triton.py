@@ -6,6 +6,8 @@ does the plain product and two fused forms, which round where the separate opera
 - GATED: the weight holds gate rows and up rows, a program does a tile of both, and the result is `silu(gate) * up`;
 - ADD: the product is added to a residual.
 
+With a bias, that is added to the accumulator before it is rounded.
+
 A product a head has three strides an operand, so one kernel does the product, both of its gradients, and views of fused
 weights.
 
@@ -65,6 +67,7 @@ def _linear_kernel(
     w_ptr,  # [columns, depth], or [2 * columns, depth] when GATED
     residual_ptr,  # [rows, columns], read if ADD
     out_ptr,  # [rows, columns], contiguous
+    bias_ptr,  # [columns], or None
     rows,
     columns,
     depth,
@@ -118,6 +121,8 @@ def _linear_kernel(
     if PDL:
         pdl.gdc_launch_dependents()  # without effect if they were released early
     dtype = out_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
     if GATED:
         acc = silu_gated(acc.to(dtype).to(tl.float32), acc_up.to(dtype).to(tl.float32))
     if ADD:
@@ -151,7 +156,14 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
     return [choice._replace(early=e) for choice in found for e in early]
 
 
-def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def run(
+    kind: Kind,
+    choice: Choice,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor | None = None,
+    bias_N: Tensor | None = None,
+) -> Tensor:
     """See `kernels.ProductKernel`; computes in the dtype of x."""
     x_MK, w_NK = unit_inner(x_MK), unit_inner(weight_NK)
     gated, dtype = kind == "norm_gate_up", torch.float32 if kind == "linear_fp32" else x_MK.dtype
@@ -163,6 +175,7 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         w_NK,
         residual,
         out_MN,
+        None if bias_N is None else bias_N.contiguous(),
         rows,
         columns,
         depth,
@@ -183,9 +196,9 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
     return out_MN
 
 
-def chain(x_MK: Tensor, weight_NK: Tensor, kind: Kind = "linear") -> Tensor:
+def chain(x_MK: Tensor, weight_NK: Tensor, kind: Kind = "linear", bias_N: Tensor | None = None) -> Tensor:
     """The product whose words every other choice is held to, rounded or ("linear_fp32") not."""
-    return run(kind, CHAIN, x_MK, weight_NK)
+    return run(kind, CHAIN, x_MK, weight_NK, bias_N=bias_N)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -34,8 +34,14 @@ def _addresses(dtype: torch.dtype, *tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def linear(a_RD: Tensor, b: Tensor, transposed: bool = True) -> Tensor:
-    """`a @ b.T`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """See `linear.operator.linear`."""
+    out = _product(x_TK, weight_NK, True)
+    return out if bias_N is None else out.add_(bias_N)
+
+
+def _product(a_RD: Tensor, b: Tensor, transposed: bool) -> Tensor:
+    """`a @ b.T`, or `a @ b`; a may be transposed."""
     b, (rows, dim), (columns, inner) = b.contiguous(), a_RD.shape, b.shape if transposed else b.shape[::-1]
     assert dim == inner
     out = a_RD.new_empty(rows, columns)
@@ -46,7 +52,7 @@ def linear(a_RD: Tensor, b: Tensor, transposed: bool = True) -> Tensor:
     return out
 
 
-matmul = partial(linear, transposed=False)
+matmul = partial(_product, transposed=False)
 
 
 def _run(name: str, job: ctypes.Structure, work: int) -> bool:

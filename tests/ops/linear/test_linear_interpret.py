@@ -50,11 +50,19 @@ class Interpreted:
         assert same_bits(linear_triton.run("linear_add", tile, x, weight, residual), residual + plain)
         gated = linear_triton.run("norm_gate_up", tile, x, weight)
         assert same_bits(gated, activation_triton.silu_mul(plain))
+        bias = torch.randn(n)
+        biased = linear_triton.run("linear", tile, x, weight, bias_N=bias)
+        assert same_bits(biased, plain + bias)
+        assert same_bits(linear_triton.run("linear_add", tile, x, weight, residual, bias), residual + biased)
 
-    def test_a_residual_is_added_to_the_rounded_product(self):
+    def test_a_residual_is_added_to_the_rounded_product_and_a_bias_before(self):
         x, weight, residual = torch.randn(17, 64).half(), torch.randn(40, 64).half(), torch.randn(17, 40).half()
-        plain = linear_triton.run("linear", TILES[0], x, weight)
+        bias = torch.randn(80).half()[::2]
+        exact = linear_triton.run("linear_fp32", TILES[0], x, weight)
+        plain, biased = exact.half(), (exact + bias.float()).half()
         assert torch.equal(linear_triton.run("linear_add", TILES[0], x, weight, residual), residual + plain)
+        assert torch.equal(linear_triton.run("linear_add", TILES[0], x, weight, residual, bias), residual + biased)
+        assert not torch.equal(biased, plain + bias)
 
     @pytest.mark.parametrize("weights", [True, False])
     def test_write_kv_inside_is_write_kv_after(self, weights):
