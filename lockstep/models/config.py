@@ -87,6 +87,14 @@ class ModelConfig:
     `family` is Hugging Face's `model_type`, a key of `families.FAMILIES`. With `mla`, all heads read one latent:
     `num_kv_heads` is 1, and `head_dim` is the rotated part's. In `sliding_layers` a token attends to the last
     `sliding_window` tokens, itself among them.
+
+    Attributes:
+        local_rope_theta: of the sliding layers, whose frequencies are not scaled; None: all layers have the same.
+        rotary_dim: elements of a head that are rotated; 0: all.
+        biases: which of attention's projections have one, of "qkv" and "o".
+        qk_norm: whether queries and keys are normalized a head, of families whose models differ in that.
+        attention_scale: on attention's scores; 0: `head_dim ** -0.5`.
+        attention_sinks: whether a head's softmax has a logit of its own beside the keys'.
     """
 
     vocab_size: int
@@ -110,6 +118,12 @@ class ModelConfig:
     mla: MLAConfig | None = None
     sliding_window: int = 0
     sliding_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    rotary_dim: int = 0
+    biases: tuple[str, ...] = ()
+    qk_norm: bool = False
+    attention_scale: float = 0.0
+    attention_sinks: bool = False
 
     def __post_init__(self) -> None:
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
@@ -121,6 +135,10 @@ class ModelConfig:
         refuse(
             self.head_dim < 2 or self.head_dim % 2 > 0,
             f"model config: head_dim is {self.head_dim}; rotary embedding needs an even number",
+        )
+        refuse(
+            self.rotary_dim % 2 > 0 or not 0 <= self.rotary_dim <= self.head_dim,
+            f"model config: rotary_dim is {self.rotary_dim}; it must be even, and at most head_dim {self.head_dim}",
         )
         refuse(
             isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1,
@@ -137,6 +155,11 @@ class ModelConfig:
                 f"model config: num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}; latent attention has "
                 f"1 and rope_dim, which is {self.mla.rope_dim}"
             )
+
+    @property
+    def plain_scores(self) -> bool:
+        """Whether attention's scores are what flex makes them: scaled by the heads' size, and nothing else."""
+        return self.attention_scale in (0.0, self.head_dim**-0.5) and not self.attention_sinks
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from .. import ops
 from ..distributed.placement import ROWS, WHOLE, Placement
 from .blocks.attention import Attend, Masks
 from .blocks.moe import Routing
-from .blocks.rope import YarnScaling, inverse_frequencies
+from .blocks.rope import YarnScaling, partial_frequencies
 from .config import ModelConfig
 from .families import family_of
 
@@ -58,8 +58,15 @@ class Decoder(nn.Module):
         self.placements = {name: placed[parameter] for name, parameter in self.named_parameters()}
         self.fills = {name: filled[p] for name, p in self.named_parameters() if p in filled}
         scaling = config.rope_scaling
-        self.inv_freq = inverse_frequencies(config.head_dim, config.rope_theta, scaling).to(device)
+        head = config.head_dim, config.rotary_dim or config.head_dim
+        self.inv_freq = partial_frequencies(*head, config.rope_theta, scaling).to(device)
+        local = config.local_rope_theta
+        self.local_inv_freq = None if local is None else partial_frequencies(*head, local, None).to(device)
         self.call_layer: Callable[..., Tensor] = nn.Module.__call__  # (layer, index, x, rope, attend, routes)
+        factor = torch.tensor(
+            family.embedding_scale(config), dtype=dtype, device="cpu"
+        )  # rounded, as transformers does
+        self.embed_factor = factor.item()
         self.rope_factor = scaling.table_factor if isinstance(scaling, YarnScaling) else 1.0
 
     def add_value_head(self) -> None:
@@ -78,11 +85,15 @@ class Decoder(nn.Module):
         rope_TH = ops.rope_table(positions_T, self.inv_freq)
         if self.rope_factor != 1.0:
             rope_TH = rope_TH * self.rope_factor
+        local_TH = rope_TH if self.local_inv_freq is None else ops.rope_table(positions_T, self.local_inv_freq)
         attend.prepare(ops.FlexSizes(tokens_T.shape[0], self.config.num_heads, self.config.num_kv_heads))
         x_TD = ops.gather_rows(self.embed, tokens_T)
+        if self.embed_factor != 1.0:
+            x_TD = x_TD * self.embed_factor
         for index, layer in enumerate(self.layers):
             found: list[Routing] | None = None if routes is None else []  # its own, so that all calls are alike
-            x_TD = self.call_layer(layer, index, x_TD, rope_TH, attend, found)
+            turned_TH = local_TH if self.config.windows[index] else rope_TH
+            x_TD = self.call_layer(layer, index, x_TD, turned_TH, attend, found)
             if routes is not None and found:
                 routes += found
         return ops.rms_norm(x_TD, self.norm, self.config.rms_norm_eps)

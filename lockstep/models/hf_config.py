@@ -37,6 +37,7 @@ def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
     name: Any = values.get("model_type")
     require_family(name, where)
     family = FAMILIES[name]
+    values = {**family.defaults, **values}
     for key, allowed in family.fixed.items():
         if values.get(key, allowed[0]) not in allowed:
             raise InputError(f"{where}: {key} is {values[key]!r}; supported: {allowed[0]!r}")

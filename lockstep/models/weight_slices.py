@@ -44,6 +44,31 @@ class Interleaved:
         return torch.cat((plain, pairs.unflatten(1, shape).transpose(1, 2).flatten(1, 2)), dim=1).flatten(0, 1)
 
 
+@dataclass(frozen=True)
+class PartlyRotated:
+    """A folder's heads begin with the `rotated` elements, of which one of the first half rotates with one of the
+    second. The decoder rotates all pairs of elements half a head apart, these and those that stay where they are: its
+    heads have half of either in each half."""
+
+    head: int
+    rotated: int
+
+    def from_hf(self, tensor: Tensor) -> Tensor:
+        """See `Form`."""
+        turned, kept = self.rotated // 2, (self.head - self.rotated) // 2
+        return self._in_order(tensor, (turned, turned, kept, kept))
+
+    def to_hf(self, rows: Tensor) -> Tensor:
+        """See `Form`."""
+        turned, kept = self.rotated // 2, (self.head - self.rotated) // 2
+        return self._in_order(rows, (turned, kept, turned, kept))
+
+    def _in_order(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """With the second and third of four parts of each head exchanged."""
+        first, second, third, fourth = rows.unflatten(0, (-1, self.head)).split(sizes, dim=1)
+        return torch.cat((first, third, second, fourth), dim=1).flatten(0, 1)
+
+
 class LayerSlice(NamedTuple):
     """Tensor `name` of a layer in a folder is rows `start : start + rows` of the layer's `parameter`."""
 
@@ -85,8 +110,7 @@ def slices_of_layer(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
     """Of a `blocks.layer.Layer`, with the names that most families use."""
     hidden = config.hidden_size
     yield LayerSlice("input_layernorm.weight", "attention_norm", 0, hidden)
-    yield from projection_slices(config)
-    yield LayerSlice("self_attn.o_proj.weight", "o", 0, hidden)
+    yield from attention_slices(config)
     yield LayerSlice("post_attention_layernorm.weight", "mlp_norm", 0, hidden)
     yield from feed_forward_slices(config, index)
 
@@ -95,17 +119,26 @@ def slices_with_qk_norm(config: ModelConfig, index: int) -> Iterator[LayerSlice]
     """Of a `blocks.layer.QKNormLayer`."""
     for piece in slices_of_layer(config, index):
         if piece.parameter == "o":
-            yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, config.head_dim)
-            yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, config.head_dim)
+            form = (
+                PartlyRotated(config.head_dim, config.rotary_dim) if 0 < config.rotary_dim < config.head_dim else None
+            )
+            yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, config.head_dim, form)
+            yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, config.head_dim, form)
         yield piece
 
 
-def projection_slices(config: ModelConfig, kind: str = "weight", parameter: str = "qkv") -> Iterator[LayerSlice]:
-    """Of queries, keys and values, fused."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield LayerSlice(f"self_attn.q_proj.{kind}", parameter, 0, q)
-    yield LayerSlice(f"self_attn.k_proj.{kind}", parameter, q, kv)
-    yield LayerSlice(f"self_attn.v_proj.{kind}", parameter, q + kv, kv)
+def attention_slices(config: ModelConfig) -> Iterator[LayerSlice]:
+    """Of attention's projections, with their biases."""
+    q, kv, head = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.head_dim
+    form = PartlyRotated(head, config.rotary_dim) if 0 < config.rotary_dim < head else None
+    for kind, parameter in (("weight", "qkv"), ("bias", "qkv_bias")):
+        if kind == "weight" or "qkv" in config.biases:
+            yield LayerSlice(f"self_attn.q_proj.{kind}", parameter, 0, q, form)
+            yield LayerSlice(f"self_attn.k_proj.{kind}", parameter, q, kv, form)
+            yield LayerSlice(f"self_attn.v_proj.{kind}", parameter, q + kv, kv)
+    yield LayerSlice("self_attn.o_proj.weight", "o", 0, config.hidden_size)
+    if "o" in config.biases:
+        yield LayerSlice("self_attn.o_proj.bias", "o_bias", 0, config.hidden_size)
 
 
 def feed_forward_slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:

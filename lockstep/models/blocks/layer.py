@@ -32,6 +32,7 @@ class Layer(nn.Module):
         self.attention_norm = weight(config.hidden_size)
         values = self.make_projections(config, weight)
         self.o = weight(config.hidden_size, values, on=ROWS)
+        self.o_bias = weight(config.hidden_size, on=ROWS, fill=0.0) if "o" in config.biases else None
         self.mlp_norm = weight(config.hidden_size)
         self.moe = None
         if config.moe is not None and config.is_moe(index):
@@ -46,6 +47,8 @@ class Layer(nn.Module):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         blocks = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
         self.qkv = weight(sum(blocks), config.hidden_size, on=Placement(tp=0, blocks=blocks))
+        biased = "qkv" in config.biases
+        self.qkv_bias = weight(sum(blocks), on=Placement(tp=0, blocks=blocks), fill=0.0) if biased else None
         self.q_norm = weight(head_dim) if self.qk_norm else None
         self.k_norm = weight(head_dim) if self.qk_norm else None
         return blocks[0]
@@ -55,7 +58,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The stream after layer `index`, [T, D]; `routes` takes what a router found."""
         eps = self.config.rms_norm_eps
-        x_TD = ops.linear_add(self.attention(index, x_TD, rope_TH, attend), self.o, x_TD)
+        x_TD = ops.linear_add(self.attention(index, x_TD, rope_TH, attend), self.o, x_TD, self.o_bias)
         if self.moe is not None:
             return x_TD + self.moe(ops.rms_norm(x_TD, self.mlp_norm, eps), routes)
         gated_TF = ops.norm_gate_up(x_TD, self.mlp_norm, self.gate_up, eps)
@@ -63,8 +66,12 @@ class Layer(nn.Module):
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """Of the normalized stream, before the output's projection."""
-        qkv_TE = ops.norm_linear(x_TD, self.attention_norm, self.qkv, self.config.rms_norm_eps)
-        return attend(index, qkv_TE, self.rotation(rope_TH)).flatten(1)
+        qkv_TE = ops.norm_linear(x_TD, self.attention_norm, self.qkv, self.config.rms_norm_eps, self.qkv_bias)
+        return self.attend(index, qkv_TE, self.rotation(rope_TH), attend)
+
+    def attend(self, index: int, qkv_TE: Tensor, by: ops.Rotation, attend: Attend) -> Tensor:
+        """Attention of queries, keys and values."""
+        return attend(index, qkv_TE, by).flatten(1)
 
     def rotation(self, rope_TH: Tensor) -> ops.Rotation:
         """How the projection becomes rotated queries and keys."""

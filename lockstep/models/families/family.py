@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from ...errors import InputError, refuse
 from ..blocks.layer import Layer
-from ..blocks.rope import rope_of_hf, scaling_from_hf
+from ..blocks.rope import rope_of_hf, scaling_from_hf, scaling_to_hf
 from ..blocks.weights import Weight
 from ..config import ModelConfig
 from ..weight_slices import LayerSlice, slices_of_layer
@@ -66,6 +66,8 @@ class Family:
         sizes: further fields of config.json that are integers above 0.
         layer_kinds: what may be in config.json's `layer_types`.
         check: raises `InputError` for a configuration, made in code or read, that the layers cannot be made of.
+        embedding_scale: what embeddings are multiplied by.
+        defaults: fields of config.json that have another default than most families'.
         leaves_out: whether a tensor in a folder is one that the decoder does without.
         golden: decoders whose gradients show a machine's arithmetic as one of this configuration would, by names that
             run folders keep; of the configuration, and a dense decoder of odd sizes whose words are kept anyway.
@@ -82,6 +84,8 @@ class Family:
     sizes: tuple[str, ...] = ()
     layer_kinds: tuple[str, ...] = (FULL,)
     check: Callable[[ModelConfig], None] = lambda config: None
+    embedding_scale: Callable[[ModelConfig], float] = lambda config: 1.0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     leaves_out: Callable[[str, ModelConfig], bool] = lambda name, config: False
     golden: Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]] = nothing
     architectures: Mapping[str, ModelConfig] = field(default_factory=dict)
@@ -139,6 +143,52 @@ def write_switched_window(config: ModelConfig) -> dict[str, Any]:
 def layer_types(config: ModelConfig) -> list[str]:
     """Each layer's kind."""
     return [SLIDING if window else FULL for window in config.windows]
+
+
+def alternating(raw: Raw, period: int) -> dict[str, Any]:
+    """Windows by `layer_types` or, without it, in all layers but every `period`th."""
+    layers, kinds = range(raw.integer("num_hidden_layers")), raw.values.get("layer_types")
+    chosen = tuple(i for i in layers if (i + 1) % period) if kinds is None else sliding_layers(raw, kinds)
+    if not chosen or raw.values.get("sliding_window") is None:
+        return {}
+    return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": chosen}
+
+
+def write_alternating(config: ModelConfig) -> dict[str, Any]:
+    """What `alternating` reads."""
+    window = config.sliding_window or 4096  # transformers wants one even where no layer has it
+    return {"sliding_window": window, "layer_types": layer_types(config)}
+
+
+def rope_by_kind(raw: Raw, local: float) -> dict[str, Any]:
+    """The rotations of full and of sliding layers; `local` is the base of the latter where the file says none."""
+    both, values = raw.values.get("rope_parameters") or {}, raw.values
+    nested = {kind: both.get(kind) or {} for kind in (FULL, SLIDING)}
+    flat = sorted(both.keys() - nested.keys())
+    raw.refuse(flat, f"rope_parameters has {', '.join(flat)} for all layers; {FULL} and {SLIDING} have their own here")
+    other = nested[SLIDING].get("rope_type", "default")
+    raw.refuse(
+        other != "default", f"rope_type of {SLIDING} is {other!r}; 'default' is supported, scaled are full layers"
+    )
+    theta = nested[FULL].get("rope_theta") or values.get("rope_theta") or 10000.0
+    scaled = values | {"rope_parameters": nested[FULL] | (values.get("rope_scaling") or {}), "rope_scaling": None}
+    return {
+        "rope_theta": float(theta),
+        "rope_scaling": scaling_from_hf(scaled, raw.where),
+        "local_rope_theta": float(nested[SLIDING].get("rope_theta") or local),
+    }
+
+
+def write_rope_by_kind(config: ModelConfig) -> dict[str, Any]:
+    """What `rope_by_kind` reads."""
+    full = {"rope_theta": config.rope_theta, **scaling_to_hf(config.rope_scaling)}
+    sliding = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+    return {"rope_parameters": {FULL: full, SLIDING: sliding}}
+
+
+def odd_words(tiny: ModelConfig) -> Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]]:
+    """For `Family.golden`: the family's own tiny model, with sizes that fill no whole vectors."""
+    return lambda config, odd: {"layers": replace(tiny, num_layers=2, vocab_size=509, hidden_size=131)}
 
 
 def no_windows(config: ModelConfig) -> None:
