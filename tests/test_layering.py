@@ -166,6 +166,8 @@ CATALOGUES = {"algorithms": 24, "models/families": 24, "environments/tasks": 24,
 # trainer's, and what Inductor compiles of a user's mask. One that has fewer by now is not to be listed.
 MOST_ARGUMENTS = 6
 LONG_SIGNATURES = {
+    "ops.attention.operator.attention_decode",
+    "ops.attention.triton_decode.attention_decode",
     "ops.attention.triton_flex._attending.attend",
     "session.evaluation.evaluate",
     "session.generate.LLM.__init__",

@@ -24,7 +24,7 @@ class Decoder(nn.Module):
 
     There is no batch dimension and no hidden context: sequences exist only in `attend`. Parameters are created
     uninitialized; load or initialize them. Their dtype is the compute dtype. What `masks` say is for whoever makes an
-    `attend` for this model: the configuration's windows, unless they are set.
+    `attend` for this model.
 
     Attributes:
         placements: how each parameter lies on a mesh, by name.
@@ -35,7 +35,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.config = config
-        self.masks = Masks(config.windows) if any(config.windows) else None
+        self.masks: Masks | None = None
 
         family = family_of(config)
         family.check(config)

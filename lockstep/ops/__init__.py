@@ -44,9 +44,11 @@ from .native.library import cpu_backend, cpu_build
 from .norm.operator import rms_norm
 from .records import (
     ALONE,
+    PLAIN,
     AdamWSettings,
     AdamWState,
     AdamWStep,
+    AttentionScores,
     Contexts,
     DecodeRows,
     Drawn,

@@ -31,6 +31,8 @@ class Layer(nn.Module):
         self.config = config
         self.attention_norm = weight(config.hidden_size)
         values = self.make_projections(config, weight)
+        self.scores = ops.AttentionScores(window=config.windows[index], scale=config.attention_scale)
+        self.sinks = weight(config.num_heads, on=ROWS, fill=0.0) if config.attention_sinks else None
         self.o = weight(config.hidden_size, values, on=ROWS)
         self.o_bias = weight(config.hidden_size, on=ROWS, fill=0.0) if "o" in config.biases else None
         self.mlp_norm = weight(config.hidden_size)
@@ -71,7 +73,7 @@ class Layer(nn.Module):
 
     def attend(self, index: int, qkv_TE: Tensor, by: ops.Rotation, attend: Attend) -> Tensor:
         """Attention of queries, keys and values."""
-        return attend(index, qkv_TE, by).flatten(1)
+        return attend(index, qkv_TE, by, self.scores._replace(sinks_N=self.sinks)).flatten(1)
 
     def rotation(self, rope_TH: Tensor) -> ops.Rotation:
         """How the projection becomes rotated queries and keys."""
