@@ -12,7 +12,7 @@ from ..errors import InputError
 from .blocks.rope import is_positive
 from .config import ModelConfig
 from .decoder import num_parameters
-from .families import FAMILIES
+from .families import FAMILIES, nearest
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -78,7 +78,8 @@ def _check_layers(there: dict[str, Any], refuse: Callable[[str, str], None]) -> 
     family = FAMILIES.get(there.get("model_type", ""))
     known = family.layer_kinds if family else ()
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
-        refuse("layer_types", f"a list of {' or '.join(map(repr, known))}; other kinds are not supported")
+        can = nearest(str(there.get("model_type")), "layer_types", kinds)
+        refuse("layer_types", f"a list of {' or '.join(map(repr, known))}; other kinds are not supported; {can}")
     if not isinstance(dense, list) or not all(map(_is_integer, dense)):
         refuse("mlp_only_layers", "a list of layers' indices")
     if there.get("quantization_config"):

@@ -69,7 +69,7 @@ def read_config(folder: Path) -> ModelConfig:
     path, generation = folder / "config.json", folder / "generation_config.json"
     values = read_object(path)
     if isinstance(values.get("model_type"), str):
-        require_family(values["model_type"], str(path))  # of another model no other field says anything
+        require_family(values, str(path))  # of another model no other field says anything
     check_fields(values, str(path))
     try:
         config = from_hf(without_nulls(values), str(path))

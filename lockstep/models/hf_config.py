@@ -7,7 +7,8 @@ from typing import Any
 from ..errors import InputError
 from .blocks.rope import scaling_to_hf
 from .config import ModelConfig
-from .families import FAMILIES, Raw, family_of
+from .families import FAMILIES, Family, Raw, family_of, nearest
+from .families.family import BY_KIND, PARTLY
 
 # Fields of ours that are integers, and what config.json calls them.
 _SIZES = {
@@ -26,21 +27,31 @@ def without_nulls(values: dict[str, Any]) -> dict[str, Any]:
     return flags | {name: value for name, value in values.items() if value is not None}
 
 
-def require_family(name: Any, where: str) -> None:
+def require_family(values: dict[str, Any], where: str) -> None:
     """Raise `InputError` for a `model_type` that is none of ours."""
-    if name not in FAMILIES:
-        raise InputError(f"{where}: model_type is {name!r}; supported: {', '.join(FAMILIES)}")
+    name, part = values.get("model_type"), values.get("text_config")
+    if name in FAMILIES:
+        return
+    if isinstance(part, dict):
+        kind = part.get("model_type")
+        able = f"is a {kind}, which is supported: save it as" if kind in FAMILIES else f"is a {kind!r}; needed is"
+        raise InputError(
+            f"{where}: model_type is {name!r}, which reads more than text; its text part (text_config) {able} a folder "
+            f"of its own, with a model_type of {', '.join(FAMILIES)}"
+        )
+    raise InputError(f"{where}: model_type is {name!r}; supported: {', '.join(FAMILIES)}; {nearest(str(name))}")
 
 
 def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
     """Read a parsed `config.json`; `where` names the file in errors."""
-    name: Any = values.get("model_type")
-    require_family(name, where)
+    require_family(values, where)
+    name: str = values["model_type"]
     family = FAMILIES[name]
     values = {**family.defaults, **values}
     for key, allowed in family.fixed.items():
         if values.get(key, allowed[0]) not in allowed:
-            raise InputError(f"{where}: {key} is {values[key]!r}; supported: {allowed[0]!r}")
+            can = nearest(name, key, values[key])
+            raise InputError(f"{where}: {key} is {values[key]!r}; supported: {allowed[0]!r}; {can}")
     raw = Raw(values, where)
     fields = {ours: raw.integer(theirs) for ours, theirs in _SIZES.items()}
     fields["num_kv_heads"] = raw.integer("num_key_value_heads", "num_attention_heads")
@@ -52,10 +63,19 @@ def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
         bos_token_id=values.get("bos_token_id"),
         pad_token_id=values.get("pad_token_id"),
         family=name,
-        **fields | family.rope(raw) | family.read(raw),
+        **fields | _rotations(raw, family) | family.read(raw),
     )
     family.check(config)
     return config
+
+
+def _rotations(raw: Raw, family: Family) -> dict[str, Any]:
+    """The family's fields of them, or a refusal that says who reads others."""
+    try:
+        return family.rope(raw)
+    except InputError as error:
+        field = next((name for name in (PARTLY, BY_KIND) if name in str(error)), None)
+        raise error if field is None else InputError(f"{error}; {nearest(raw.values['model_type'], field)}") from None
 
 
 def end_of_sequence(values: dict[str, Any]) -> tuple[int, ...]:

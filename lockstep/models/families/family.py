@@ -63,6 +63,7 @@ class Family:
         read: fields of the configuration that are the family's own, or stand elsewhere in its config.json.
         write: the other way round.
         rope: the configuration's fields of rotations.
+        also: fields of config.json that the family reads and most do not.
         sizes: further fields of config.json that are integers above 0.
         layer_kinds: what may be in config.json's `layer_types`.
         check: raises `InputError` for a configuration, made in code or read, that the layers cannot be made of.
@@ -81,6 +82,7 @@ class Family:
     read: Callable[[Raw], dict[str, Any]] = nothing
     write: Callable[[ModelConfig], dict[str, Any]] = nothing
     rope: Callable[[Raw], dict[str, Any]] = rope
+    also: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     layer_kinds: tuple[str, ...] = (FULL,)
     check: Callable[[ModelConfig], None] = lambda config: None
@@ -90,11 +92,18 @@ class Family:
     golden: Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]] = nothing
     architectures: Mapping[str, ModelConfig] = field(default_factory=dict)
 
+    def takes(self, name: str, value: Any) -> bool:
+        """Whether a config.json may have this value in a field that only some families read."""
+        if name == "layer_types":
+            return isinstance(value, list) and all(kind in self.layer_kinds for kind in value)
+        return value in self.fixed[name] if name in self.fixed else name in self.also
+
 
 EXPERT_SIZES = (
     *("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"),
     *("n_routed_experts", "n_group", "topk_group"),
 )
+PARTLY, BY_KIND = "partial_rotary_factor", FULL  # what `rope_of_hf` refuses, in `Family.also` of those that read it
 PLAIN: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "attention_bias": (False, None)}
 
 

@@ -14,7 +14,7 @@ from ..config import ModelConfig, MoEConfig
 from ..weight_slices import LayerSlice, slices_of_layer, slices_with_qk_norm
 from . import qwen3
 from .deepseek_v3 import grouped_experts, predicts_further, write_grouped_experts
-from .family import EXPERT_SIZES, Family, Raw, no_windows, odd_words, rope
+from .family import EXPERT_SIZES, PARTLY, Family, Raw, no_windows, odd_words, rope
 
 
 def _layer(config: ModelConfig, index: int, weight: Weight) -> Layer:
@@ -88,6 +88,7 @@ FAMILY = Family(
     read=_read,
     write=_write,
     rope=_rope,
+    also=("attention_bias", PARTLY),
     sizes=EXPERT_SIZES,
     check=_check,
     leaves_out=predicts_further,

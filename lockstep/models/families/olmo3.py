@@ -9,6 +9,7 @@ from ..blocks.rope import YarnScaling
 from ..config import ModelConfig
 from . import qwen3
 from .family import (
+    BY_KIND,
     FULL,
     PLAIN,
     SLIDING,
@@ -45,6 +46,7 @@ FAMILY = Family(
     read=lambda raw: alternating(raw, 4),
     write=_write,
     rope=_rope,
+    also=(BY_KIND,),
     layer_kinds=(FULL, SLIDING),
     defaults={"rms_norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},
     golden=odd_words(_TINY),
