@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..records import PLAIN_EPILOGUE, Epilogue
 from ..tables.linear_table import LIBRARY, Choice, Kind
 
 MIN_ROWS = 8  # below this cuBLAS may use matrix-vector kernels, whose order of additions is another
@@ -59,12 +60,12 @@ def run(
     x_MK: Tensor,
     weight_NK: Tensor,
     residual_MN: Tensor | None = None,
-    bias_N: Tensor | None = None,
+    epilogue: Epilogue = PLAIN_EPILOGUE,
 ) -> Tensor:
     """See `kernels.ProductKernel`."""
-    out_MN = cublaslt_linear(x_MK, weight_NK, torch.float32 if kind == "linear_fp32" else x_MK.dtype, bias_N)
+    out_MN = cublaslt_linear(x_MK, weight_NK, torch.float32 if kind == "linear_fp32" else x_MK.dtype, epilogue.bias_N)
     if kind == "norm_gate_up":
         from ..activation.triton import silu_mul
 
-        return silu_mul(out_MN)
+        return silu_mul(out_MN, epilogue.activation)
     return out_MN if residual_MN is None else out_MN.add_(residual_MN)

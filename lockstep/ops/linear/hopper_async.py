@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import pdl
+from ..activation.triton import GELU_CUBIC, GELU_LINEAR, SWIGLU_ALPHA, SWIGLU_LIMIT
+from ..records import PLAIN_EPILOGUE, Epilogue
 from ..rows import aligned_rows
 from ..tables.linear_table import Choice, Kind, tiles_of_weight
 
@@ -72,10 +74,19 @@ def _multiplied(a, b, acc):
 
 
 @gluon.jit
-def silu_mul(gate, up, dtype: gl.constexpr):
-    """`silu(gate) * up` of two accumulators, rounded where the separate operators round."""
+def gated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
+    """`activation.triton.gated` of two accumulators, rounded where the separate operators round."""
     gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-    return (gl.div_rn(gate, gl.exp(-gate) + 1.0) * up).to(dtype)
+    x = gate
+    if ACTIVATION == "gelu_tanh":
+        x = gate * (gate * gate * GELU_CUBIC + GELU_LINEAR)
+    elif ACTIVATION == "swiglu_clamped":
+        gate = gl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
+        up = gl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, gl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up)) + 1.0
+        x = gate * SWIGLU_ALPHA
+    else:
+        gl.static_assert(ACTIVATION == "silu")
+    return (gl.div_rn(gate, gl.exp(-x) + 1.0) * up).to(dtype)
 
 
 @gluon.jit
@@ -112,6 +123,7 @@ def _async_kernel(
     ahead,  # ask for weights before the kernel before has ended
     DEPTH: gl.constexpr,
     GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,  # of the gate
     ADD: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -184,7 +196,7 @@ def _async_kernel(
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     if GATED:
         gate, up = gl.split(gl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-        value = gl.convert_layout(silu_mul(gate, up, dtype), rowwise)
+        value = gl.convert_layout(gated(gate, up, ACTIVATION, dtype), rowwise)
     else:
         if bias_ptr is not None:
             acc = biased(acc, bias_ptr, first_n, columns)
@@ -240,7 +252,7 @@ def run(
     x_MK: Tensor,
     weight_NK: Tensor,
     residual_MN: Tensor | None = None,
-    bias_N: Tensor | None = None,
+    epilogue: Epilogue = PLAIN_EPILOGUE,
 ) -> Tensor:
     """See `kernels.ProductKernel`; in bfloat16, at a depth that is a multiple of `choice.block_k`.
 
@@ -254,7 +266,7 @@ def run(
         weight_NK,
         residual,
         out_MN,
-        None if bias_N is None else bias_N.contiguous(),
+        epilogue.contiguous_bias,
         rows,
         columns,
         x_MK.stride(0),
@@ -263,6 +275,7 @@ def run(
         asks_ahead(kind),
         DEPTH=depth,
         GATED=kind == "norm_gate_up",
+        ACTIVATION=epilogue.activation,
         ADD=residual_MN is not None,
         BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n,

@@ -24,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import pdl
+from ..records import PLAIN_EPILOGUE, Epilogue
 from ..tables.linear_table import Choice, Kind, tiles_of_weight
-from .hopper_async import STAGES_KIB, _barrier, asks_ahead, biased, operands, silu_mul
+from .hopper_async import STAGES_KIB, _barrier, asks_ahead, biased, gated, operands
 from .hopper_async import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
@@ -55,6 +56,7 @@ def _tma_kernel(
     ahead,  # ask for weights before the kernel before has ended
     DEPTH: gl.constexpr,
     GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,  # of the gate
     ADD: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -120,7 +122,7 @@ def _tma_kernel(
             _copy(x, [0, first_m, after * BLOCK_K], ready.index(free), x_tiles.index(free))
     if GATED:
         acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
-        value = gl.convert_layout(silu_mul(acc, up, dtype), rowwise)
+        value = gl.convert_layout(gated(acc, up, ACTIVATION, dtype), rowwise)
     else:
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         if bias_ptr is not None:
@@ -154,7 +156,7 @@ def run(
     x_MK: Tensor,
     weight_NK: Tensor,
     residual_MN: Tensor | None = None,
-    bias_N: Tensor | None = None,
+    epilogue: Epilogue = PLAIN_EPILOGUE,
 ) -> Tensor:
     """As `hopper_async.run`, for more rows than half of `choice.block_m` (64 or 128), in two steps and stages at
     least."""
@@ -168,13 +170,14 @@ def run(
         TensorDescriptor.from_tensor(weight_NK, [choice.block_n, choice.block_k], WEIGHTS),
         residual,
         out_MN,
-        None if bias_N is None else bias_N.contiguous(),
+        epilogue.contiguous_bias,
         rows,
         columns,
         residual.stride(0),
         asks_ahead(kind),
         DEPTH=depth,
         GATED=kind == "norm_gate_up",
+        ACTIVATION=epilogue.activation,
         ADD=residual_MN is not None,
         BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n,

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..norm.triton import rms_norm
+from ..records import PLAIN_EPILOGUE, SILU, Epilogue
 from ..tables import linear_table
 from ..tables.linear_table import Choice, Kind
 from . import cublas, triton
@@ -33,11 +34,12 @@ class ProductKernel(Protocol):
         x_MK: Tensor,
         weight_NK: Tensor,
         residual_MN: Tensor | None = None,
-        bias_N: Tensor | None = None,
+        epilogue: Epilogue = PLAIN_EPILOGUE,
     ) -> Tensor:
         """The product, with what comes after it in that kind: the bias, added to the float32 accumulator; the rounding
         to bfloat16; the gate with its activation, or the sum with the residual. What comes before it, the norm, has
-        been done. A bias is given where there is one, to kinds that neither gate nor stay in float32."""
+        been done. An epilogue is given where it is not the plain one; kinds that gate or stay in float32 have no bias.
+        """
 
 
 KERNELS: dict[str, ProductKernel] = {"library": cublas, "pipelined": triton}
@@ -64,29 +66,52 @@ def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Ch
 
 
 def product(
-    kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None, bias_N: Tensor | None = None
+    kind: Kind,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor | None = None,
+    epilogue: Epilogue = PLAIN_EPILOGUE,
 ) -> Tensor:
     """By the kernel that is chosen for its shape."""
     cublas.check_dtype(x_MK)
-    choice = choose(kind, x_MK.shape[0], weight_NK, bias_N is not None)
-    given = {} if bias_N is None else {"bias_N": bias_N}  # kernels from outside may know of none
-    return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN, **given)
+    choice = choose(kind, x_MK.shape[0], weight_NK, epilogue.bias_N is not None)
+    given = () if epilogue.is_plain else (epilogue,)  # kernels from outside may know of none
+    return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN, *given)
 
 
 linear_fp32 = partial(product, "linear_fp32")
-linear_add = partial(product, "linear_add")
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """See `linear.operator.linear`."""
-    return product("linear", x_TK, weight_NK, bias_N=bias_N)
+    return product("linear", x_TK, weight_NK, None, Epilogue(bias_N))
 
 
-def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float, bias_E: Tensor | None = None) -> Tensor:
+def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """See `linear.operator.linear_add`."""
+    return product("linear_add", x_TK, weight_NK, residual_TN, Epilogue(bias_N))
+
+
+def norm_linear(
+    x_TD: Tensor,
+    norm_D: Tensor,
+    weight_ED: Tensor,
+    eps: float,
+    bias_E: Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> Tensor:
     """See `linear.operator.norm_linear`."""
-    return product("norm_linear", rms_norm(x_TD, norm_D, eps), weight_ED, bias_N=bias_E)
+    return product("norm_linear", rms_norm(x_TD, norm_D, eps, weight_offset), weight_ED, None, Epilogue(bias_E))
 
 
-def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+def norm_gate_up(
+    x_TD: Tensor,
+    norm_D: Tensor,
+    weight_ED: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    activation: str = SILU,
+) -> Tensor:
     """See `linear.operator.norm_gate_up`."""
-    return product("norm_gate_up", rms_norm(x_TD, norm_D, eps), weight_ED)
+    normed_TD = rms_norm(x_TD, norm_D, eps, weight_offset)
+    return product("norm_gate_up", normed_TD, weight_ED, None, Epilogue(activation=activation))

@@ -22,6 +22,7 @@ from .. import native
 from ..activation.operator import silu_mul
 from ..norm.operator import rms_norm
 from ..operator import SAME, operator
+from ..records import SILU
 
 ROW_BLOCK = 64  # one shape a weight: how a library cuts a product, and whether it splits the depth, follows the rows
 MIN_COLUMNS = 16  # measured: with 12 and more a row's bits are its own; with fewer they change with rows and addresses
@@ -79,24 +80,43 @@ def matmul(a_RD: Tensor, b_DC: Tensor) -> Tensor:
     "lockstep::norm_linear",
     cuda="kernels:norm_linear",
     fake=lambda x_TD, norm_D, weight_ED, *_: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]),
-    composed=lambda x_TD, norm_D, weight_ED, eps, bias_E=None: linear(rms_norm(x_TD, norm_D, eps), weight_ED, bias_E),
+    composed=lambda x_TD, norm_D, weight_ED, eps, bias_E=None, weight_offset=0.0: linear(
+        rms_norm(x_TD, norm_D, eps, weight_offset), weight_ED, bias_E
+    ),
 )
-def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float, bias_E: Tensor | None = None) -> Tensor:
-    """`linear(rms_norm(x, norm, eps), weight, bias)`, [T, E]."""
-    return linear.on_cpu[x_TD.dtype](rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps), weight_ED, bias_E)
+def norm_linear(
+    x_TD: Tensor,
+    norm_D: Tensor,
+    weight_ED: Tensor,
+    eps: float,
+    bias_E: Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> Tensor:
+    """`linear(rms_norm(x, norm, eps, weight_offset), weight, bias)`, [T, E]."""
+    normed_TD = rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps, weight_offset)
+    return linear.on_cpu[x_TD.dtype](normed_TD, weight_ED, bias_E)
 
 
 @operator(
     "lockstep::norm_gate_up",
     cuda="kernels:norm_gate_up",
-    fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
-    composed=lambda x_TD, norm_D, weight_ED, eps: silu_mul(linear(rms_norm(x_TD, norm_D, eps), weight_ED)),
+    fake=lambda x_TD, norm_D, weight_ED, *_: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
+    composed=lambda x_TD, norm_D, weight_ED, eps, weight_offset=0.0, activation=SILU: silu_mul(
+        linear(rms_norm(x_TD, norm_D, eps, weight_offset), weight_ED), activation
+    ),
 )
-def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    """`silu_mul(linear(rms_norm(x, norm, eps), weight))`: the weight is [2F, D], gate rows first; [T, F]."""
-    return silu_mul.on_cpu[x_TD.dtype](
-        linear.on_cpu[x_TD.dtype](rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps), weight_ED)
-    )
+def norm_gate_up(
+    x_TD: Tensor,
+    norm_D: Tensor,
+    weight_ED: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    activation: str = SILU,
+) -> Tensor:
+    """`silu_mul(linear(rms_norm(x, norm, eps, weight_offset), weight), activation)`: the weight is [2F, D], gate rows
+    first; [T, F]."""
+    normed_TD = rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps, weight_offset)
+    return silu_mul.on_cpu[x_TD.dtype](linear.on_cpu[x_TD.dtype](normed_TD, weight_ED), activation)
 
 
 @operator(

@@ -39,6 +39,11 @@ def test_linear_layers_are_the_separate_operators(dtype, mode):
             assert same_bits(ops.linear_add(hidden, down, x, biases[1]), x + ops.linear(hidden, down, biases[1]))
             assert same_bits(ops.norm_linear(x, norm, gate_up, 1e-6), projected)
             assert same_bits(ops.norm_gate_up(x, norm, gate_up, 1e-6), ops.silu_mul(projected))
+            more = ops.linear(ops.rms_norm(x, norm.float() + 1, 1e-6), gate_up)
+            assert same_bits(ops.norm_linear(x, norm, gate_up, 1e-6, None, 1.0), more)
+            for activation in ops.ACTIVATIONS:
+                gated = ops.norm_gate_up(x, norm, gate_up, 1e-6, 1.0, activation)
+                assert same_bits(gated, ops.silu_mul(more, activation))
             assert same_bits(ops.linear_add(hidden, down, x), x + ops.linear(hidden, down))
 
 
@@ -100,8 +105,8 @@ def test_write_kv_inside_is_write_kv_after(dtype, mode, with_norms):
     arguments, slots = (*norms, table, HEADS, KV_HEADS, 1e-6), torch.tensor([7, 0, 11, 4, 3])
     caches, expected = ([torch.full((4, 3, KV_HEADS, HEAD_DIM), 9.0).to(dtype) for _ in range(2)] for _ in range(2))
     with MODES[mode]():
-        q = ops.qk_norm_rope_write_kv(qkv, ops.Rotation(*arguments), ops.KVPages(*caches), slots)
-        qk = ops.qk_norm_rope(qkv, ops.Rotation(*arguments))
+        q = ops.qk_norm_rope_write_kv(qkv, ops.Rotation(*arguments), ops.KVPages(*caches), slots, 1.0)
+        qk = ops.qk_norm_rope(qkv, ops.Rotation(*arguments), 1.0)
         v = qkv[:, -KV_HEADS * HEAD_DIM :].unflatten(1, (KV_HEADS, HEAD_DIM))
         ops.write_kv(qk[:, HEADS:], v, ops.KVPages(*expected), slots)
     assert same_bits(q, qk[:, :HEADS])
