@@ -43,6 +43,7 @@ from .moe.routing import (
 from .native.library import cpu_backend, cpu_build
 from .norm.operator import rms_norm
 from .records import (
+    ACTIVATIONS,
     ALONE,
     PLAIN,
     AdamWSettings,

@@ -12,6 +12,41 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+SILU = "silu"
+ACTIVATIONS = (SILU, "gelu_tanh", "swiglu_clamped")  # of a gated product: see `activation.operator`
+
+
+def activation_index(name: str) -> int:
+    """Its place among `ACTIVATIONS`; raises `ValueError` if it has none."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation is {name!r}; it must be one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS.index(name)
+
+
+class Epilogue(NamedTuple):
+    """What a product's kernel does to its float32 accumulator beside what its kind says.
+
+    Attributes:
+        bias_N: added to it before it is rounded.
+        activation: of the gate, of `ACTIVATIONS`.
+    """
+
+    bias_N: Tensor | None = None
+    activation: str = SILU
+
+    @property
+    def is_plain(self) -> bool:
+        """Without a bias, and with SiLU."""
+        return self.bias_N is None and self.activation == SILU
+
+    @property
+    def contiguous_bias(self) -> Tensor | None:
+        """As kernels read it."""
+        return None if self.bias_N is None else self.bias_N.contiguous()
+
+
+PLAIN_EPILOGUE = Epilogue()
+
 
 class Packed(NamedTuple):
     """Packed segments, each after an optional shared prefix. Rows after the last segment are padding.

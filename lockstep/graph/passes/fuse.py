@@ -8,12 +8,13 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
-from ...ops.records import AttentionGradient, Packed
+from ...ops.records import AttentionGradient, Packed, Rotation
 from ..ir.captured import Captured, op_name
 from ..torch_private import trace as torch_trace
 from .rewrite import rewritten
 
 ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # before those of its scores
+ROTATION_ARGS = 2 + len(Rotation._fields)  # of a rotation's gradients: theirs, the projection, how it is rotated
 
 
 def fuse(captured: Captured) -> tuple[Captured, str]:
@@ -40,8 +41,8 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
 
 
 def _join_rotation(rotation: fx.Node) -> bool:
-    if op_name(rotation) != "lockstep.qk_norm_rope_backward":
-        return False
+    if op_name(rotation) != "lockstep.qk_norm_rope_backward" or len(rotation.args) > ROTATION_ARGS:
+        return False  # of a norm with an offset: apart
     laid, first = _call(rotation.args[0], "aten.cat"), _item(rotation, 0)
     total = first and _only_user(first, "aten.add")
     if not (laid and first and total and _is_alone(laid)):
@@ -71,7 +72,7 @@ def _join_residual(norm: fx.Node) -> bool:
     other = total and first and _other_term(total, first)
     if not (first and total and other and other < norm):
         return False
-    _replace(norm, "lockstep.rms_norm_backward_add", [*norm.args, other])
+    _replace(norm, "lockstep.rms_norm_backward_add", [*norm.args[:4], other, *norm.args[4:]])
     total.replace_all_uses_with(first)
     _erase(total, norm)
     return True

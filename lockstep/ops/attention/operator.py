@@ -140,10 +140,12 @@ def _queries_fake(qkv_TE, by, *_):
     cuda=".rope.triton:qk_norm_rope",
     fake=_queries_fake,
 )
-def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:
+def qk_norm_rope_write_kv(
+    qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor, weight_offset: float = 0.0
+) -> Tensor:
     """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values; the queries, [T, N, H]. No
     autograd."""
-    qk = qk_norm_rope.on_cpu[qkv_TE.dtype](qkv_TE, by)
+    qk = qk_norm_rope.on_cpu[qkv_TE.dtype](qkv_TE, by, weight_offset)
     v_TKH = qkv_TE[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (by.num_kv_heads, qk.shape[2]))
     write_kv.on_cpu[qk.dtype](qk[:, by.num_heads :], v_TKH, cache, slots_T)
     return qk[:, : by.num_heads]

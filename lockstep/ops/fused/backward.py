@@ -19,11 +19,11 @@ from ..records import PLAIN, AttentionGradient, AttentionScores, Packed, Rotatio
 @operator(
     "lockstep::rms_norm_backward_add",
     gpu_only=True,
-    cuda=".norm.triton:rms_norm_backward",
+    cuda=".norm.triton:rms_norm_backward_add",
     fake=lambda grad_TD, x_TD, weight_D, *_: (x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)),
 )
 def rms_norm_add(  # type: ignore[empty-body]
-    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor
+    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """`norm.operator.rms_norm_backward` with another gradient of x added to its first result; that is rounded, and so
     is the sum."""

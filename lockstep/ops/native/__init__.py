@@ -20,6 +20,7 @@ from ..logprobs import reference as logprobs_reference
 from ..records import (
     ALONE,
     PLAIN,
+    SILU,
     AttentionScores,
     Filters,
     KVPages,
@@ -29,6 +30,7 @@ from ..records import (
     Rotation,
     RowStatistics,
     SampleKeys,
+    activation_index,
 )
 from . import library
 
@@ -53,8 +55,14 @@ def _addresses(*tensors: Tensor | torch.dtype | None) -> list[int | None]:
     return found
 
 
-def linear(a_RD: Tensor, b: Tensor, transposed: bool = True) -> Tensor:
-    """`a @ b.T`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """See `linear.operator.linear`."""
+    out = _product(x_TK, weight_NK, True)
+    return out if bias_N is None else out.add_(bias_N)
+
+
+def _product(a_RD: Tensor, b: Tensor, transposed: bool) -> Tensor:
+    """`a @ b.T`, or `a @ b`; a may be transposed."""
     b, (rows, dim), (columns, inner) = b.contiguous(), a_RD.shape, b.shape if transposed else b.shape[::-1]
     assert dim == inner
     out = a_RD.new_empty(rows, columns)
@@ -65,7 +73,7 @@ def linear(a_RD: Tensor, b: Tensor, transposed: bool = True) -> Tensor:
     return out
 
 
-matmul = partial(linear, transposed=False)
+matmul = partial(_product, transposed=False)
 
 
 def _run(name: str, job: ctypes.Structure, work: int) -> bool:
@@ -98,8 +106,10 @@ def _rows(
     return _run(name, library.RowJob(eps, rows, 0, 0, *sizes, *(0,) * (5 - len(sizes)), *own, *at), rows * work)
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """See `norm.operator.rms_norm`."""
+    if weight_offset:
+        weight_D = weight_D + weight_offset
     x_TD = x_TD.contiguous()
     out, dim = torch.empty_like(x_TD), x_TD.shape[-1]
     assert weight_D.shape == (dim,)
@@ -107,8 +117,11 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return out
 
 
-def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
+def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
     """See `rope.operator.qk_norm_rope`."""
+    if weight_offset and by.q_weight_H is not None and by.k_weight_H is not None:
+        weights = by.q_weight_H + weight_offset, by.k_weight_H + weight_offset
+        by = by._replace(q_weight_H=weights[0], k_weight_H=weights[1])
     qkv_TE = qkv_TE.contiguous()
     (tokens, width), head_dim, heads = qkv_TE.shape, by.cos_sin_TH.shape[1], by.num_heads + by.num_kv_heads
     assert by.cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
@@ -175,21 +188,22 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     return out
 
 
-def silu_mul(gate_up_TE: Tensor) -> Tensor:
+def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """See `activation.operator.silu_mul`."""
     gate_up_TE = gate_up_TE.contiguous()
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out = gate_up_TE.new_empty(rows, width)
-    _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width)
+    _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width, activation_index(activation))
     return out
 
 
-def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
+def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """See `activation.operator.silu_mul_backward`."""
     grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
-    _rows("silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width)
+    kind = activation_index(activation)
+    _rows("silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width, kind)
     return out
 
 
