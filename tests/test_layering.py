@@ -146,7 +146,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "evaluation",
     ),
     "rl": ("critic dynamic_sampling step_metrics", "loop", "sft_warmup"),
-    "run": ("checkpoint closing crash display lock metrics trackers", "resume timeline", "report", "recorder", "train"),
+    "run": (
+        "checkpoint closing crash display lock metrics trackers",
+        "faults resume timeline",
+        "report",
+        "recorder",
+        "train",
+    ),
     "serve": (
         "batcher errors metrics settings tool_calls",
         "bodies chat_prompt text",

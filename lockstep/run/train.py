@@ -16,6 +16,7 @@ from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
 from .crash import noted
 from .display import WORDS, Display
+from .faults import told_once
 from .recorder import Recorder
 from .timeline import recorded
 from .trackers import require_packages
@@ -39,7 +40,8 @@ def train(
     loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
     stream = None if world.first else io.StringIO()  # the progress is of the first rank alone
     display = Display(config.steps, config.metrics.progress, stream)
-    with noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext(), display:
+    note = noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext()
+    with note, told_once(run_dir, world), display:
         return _train(recorder, resume, loaded, other_numerics, display)
 
 
