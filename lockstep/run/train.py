@@ -33,8 +33,7 @@ def train(
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
     config = world.share(lambda: _checked(config, world))[world.rank]
-    if world.size > 1:
-        world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
+    world.same("the processes of this run", lambda: resuming.data(config))
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
     loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
