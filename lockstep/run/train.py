@@ -11,6 +11,7 @@ from ..config import RunConfig
 from ..distributed import ONE, World
 from ..rl.loop import Loop
 from ..session.build import build, resolve
+from ..session.memory import running_out_named
 from ..session.signals import raise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
@@ -39,7 +40,8 @@ def train(
     loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
     stream = None if world.first else io.StringIO()  # the progress is of the first rank alone
     display = Display(config.steps, config.metrics.progress, stream)
-    with noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext(), display:
+    noting = noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext()
+    with noting, display, running_out_named(lambda: recorder.memory_plan, world):
         return _train(recorder, resume, loaded, other_numerics, display)
 
 
@@ -48,7 +50,9 @@ def _train(
 ) -> dict[str, Any]:
     config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
     display.startup(WORDS["import"], recorder.imports_s)
-    loop = Loop(config, build(config, world, display))
+    session = build(config, world, display)
+    recorder.planned(session, display)
+    loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
     with recorder:
