@@ -11,6 +11,7 @@ from ..config import RunConfig
 from ..distributed import ONE, World
 from ..rl.loop import Loop
 from ..session.build import build, resolve
+from ..session.memory import running_out_named
 from ..session.signals import raise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
@@ -40,7 +41,8 @@ def train(
     stream = None if world.first else io.StringIO()  # the progress is of the first rank alone
     display = Display(config.steps, config.metrics.progress, stream)
     note = noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext()
-    with note, told_once(run_dir, world), display:
+    named = running_out_named(lambda: recorder.memory_plan, world)
+    with note, told_once(run_dir, world), display, named:
         return _train(recorder, resume, loaded, other_numerics, display)
 
 
@@ -49,7 +51,9 @@ def _train(
 ) -> dict[str, Any]:
     config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
     display.startup(WORDS["import"], recorder.imports_s)
-    loop = Loop(config, build(config, world, display))
+    session = build(config, world, display)
+    recorder.planned(session, display)
+    loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
     with recorder:
