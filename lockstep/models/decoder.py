@@ -6,6 +6,7 @@ Shape suffixes: T tokens, D hidden, H head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,7 @@ class Decoder(nn.Module):
         return ops.rms_norm(x_TD, self.norm, self.config.rms_norm_eps)
 
 
+@lru_cache
 def num_parameters(config: ModelConfig) -> int:
     """Weights of a model, tied ones counted once."""
     return sum(parameter.numel() for parameter in Decoder(config, torch.float32, "meta").parameters())
