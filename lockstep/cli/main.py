@@ -24,7 +24,7 @@ from ..api import resumed
 from ..config import RunConfig, left_behind, recipes, unread, without, yaml_file
 from ..errors import InputError, LockstepError, Terminated
 from ..json_file import to_json
-from ..machine import launched, several_processes
+from ..machine import by_torchrun, launched, several_processes
 from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS, recipe
 from .flags import Plan, Precompile, Train, refuse_unknown, spelled_out
@@ -108,9 +108,9 @@ def _main(arguments: list[str]) -> int:
         bad_input = isinstance(error, InputError)
         return _fail(f"{'error' if bad_input else 'failed'}: {error}", 2 if bad_input else 1, _is_reported(error))
     except Terminated as stop:
-        return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0])
+        return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0], _is_not_first())
     except KeyboardInterrupt as stop:
-        return _fail(_with_notes("interrupted", stop), 130)
+        return _fail(_with_notes("interrupted", stop), 130, _is_not_first())
     except BrokenPipeError:  # whoever read standard output has gone
         return 1
 
@@ -140,8 +140,14 @@ def _with_notes(message: str, error: BaseException) -> str:
 
 def _fail(message: str, code: int, reported: bool = False) -> int:
     if not reported:
-        print(f"lockstep: {message}", file=sys.stderr)
+        below = "\n(what torchrun says of it follows, with a traceback of its own)" if by_torchrun() else ""
+        print(f"lockstep: {message}{below}", file=sys.stderr)
     return code
+
+
+def _is_not_first() -> bool:
+    """Whether another process tells of a signal that all were sent."""
+    return several_processes() and launched().rank > 0
 
 
 def _is_reported(error: LockstepError) -> bool:
