@@ -139,14 +139,20 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "session": (
-        "attention certificate golden kernel_lists signals",
+        "attention certificate golden kernel_lists memory signals",
         "build",
         "warm_up",
         "generate parity_check precompile",
         "evaluation",
     ),
     "rl": ("critic dynamic_sampling step_metrics", "loop", "sft_warmup"),
-    "run": ("checkpoint closing crash display lock metrics trackers", "resume timeline", "report", "recorder", "train"),
+    "run": (
+        "checkpoint closing crash display lock metrics trackers",
+        "faults resume timeline",
+        "report",
+        "recorder",
+        "train",
+    ),
     "serve": (
         "batcher errors metrics settings tool_calls",
         "bodies chat_prompt text",

@@ -16,13 +16,6 @@ SILU = "silu"
 ACTIVATIONS = (SILU, "gelu_tanh", "swiglu_clamped")  # of a gated product: see `activation.operator`
 
 
-def activation_index(name: str) -> int:
-    """Its place among `ACTIVATIONS`; raises `ValueError` if it has none."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation is {name!r}; it must be one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS.index(name)
-
-
 class Epilogue(NamedTuple):
     """What a product's kernel does to its float32 accumulator beside what its kind says.
 

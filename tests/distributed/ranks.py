@@ -302,7 +302,7 @@ def agreement(world: World) -> Any:
     found = []
     for call in (
         lambda: world.share(fails),
-        lambda: world.same("these ranks", {"alike": 1, "torch": f"2.{world.rank}"}),
+        lambda: world.same("these ranks", lambda: {"alike": 1, "torch": f"2.{world.rank}"}),
         lambda: world.from_first(lambda: 1 // 0),
     ):
         try:

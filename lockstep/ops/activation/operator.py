@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import native
 from ..operator import operator, saved
-from ..records import SILU, activation_index
+from ..records import ACTIVATIONS, SILU
 
 GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159843
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -65,7 +65,8 @@ def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
 
 def _factors(gate_up_TE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """What is multiplied, float32."""
-    activation_index(activation)  # there is one
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
     gate, up = gate_up_TE.float().chunk(2, dim=1)
     if activation == "swiglu_clamped":
         return gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1.0

@@ -42,6 +42,17 @@ def _exponent(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _rising(gate, active, sigmoid, ACTIVATION: tl.constexpr):
+    """The gate times the derivative of the sigmoid by it."""
+    rising = active * (1.0 - sigmoid)
+    if ACTIVATION == "gelu_tanh":
+        rising = rising * (gate * gate * (3 * GELU_CUBIC) + GELU_LINEAR)
+    elif ACTIVATION == "swiglu_clamped":
+        rising = rising * SWIGLU_ALPHA
+    return rising
+
+
+@triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
     """`activation(gate) * up` in float32."""
     gate, up = _factors(gate, up, ACTIVATION)
@@ -106,18 +117,13 @@ def _silu_mul_backward_kernel(
     gate, up = _factors(gate, up, ACTIVATION)
     sigmoid = tl.div_rn(1.0, tl.exp(-_exponent(gate, ACTIVATION)) + 1.0)
     active = gate * sigmoid
-    rising = active * (1.0 - sigmoid)
-    if ACTIVATION == "gelu_tanh":
-        rising *= gate * gate * (3 * GELU_CUBIC) + GELU_LINEAR
-    if ACTIVATION == "swiglu_clamped":
-        rising *= SWIGLU_ALPHA
-    grad_gate, grad_up = grad * up * (sigmoid + rising), grad * active
+    grad_gate = grad * up * (sigmoid + _rising(gate, active, sigmoid, ACTIVATION))
+    out = out_ptr + row * (2 * WIDTH) + column
     if ACTIVATION == "swiglu_clamped":
         grad_gate = tl.where(given_gate <= SWIGLU_LIMIT, grad_gate, 0.0)
-        grad_up = tl.where(tl.abs(given_up) <= SWIGLU_LIMIT, grad_up, 0.0)
-    out = out_ptr + row * (2 * WIDTH) + column
+        grad = tl.where(tl.abs(given_up) <= SWIGLU_LIMIT, grad, 0.0)
     tl.store(out, grad_gate.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + WIDTH, grad_up.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + WIDTH, (grad * active).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:

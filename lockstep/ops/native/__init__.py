@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..logprobs import reference as logprobs_reference
 from ..records import (
+    ACTIVATIONS,
     ALONE,
     PLAIN,
     SILU,
@@ -30,7 +31,6 @@ from ..records import (
     Rotation,
     RowStatistics,
     SampleKeys,
-    activation_index,
 )
 from . import library
 
@@ -55,14 +55,8 @@ def _addresses(*tensors: Tensor | torch.dtype | None) -> list[int | None]:
     return found
 
 
-def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """See `linear.operator.linear`."""
-    out = _product(x_TK, weight_NK, True)
-    return out if bias_N is None else out.add_(bias_N)
-
-
-def _product(a_RD: Tensor, b: Tensor, transposed: bool) -> Tensor:
-    """`a @ b.T`, or `a @ b`; a may be transposed."""
+def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool = True) -> Tensor:
+    """`a @ b.T + bias`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
     b, (rows, dim), (columns, inner) = b.contiguous(), a_RD.shape, b.shape if transposed else b.shape[::-1]
     assert dim == inner
     out = a_RD.new_empty(rows, columns)
@@ -70,10 +64,10 @@ def _product(a_RD: Tensor, b: Tensor, transposed: bool) -> Tensor:
     job = library.ProductArguments(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
     if not _run("product", job, rows * columns * dim):
         raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
-    return out
+    return out if bias is None else out.add_(bias)
 
 
-matmul = partial(_product, transposed=False)
+matmul = partial(linear, transposed=False)
 
 
 def _run(name: str, job: ctypes.Structure, work: int) -> bool:
@@ -193,7 +187,7 @@ def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     gate_up_TE = gate_up_TE.contiguous()
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out = gate_up_TE.new_empty(rows, width)
-    _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width, activation_index(activation))
+    _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width, ACTIVATIONS.index(activation))
     return out
 
 
@@ -202,8 +196,9 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
     grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
-    kind = activation_index(activation)
-    _rows("silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width, kind)
+    _rows(
+        "silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width, ACTIVATIONS.index(activation)
+    )
     return out
 
 
