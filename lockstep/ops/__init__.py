@@ -45,9 +45,11 @@ from .norm.operator import rms_norm
 from .records import (
     ACTIVATIONS,
     ALONE,
+    PLAIN,
     AdamWSettings,
     AdamWState,
     AdamWStep,
+    AttentionScores,
     Contexts,
     DecodeRows,
     Drawn,

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
-from ...ops.records import Rotation
+from ...ops.records import AttentionGradient, Packed, Rotation
 from ..ir.captured import Captured, op_name
 from ..torch_private import trace as torch_trace
 from .rewrite import rewritten
 
+ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # before those of its scores
 ROTATION_ARGS = 2 + len(Rotation._fields)  # of a rotation's gradients: theirs, the projection, how it is rotated
 
 
@@ -58,7 +59,8 @@ def _join_rotation(rotation: fx.Node) -> bool:
     heads, kv_heads = cast(tuple[int, int], rotation.args[5:7])
     if set(total.args) != {viewed, first} or padded.args[2:] != (1, heads + kv_heads, heads + 2 * kv_heads, 1):
         return False
-    _replace(rotation, "lockstep.rotated_attention_packed_backward", [*attention.args, *rotation.args[1:]])
+    needed, others = attention.args[:ATTENTION_ARGS], attention.args[ATTENTION_ARGS:]
+    _replace(rotation, "lockstep.rotated_attention_packed_backward", [*needed, *rotation.args[1:], *others])
     total.replace_all_uses_with(first)
     _erase(total, viewed, padded, values, rotation, laid, *parts, attention)
     return True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..operator import operator
-from ..records import AttentionGradient, Packed, Rotation
+from ..records import PLAIN, AttentionGradient, AttentionScores, Packed, Rotation
 
 
 @operator(
@@ -33,10 +33,10 @@ def rms_norm_add(  # type: ignore[empty-body]
     "lockstep::rotated_attention_packed_backward",
     gpu_only=True,
     cuda="triton_backward:rotated_attention",
-    fake=lambda x, by, qkv_TE, rotation: torch.ops.lockstep.qk_norm_rope_backward(x.grad_TNH, qkv_TE, *rotation),
+    fake=lambda x, by, qkv_TE, rotation, *_: torch.ops.lockstep.qk_norm_rope_backward(x.grad_TNH, qkv_TE, *rotation),
 )
 def rotated_attention_packed(  # type: ignore[empty-body]
-    x: AttentionGradient, by: Packed, qkv_TE: Tensor, rotation: Rotation
+    x: AttentionGradient, by: Packed, qkv_TE: Tensor, rotation: Rotation, scores: AttentionScores = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention over rotated queries and keys for the fused projection that these and the values are of,
     [T, E], and for both norms' weights: the arguments of `attention.operator.attention_packed_backward`, then those of

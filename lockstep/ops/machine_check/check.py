@@ -27,7 +27,7 @@ from ..norm.operator import rms_norm
 from ..tables import linear_table
 from ..tables.linear_table import CHAIN, Kind
 from .attention import attention_agrees, latent_agrees
-from .inputs import cancel, same_bits, wide
+from .inputs import cancel, same_bits, scaled, wide
 from .shapes import HeadShape, LatentHeadShape, Product
 
 Outcome = Literal["kept", "replaced", "broken"]
@@ -162,8 +162,7 @@ def _cuda_product(p: Product, device: torch.device) -> Outcome:
     """Whether the kernel that would compute it has the chain's bits, and the chain the same for each of its rows."""
     from ..linear.triton import chain as chain_of
 
-    x, weight = (wide(n, p.depth, device=device, dtype=torch.bfloat16) for n in (p.rows, p.columns))
-    x, weight = x / x.float().std().bfloat16(), weight / weight.float().std().bfloat16()
+    x, weight = (scaled(wide(n, p.depth, device=device, dtype=torch.bfloat16)) for n in (p.rows, p.columns))
     norm = 1 + 0.1 * torch.randn(p.depth, device=device).bfloat16()
     residual = wide(p.rows, p.columns, device=device, dtype=torch.bfloat16) if p.kind == "linear_add" else x
     rows = rms_norm(x, norm, 1e-6) if p.kind.startswith("norm") else x

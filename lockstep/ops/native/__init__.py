@@ -20,7 +20,9 @@ from ..logprobs import reference as logprobs_reference
 from ..records import (
     ACTIVATIONS,
     ALONE,
+    PLAIN,
     SILU,
+    AttentionScores,
     Filters,
     KVPages,
     Packed,
@@ -222,18 +224,18 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
         raise IndexError(f"write_kv: slots lie outside the cache's {pages * page_size}")
 
 
-def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> Tensor:
+def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
     """See `attention.operator.attention_packed`."""
     context_len_S = by.prefix_len_S + by.cu_seqlens.diff()
     at = by.cu_seqlens.contiguous(), context_len_S, by.prefix_start_S.contiguous(), None
-    return _attention(q_TNH, _head_rows(k_TKH), _head_rows(v_TKH), at, by.max_len)
+    return _attention(q_TNH, _head_rows(k_TKH), _head_rows(v_TKH), at, by.max_len, scores)
 
 
-def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE) -> Tensor:
+def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE, scores: AttentionScores = PLAIN) -> Tensor:
     """See `attention.operator.attention_paged`."""
     table, cu_seqlens, context_len_S = (x.contiguous() for x in by[:3])
     k, v = (x.contiguous() for x in cache)
-    return _attention(q_TNH, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len)
+    return _attention(q_TNH, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len, scores)
 
 
 def _head_rows(x_TKH: Tensor) -> Tensor:
@@ -242,7 +244,12 @@ def _head_rows(x_TKH: Tensor) -> Tensor:
 
 
 def _attention(
-    q_TNH: Tensor, k: Tensor, v: Tensor, at: tuple[Tensor, Tensor, Tensor | None, Tensor | None], max_len: int
+    q_TNH: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    max_len: int,
+    scores: AttentionScores,
 ) -> Tensor:
     """With int32 cu_seqlens, context lengths, and the starts of packed sequences' prefixes or a block table."""
     *_, block_table = at
@@ -252,6 +259,7 @@ def _attention(
     assert v.shape == k.shape == (*rows, kv_heads, head_dim) and heads % kv_heads == 0
     assert at[0].shape == (sequences + 1,)
     assert all(x is None or x.shape[0] == sequences for x in at[2:4])
+    assert scores.sinks_N is None or scores.sinks_N.shape == (heads,)
     out = q_TNH.new_empty(tokens, heads, head_dim)
     job = library.AttentionArguments(
         out.data_ptr(),
@@ -269,8 +277,12 @@ def _attention(
         head_dim,
         *_addresses(torch.int32, *at),
         *((0, 0) if block_table is None else (k.shape[1], block_table.shape[1])),
+        *_addresses(FLOAT, scores.sinks_N),
+        scores.window,
+        scores.scale or 1 / math.sqrt(head_dim),
+        scores.softcap,
     )
-    keys = -(-max_len // TILE) * TILE
+    keys = -(-min(max_len, scores.window or max_len) // TILE) * TILE
     if not _run("attention", job, 4 * tokens * heads * head_dim * keys):  # the softmax takes as long as the products
         raise IndexError("attention: a sequence, page or prefix lies outside its table")
     return out
