@@ -5,6 +5,7 @@ Shape suffixes: T tokens, D hidden, H head dim.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -99,6 +100,7 @@ class Decoder(nn.Module):
         return ops.rms_norm(x_TD, self.norm, self.config.rms_norm_eps, self.norm_offset)
 
 
+@functools.cache
 def num_parameters(config: ModelConfig) -> int:
     """Weights of a model, tied ones counted once."""
     return sum(parameter.numel() for parameter in Decoder(config, torch.float32, "meta").parameters())
