@@ -27,7 +27,7 @@ from ..json_file import to_json
 from ..machine import launched, several_processes
 from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS, recipe
-from .flags import Precompile, Train, spelled_out
+from .flags import Precompile, Train, refuse_unknown, spelled_out
 
 _GRACE = 5.0  # seconds that threads have to end, once the command has
 
@@ -156,6 +156,10 @@ def _parse(arguments: list[str]) -> Any:
     """
     _refuse_repeated(arguments)
     kind: Any = _KINDS.get(arguments[0]) if arguments else None
+    if kind is not None:
+        refuse_unknown(kind, arguments[1:])
+    elif arguments and not arguments[0].startswith("-"):
+        raise InputError(f"unknown command {arguments[0]!r}; {yaml_file.suggest(arguments[0], _KINDS)}")
     try:
         if kind is None:  # help, or no such command
             commands: Any = functools.reduce(operator.or_, (Annotated[k, _subcommand(n)] for n, k in _KINDS.items()))

@@ -13,7 +13,7 @@ from ..errors import InputError, LockstepError
 from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 from .base import Problem, draw
-from .environment import End, Environment, SingleTurn
+from .environment import Environment, SingleTurn
 from .episodes import Asked, Failures, Limits, Play, Sampler, Tokens
 from .rewards.calls import Logged
 from .rewards.reward_set import RewardSet, Scoring
@@ -88,11 +88,14 @@ class Collector:
         groups: list[RolloutGroup] = []
         failed: list[RolloutGroup] = []
         for (number, problem), episodes in zip(problems, played, strict=True):
+            for episode in episodes:
+                if episode.trajectory and episode.end and episode.end.reward is not None:
+                    _take(episode.end.reward, episode.trajectory)
             well = [episode for episode in episodes if episode.end is not None]
             if len(well) < min(2, sampling.n):  # one alone has nothing to be compared with
                 well = []
             for into, some in (groups, well), (failed, [episode for episode in episodes if episode not in well]):
-                if rollouts := [_ended(e.trajectory, e.end) for e in some if e.trajectory is not None]:
+                if rollouts := [e.trajectory for e in some if e.trajectory is not None]:
                     into.append(RolloutGroup(rollouts, sampling, number, problem.prompt, problem.columns))
         kept = sum(len(r.token_ids) for group in groups + failed for r in group.rollouts)
         if kept != play.sampled_tokens:  # they would not all be compared
@@ -122,13 +125,11 @@ class Collector:
         )
 
 
-def _ended(trajectory: Trajectory, end: End | None) -> Trajectory:
-    """With the rewards of its end, where that has some."""
-    if end is not None and end.reward is not None:
-        named = end.reward if isinstance(end.reward, Mapping) else {"reward": end.reward}
-        trajectory.rewards = {name: float(value) for name, value in named.items()}
-        trajectory.reward = sum(float(value) for value in named.values())
-    return trajectory
+def _take(reward: float | Mapping[str, float], trajectory: Trajectory) -> None:
+    """Note what its environment ended it with."""
+    named = reward if isinstance(reward, Mapping) else {"reward": reward}
+    trajectory.rewards = {name: float(value) for name, value in named.items()}
+    trajectory.reward = sum(float(value) for value in named.values())
 
 
 def _score(groups: list[RolloutGroup], rewards: RewardSet, origins: Mapping[int, str], about: Scoring) -> Collected:

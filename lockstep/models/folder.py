@@ -36,6 +36,7 @@ def resolve_folder(model: str) -> Path:
     """
     path = Path(model).expanduser()
     if model.strip() and path.is_dir():
+        _refuse_run_folder(path)
         return path
     local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix.lower() in _FILE_SUFFIXES
     if path.exists() or local:
@@ -46,6 +47,17 @@ def resolve_folder(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
     except Exception as error:
         raise InputError(f"model {model!r}: no such folder, and the hub did not give it ({error})") from error
+
+
+def _refuse_run_folder(path: Path) -> None:
+    if (path / "config.json").exists() or not (path / "config.yaml").is_file():
+        return
+    if (path / "model").is_dir():
+        raise InputError(f"model {str(path)!r} is the folder of a run; its model is {str(path / 'model')!r}")
+    raise InputError(
+        f"model {str(path)!r} is the folder of a run that has no model yet: it comes when the run ends "
+        f"(lockstep train --resume {path} goes on with it, from a checkpoint if it saved any)"
+    )
 
 
 TEMPLATES = "additional_chat_templates"  # a folder in a model's, and among what is said of it: that it was looked into

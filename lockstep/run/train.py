@@ -11,7 +11,7 @@ from ..config import RunConfig
 from ..distributed import ONE, World
 from ..rl.loop import Loop
 from ..session.build import build, resolve
-from ..session.signals import ended_by_signals, raise_received
+from ..session.signals import raise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
 from .crash import noted
@@ -21,7 +21,6 @@ from .timeline import recorded
 from .trackers import require_packages
 
 
-@ended_by_signals()
 def train(
     config: RunConfig, run_dir: Path, resume: bool, world: World = ONE, other_numerics: bool = False
 ) -> dict[str, Any]:

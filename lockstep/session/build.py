@@ -172,7 +172,8 @@ class TrainingSession(Session):
         with timings.measured("load"):
             self.teacher = load_teacher(config, self.policy)
         self.prompt_limit = prompt_limit(config, model.config, self.teacher)
-        self.task.check_lengths(encode, self.prompt_limit)
+        with timings.measured("prompts"):
+            self.task.check_lengths(encode, self.prompt_limit)
         if algorithm_of(config.loss).has_critic:
             model.add_value_head()
             if config.model is not None:
@@ -189,7 +190,8 @@ class TrainingSession(Session):
         world.same("the processes of this run", self.trainer.numerics())
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
         self.validation_sampling = replace(self.sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        longest = max(world.share(lambda: longest_prompt(encode, self.task, groups)))
+        with timings.measured("prompts"):
+            longest = max(world.share(lambda: longest_prompt(encode, self.task, groups)))
         capacity = min(world.share(lambda: self.cache_tokens(self.own_sequences, self._planned_tokens(longest))))
         self.engine = self.new_engine(capacity, lambda: self.trainer.weights_version)
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)

@@ -393,6 +393,14 @@ def test_weights_have_the_permissions_of_the_other_files(folder: Path, tmp_path:
 def test_missing_folders_and_damaged_json_are_named(folder: Path) -> None:
     with pytest.raises(InputError, match="there is no such folder"):
         resolve_folder("./nowhere")
+    run = folder.parent / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    with pytest.raises(InputError, match=rf"model '{run}' is the folder of a run that has no model yet"):
+        resolve_folder(str(run))
+    (run / "model").mkdir()
+    with pytest.raises(InputError, match=f"model '{run}' is the folder of a run; its model is '{run}/model'"):
+        resolve_folder(str(run))
     (folder / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON"):
         read_config(folder)
