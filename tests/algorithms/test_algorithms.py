@@ -234,6 +234,14 @@ def test_the_loss_is_the_papers(transformers_logits: Tensor, name: str, seed: in
     assert c.clipped.any() == (name not in ("sapo", "distillation"))
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_supervised_steps_have_the_cross_entropy(transformers_logits: Tensor, seed: int) -> None:
+    c = Case(transformers_logits, seed)
+    labels = torch.where(c.mask, c.ids, -100)  # what `transformers` leaves out
+    plain = torch.nn.functional.cross_entropy(c.logits.flatten(0, 1), labels.flatten())
+    assert_same(c, c.ours(supervised(LossConfig()), LossConfig()), plain)
+
+
 @pytest.mark.parametrize("name", ["ppo", "reinforce_pp"])
 def test_a_token_is_credited_with_the_divergence_from_there_on(transformers_logits: Tensor, name: str) -> None:
     """In the reward, for what has an advantage a token; the second sample's rewards are not those of the first."""
