@@ -78,7 +78,7 @@ def _train(
             if _is_due(step + 1, config.task.validation_interval, config.steps):
                 metrics |= recorder.validate(loop, display, step + 1)
             with loop.run.timings.measured("log"):
-                recorder.step(step, metrics, groups)
+                recorder.step(step, metrics, groups + loop.replaced)
                 display.update(step, metrics)
             recorder.checkpoint(loop, step + 1)
             if recorded(step + 1):
