@@ -126,6 +126,8 @@ class Runtime:
         self.peers = self.builder.peers = ONE  # what is made late is made where it is needed
         for program in self.programs:
             program.forget_stages()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the check took
 
     @property
     def captures(self) -> int:
