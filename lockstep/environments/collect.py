@@ -42,6 +42,7 @@ class Collector:
     """Plays problems in their environment and scores what was sampled, on all ranks of `world` together.
 
     `seed` is a part of what keys the random numbers (`SampleIdentity`). `timings` measures `encode` and `rewards`.
+    `needs_rewards`: an end without a reward is refused where there are no reward functions either.
     """
 
     tokens: Tokens
@@ -53,6 +54,7 @@ class Collector:
     failures: Failures = field(default_factory=Failures)
     timings: Timings = field(default_factory=Timings)
     world: World = ONE
+    needs_rewards: bool = False
 
     def collect(
         self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
@@ -93,7 +95,7 @@ class Collector:
                 well = []
             for into, some in (groups, well), (failed, [episode for episode in episodes if episode not in well]):
                 if rollouts := [_ended(e.trajectory, e.end) for e in some if e.trajectory is not None]:
-                    into.append(RolloutGroup(rollouts, sampling, number, problem.prompt, problem.columns))
+                    into.append(RolloutGroup(rollouts, sampling, number, some[0].prompt, problem.columns))
         kept = sum(len(r.token_ids) for group in groups + failed for r in group.rollouts)
         if kept != play.sampled_tokens:  # they would not all be compared
             raise LockstepError(f"{where}: {play.sampled_tokens} tokens were sampled, and trajectories have {kept}")
@@ -102,6 +104,11 @@ class Collector:
             step=step if domain == TRAIN_DOMAIN else 0,
             tell=self.timings.tell,
         )
+        if self.needs_rewards and not self.rewards.rewards and any(not r.rewards for g in groups for r in g.rollouts):
+            raise InputError(
+                f"{where}: the environment ended with End(), which leaves the reward to reward functions, and there "
+                "are none; give End(REWARD), or name one: --reward MODULE:FUNCTION"
+            )
         with self.timings.measured("rewards"):
             scored = _score(groups, self.rewards, {a.group: a.problem.origin for a in asked}, about)
         errors = sum(episode.failure is not None for episodes in played for episode in episodes)

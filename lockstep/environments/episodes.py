@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import InputError, LockstepError
@@ -52,10 +52,11 @@ Continue = Callable[[Messages | None, str | Messages], list[int]]
 
 
 class Tokens(NamedTuple):
-    """How given text becomes tokens, once."""
+    """How given text becomes tokens, once; and the text of tokens, for people."""
 
     prompt: Encode
     following: Continue
+    text: Callable[[list[int]], str] = str
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,14 @@ class Limits:
 
 @dataclass(eq=False)
 class Episode:
-    """A trajectory in the making. `failure` tells why its environment's answer is missing."""
+    """A trajectory in the making. `prompt` is what its environment began with, `failure` tells why an answer of it is
+    missing."""
 
     environment: Environment
     group: int
     sample: int
     trajectory: Trajectory | None = None
+    prompt: str | Messages = ""
     messages: Messages | None = None
     turns: int = 0
     failure: Failure | None = None
@@ -86,21 +89,34 @@ class Episode:
 
 @dataclass
 class Failures:
-    """Environments that failed: how many in a row, of those that are allowed to."""
+    """Environments that failed: how many in a row, of those that are allowed to; and what was told of each, until
+    `take` has it."""
 
     allowed: int = FAILURES - 1
     in_a_row: int = 0
     first: Failure | None = None
+    told: list[str] = field(default_factory=list)
 
     def add(self, where: str, failure: Failure) -> None:
-        """Raises `LockstepError`, with the first one's traceback, when there are too many."""
+        """Log it. Raises `LockstepError`, with the first one's traceback as a note, when there are too many."""
+        message = f"{where}: its environment failed: {failure.reason}"
+        self.told.append(f"{failure.traceback}{message}")
+        _log.warning("%s", self.told[-1])
         self.first = self.first or failure
         self.in_a_row += 1
         if self.in_a_row > self.allowed:
-            raise LockstepError(
+            error = LockstepError(
                 f"{where}: the environment failed for {self.in_a_row} trajectories in a row; the first: "
-                f"{one_line(self.first.reason)}\n{self.first.traceback}".rstrip()
+                f"{one_line(self.first.reason)}"
             )
+            if self.first.traceback:
+                error.add_note(self.first.traceback.rstrip())
+            raise error
+
+    def take(self) -> list[str]:
+        """What was told since the last call."""
+        taken, self.told = self.told, []
+        return taken
 
     def forget(self) -> None:
         """One went well."""
@@ -217,6 +233,7 @@ class Play:
             with self._timings.measured("encode"):
                 begun.append((episodes, self._prompt(self._asked[episodes[0].group], given[0])))
             for episode in episodes:
+                episode.prompt = self._tokens.text(given[0]) if _is_tokens(given[0]) else given[0]
                 episode.messages = list(given[0]) if _is_chat(given[0]) else None
         if self._sampler is None and begun:
             self._sampler = self._sampler_of([ids for _, ids in begun], [self._sampling] * len(begun))
@@ -259,7 +276,9 @@ class Play:
             episode.trajectory = made
         else:
             segments, routes = episode.trajectory.segments, made.prompt.route_digests
-            segments[-1].route_digests = None if routes is None else routes[-len(segments[-1].token_ids) :]
+            if routes is not None:
+                new = len(segments[-1].token_ids)
+                segments[-1].route_digests, segments[-2].last_route = routes[-new:], routes[-new - 1]
             segments.append(turn)
             episode.trajectory.finish_reason = made.finish_reason
         if made.finish_reason == "length" and not full:
@@ -332,9 +351,7 @@ class Play:
 
     def _fail(self, episode: Episode, failure: Failure) -> None:
         episode.failure = failure
-        where = f"{self._asked[episode.group].where} sample {episode.sample}"
-        _log.warning("%s: its environment failed: %s\n%s", where, failure.reason, failure.traceback)
-        self._failures.add(where, failure)
+        self._failures.add(f"{self._asked[episode.group].where} sample {episode.sample}", failure)
 
 
 def _is_chat(given: Any) -> bool:

@@ -85,7 +85,7 @@ class Policy:
     @property
     def tokens(self) -> Tokens:
         """How the environments' text becomes tokens."""
-        return Tokens(self.encode, self.encode_following)
+        return Tokens(self.encode, self.encode_following, self.tokenizer.decode)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""

@@ -303,15 +303,17 @@ class _Draft:
 
 
 def _rows_of(response: list[Segment]) -> tuple[list[int], list[int]]:
-    """The tokens of a response that take rows, all but the last; and their digests, known of given ones."""
+    """The tokens of a response that take rows, all but the last; and their digests, known of given ones and of the last
+    before them."""
     tokens = [token for segment in response for token in segment.token_ids]
     routes = [route for segment in response for route in _given_routes(segment)]
     return tokens[:-1], routes[:-1]
 
 
 def _given_routes(segment: Segment) -> list[int]:
-    unknown = segment.sampled or segment.route_digests is None
-    return [-1] * len(segment.token_ids) if unknown else segment.route_digests or []
+    if segment.route_digests is None:
+        return [-1] * len(segment.token_ids)
+    return [-1] * (len(segment.token_ids) - 1) + [segment.last_route] if segment.sampled else segment.route_digests
 
 
 _TYPE_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}

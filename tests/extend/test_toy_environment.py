@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,11 @@ class Toy(Environment):
         return End({"e": float(sum("e" in text for text in self.said)), "turns": 0.01 * len(self.said)})
 
 
+class Broken(Toy):
+    async def step(self, turn: Turn) -> Any:
+        raise KeyError(f"nothing for {len(turn.token_ids)} tokens")
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Two steps of a tiny random model, by a copy of this file."""
@@ -83,11 +89,20 @@ def test_it_is_played_trained_and_resumed_with_the_same_bits(config: RunConfig, 
     certificate = json.loads((tmp_path / "whole" / "parity.json").read_text())
     assert sampled == sum(len(sample["token_ids"]) for sample in samples)
     assert (certificate["identical"], certificate["tokens_checked"]) == (True, sampled)
+    assert all(re.fullmatch(r"(?s).{1,12} word \d: ", line["prompt"]) for line in rollouts), "as it was given"
     several = [sample for sample in samples if len(sample["segments"]) > 2]
     assert several and all(sample["segments"][2]["text"].startswith("\nword") for sample in several)
     metrics = lines(tmp_path / "whole", "metrics.jsonl")
     assert all(1 < m["environment/turns"] <= 3 and m["environment/given_tokens"] > 0 for m in metrics)
     assert "validation/rewards/e/mean" in json.dumps(json.loads((tmp_path / "whole/summary.json").read_text()))
+
+
+def test_tracebacks_are_kept_in_the_run_folder(config: RunConfig, tmp_path: Path) -> None:
+    broken = replace(config, task=replace(config.task, environment=f"{tmp_path / 'toy.py'}:Broken"))
+    with pytest.raises(InputError, match=r"failed for 2 trajectories, .*; tracebacks are in .*environment_errors.txt$"):
+        train(broken, tmp_path / "broken", resume=False)
+    kept = (tmp_path / "broken" / "environment_errors.txt").read_text()
+    assert kept.count("raise KeyError(") == kept.count("environment failed: KeyError: 'nothing for ") == 2
 
 
 def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
