@@ -300,7 +300,7 @@ class Engine:
         where = f"prompt {group + 1}"
         refuse(not prompt_ids, f"{where}: the prompt has no tokens")
         vocabulary = self.model_config.vocab_size
-        outside = [t for t in prompt_ids if not 0 <= t < vocabulary]
+        outside = [t for t in (min(prompt_ids), max(prompt_ids)) if not 0 <= t < vocabulary]
         if outside:
             raise InputError(f"{where}: token id {outside[0]} is outside the model's vocabulary of {vocabulary}")
         least = min(sampling.n, sampling.max_completion_length)

@@ -20,6 +20,7 @@ from lockstep.environments.episodes import FAILURES
 from lockstep.environments.rewards.reward_set import Reward
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
+from lockstep.generator.request import SharedPrefix
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, encode_prompt
 from lockstep.types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
@@ -152,11 +153,14 @@ def test_every_sampled_token_of_every_turn_is_the_trainers(config: ModelConfig) 
 def test_a_prompt_is_run_once_and_pages_of_earlier_turns_are_found_again(model: Decoder) -> None:
     engine = engine_of(model, page_size=4)
     run: list[int] = []
+    shared: dict[tuple[int, int], set[SharedPrefix | None]] = {}
     start = engine.scheduler.schedule_prefill
 
     def counted(version: int) -> Any:
         chunks = start(version)
         run.extend(chunk.count for chunk in chunks)
+        for sequence in engine.scheduler.running:
+            shared.setdefault((sequence.identity.group, sequence.identity.sample), set()).add(sequence.shared)
         return chunks
 
     engine.scheduler.schedule_prefill = counted  # type: ignore[method-assign]
@@ -164,6 +168,9 @@ def test_a_prompt_is_run_once_and_pages_of_earlier_turns_are_found_again(model: 
     prompts = sum(len(g.prompt_ids) for g in groups)
     later = [len(s.token_ids) for g in groups for r in g.rollouts for s in r.response if not s.sampled]
     assert len(later) > 6
+    prefixes = {group: set.union(*(shared[group, sample] for sample in range(3))) for group in (0, 4)}
+    assert [len(found) for found in prefixes.values()] == [1, 1] and set.isdisjoint(*prefixes.values())
+    assert all(p is not None and p.positions == len(p.pages) * 4 for found in prefixes.values() for p in found)
     assert sum(run) <= prompts + sum(later) + (4 + 1) * len(later), "what is new, a page in part and a drawn token"
 
 
