@@ -88,7 +88,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "models": (
         "blocks.attention blocks.rope tokenizer",
-        "config",
+        "config tool_calls",
         "blocks checks families weight_map",
         "decoder shards",
         "folder patterns",
@@ -130,8 +130,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "environments": (
         "rewards",
         "base calls environment",
-        "episodes",
-        "collect data tasks worked",
+        "episodes tools",
+        "adapters collect data tasks worked",
         "loading",
         ".",
     ),
@@ -145,7 +145,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "rl": ("critic dynamic_sampling step_metrics", "loop", "sft_warmup"),
     "run": ("checkpoint closing crash display lock metrics trackers", "resume timeline", "report", "recorder", "train"),
     "serve": (
-        "batcher errors metrics settings tool_calls",
+        "batcher errors metrics settings",
         "bodies chat_prompt text",
         "service",
         "events",
@@ -163,6 +163,7 @@ CATALOGUES = {"algorithms": 24, "environments/tasks": 24, "graph/passes": 24}
 # trainer's, and what Inductor compiles of a user's mask. One that has fewer by now is not to be listed.
 MOST_ARGUMENTS = 6
 LONG_SIGNATURES = {
+    "api.train",
     "ops.attention.triton_flex._attending.attend",
     "session.evaluation.evaluate",
     "session.generate.LLM.__init__",

@@ -18,13 +18,13 @@ from ..types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ..user_functions import one_line
 from .base import Encode, Problem
 from .calls import Answer, Calls, Failure
-from .environment import End, Environment, Turn
+from .environment import End, Environment, Message, Turn
 
 FAILURES = 16  # trajectories in a row that their environment fails end the run
 
 _log = logging.getLogger("lockstep")
 
-Messages = list[dict[str, Any]]
+Messages = list[Message]
 
 
 class NewTokens(Protocol):
@@ -51,12 +51,19 @@ class Sampler(Protocol):
 Continue = Callable[[Messages | None, str | Messages], list[int]]
 
 
+def _said(text: str) -> tuple[Message, bool]:
+    return {"role": "assistant", "content": text}, False
+
+
 class Tokens(NamedTuple):
-    """How given text becomes tokens, once; and the text of tokens, for people."""
+    """How given text becomes tokens, once; the text of tokens, for people; and sampled text as a message, with whether
+    it began a call that is none. `with_tools`: the same where the model may call these (`Environment.tools`)."""
 
     prompt: Encode
     following: Continue
     text: Callable[[list[int]], str] = str
+    message: Callable[[str], tuple[Message, bool]] = _said
+    with_tools: Callable[[Sequence[Mapping[str, Any]]], Tokens] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,12 @@ class Episode:
     environment: Environment
     group: int
     sample: int
+    tokens: Tokens
     trajectory: Trajectory | None = None
     prompt: str | Messages = ""
     messages: Messages | None = None
     turns: int = 0
+    cut: bool = False
     failure: Failure | None = None
     end: End | None = None
 
@@ -159,6 +168,7 @@ class Play:
         self._sampler: Sampler | None = None
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
         self.sampled_tokens = 0  # by the generator, of all turns
+        self._episodes: list[Episode] = []
         self._prompts: dict[int, list[Any]] = {}  # of each group, as its samples' environments gave them
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
@@ -167,7 +177,7 @@ class Play:
         Raises `InputError` for a prompt that is empty or refused, and `LockstepError` when environments fail on and on.
         """
         self._asked, self._sampling, self._identity = {a.group: a for a in asked}, sampling, identity
-        groups = [[Episode(self._made(), a.group, s) for s in range(sampling.n)] for a in asked]
+        groups = [[self._made(a.group, s) for s in range(sampling.n)] for a in asked]
         try:
             for a, episodes in zip(asked, groups, strict=True):
                 for episode in episodes:
@@ -185,9 +195,21 @@ class Play:
                 self._sampler.abort(request_id)
         return groups
 
-    def _made(self) -> Environment:
+    def close(self) -> None:
+        """Tell the environments that they are not used any more."""
+        for episode in self._episodes:
+            try:
+                episode.environment.close()
+            except Exception as error:
+                _log.warning("%s: close raised %s: %s", self._where(episode), type(error).__name__, one_line(error))
+
+    def _where(self, episode: Episode) -> str:
+        return f"{self._asked[episode.group].where} sample {episode.sample}"
+
+    def _made(self, group: int, sample: int) -> Episode:
         try:
-            return self._environment()
+            self._episodes.append(Episode(self._environment(), group, sample, self._tokens))
+            return self._episodes[-1]
         except Exception as error:
             kind = f"task.environment: {self._environment.__name__}()"
             raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
@@ -210,6 +232,8 @@ class Play:
                 ready += self._started(episode, answer.value)
             elif isinstance(answer.value, Failure):
                 self._fail(episode, answer.value)
+            elif episode.cut:
+                self._end(episode, answer.value)
             else:
                 self._stepped(episode, answer)
         if ready:
@@ -225,24 +249,30 @@ class Play:
         begun: list[tuple[list[Episode], list[int]]] = []
         for episodes in ready:
             given = [value for _, value in self._prompts.pop(episodes[0].group)]
-            failure = next((value for value in given if isinstance(value, Failure)), None) or _unlike(given)
+            failure = next((value for value in given if isinstance(value, Failure)), None)
+            failure = failure or _unlike(given, self._environment.begin_alike)
             if failure is not None:
                 for episode in episodes:
                     self._fail(episode, failure)
                 continue
-            with self._timings.measured("encode"):
-                begun.append((episodes, self._prompt(self._asked[episodes[0].group], given[0])))
-            for episode in episodes:
-                episode.prompt = self._tokens.text(given[0]) if _is_tokens(given[0]) else given[0]
-                episode.messages = list(given[0]) if _is_chat(given[0]) else None
+            alike = all(other == given[0] for other in given)
+            for some in [episodes] if alike else [[episode] for episode in episodes]:
+                with self._timings.measured("encode"):
+                    begun.append((some, self._prompt(some, given[episodes.index(some[0])])))
         if self._sampler is None and begun:
-            self._sampler = self._sampler_of([ids for _, ids in begun], [self._sampling] * len(begun))
+            kinds = [replace(self._sampling, n=len(episodes)) for episodes, _ in begun]
+            self._sampler = self._sampler_of([ids for _, ids in begun], kinds)
         for episodes, prompt_ids in begun:
-            self._request(episodes, prompt_ids, self._sampling)
+            self._request(episodes, prompt_ids, replace(self._sampling, n=len(episodes)))
 
-    def _prompt(self, asked: Asked, given: Any) -> list[int]:
+    def _prompt(self, episodes: list[Episode], given: Any) -> list[int]:
+        """The tokens of what these episodes begin with."""
+        asked, tokens = self._asked[episodes[0].group], self._tokens
         try:
-            ids = given if _is_tokens(given) else self._tokens.prompt(given)
+            if tokens.with_tools is not None:
+                tokens = tokens.with_tools(episodes[0].environment.tools)
+            ids = given if _is_tokens(given) else tokens.prompt(given)
+            text = tokens.text(given) if _is_tokens(given) else given
         except InputError as error:
             raise InputError(f"{asked.where}: {error}") from error
         if not ids:
@@ -251,6 +281,9 @@ class Play:
         if most is not None and len(ids) > most:
             why = f" ({self._limits.prompt_reason})" if self._limits.prompt_reason else ""
             raise InputError(f"{asked.where}: the prompt has {len(ids)} tokens; at most {most} are allowed{why}")
+        for episode in episodes:
+            episode.tokens, episode.prompt = tokens, text
+            episode.messages = list(given) if _is_chat(given) else None
         return ids
 
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:
@@ -286,7 +319,9 @@ class Play:
         episode.turns += 1
         if episode.messages is not None:
             episode.messages.append({"role": "assistant", "content": turn.text})
-        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason)
+        said = episode.tokens.message(turn.text)
+        last = episode.trajectory.cut_off or episode.turns >= self._limits.turns
+        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason, *said, last)
         self._call(episode, episode.environment.step, told)
 
     def _stepped(self, episode: Episode, answer: Answer) -> None:
@@ -327,7 +362,7 @@ class Play:
         if _is_tokens(given):
             return list(given), ""
         assert episode.trajectory is not None
-        ids = self._tokens.following(episode.messages, given)
+        ids = episode.tokens.following(episode.messages, given)
         if isinstance(given, str):
             return ids, given
         assert episode.messages is not None
@@ -337,10 +372,8 @@ class Play:
         return ids[ended:], "\n".join(f"{message.get('role')}: {message.get('content')}" for message in given)
 
     def _cut(self, episode: Episode) -> None:
-        try:
-            self._end(episode, episode.environment.cut())
-        except Exception as error:
-            self._fail(episode, Failure(f"cut raised {type(error).__name__}: {error}"))
+        episode.cut = True
+        self._call(episode, episode.environment.cut)
 
     def _end(self, episode: Episode, end: Any) -> None:
         if wrong := _wrong_end(end):
@@ -351,7 +384,7 @@ class Play:
 
     def _fail(self, episode: Episode, failure: Failure) -> None:
         episode.failure = failure
-        self._failures.add(f"{self._asked[episode.group].where} sample {episode.sample}", failure)
+        self._failures.add(self._where(episode), failure)
 
 
 def _is_chat(given: Any) -> bool:
@@ -362,13 +395,13 @@ def _is_tokens(given: Any) -> bool:
     return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
 
 
-def _unlike(given: list[Any]) -> Failure | None:
+def _unlike(given: list[Any], alike: bool) -> Failure | None:
     """What is wrong with the prompts of a group's samples; None if all is well."""
-    first = given[0]
-    if not (isinstance(first, str) or _is_chat(first) or _is_tokens(first)):
-        kind = f"{type(first).__name__} {one_line(first, repr)}"
-        return Failure(f"start returned {kind}; it must be text, messages or token ids")
-    if any(other != first for other in given):
+    for one in given:
+        if not (isinstance(one, str) or _is_chat(one) or _is_tokens(one)):
+            kind = f"{type(one).__name__} {one_line(one, repr)}"
+            return Failure(f"start returned {kind}; it must be text, messages or token ids")
+    if alike and any(other != given[0] for other in given):
         return Failure("start returned other prompts for samples of one group; it may depend on row and seed alone")
     return None
 

@@ -55,6 +55,7 @@ def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
     paths = {name: settings[name] for name in _DATA_FIELDS}
     for name in _NAMED:
         paths[name] = (settings[name] or "").rpartition(":")[0] or None
+    paths |= {f"task.tools {tool}": tool.rpartition(":")[0] for tool in settings["task.tools"]}
     return {name: _fingerprint(path) for name, path in paths.items()}
 
 
@@ -133,6 +134,7 @@ def _require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mappi
         raise InputError(f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
     _require_same_config(run_dir, loaded, then["config"], now["config"])
     pairs = {f"{name} {now['config'][name]}": (then["data"].get(name), now["data"][name]) for name in _DATA_FIELDS}
+    pairs |= {name: (then["data"].get(name), found) for name, found in now["data"].items() if name not in _DATA_FIELDS}
     for name, field in _MODELS.items():
         if then.get(name) is not None and then[name] != now[name]:
             pairs |= _model_files(f"{field} {now['config'][field]}", then[name], now[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -40,6 +40,7 @@ from ..models.tokenizer import (
     load_tokenizer,
     longest_token,
 )
+from ..models.tool_calls import Tool, ToolFormat, tool_format
 from ..timings import Timings, Watcher
 from ..trainer import BatchShape, Trainer, batch_shapes
 from ..trainer.shapes import holding
@@ -59,10 +60,13 @@ class Policy:
     tokenizer: Any
     template_variables: dict[str, Any] = field(default_factory=dict)
 
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """Token ids of a prompt (text, or chat messages through the model's template)."""
+    def encode(self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = ()) -> list[int]:
+        """Token ids of a prompt (text, or chat messages through the model's template, which shows these tools)."""
         check_size(prompt, self.model.config.max_position_embeddings, self.longest_token)
-        return encode_prompt(self.tokenizer, prompt, self.template_variables)
+        return encode_prompt(self.tokenizer, prompt, self._variables(tools))
+
+    def _variables(self, tools: Sequence[Tool]) -> dict[str, Any]:
+        return self.template_variables | ({"tools": list(tools)} if tools else {})
 
     @cached_property
     def longest_token(self) -> int:
@@ -73,19 +77,42 @@ class Policy:
         """Token ids of a completion, end-of-sequence token included."""
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
-    def encode_following(self, messages: list[dict[str, Any]] | None, given: str | list[dict[str, Any]]) -> list[int]:
+    def encode_following(
+        self,
+        messages: list[dict[str, Any]] | None,
+        given: str | list[dict[str, Any]],
+        tools: Sequence[Tool] = (),
+    ) -> list[int]:
         """Token ids of what is given after an answer, the last of `messages` (None: the prompt was no chat): text as it
         is, or messages through the model's template."""
         if isinstance(given, str):
             return encode_text(self.tokenizer, given)
         if messages is None:
             raise InputError("the environment gave messages after a text prompt; give text, or begin with messages")
-        return encode_following(self.tokenizer, messages, given, self.template_variables)
+        return encode_following(self.tokenizer, messages, given, self._variables(tools))
 
     @property
     def tokens(self) -> Tokens:
         """How the environments' text becomes tokens."""
-        return Tokens(self.encode, self.encode_following, self.tokenizer.decode)
+        return Tokens(self.encode, self.encode_following, self.tokenizer.decode, with_tools=self.tokens_with)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model's chat template teaches to call tools; None if it teaches none that is known."""
+        return tool_format(self.tokenizer)
+
+    def tokens_with(self, tools: Sequence[Tool]) -> Tokens:
+        """`tokens` where the model may call these. Raises `InputError` when its template teaches no calls."""
+        if not tools:
+            return self.tokens
+        if self.tool_format is None:
+            raise InputError(
+                "the model's chat template teaches no form of tool calls that is known (Hermes and Qwen, Qwen-Coder, "
+                "Llama 3), so it cannot call tools; use another model, or an environment that reads calls itself"
+            )
+        form = replace(self.tool_format, tools=tuple(tools))
+        encode, following = partial(self.encode, tools=tools), partial(self.encode_following, tools=tools)
+        return Tokens(encode, following, self.tokenizer.decode, form.message, self.tokens_with)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""
@@ -189,7 +216,8 @@ class TrainingSession(Session):
         world.same("the processes of this run", self.trainer.numerics())
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
         self.validation_sampling = replace(self.sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        longest = max(world.share(lambda: longest_prompt(encode, self.task, groups)))
+        shown = [self.policy.tokens_with(tools).prompt for tools in self.environment.toolsets()]
+        longest = max(world.share(lambda: max(longest_prompt(encode, self.task, groups) for encode in shown)))
         capacity = min(world.share(lambda: self.cache_tokens(self.own_sequences, self._planned_tokens(longest))))
         self.engine = self.new_engine(capacity, lambda: self.trainer.weights_version)
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
