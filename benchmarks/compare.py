@@ -1,8 +1,9 @@
 """Two source trees in turn: generation, the train step and the seed workload, with peak memory and the words made.
 
 Each tree measures with its own benchmarks, in one process a tree that stays up, so that both are timed in the same
-minutes: a round is one call of either. The seed workload is a fresh process each time, cold in a cache of its own and
-then warm. A difference counts where the medians are further apart than both `--tolerance` and the spread of the rounds.
+minutes: a round is one call of either. The seed workload is a fresh process each time, in turn too: cold in caches of
+its own and then warm. A difference counts where the medians are further apart than both `--tolerance` and the spread of
+the rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +135,18 @@ class Tree:
         self.process.stdin.close()
         self.process.wait()
 
-    def seed_workload(self, turn: int, runs: int, steps: int) -> list[dict[str, Any]]:
-        """Fresh processes, the first with empty caches."""
-        self._caches(self.scratch / f"seed{turn}")
-        path = self.scratch / f"seed{turn}.json"
+    def seed_workload(self, caches: str, steps: int) -> dict[str, Any]:
+        """A fresh process with caches of this name: cold if they are new, else warm."""
+        self._caches(self.scratch / caches)
+        path = self.scratch / f"{caches}.json"
         arch = "qwen3-0.6b" if self.device == "cuda" else "tiny"
         benchmarks = self.root / "benchmarks"
         alone = benchmarks / "seed_workload.py"  # of an older tree
         command = [str(alone)] if alone.exists() else [str(benchmarks / "run.py"), "seed_workload"]
-        command += ["--arch", arch, "--steps", str(steps), "--runs", str(runs), "--json", str(path)]
+        command += ["--arch", arch, "--steps", str(steps), "--json", str(path)]
         subprocess.run([sys.executable, *command], env=self.environment, cwd=self.root, check=True, stdout=sys.stderr)
-        return list(json.loads(path.read_text())["systems"].values())
+        (run,) = json.loads(path.read_text())["systems"].values()
+        return dict(run)
 
 
 def in_turn(trees: dict[str, Tree], case: str, rounds: int) -> dict[str, dict[str, Any]]:
@@ -158,20 +160,23 @@ def in_turn(trees: dict[str, Tree], case: str, rounds: int) -> dict[str, dict[st
     return {name: {"seconds": times[name], **tree.ask("close")} for name, tree in trees.items()}
 
 
-def seed_workloads(trees: dict[str, Tree], rounds: int, warm: int, steps: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Total, start-up and memory of runs in turn, cold and warm."""
+def seed_workloads(
+    trees: dict[str, Tree], rounds: int, warm: int, steps: int
+) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Total, start-up and memory of runs in turn, cold and then warm; what there is so far, after every turn."""
     cases: dict[str, dict[str, dict[str, Any]]] = {COLD: {}, WARM: {}}
     for turn in range(rounds):
-        for name in list(trees)[:: -1 if turn % 2 else 1]:
-            first, *later = trees[name].seed_workload(turn, 1 + warm, steps)
-            for case, runs in ((COLD, [first]), (WARM, later)):
-                found = cases[case].setdefault(name, {"seconds": [], "startup_s": [], "step_s": []})
-                found["seconds"] += [run["total_s"] for run in runs]
-                found["startup_s"] += [run["startup_s"] for run in runs]
-                found["step_s"] += [_median(run["step_s"][1:]) for run in runs]
-                found["peak_gib"] = first["peak_gib"]
-                found["tokens_different"] = first["certificate"]["tokens_different"]
-    return cases
+        for i, case in enumerate([COLD, *[WARM] * warm]):
+            for name in list(trees)[:: -1 if (turn + i) % 2 else 1]:
+                run = trees[name].seed_workload(f"seed{turn}", steps)
+                found = cases[case].setdefault(name, {"seconds": [], "startup_s": [], "step_s": [], "phases": []})
+                found["seconds"].append(run["total_s"])
+                found["startup_s"].append(run["startup_s"])
+                found["step_s"].append(_median(run["step_s"][1:]))
+                found["phases"].append(run["startup"])
+                found["peak_gib"] = run["peak_gib"]
+                found["tokens_different"] = run["certificate"]["tokens_different"]
+            yield case, cases[case]
 
 
 def _median(values: list[float]) -> float:
@@ -195,6 +200,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="calls of each tree in turn (default: 5)")
     parser.add_argument("--case", action="append", help="default: all of the device's")
     parser.add_argument("--seed-rounds", type=int, default=3, help="cold runs of the seed workload (default: 3)")
+    parser.add_argument("--warm", type=int, default=2, help="warm runs after each cold one (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help="of the seed workload (default: 10)")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
@@ -215,7 +221,7 @@ def main() -> int:
         for tree in trees.values():
             tree.end()
         if args.seed_rounds:
-            for case, found in seed_workloads(trees, args.seed_rounds, 2, args.steps).items():
+            for case, found in seed_workloads(trees, args.seed_rounds, args.warm, args.steps):
                 figures["cases"][case] = compared(found, STARTUP_TOLERANCE)
                 save("compare", figures, args.json)
     rows = [["case", "before s", "after s", "ratio", "spread", "peak GiB before", "after", "words equal"]]

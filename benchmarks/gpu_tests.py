@@ -44,13 +44,15 @@ class Saved:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="names in tests/gpu without test_ and _gpu.py; default: all")
+    parser.add_argument("-k", metavar="EXPRESSION", default="", help="only tests whose names fit (pytest's own)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the outcomes here")
     args = parser.parse_args()
     folder = ROOT / "tests" / "gpu"
     files = [folder / f"test_{name}_gpu.py" for name in args.files] or [folder]
     saved = Saved(args.json)
     began = time.perf_counter()
-    code = pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *map(str, files)], plugins=[saved])
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", args.k]
+    code = pytest.main([*options, *map(str, files)], plugins=[saved])
     saved.figures["seconds"] = time.perf_counter() - began
     save("gpu_tests", {**saved.figures, "complete": True}, args.json)
     return int(code)

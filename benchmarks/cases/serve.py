@@ -111,6 +111,8 @@ def server(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, subpro
                 print(line, end="", file=sys.stderr)
                 if "serving" in line:
                     break
+            else:
+                raise SystemExit("the server ended before it served; its own message is above")
             yield line.split(" at ")[1].split()[0], process
         finally:
             process.terminate()
