@@ -28,7 +28,7 @@ class TaskConfig(Section):
     name: Literal["sum-digits", "word-arithmetic", "gsm8k", "dataset"] = "sum-digits"
     """Prompt source. `dataset` reads --data and needs at least one --reward, but for distillation."""
     data: str | None = None
-    """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
+    """JSON lines, parquet, a Hugging Face dataset folder or hub id, or reasoning_gym:NAME."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
     prompt_column: str = "prompt"
@@ -44,8 +44,8 @@ class TaskConfig(Section):
     filter_overlong_prompts: bool = False
     """Leave out rows whose prompt is longer than that, and say how many; otherwise they are refused."""
     reward: tuple[str, ...] = ()
-    """Reward functions as module:function or path.py:function, or the ready ones math and gsm8k; empty for the task's
-    own."""
+    """Reward functions as module:function or path.py:function, or the ready ones math, gsm8k and reasoning_gym; empty
+    for the task's own."""
     reward_weights: tuple[float, ...] = ()
     """One weight a reward function; empty for all ones."""
     reward_on_error: Literal["raise", "zero", "skip"] = "raise"
