@@ -142,8 +142,14 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "generate parity_check precompile",
         "evaluation",
     ),
-    "rl": ("critic dynamic_sampling step_metrics", "loop", "sft_warmup"),
-    "run": ("checkpoint closing crash display lock metrics trackers", "resume timeline", "report", "recorder", "train"),
+    "rl": ("critic dynamic_sampling step_metrics", "loop", "sample_again sft_warmup"),
+    "run": (
+        "checkpoint closing crash display lock metrics trackers",
+        "resume timeline",
+        "report",
+        "recorder",
+        "replay train",
+    ),
     "serve": (
         "batcher errors metrics settings",
         "bodies chat_prompt text",

@@ -172,12 +172,14 @@ class Play:
         self._prompts: dict[int, list[Any]] = {}  # of each group, as its samples' environments gave them
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
-        """The episodes of each, `sampling.n`; their random numbers are keyed by `identity` with their group's number.
+        """The episodes of each, `sampling.n` from `identity.sample` on; their random numbers are keyed by `identity`
+        with their group's number.
 
         Raises `InputError` for a prompt that is empty or refused, and `LockstepError` when environments fail on and on.
         """
         self._asked, self._sampling, self._identity = {a.group: a for a in asked}, sampling, identity
-        groups = [[self._made(a.group, s) for s in range(sampling.n)] for a in asked]
+        samples = range(identity.sample, identity.sample + sampling.n)
+        groups = [[self._made(a.group, s) for s in samples] for a in asked]
         try:
             for a, episodes in zip(asked, groups, strict=True):
                 for episode in episodes:

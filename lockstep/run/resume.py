@@ -69,7 +69,7 @@ def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint |
     done = sum(1 for _ in read_lines(metrics)) if metrics.exists() else 0
     loaded = checkpoint.latest(run_dir / CHECKPOINTS)
     if loaded is not None:
-        _require_same(run_dir, loaded, now)
+        require_same(run_dir, loaded, now)
         _require_records(run_dir, loaded.step)
     elif done or (run_dir / FINAL_MODEL).exists():
         raise InputError(
@@ -128,7 +128,8 @@ def _was(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"{name} was {then.get(name)!r} and is {now[name]!r}"
 
 
-def _require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mapping[str, Any]) -> None:
+def require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mapping[str, Any]) -> None:
+    """Raise `InputError` when what the run is given `now` (see `inputs`) is not what the checkpoint was made with."""
     then = loaded.state.get("inputs")
     if then is None:
         raise InputError(f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
