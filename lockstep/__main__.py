@@ -6,10 +6,13 @@ import signal
 import sys
 from typing import NoReturn
 
+from .session.signals import INTERRUPTED, interrupts_in_imports
+
 
 def entry() -> NoReturn:
     """The command as a process. Ctrl-C ends it with exit code 130 and no traceback, from its first import to its end,
     however often it comes."""
+    interrupts_in_imports()
     try:
         from .cli.main import entry as command
 
@@ -17,7 +20,11 @@ def entry() -> NoReturn:
     except KeyboardInterrupt:
         _ignore_interrupts()
         print("lockstep: interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+    finally:
+        # Under `python -m` an exception of Ctrl-C that went through an exec() of a text (as dataclasses are made) ends
+        # the process by that signal, though it was caught, unless another exec() came to its end.
+        exec("")
 
 
 def _ignore_interrupts() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -67,6 +68,10 @@ def train(
     if resume_with_other_numerics and not resume:
         raise InputError("--resume-with-other-numerics has no effect without --resume; remove it")
     with _world(config) as world, contextlib.ExitStack() as lock:
+        from .run.train import train as run
+        from .session.signals import ended_by_signals
+
+        lock.enter_context(ended_by_signals())
         if resume and named is not None:
             world.share(lambda: _require_unchanged(named, config, world))
             folder = named
@@ -75,8 +80,6 @@ def train(
             folder = world.from_first(lambda: _claim(named, config.recipe, lock))
         if world.first:
             print(f"run folder: {folder}", file=sys.stderr, flush=True)
-        from .run.train import train as run
-
         try:
             return {"run_dir": str(folder)} | run(config, folder, resume, world, resume_with_other_numerics)
         except BaseException as error:
@@ -93,18 +96,36 @@ def train(
 def _world(config: RunConfig) -> Iterator[World]:
     """The processes of the run, for as long as it takes; in the end they leave together."""
     machine.own_gpu()
-    from .distributed import join
-    from .session.build import resolve_device
-
-    world = join(config.parallel, resolve_device(config.device).type)
+    with _told("importing torch"):
+        from .distributed import join
+        from .session.build import resolve_device
+    with _told("joining the other processes"):
+        world = join(config.parallel, resolve_device(config.device).type)
     try:
         with world.peers():
-            world.same("the processes of this run", yaml_file.flat(config))
+            world.same("the processes of this run", lambda: yaml_file.flat(config))
             yield world
     except BaseException:
         world.close(failed=True)
         raise
     world.close()
+
+
+@contextlib.contextmanager
+def _told(doing: str) -> Iterator[None]:
+    """Where that takes long the first process says so; from the run's folder on, the display does."""
+    said = f"still {doing}, {_LONG:.0f} s"
+    timer = threading.Timer(_LONG, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if machine.launched().rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+_LONG = 10.0  # seconds
 
 
 def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
@@ -139,7 +160,8 @@ def _refuse_changes(run_dir: Path, old: RunConfig, new: RunConfig) -> None:
     for name, value in after.items():
         if name == "steps" and value < before[name]:
             raise InputError(
-                f"--resume {run_dir}: steps is {before[name]} there and {value} here; it may only be raised"
+                f"--resume {run_dir}: steps is {before[name]} there and {value} here; it may only be raised. For fewer "
+                f"begin again, in a new folder: --config {run_dir / 'config.yaml'} --steps {value}"
             )
         if name != "steps" and value != before[name]:
             raise InputError(

@@ -6,9 +6,7 @@ How threads wait is chosen there too, before torch is imported, and how many the
 from __future__ import annotations
 
 import os
-import platform
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import __version__
 from .errors import InputError
@@ -21,6 +19,7 @@ _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets")
 
 def describe(device: torch.device) -> dict[str, str]:
     """Name to version or description; packages that are not installed are left out."""
+    import platform
     from importlib import metadata
 
     found = {"lockstep": __version__, "python": platform.python_version()}
@@ -93,8 +92,7 @@ def bound_threads(device: torch.device) -> None:
     torch.set_num_threads(min(torch.get_num_threads(), limit))
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """This process among those that `torchrun` started: its rank, its number on this machine, how many there are."""
 
     rank: int = 0
@@ -105,6 +103,11 @@ class Launch:
 def several_processes() -> bool:
     """Whether `torchrun` started this process with others."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def by_torchrun() -> bool:
+    """Whether `torchrun` watches over this process, and reports its failure too."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def launched() -> Launch:

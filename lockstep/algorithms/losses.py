@@ -37,7 +37,7 @@ class TokenValues(NamedTuple):
 
     def sequence_sum(self, values_C: Tensor) -> Tensor:
         """For each token the sum over its sequence, [C]; 0 for padding."""
-        assert self.cu_completions is not None, "a term of whole sequences without Algorithm.whole_sequences"
+        assert self.cu_completions is not None, "for terms of whole sequences the class says whole_sequences = True"
         return ops.sequence_sum(values_C, self.cu_completions)
 
     def sequence_mean(self, values_C: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..config import LossConfig
 from ..errors import InputError
@@ -28,7 +31,7 @@ def user_algorithm(config: LossConfig) -> Algorithm:
         algorithm = kind.of(config)
         wrong = _wrong(algorithm, config)
     except Exception as error:
-        raise InputError(f"{what} raised {type(error).__name__}: {one_line(error)}") from error
+        raise InputError(f"{what} raised {type(error).__name__}: {one_line(error)}{_remedy(error)}") from error
     if wrong:
         raise InputError(f"{what}: {wrong}")
     return algorithm
@@ -47,8 +50,11 @@ def _wrong(algorithm: Algorithm, config: LossConfig) -> str:
     index = torch.tensor(ends, dtype=torch.int32) if algorithm.indexes_sequences else None
     advantage_C = torch.tensor([1.0] * _LENGTHS[0] + [-1.0] * _LENGTHS[1] + [0.0] * _PADDING)
     then_C = torch.full((rows,), -2.0)
-    values = TokenValues(logprob_C, logprob_C, then_C, advantage_C, index, *[then_C] * 4)
-    loss_C, clipped_C = algorithm.corrected_loss(values)
+    reference_C = then_C if algorithm.reads_reference else None
+    of_critic = [then_C if algorithm.has_critic else None] * 3
+    values = TokenValues(logprob_C, logprob_C, then_C, advantage_C, index, reference_C, *of_critic)
+    with _Traced():
+        loss_C, clipped_C = algorithm.corrected_loss(values)
     for name, found, dtype in (("loss", loss_C, torch.float32), ("clipped", clipped_C, torch.bool)):
         if not isinstance(found, torch.Tensor) or found.shape != (rows,) or found.dtype != dtype:
             return f"its {name} is {_described(found)}; it must be {dtype}, one a token ([{rows}] here)"
@@ -56,6 +62,43 @@ def _wrong(algorithm: Algorithm, config: LossConfig) -> str:
         return "its loss has no gradient by the log-probs"
     (gradient_C,) = torch.autograd.grad(loss_C.sum(), logprob_C)
     return "" if gradient_C.isfinite().all() else "its gradient by a log-prob is not finite"
+
+
+class _Traced(TorchFunctionMode):
+    """Within it no number of a tensor becomes one of Python's, which a graph cannot hold."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TO_PYTHON:
+            raise TypeError(
+                f"a loss is traced once for all values, so no tensor may become Python's ({func.__name__}): "
+                "torch.where(condition, a, b) in place of `if`, tensors in place of numbers"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_TO_PYTHON = {getattr(torch.Tensor, name) for name in ("__bool__", "__float__", "__int__", "item", "tolist", "numpy")}
+# Fields of `TokenValues` that are None unless the class asks for them.
+_ASKED = {"ref_logprob_C": "has_teacher"} | dict.fromkeys(("value_C", "old_value_C", "return_C"), "has_critic")
+
+
+def _remedy(error: Exception) -> str:
+    """Where in the user's file it was raised, and what to do where that is known."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, TokenValues):
+        said = f"; TokenValues has {', '.join(TokenValues._fields)}, sequence_sum and sequence_mean"
+    else:
+        said = ""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_installed(frame.filename)]
+    if not own:
+        return said
+    asked = next((field for field in _ASKED if f".{field}" in (own[-1].line or "")), None)
+    if asked and isinstance(error, (TypeError, AttributeError)) and "None" in str(error):
+        said = f"; {asked} is None unless the class says {_ASKED[asked]} = True"
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}){said}"
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is of this package or of torch."""
+    return any(Path(file).is_relative_to(folder) for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 def _described(found: Any) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, dataclass, field, fields
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import tyro
 
 from ..config import Attention, CompileConfig, RunConfig, TaskConfig
+from ..errors import InputError
 
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
@@ -20,6 +24,39 @@ def spelled_out(flag: str) -> str:
     *sections, name = flag.replace("_", "-").removeprefix("--").split(".")
     flag = "--" + ".".join([*sections, name.removeprefix("no-")])
     return _SHORT.get(flag, flag)
+
+
+def flags_of(kind: type, prefix: str = "--") -> list[str]:
+    """Every flag of a command; a switch has a second name, with no-, that turns it off."""
+    found = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if isinstance(plain, type) and is_dataclass(plain):
+            found += flags_of(plain, f"{prefix}{name.replace('_', '-')}.")
+        elif tyro.conf.Positional not in marks and get_origin(hint) is not ClassVar:
+            turned_off = ["no-"] * (plain is bool and tyro.conf.FlagCreatePairsOff not in marks)
+            found += [f"{prefix}{negated}{name.replace('_', '-')}" for negated in ("", *turned_off)]
+    return found
+
+
+def refuse_unknown(kind: type, arguments: Iterable[str]) -> None:
+    """Raise `InputError` for those of `arguments` that are flags and none of this command's."""
+    known = [*flags_of(kind), *(_SHORT if issubclass(kind, _Begin) else ()), "--help"]
+    given = [argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+    unknown = [flag + _meant(flag, known) for flag in given if flag not in known]
+    if unknown:
+        flags = "flag" if len(unknown) == 1 else "flags"
+        raise InputError(
+            f"unknown {flags} {', '.join(unknown)}; lockstep {kind.__name__.lower()} --help lists them all"
+        )
+
+
+def _meant(flag: str, known: list[str]) -> str:
+    """Which it may have been: one whose section was left out, or a name much like it."""
+    last = re.split("[.]|--", flag)[-1]
+    same = [name for name in known if re.search(f"[.-]{re.escape(last)}$", name)]
+    close = same or difflib.get_close_matches(flag, known, cutoff=0.75)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +119,17 @@ class Train(_Begin):
 @dataclass(frozen=True)
 class Precompile(_Begin):
     """Make the graphs and kernels of a run ahead of it: the flags of train. Later runs start without making them."""
+
+
+@dataclass(frozen=True)
+class Plan(_Begin):
+    """What a run takes of a GPU's memory, term by term, and what would fit: the flags of train. Nothing is loaded but
+    the tokenizer and the task's prompts, and no GPU need be here."""
+
+    world: int = 1
+    """GPUs that share the run."""
+    device_memory_gib: float = 0.0
+    """Memory of each; 0 is this machine's, of its GPU or, without one, of the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +327,7 @@ class Parity(_AnswerFlags):
     """Check that generator and trainer give a model's tokens the same log-probabilities, bit for bit."""
 
     tokens: int = 4000
-    """Tokens to check."""
+    """Tokens to check, at least: all completions of a prompt are."""
 
 
 @dataclass(frozen=True)

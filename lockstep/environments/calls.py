@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -64,52 +64,56 @@ class Calls:
     """Functions that are called beside the caller's thread: plain ones in a thread each, coroutines in one event loop.
 
     A call that takes longer than `timeout` seconds (0: no limit) has failed; a thread that hangs is left behind, as
-    nothing can end it, and a coroutine is cancelled.
+    nothing can end it, and a coroutine is cancelled. Where all are `instant`, plain ones are called here and now.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: float, instant: bool) -> None:
+        self._timeout, self._all_instant = timeout, instant
         self._answers: SimpleQueue[tuple[Hashable, int, Any]] = SimpleQueue()
         self._open: dict[Hashable, tuple[int, float]] = {}  # the call's number, and when it began
         self._running: dict[Hashable, Any] = {}  # coroutines
+        self._instant: list[Answer] = []  # that have not been asked for
         self._number = 0
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._instant)
 
-    def call(self, key: Hashable, instant: bool, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call it; its answer comes under `key`. An `instant` one is called here and now."""
-        self._number += 1
-        self._open[key] = (self._number, time.monotonic())
-        answer = partial(self._answer, key, self._number)
-        if inspect.iscoroutinefunction(function):
+    def call(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call it; its answer comes under `key`."""
+        began, is_async = time.monotonic(), inspect.iscoroutinefunction(function)
+        if self._all_instant and not is_async:
+            value = _outcome(function, arguments)
+            self._instant.append(Answer(key, value, time.monotonic() - began))
+            return
+        self._number = number = self._number + 1
+        self._open[key] = (number, began)
+        if is_async:
             coroutine = _outcome_of_coroutine(function, arguments)
             self._running[key] = future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
-            future.add_done_callback(lambda done: None if done.cancelled() else answer(done.result()))
-        elif instant:
-            answer(_outcome(function, arguments))
+            future.add_done_callback(
+                lambda done: None if done.cancelled() else self._answers.put((key, number, done.result()))
+            )
         else:
-            threading.Thread(target=lambda: answer(self._beside(function, arguments)), daemon=True).start()
+            threading.Thread(
+                target=lambda: self._answers.put((key, number, self._beside(function, arguments))), daemon=True
+            ).start()
 
     def _beside(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         _own.answers = self._answers
         return _outcome(function, arguments)
 
-    def _answer(self, key: Hashable, number: int, value: Any) -> None:
-        self._answers.put((key, number, value))
-
     def answers(self, wait: bool) -> list[Answer]:
         """What has come since the last call, and what is overdue; with `wait` at least one, if any call is open."""
-        found: list[Answer] = []
-        while not found:
-            while (taken := self._next(wait and bool(self._open) and not found)) is not None:
+        found, self._instant = self._instant, []
+        while self._open:
+            while (taken := self._next(wait and not found)) is not None:
                 key, number, value = taken
                 if isinstance(value, _Here):
                     value.run()
                 elif key in self._open and self._open[key][0] == number:  # else it came too late
                     found.append(self._close(key, value))
             found += self._overdue()
-            if not wait or not self._open:
+            if found or not wait:
                 break
         return found
 
@@ -119,6 +123,7 @@ class Calls:
             future.cancel()
         self._open.clear()
         self._running.clear()
+        self._instant.clear()
 
     def _next(self, wait: bool) -> tuple[Hashable, int, Any] | None:
         try:

@@ -99,11 +99,14 @@ class Collector:
         groups: list[RolloutGroup] = []
         failed: list[RolloutGroup] = []
         for a, episodes in zip(asked, played, strict=True):
+            for episode in episodes:
+                if episode.trajectory and episode.end and episode.end.reward is not None:
+                    _take(episode.end.reward, episode.trajectory)
             well = [episode for episode in episodes if episode.end is not None]
             if len(well) < min(2, sampling.n):  # one alone has nothing to be compared with
                 well = []
             for into, some in (groups, well), (failed, [episode for episode in episodes if episode not in well]):
-                if rollouts := [_ended(e.trajectory, e.end) for e in some if e.trajectory is not None]:
+                if rollouts := [e.trajectory for e in some if e.trajectory is not None]:
                     into.append(RolloutGroup(rollouts, sampling, a.group, some[0].prompt, a.problem.columns))
         kept = sum(len(r.token_ids) for group in groups + failed for r in group.rollouts)
         if kept != play.sampled_tokens:  # they would not all be compared
@@ -138,13 +141,11 @@ class Collector:
         )
 
 
-def _ended(trajectory: Trajectory, end: End | None) -> Trajectory:
-    """With the rewards of its end, where that has some."""
-    if end is not None and end.reward is not None:
-        named = end.reward if isinstance(end.reward, Mapping) else {"reward": end.reward}
-        trajectory.rewards = {name: float(value) for name, value in named.items()}
-        trajectory.reward = sum(float(value) for value in named.values())
-    return trajectory
+def _take(reward: float | Mapping[str, float], trajectory: Trajectory) -> None:
+    """Note what its environment ended it with."""
+    named = reward if isinstance(reward, Mapping) else {"reward": reward}
+    trajectory.rewards = {name: float(value) for name, value in named.items()}
+    trajectory.reward = sum(float(value) for value in named.values())
 
 
 def _end_of(rollout: Trajectory, of: Mapping[int, Episode]) -> End:

@@ -164,7 +164,7 @@ class Play:
     ) -> None:
         self._environment, self._tokens, self._sampler_of = environment, tokens, sampler
         self._limits, self._failures, self._timings = limits, failures, timings
-        self._calls = Calls(limits.timeout)
+        self._calls = Calls(limits.timeout, environment.instant)
         self._sampler: Sampler | None = None
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
         self.sampled_tokens = 0  # by the generator, of all turns
@@ -183,13 +183,14 @@ class Play:
         try:
             for a, episodes in zip(asked, groups, strict=True):
                 for episode in episodes:
-                    self._call(episode, episode.environment.start, a.row, a.seed)
-            while self._sampled or len(self._calls):
+                    self._calls.call(episode, episode.environment.start, a.row, a.seed)
+            left = total = sampling.n * len(asked)
+            while left:
                 self._answers(self._wait() if not self._sampled else self._calls.answers(wait=False))
                 if self._sampled:
                     self._advance()
                 left = len(self._sampled) + len(self._calls)
-                self._timings.tell(f"{sampling.n * len(asked) - left} of {sampling.n * len(asked)}")
+                self._timings.tell(f"{total - left} of {total}")
         finally:
             self._calls.abandon()
             for request_id in {request_id for request_id, _ in self._sampled}:
@@ -222,9 +223,6 @@ class Play:
             return self._calls.answers(wait=True)
         with self._timings.measured("environment"):
             return self._calls.answers(wait=True)
-
-    def _call(self, episode: Episode, function: Callable[..., Any], *arguments: Any) -> None:
-        self._calls.call(episode, self._environment.instant, function, *arguments)
 
     def _answers(self, answers: list[Answer]) -> None:
         ready: list[list[Episode]] = []
@@ -305,8 +303,8 @@ class Play:
 
     def _take(self, episode: Episode, made: Trajectory) -> None:
         """Add a turn, and ask the environment what follows it."""
-        self.sampled_tokens += len(made.token_ids)
-        turn, full = made.segments[-1], len(made.token_ids) == self._sampling.max_completion_length
+        turn = made.segments[-1]
+        self.sampled_tokens += len(turn.token_ids)
         if episode.trajectory is None:
             episode.trajectory = made
         else:
@@ -316,7 +314,7 @@ class Play:
                 segments[-1].route_digests, segments[-2].last_route = routes[-new:], routes[-new - 1]
             segments.append(turn)
             episode.trajectory.finish_reason = made.finish_reason
-        if made.finish_reason == "length" and not full:
+        if made.finish_reason == "length" and len(turn.token_ids) < self._sampling.max_completion_length:
             episode.trajectory.finish_reason = "truncated"
         episode.turns += 1
         if episode.messages is not None:
@@ -324,7 +322,7 @@ class Play:
         said = episode.tokens.message(turn.text)
         last = episode.trajectory.cut_off or episode.turns >= self._limits.turns
         told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason, *said, last)
-        self._call(episode, episode.environment.step, told)
+        self._calls.call(episode, episode.environment.step, told)
 
     def _stepped(self, episode: Episode, answer: Answer) -> None:
         trajectory, given = episode.trajectory, answer.value
@@ -375,7 +373,7 @@ class Play:
 
     def _cut(self, episode: Episode) -> None:
         episode.cut = True
-        self._call(episode, episode.environment.cut)
+        self._calls.call(episode, episode.environment.cut)
 
     def _end(self, episode: Episode, end: Any) -> None:
         if wrong := _wrong_end(end):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..config import GeneratorConfig
-from ..errors import InputError, refuse
+from ..errors import InputError
 from ..graph import EAGER, Runtime
 from ..types import FinishReason, SampleIdentity, SamplingParams, Trajectory
 from .check_cases import Work
@@ -183,14 +183,12 @@ class Engine:
     def advance(self) -> list[Grown]:
         """As `step`, telling of each sample that has grown, also of those whose requests go on."""
         sampled = self._launch()
-        grown = [
-            Grown(s.request_id, s.identity, s.token_ids, s.logprobs, s.model_logprobs, self._done(s)) for s in sampled
-        ]
+        done = [self._pending[s.request_id][s.identity.sample] for s in sampled]
         self._collect(sampled)
-        return grown
-
-    def _done(self, sequence: Sequence) -> Trajectory | None:
-        return self._pending[sequence.request_id][sequence.identity.sample]
+        return [
+            Grown(s.request_id, s.identity, s.token_ids, s.logprobs, s.model_logprobs, completion)
+            for s, completion in zip(sampled, done, strict=True)
+        ]
 
     def _launch(self) -> list[Sequence]:
         """One launch; returns the samples that have grown, those that finished released."""
@@ -297,23 +295,27 @@ class Engine:
 
     def check(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
         """Raise `InputError` when such a request could never run; it is called prompt `group` + 1."""
-        where = f"prompt {group + 1}"
-        refuse(not prompt_ids, f"{where}: the prompt has no tokens")
-        vocabulary = self.model_config.vocab_size
-        outside = [t for t in (min(prompt_ids), max(prompt_ids)) if not 0 <= t < vocabulary]
-        if outside:
-            raise InputError(f"{where}: token id {outside[0]} is outside the model's vocabulary of {vocabulary}")
-        least = min(sampling.n, sampling.max_completion_length)
-        refuse(least < 1, f"{where}: n and max_completion_length must be at least 1")
-        refuse(bool(sampling.stop) and self.detokenize is None, f"{where}: stop strings need a tokenizer")
-        length, context = len(prompt_ids) + sampling.max_completion_length, self.model_config.max_position_embeddings
-        refuse(
-            length > context,
-            f"{where}: prompt of {len(prompt_ids)} tokens plus {sampling.max_completion_length} new ones exceeds "
-            f"the model's context of {context}; shorten one of them",
+        vocabulary, context = self.model_config.vocab_size, self.model_config.max_position_embeddings
+        ends = (min(prompt_ids), max(prompt_ids)) if prompt_ids else ()
+        outside = next((t for t in ends if not 0 <= t < vocabulary), None)
+        new, cache = sampling.max_completion_length, self.cache
+        length = len(prompt_ids) + new
+        found = (
+            (not prompt_ids, "the prompt has no tokens"),
+            (outside is not None, f"token id {outside} is outside the model's vocabulary of {vocabulary}"),
+            (min(sampling.n, new) < 1, "n and max_completion_length must be at least 1"),
+            (bool(sampling.stop) and self.detokenize is None, "stop strings need a tokenizer"),
+            (
+                length > context,
+                f"prompt of {len(prompt_ids)} tokens plus {new} new ones exceeds the model's context of {context}; "
+                "shorten one of them",
+            ),
+            (
+                cache.pages_for(length) > cache.num_pages,
+                f"{length} tokens do not fit the KV cache of {cache.num_pages * cache.page_size}; raise "
+                "generator.kv_cache_tokens",
+            ),
         )
-        refuse(
-            self.cache.pages_for(length) > self.cache.num_pages,
-            f"{where}: {length} tokens do not fit the KV cache of "
-            f"{self.cache.num_pages * self.cache.page_size}; raise generator.kv_cache_tokens",
-        )
+        for wrong, message in found:
+            if wrong:
+                raise InputError(f"prompt {group + 1}: {message}")

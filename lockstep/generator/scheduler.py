@@ -128,7 +128,8 @@ class Scheduler:
             The samples, and (source, target) of the pages to copy once the prefill has run.
         """
         self._ending.remove(prefill)
-        full, partial = divmod(len(prefill.token_ids), self.cache.page_size)
+        length = len(prefill.token_ids)  # of each sample too
+        full, partial = divmod(length, self.cache.page_size)
         shared = self._shared(prefill, full)
         started: list[Sequence] = []
         copies: list[tuple[int, int]] = []
@@ -150,7 +151,7 @@ class Scheduler:
             self.rows.load(row, sample)
             self.running.append(sample)
             held = len(pages) * self.cache.page_size
-            self._note_lease(sample, self.clock + 1 + held - sample.length)
+            self._note_lease(sample, self.clock + 1 + held - length)
             started.append(sample)
         return started, copies
 

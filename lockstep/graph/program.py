@@ -73,7 +73,7 @@ class Program:
     ) -> dict[str, Tensor]:
         """Launch `times` times, capturing first if the key is new. About the outputs' lifetime see `GraphLauncher`."""
         user, warm_up = user or {}, self.tools.warm_up
-        if self.level != "eager":
+        if warm_up.level(self.name) != "eager":
             return warm_up.launch(self.graph(user, statics), user, times)
         assert warm_up.launch is not rehearse, f"{self.name} has no graph to rehearse"
         inputs = replace(self.inputs, user=user)

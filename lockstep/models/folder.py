@@ -19,7 +19,7 @@ from ..json_file import read_object
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
-from .families import end_of_sequence, from_hf, require_family, to_hf, without_nulls
+from .hf_config import end_of_sequence, from_hf, require_family, to_hf, without_nulls
 from .shards import cut, file_names, read_tensors, weights_path
 from .weight_map import HEAD, fused_experts, weight_map
 
@@ -36,6 +36,7 @@ def resolve_folder(model: str) -> Path:
     """
     path = Path(model).expanduser()
     if model.strip() and path.is_dir():
+        _refuse_run_folder(path)
         return path
     local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix.lower() in _FILE_SUFFIXES
     if path.exists() or local:
@@ -46,6 +47,17 @@ def resolve_folder(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
     except Exception as error:
         raise InputError(f"model {model!r}: no such folder, and the hub did not give it ({error})") from error
+
+
+def _refuse_run_folder(path: Path) -> None:
+    if (path / "config.json").exists() or not (path / "config.yaml").is_file():
+        return
+    if (path / "model").is_dir():
+        raise InputError(f"model {str(path)!r} is the folder of a run; its model is {str(path / 'model')!r}")
+    raise InputError(
+        f"model {str(path)!r} is the folder of a run that has no model yet: it comes when the run ends "
+        f"(lockstep train --resume {path} goes on with it, from a checkpoint if it saved any)"
+    )
 
 
 TEMPLATES = "additional_chat_templates"  # a folder in a model's, and among what is said of it: that it was looked into
@@ -69,7 +81,7 @@ def read_config(folder: Path) -> ModelConfig:
     path, generation = folder / "config.json", folder / "generation_config.json"
     values = read_object(path)
     if isinstance(values.get("model_type"), str):
-        require_family(values["model_type"], str(path))  # of another model no other field says anything
+        require_family(values, str(path))  # of another model no other field says anything
     check_fields(values, str(path))
     try:
         config = from_hf(without_nulls(values), str(path))

@@ -187,8 +187,7 @@ def _nothing(*_: Any) -> None:
 
 def save(ctx: Any, *values: Any) -> None:
     """Keep values of any kind for `saved`."""
-    ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in values))
-    ctx.others = [None if isinstance(x, torch.Tensor) else x for x in values]
+    _save_inputs(ctx, values)
 
 
 def saved(ctx: Any) -> list[Any]:
@@ -196,8 +195,9 @@ def saved(ctx: Any) -> list[Any]:
     return [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    save(ctx, *inputs)
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
+    ctx.save_for_backward(*[x if isinstance(x, torch.Tensor) else None for x in inputs])
+    ctx.others = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
 
 def save_inputs_and_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

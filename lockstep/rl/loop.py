@@ -57,6 +57,7 @@ class Loop:
         response = config.max_response_length, task.turns, task.environment_timeout
         self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason)
         self.failures = Failures()
+        self._most_sampled = min(task.turns * config.sampling.max_completion_length, config.max_response_length)
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 
     def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
@@ -74,7 +75,8 @@ class Loop:
                 groups, without_reward, counts = self._collect(step)
             generated = groups + without_reward
             self._latest = (generated, None)
-            sampled = self._sampled(generated)
+            tokens = sum(len(r.token_ids) for g in generated for r in g.rollouts)
+            sampled = 0 if config.parity == "off" else tokens  # those that are to be compared
             reference: dict[str, float] = {}
             if config.loss.beta > 0 and config.loss.use_kl_in_reward:
                 with self.world.deadline(f"the reference in step {step + 1}"):
@@ -94,10 +96,9 @@ class Loop:
                         trainer.check(batch)
                 results = self._updates(batches, learning_rate(config.optimizer, step, config.steps), sampled)
                 result = results[0] if results else trainer.finish_check(sampled)
-                if self.world.size > 1 and any(r.applied for r in results):
-                    with timings.measured("sync", on_device=True):
-                        trainer.gather_weights()
-            self._verify(step, result, generated)
+                if any(r.applied for r in results):
+                    trainer.gather_weights()
+            self._verify(step, result, generated, sampled)
             for i, later in enumerate(results[1:]):
                 self._require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)
             self._count_idle(step, trained=bool(batches))
@@ -148,24 +149,12 @@ class Loop:
         collector = Collector(*how, run.environment, self.limits, self.failures, run.timings, self.world, needed)
         return collector.collect(problems, sampling, domain, step, required)
 
-    @property
-    def _most_sampled(self) -> int:
-        """Tokens that a sample may have, of all its turns."""
-        most = self.config.task.turns * self.config.sampling.max_completion_length
-        return min(most, self.config.max_response_length)
-
-    def _sampled(self, groups: list[RolloutGroup]) -> int:
-        """The completion tokens that are to be compared."""
-        if self.config.parity == "off":
-            return 0
-        return sum(len(r.token_ids) for g in groups for r in g.rollouts)
-
     def _advantages(self, groups: list[RolloutGroup]) -> None:
         """The algorithm's advantages of the rewards, its penalties included."""
-        loss, limit = self.config.loss, self._most_sampled
+        loss = self.config.loss
         for group in groups:
             for r in group.rollouts:
-                r.reward += self.algorithm.penalty(loss, len(r.token_ids), limit)
+                r.reward += self.algorithm.penalty(loss, len(r.token_ids), self._most_sampled)
         rewards = [[r.reward for r in group.rollouts] for group in groups]
         for group, advantages in zip(groups, self.algorithm.advantages(loss, rewards), strict=True):
             for r, advantage in zip(group.rollouts, advantages, strict=True):
@@ -213,8 +202,7 @@ class Loop:
         rollouts = [r for g in groups for r in g.rollouts]
         kept = [r for r in rollouts if self._counts(r)]
         lengths = [len(r.token_ids) for r in kept]
-        limit = self._most_sampled
-        weights = self.algorithm.weights(lengths, len(rollouts), limit)
+        weights = self.algorithm.weights(lengths, len(rollouts), self._most_sampled)
         return {id(r): w for r, w in zip(kept, weights, strict=True)}
 
     def _batches(self, groups: list[RolloutGroup], weights: dict[int, float]) -> list[PackedBatch]:
@@ -260,10 +248,10 @@ class Loop:
         with self.run.timings.measured("optim_step", on_device=True):
             return trainer.launch_optim_step(lr, sampled)
 
-    def _verify(self, step: int, result: StepResult, groups: list[RolloutGroup]) -> None:
+    def _verify(self, step: int, result: StepResult, groups: list[RolloutGroup], sampled: int) -> None:
         self._latest = (groups, result)
         if self.config.parity != "off":
-            self.certificate.add(step, result, self._sampled(groups))
+            self.certificate.add(step, result, sampled)
         self._require_finite(f"step {step + 1}", result)
         if self.config.parity == "strict" and not result.identical:
             raise_mismatch(step, result)

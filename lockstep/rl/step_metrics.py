@@ -49,7 +49,7 @@ def step_metrics(
         "clip_ratio": result.clip_ratio,
         "response_length/mean": mean(len(r.token_ids) for r in rollouts),
         "response_length/clip_ratio": mean(float(r.cut_off) for r in rollouts),
-        "policy_age": version - min(v for r in rollouts for v in r.weight_versions),
+        "policy_age": version - min(v for r in rollouts for turn in r.turns for v in turn.weight_versions or ()),
         "logprob_diff/max": result.logprob_diff_max,
         "parity/tokens_checked": result.tokens_checked,
         "parity/tokens_different": result.tokens_different,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import LockstepError
+from ..session.signals import raise_received
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -101,6 +102,8 @@ WORDS = {
     "import": "imports",
     "task": "the task's data",
     "load": "loading the model",
+    "prompts": "measuring prompts",
+    "inputs": "hashing the model's files",
     "restore": "restoring the checkpoint",
     "trackers": "trackers",
     "warmup": "worked examples",
@@ -128,7 +131,8 @@ WORDS = {
 _TELL_THEMSELVES = ("warmup", "validation", "graphs")  # a line of their own says what came of them, and in how long
 _WORTH_A_LINE = 0.1  # seconds of a part of start-up
 _TICK = 1.0  # seconds between two looks at what is being done
-_PATIENCE = 30.0  # seconds in one phase before a line tells of it where there is no terminal; then twice as many
+# Seconds in one phase, of start-up and later, before a line tells of it where there is no terminal; then twice as many.
+_PATIENCE_AT_FIRST, _PATIENCE = 10.0, 30.0
 
 
 @dataclass
@@ -136,7 +140,7 @@ class _Phase:
     name: str
     began: float
     detail: str = ""
-    due: float = _PATIENCE  # seconds after which the next line tells of it
+    due: float = 0.0  # seconds after which the next line tells of it
 
     def __str__(self) -> str:
         detail = f": {self.detail}" if self.detail else ""
@@ -189,9 +193,11 @@ class Display:
             self._live = None
 
     def began(self, phase: str) -> None:
-        """A phase of the run began, within those that have not ended."""
+        """A phase of the run began, within those that have not ended; not where a signal was to end the run."""
+        raise_received()
         self._stepping |= phase == "step"
-        self._phases.append(_Phase(phase, time.monotonic()))
+        due = _PATIENCE if self._stepping else _PATIENCE_AT_FIRST
+        self._phases.append(_Phase(phase, time.monotonic(), due=due))
 
     def told(self, detail: str) -> None:
         """How far the innermost phase is, or what it is at."""
@@ -224,17 +230,22 @@ class Display:
         return str(self._innermost() or "")
 
     def _innermost(self) -> _Phase | None:
-        return next((phase for phase in reversed(self._phases.copy()) if phase.name in WORDS), None)
+        return next(reversed(self._told_of()), None)
+
+    def _told_of(self) -> list[_Phase]:
+        return [phase for phase in self._phases.copy() if phase.name in WORDS]
 
     def _look(self) -> None:
         """Now and then show what is being done: a reward or a long answer lets nothing else come to the screen."""
         while not self._closed.wait(self._tick):
-            phase = self._innermost()
+            phases = self._told_of()
             if self._live is not None:
                 self._live.refresh()
-            elif phase is not None and phase.seconds >= phase.due:
-                phase.due *= 2
-                self.note(f"still {phase}")
+            elif phases and (seconds := phases[0].seconds) >= phases[0].due:
+                while phases[0].due <= seconds:
+                    phases[0].due *= 2
+                within = "" if len(phases) == 1 else f" ({WORDS[phases[0].name]}, {seconds:.0f} s)"
+                self.note(f"still {phases[-1]}{within}")
 
     def note(self, text: str) -> None:
         """Show a line that is not about a step (start-up, validation, a warning)."""

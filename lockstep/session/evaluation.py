@@ -176,10 +176,11 @@ def render(result: dict[str, Any]) -> str:
     sampled = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
     lines = [f"{result['task']}: {problems} problems, {n} {'completion' if n == 1 else 'completions'} each, {sampled}"]
     names = [name for name in result if name == "reward/mean" or (name.startswith("pass@") and "/" not in name)]
+    others = [name for name in result if name.startswith(("rewards/", "response_length/"))]
+    width = max(map(len, names + others))
     for name in names:
         low, high = result[f"{name.removesuffix('/mean')}/ci95"]
-        lines.append(f"  {name:<24} {result[name]:.4f}   95 % interval {low:.4f} to {high:.4f}")
-    others = [name for name in result if name.startswith(("rewards/", "response_length/"))]
-    lines += [f"  {name:<24} {result[name]:.4f}" for name in others]
+        lines.append(f"  {name:<{width}} {result[name]:.4f}   95 % interval {low:.4f} to {high:.4f}")
+    lines += [f"  {name:<{width}} {result[name]:.4f}" for name in others]
     lines.append(f"  passes when {result['pass_reward']} is at least {result['pass_threshold']:g}")
     return "\n".join(lines)

@@ -35,6 +35,7 @@ class ParityReport:
     device: str
     dtype: str
     compared: str
+    tokens_asked: int
     expert_choices_checked: int | None = None
     tokens_routed_differently: int | None = None
     prompt_tokens_checked: int | None = None
@@ -45,6 +46,11 @@ class ParityReport:
         """Every sampled token was compared, none differs, and there were some."""
         different = self.tokens_different, self.tokens_not_covered, self.prompt_tokens_routed_differently
         return not any(different) and self.tokens_checked > 0
+
+    @property
+    def _more_than_asked(self) -> str:
+        asked = self.tokens_asked
+        return f" ({asked} were asked for; the completions of a prompt are whole)" * (self.tokens_checked > asked)
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -72,7 +78,7 @@ class ParityReport:
                 f"  Generator log-probs[:5]: {self.generator_logprobs[:5]}",
                 f"  Trainer   log-probs[:5]: {self.trainer_logprobs[:5]}",
                 f"  Bitwise identical : {self.identical}",
-                f"  Tokens checked    : {self.tokens_checked}",
+                f"  Tokens checked    : {self.tokens_checked}{self._more_than_asked}",
                 f"  Tokens different  : {self.tokens_different}",
                 *([f"  Not compared      : {self.tokens_not_covered}"] if self.tokens_not_covered else ()),
                 *(experts if self.expert_choices_checked is not None else ()),
@@ -150,6 +156,7 @@ def _check(session: Session, tokens: int) -> ParityReport:
         where.type,
         str(decoder.embed.dtype).removeprefix("torch."),
         _compared(runtime),
+        tokens,
         *(result.routing.compared if result.routing else ()),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,39 +11,67 @@ from types import FrameType
 
 from ..errors import Terminated
 
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_ASKED_TO_END = (signal.SIGTERM, signal.SIGHUP)
+INTERRUPTED = 128 + signal.SIGINT  # the exit code of a command that Ctrl-C ended
 _received: list[signal.Signals] = []
+
+
+def interrupts_in_imports() -> None:
+    """Of a command, from its first line: Ctrl-C while a module is imported ends the process at once.
+
+    There it must not raise: what it interrupts may drop the exception (torch does), or leave half a module behind. Out
+    of imports it raises `KeyboardInterrupt`, and where Ctrl-C is ignored it stays so.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
+
+
+def _interrupted(_: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(2, b"lockstep: interrupted\n")
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Within it, the first SIGTERM or SIGHUP raises `Terminated`; another ends the process at once.
+    """Within it, the first SIGTERM or SIGHUP raises `Terminated`, and another ends the process at once; Ctrl-C raises
+    `KeyboardInterrupt`. `raise_received` raises them once more, should they have been lost.
 
     What is ignored (`nohup`) or handled already stays so, and outside the main thread, where Python delivers no
     signals, nothing changes.
     """
     _received.clear()
-    mine = []
+    before = {}
     if threading.current_thread() is threading.main_thread():
-        mine = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+        before = {number: signal.getsignal(number) for number in (*_ASKED_TO_END, signal.SIGINT)}
+    mine = [number for number, handler in before.items() if handler in _DEFAULTS]
     for number in mine:
         signal.signal(number, _raise)
     try:
         yield
     finally:
         for number in mine:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, before[number])
+
+
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler, _interrupted)
 
 
 def _raise(number: int, _: FrameType | None) -> None:
-    for every in _SIGNALS:
+    _received.append(signal.Signals(number))
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    for every in _ASKED_TO_END:
         if signal.getsignal(every) is _raise:
             signal.signal(every, signal.SIG_DFL)
-    _received.append(signal.Signals(number))
-    raise Terminated(_received[0])
+    raise Terminated(_received[-1])
 
 
 def raise_received() -> None:
     """Raise for a signal whose exception was lost: Python drops those that arise in a finalizer or a callback."""
     if _received:
-        raise Terminated(_received[0])
+        number = _received[0]
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)

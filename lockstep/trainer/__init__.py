@@ -1,6 +1,6 @@
 """The policy step: packing with shared prompts, losses, AdamW on flat buffers, and the trainer that joins them."""
 
-from .optimizer import AdamW, learning_rate
+from .optimizer import AdamW, frozen_parameters, learning_rate
 from .packing import Packing, pack, pack_shards, packed_slots
 from .parameters import FlatParameters
 from .result import PendingResult, StepResult
@@ -20,6 +20,7 @@ __all__ = [
     "Trainer",
     "batch_shapes",
     "bucket",
+    "frozen_parameters",
     "learning_rate",
     "pack",
     "pack_shards",

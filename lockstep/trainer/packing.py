@@ -88,9 +88,8 @@ def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
     drafts: list[_Draft] = []
     limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
     for group in groups:
-        for trajectory in group.rollouts:
-            _check(trajectory, how.max_tokens)
-        for part, tokens in _parts(group, limit, per_sample, how.share_prefix):
+        needed = [_tokens_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
+        for part, tokens in _parts(group, needed, limit, per_sample, how.share_prefix):
             if not drafts or per_sample or len(drafts[-1].tokens) + tokens > limit:
                 drafts.append(_Draft())
             drafts[-1].add(part, how.share_prefix)
@@ -106,7 +105,7 @@ def _nothing() -> _Draft:
 
 def _make_like(batch: PackedBatch, other: _Draft) -> None:
     """Let a batch without responses be scored in the same way as one with some."""
-    batch.truncated = any(sampling.truncated for sampling in other.sampling)
+    batch.truncated = other.truncated
     if batch.check_parity and other.sequences[0].route_digests is not None:
         batch.old_route_C = torch.zeros(len(batch.targets_C), dtype=torch.int32)
         batch.old_route_T = torch.full((len(batch.tokens_T),), -1, dtype=torch.int32)
@@ -126,43 +125,46 @@ def packed_slots(batches: list[PackedBatch]) -> tuple[int, int]:
     return sum(b.tokens_T.numel() for b in batches), sum(int(b.cu_seqlens[-1]) for b in batches)
 
 
-def _parts(group: RolloutGroup, limit: int, per_sample: bool, share_prefix: bool) -> Iterator[tuple[RolloutGroup, int]]:
+def _parts(
+    group: RolloutGroup, needed: list[int], limit: int, per_sample: bool, share_prefix: bool
+) -> Iterator[tuple[RolloutGroup, int]]:
     """`group` cut into consecutive parts of at most `limit` tokens and one prompt, or one trajectory, with the tokens
-    each takes."""
+    each takes; `needed` are those of each trajectory with its prompt."""
     part: list[Trajectory] = []
+    first: list[int] = []
     used = 0
-    for trajectory in group.rollouts:
-        prompt, alone = trajectory.prompt.token_ids, _packed_tokens(trajectory)
-        together = bool(part) and not per_sample and part[0].prompt.token_ids == prompt
+    for trajectory, alone in zip(group.rollouts, needed, strict=True):
+        prompt = trajectory.prompt.token_ids
+        together = bool(part) and not per_sample and first == prompt
         tokens = alone - len(prompt) if together and share_prefix else alone
         if part and not (together and used + tokens <= limit):
             yield replace(group, rollouts=part), used
             part, used, tokens = [], 0, alone
+        if not part:
+            first = prompt
         part.append(trajectory)
         used += tokens
     if part:
         yield replace(group, rollouts=part), used
 
 
-def _packed_tokens(trajectory: Trajectory) -> int:
-    return len(trajectory.prompt.token_ids) + sum(len(s.token_ids) for s in trajectory.response) - 1
-
-
-def _check(trajectory: Trajectory, max_tokens: int) -> None:
+def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
+    """The rows that it takes by itself; raises when it cannot be trained on."""
     name, first = trajectory.name or "a trajectory", trajectory.prompt
     if first.sampled:
         raise ValueError(f"{name}: it begins with a sampled segment; the first is the prompt, which is given")
-    if not first.token_ids or not trajectory.token_ids:
-        empty = "completion" if first.token_ids else "prompt"
+    prompt, response = len(first.token_ids), sum(len(s.token_ids) for s in trajectory.response)
+    if not prompt or not any(s.sampled and s.token_ids for s in trajectory.segments):
+        empty = "completion" if prompt else "prompt"
         raise InputError(f"{name}: its {empty} is empty; training needs at least one token of each")
-    if (needed := _packed_tokens(trajectory)) > max_tokens:
-        prompt = len(first.token_ids)
+    if (needed := prompt + response - 1) > max_tokens:
         raise InputError(
-            f"{name}: a prompt of {prompt} and a completion of {needed + 1 - prompt} tokens do not fit in "
+            f"{name}: a prompt of {prompt} and a completion of {response} tokens do not fit in "
             f"trainer.max_tokens_per_micro_batch {max_tokens}; it must be at least {needed}"
         )
     for segment in trajectory.segments:
         _check_lengths(name, segment)
+    return needed
 
 
 def _check_lengths(name: str, segment: Segment) -> None:
@@ -189,21 +191,24 @@ class _Draft:
         self.logit_rows: list[int] = []
         self.sequences: list[Trajectory] = []
         self.sampling: list[SamplingParams] = []
+        self.truncated = False
 
     def add(self, group: RolloutGroup, share_prefix: bool) -> None:
         """Add a part of one prompt."""
         start, prompt = len(self.tokens), group.rollouts[0].prompt
+        self.truncated = self.truncated or group.sampling.truncated
         if share_prefix:
             self.add_prompt(prompt)
         for trajectory in group.rollouts:
-            own, routes = _rows_of(trajectory.response)
+            response = trajectory.response
+            own, routes = _rows_of(response)
             if share_prefix:
                 row = len(self.tokens)
                 self._segment(own, routes, start, len(prompt.token_ids))
             else:
                 start, row = len(self.tokens), len(self.tokens) + len(prompt.token_ids)
                 self._segment(prompt.token_ids + own, _given_routes(prompt) + routes, 0, 0)
-            self._predict(trajectory.response, start + len(prompt.token_ids) - 1, row)
+            self._predict(response, start + len(prompt.token_ids) - 1, row)
             self.sequences.append(trajectory)
             self.sampling.append(group.sampling)
 
@@ -241,65 +246,65 @@ class _Draft:
         """The micro-batch, padded to `shape`; one of several that have so many tokens together."""
         T, C, S, max_len = shape
         ends, prefix_starts, prefix_lens = zip(*self.segments, strict=True)
-        lengths = torch.tensor([len(s.token_ids) for s in self.sequences], dtype=torch.int64)
-
-        def per_row(values: list, dtype: torch.dtype, fill: float = 0) -> Tensor:
-            return _padded(_tensor(values, dtype).repeat_interleave(lengths), C, fill)
-
-        def listed(values: list, size: int, dtype: torch.dtype, fill: float = 0) -> Tensor:
-            return _padded(_tensor(values, dtype), size, fill)
-
-        old, old_model = self._old_logprobs(check_parity)
-        routes = self._old_routes() if check_parity else None
+        turns = [s.turns for s in self.sequences]
+        sampled = [sum(len(turn.token_ids) for turn in of_one) for of_one in turns]
+        lengths = torch.tensor([*sampled, C - len(self.logit_rows)])  # the last is padding's
+        drawn = zip(self.sequences, self.sampling, strict=True)
+        floats = [(s.loss_weight, s.advantage, p.temperature, p.top_p, p.min_p) for s, p in drawn] + [(0, 0, 1, 1, 0)]
+        of_rows = torch.tensor(floats, dtype=torch.float32).t().repeat_interleave(lengths, 1, output_size=C)
+        weight_C, advantage_C, temperature_C, top_p_C, min_p_C = of_rows
+        whole = torch.tensor([[*range(len(turns)), 0], [*(p.top_k for p in self.sampling), 0]])
+        sequence_C, top_k_C = whole.repeat_interleave(lengths, 1, output_size=C)
+        old, old_model = self._old_logprobs(turns, check_parity)
+        routes = self._old_routes(turns) if check_parity else None
         return PackedBatch(
-            tokens_T=listed(self.tokens, T, torch.int64),
-            positions_T=listed(self.positions, T, torch.int64),
-            cu_seqlens=listed([0, *ends], S + 1, torch.int32, fill=ends[-1]),
-            prefix_start_S=listed(list(prefix_starts), S, torch.int32),
-            prefix_len_S=listed(list(prefix_lens), S, torch.int32),
+            tokens_T=_column(self.tokens, T, torch.int64),
+            positions_T=_column(self.positions, T, torch.int64),
+            cu_seqlens=_column([0, *ends], S + 1, torch.int32, fill=ends[-1]),
+            prefix_start_S=_column(prefix_starts, S, torch.int32),
+            prefix_len_S=_column(prefix_lens, S, torch.int32),
             max_len=max_len,
-            logit_rows_C=listed(self.logit_rows, C, torch.int64),
-            targets_C=listed([t for s in self.sequences for t in s.token_ids], C, torch.int64),
+            logit_rows_C=_column(self.logit_rows, C, torch.int64),
+            targets_C=_column([token for s in turns for turn in s for token in turn.token_ids], C, torch.int64),
             valid_C=torch.arange(C) < len(self.logit_rows),
-            weight_C=per_row([s.loss_weight for s in self.sequences], torch.float32),
+            weight_C=weight_C,
             share=torch.tensor([self.used / packed_tokens]),
-            advantage_C=per_row([s.advantage for s in self.sequences], torch.float32),
-            old_logprob_C=listed(old, C, torch.float32),
-            old_model_logprob_C=listed(old_model, C, torch.float32),
+            advantage_C=advantage_C,
+            old_logprob_C=_column(old, C, torch.float32),
+            old_model_logprob_C=_column(old_model, C, torch.float32),
             ref_logprob_C=torch.zeros(C),
-            temperature_C=per_row([p.temperature for p in self.sampling], torch.float32, fill=1),
-            top_k_C=per_row([p.top_k for p in self.sampling], torch.int32),
-            top_p_C=per_row([p.top_p for p in self.sampling], torch.float32, fill=1),
-            min_p_C=per_row([p.min_p for p in self.sampling], torch.float32),
+            temperature_C=temperature_C,
+            top_k_C=top_k_C.int(),
+            top_p_C=top_p_C,
+            min_p_C=min_p_C,
             check_parity=check_parity,
-            truncated=any(p.truncated for p in self.sampling),
-            sequence_C=per_row(list(range(len(self.sequences))), torch.int64),
+            truncated=self.truncated,
+            sequence_C=sequence_C,
             sequences=self.sequences,
-            old_route_C=None if routes is None else listed(routes, C, torch.int32),
-            old_route_T=None if routes is None else listed(self.routes, T, torch.int32, fill=-1),
+            old_route_C=None if routes is None else _column(routes, C, torch.int32),
+            old_route_T=None if routes is None else _column(self.routes, T, torch.int32, fill=-1),
         )
 
-    def _old_logprobs(self, required: bool) -> tuple[list[float], list[float]]:
+    def _old_logprobs(self, turns: list[list[Segment]], required: bool) -> tuple[list[float], list[float]]:
         """The generator's two log-probs a row; zeros for what came without."""
         old: list[float] = []
         old_model: list[float] = []
-        for s in self.sequences:
-            for turn in s.turns:
+        for s, of_one in zip(self.sequences, turns, strict=True):
+            for turn in of_one:
                 if required and (turn.logprobs is None or turn.model_logprobs is None):
                     raise ValueError(f"{s.name or 'a trajectory'}: parity cannot be checked without its log-probs")
                 old.extend(turn.logprobs or [0.0] * len(turn.token_ids))
                 old_model.extend(turn.model_logprobs or [0.0] * len(turn.token_ids))
         return old, old_model
 
-    def _old_routes(self) -> list[int] | None:
+    def _old_routes(self, turns: list[list[Segment]]) -> list[int] | None:
         """The generator's route digests; None when no trajectory has them: the model has no experts."""
-        found = [s.route_digests for s in self.sequences]
-        if all(routes is None for routes in found):
+        if all(turn.route_digests is None for of_one in turns for turn in of_one):
             return None
-        for s, routes in zip(self.sequences, found, strict=True):
-            if routes is None:
+        for s, of_one in zip(self.sequences, turns, strict=True):
+            if any(turn.route_digests is None for turn in of_one):
                 raise ValueError(f"{s.name or 'a trajectory'}: parity cannot be checked without its route digests")
-        return [route for routes in found for route in routes or ()]
+        return [route for of_one in turns for turn in of_one for route in turn.route_digests or ()]
 
 
 def _rows_of(response: list[Segment]) -> tuple[list[int], list[int]]:
@@ -319,12 +324,8 @@ def _given_routes(segment: Segment) -> list[int]:
 _TYPE_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
 
 
-def _tensor(values: list, dtype: torch.dtype) -> Tensor:
-    """`torch.tensor`, several times as fast for a long list."""
-    if not values:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(array(_TYPE_CODES[dtype], values), dtype=dtype)
-
-
-def _padded(values: Tensor, size: int, fill: float) -> Tensor:
-    return torch.cat((values, values.new_full((size - len(values),), fill)))
+def _column(values: Sequence[float], size: int, dtype: torch.dtype, fill: int = 0) -> Tensor:
+    """`values` padded to `size`; several times as fast as `torch.tensor` for many."""
+    column = array(_TYPE_CODES[dtype], values)
+    column.extend([fill] * (size - len(values)))
+    return torch.frombuffer(column, dtype=dtype)

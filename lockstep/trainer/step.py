@@ -56,8 +56,8 @@ def names(values: Tensor) -> tuple[str, ...]:
 
 def found_names(values: Tensor) -> tuple[str, ...]:
     """The names of what `take` writes of an update, in order."""
-    loads = ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
-    return names(values) + ("grad_norm", "applied") + (() if names(values) is STATISTICS else loads)
+    own, loads = names(values), ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
+    return own + ("grad_norm", "applied") + (() if own is STATISTICS else loads)
 
 
 def take(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, experts: int) -> None:

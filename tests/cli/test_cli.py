@@ -350,12 +350,14 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        ("trian", ["trian", "train, precompile, generate, eval, chat, serve, report, parity, init"]),
+        ("trian", ["trian", "train, precompile, plan, generate, eval, chat, serve, report, parity, init, replay"]),
         ("train sum-digit", ["unknown recipe 'sum-digit'", "did you mean sum-digits"]),
         ("train zzz", ["unknown recipe 'zzz'", "allowed: sum-digits, word-arithmetic, gsm8k, dataset"]),
         ("train sum-digits gsm8k", ["gsm8k"]),
-        ("train --stepz 3", ["--stepz", "--steps"]),
+        ("train --stepz 3", ["unknown flag --stepz (did you mean --steps?); lockstep train --help lists"]),
         ("train --sampling.topp 0.5", ["--sampling.topp", "--sampling.top-p"]),
+        ("train --top_p=0.5", ["unknown flag --top-p (did you mean --sampling.top-p?)"]),
+        ("report a --qq", ["unknown flag --qq; lockstep report --help lists them all"]),
         ("train --steps many", ["--steps", "many"]),
         ("train --steps", ["--steps"]),
         ("train --steps 1 --steps 2", ["--steps is given twice"]),
@@ -375,7 +377,10 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("train --config good.yaml --resume done", ["--config and --resume"]),
         ("train --resume nowhere", ["--resume nowhere", "not a run folder"]),
         ("train --resume done --run-dir other", ["--run-dir has no effect with --resume"]),
-        ("train --resume done --steps 1", ["steps is 30 there and 1 here", "only be raised"]),
+        (
+            "train --resume done --steps 1",
+            ["steps is 30 there and 1 here", "only be raised", "--config done/config.yaml"],
+        ),
         ("train --resume done --seed 9", ["--resume done", "seed is 0 there and 9 here", "only --steps"]),
         ("train --resume done --sampling.top-p 0.5", ["sampling.top_p is 1.0 there and 0.5 here"]),
         ("train --resume done --optimizer.freeze model.norm", ["optimizer.freeze is [] there and ['model.norm'] here"]),
@@ -402,6 +407,8 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("eval --model m --task sum-digits --chat-template-kwargs a=1", ["task.chat_template_kwargs has no effect on"]),
         ("report", ["RUN_DIR"]),
         ("report nowhere", ["nowhere is not a run folder"]),
+        ("replay nowhere --trajectory 0/0/0", ["nowhere is not a run folder"]),
+        ("replay done --trajectory 0/0/0", ["done has no rollouts.jsonl"]),
         ("train --metrics.trackers tensorboard tensorboard", ["metrics.trackers names one twice"]),
         ("train --metrics.trackers mlflow", ["mlflow", "tensorboard"]),
         ("train --metrics.project p", ["metrics.project has no effect without wandb"]),
@@ -413,7 +420,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ),
         ("report done done --out nosuch/x.html", ["nosuch/x.html: there is no folder nosuch"]),
         ("init tiny", ["--out"]),
-        ("", ["train, precompile, generate, eval, chat, serve, report, parity, init"]),
+        ("", ["train, precompile, plan, generate, eval, chat, serve, report, parity, init, replay"]),
     ],
 )
 def test_bad_input(run: Recorder, capsys: pytest.CaptureFixture[str], arguments: str, messages: list[str]) -> None:

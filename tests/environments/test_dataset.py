@@ -91,7 +91,7 @@ def test_no_validation_prompts_turn_it_off() -> None:
 
 
 def test_holding_out_every_row_is_refused() -> None:
-    with pytest.raises(InputError, match="has 40 rows and task.validation_prompts holds out 40"):
+    with pytest.raises(InputError, match="has 40 rows and .* holds out 40; .*--task.validation-prompts 0"):
         make_task(dataclasses.replace(CONFIG, validation_prompts=40), 5)
 
 

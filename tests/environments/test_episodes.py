@@ -370,12 +370,12 @@ def test_a_trajectory_that_lacks_sampled_tokens_is_not_handed_on(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is to be compared is what was generated, whatever became of it."""
-    ended = collecting._ended
 
-    def shortened(trajectory: Trajectory, end: End | None) -> Trajectory:
-        trajectory.segments = trajectory.segments[:2]
-        return ended(trajectory, end)
+    def shortened(rollouts: list[Trajectory], *about: Any) -> RolloutGroup:
+        for trajectory in rollouts:
+            trajectory.segments = trajectory.segments[:2]
+        return RolloutGroup(rollouts, *about)
 
-    monkeypatch.setattr(collecting, "_ended", shortened)
+    monkeypatch.setattr(collecting, "RolloutGroup", shortened)
     with pytest.raises(LockstepError, match=r"step 4: \d+ tokens were sampled, and trajectories have \d+$"):
         collect(engine_of(model), Talk)

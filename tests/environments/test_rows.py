@@ -69,8 +69,13 @@ def test_parquet_and_saved_folders_and_folders_of_files(tmp_path: Path) -> None:
     assert only.columns["reward_model"]["ground_truth"] == "8"
 
 
-def test_gsm8k_columns_ask_the_question(tmp_path: Path) -> None:
-    (problem,) = read_problems(write(tmp_path / "g.jsonl", [{"question": "How many?", "answer": "#### 3"}]))
+def test_gsm8k_columns_ask_the_question(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write(tmp_path / "g.jsonl", [{"question": "How many?", "answer": "#### 3"}])
+    (problem,) = read_problems(data)
+    (said,) = caplog.messages
+    assert said.startswith(f"task.data {data} has question and answer, which are asked as in GSM8K: 'Reason step")
+    rows.read_problems(data, TaskConfig(name="gsm8k"))
+    assert len(caplog.messages) == 1
     assert isinstance(problem.prompt, list)
     (message,) = problem.prompt
     assert message["role"] == "user" and message["content"].startswith("How many?\n\n") and "####" in message["content"]
@@ -97,6 +102,7 @@ GOOD = '{"prompt": "p"}'
         ("{}", "line 2 has no columns; it needs prompt, or question and answer"),
         ('{"question": "q"}', "line 2 has question; it needs prompt, or question and answer"),
         ('{"question": 3, "answer": "a"}', "line 2: question must be a text"),
+        ('{"question": "q", "answer": "a"}', "line 2 has question and answer and the first row prompt; all rows must"),
         ('{"prompt": 3}', "line 2: prompt is of type int; it must be a text or a list of chat messages"),
         ('{"prompt": null}', "line 2: prompt is of type NoneType"),
         ('{"prompt": ""}', "line 2: prompt is empty"),
@@ -185,8 +191,10 @@ def test_another_column_can_be_the_prompt(tmp_path: Path) -> None:
 
 def test_a_system_prompt_goes_before_prompts_that_have_none(tmp_path: Path) -> None:
     user = [{"role": "user", "content": "u"}]
-    data = [{"prompt": "u"}, {"prompt": user}, {"prompt": MESSAGES}, {"question": "q", "answer": "a"}]
-    problems = read_problems(write(tmp_path / "rows.jsonl", data), system_prompt="Be brief.")
+    data = [{"prompt": "u"}, {"prompt": user}, {"prompt": MESSAGES}]
+    problems = list(read_problems(write(tmp_path / "rows.jsonl", data), system_prompt="Be brief."))
+    asking = write(tmp_path / "asking.jsonl", [{"question": "q", "answer": "a"}])
+    problems += read_problems(asking, system_prompt="Be brief.")
     system = {"role": "system", "content": "Be brief."}
     assert [p.prompt for p in problems[:3]] == [[system, *user], [system, *user], MESSAGES]
     assert problems[3].prompt[0] == system and problems[3].prompt[1]["content"].startswith("q\n\n")

@@ -154,9 +154,9 @@ def test_an_environment_that_rewards_itself_and_instances_are_reset() -> None:
 
 
 def test_a_function_that_needs_signals_is_called_in_the_main_thread() -> None:
-    environment, calls = made("", (f"{__file__}:timed",)), Calls(5.0)
+    environment, calls = made("", (f"{__file__}:timed",)), Calls(5.0, False)
     for i in range(2):
-        calls.call(i, False, environment.step, turn(call("timed", query="abc")))
+        calls.call(i, environment.step, turn(call("timed", query="abc")))
         (answer,) = calls.answers(wait=True)
         assert [message["content"] for message in answer.value] == ["[('abc', 3)]"]
     assert environment.said[1]["content"] == [("abc", 3)], "for reward functions as it is"

@@ -100,6 +100,23 @@ class Broken(Algorithm):
     def loss(self, values):
         return values.nothing
 
+class Summed(Algorithm):
+    def loss(self, values):
+        return values.sequence_sum(values.logprob_C), values.logprob_C > 0
+
+class Taught(Algorithm):
+    def loss(self, values):
+        return values.logprob_C - values.ref_logprob_C, values.logprob_C > 0
+
+class Choosing(Algorithm):
+    def loss(self, values):
+        if values.advantage_C.sum() > 0:
+            return -values.logprob_C, values.logprob_C > 0
+
+class Reading(Algorithm):
+    def loss(self, values):
+        return -values.logprob_C * values.advantage_C.max().item(), values.logprob_C > 0
+
 def function(values):
     return values
 """
@@ -111,7 +128,15 @@ def function(values):
         ("NoLoss", "raised NotImplementedError: NoLoss has no loss"),
         ("Total", r"its loss is torch.float32 \[\]; it must be torch.float32, one a token \(\[6\] here\)"),
         ("Still", "its loss has no gradient by the log-probs"),
-        ("Broken", "raised AttributeError: 'TokenValues' object has no attribute 'nothing'"),
+        (
+            "Broken",
+            r"raised AttributeError: 'TokenValues' object has no attribute 'nothing' \(wrong.py, line 18\); "
+            "TokenValues has logprob_C, .*, return_C, sequence_sum",
+        ),
+        ("Summed", r"whole sequences the class says whole_sequences = True \(wrong.py, line 22\)"),
+        ("Taught", r"\(wrong.py, line 26\); ref_logprob_C is None unless the class says has_teacher = True"),
+        ("Choosing", r"raised TypeError: .*__bool__\): torch.where.* in place of `if`.* \(wrong.py, line 30\)"),
+        ("Reading", r"raised TypeError: .*Python's \(item\).* \(wrong.py, line 35\)"),
         ("function", "must be a class, a subclass of lockstep.algorithms.Algorithm"),
         ("Missing", "has no Class 'Missing'"),
     ],

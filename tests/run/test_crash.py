@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import finished
+from processes import DEADLINE, finished, running
 
 from lockstep.__main__ import entry
+from lockstep.cli.main import main
 from lockstep.ops.native import library
 from lockstep.run import crash
+from lockstep.run.recorder import Recorder
 
 REWARDS = """
 import ctypes, os, threading, time
@@ -89,6 +94,58 @@ def test_ctrl_c_anywhere_ends_the_command_with_its_exit_code(
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "lockstep: interrupted\n"
+
+
+def test_ctrl_c_is_not_lost_in_an_import(tmp_path: Path) -> None:
+    """A module may drop any exception, as torch does in places, and be imported all the same."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    with running(TRAIN, tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path])) as process:
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, errors) == (130, "lockstep: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["torch.py"]
+
+
+def test_ctrl_c_within_a_generated_text_of_python_has_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "from lockstep import __main__\nfrom lockstep.cli import main\n"
+        "main.entry = lambda: exec('import signal; signal.raise_signal(signal.SIGINT)')\n__main__.entry()\n"
+    )
+    with running([sys.executable, "-m", "m"], tmp_path, PYTHONPATH=os.pathsep.join(sys.path)) as process:
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, errors) == (130, "lockstep: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "code"),
+    [(signal.SIGINT, "started", 130), (signal.SIGINT, "open", 130), (signal.SIGTERM, "warm_up_graphs", 143)],
+)
+def test_a_signal_that_was_lost_ends_the_run_before_its_first_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    place: str,
+    code: int,
+) -> None:
+    """As in a finalizer or a callback, where Python drops exceptions."""
+    original = getattr(Recorder, place)
+
+    def losing(*arguments: Any) -> None:
+        original(*arguments)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Recorder, place, losing)
+    monkeypatch.chdir(tmp_path)
+    before = [signal.getsignal(every) for every in (signal.SIGINT, signal.SIGTERM)]
+    assert main(TRAIN[3:]) == code
+    assert [signal.getsignal(every) for every in (signal.SIGINT, signal.SIGTERM)] == before
+    said = capsys.readouterr().err.splitlines()
+    words = "interrupted" if code == 130 else f"ended by {number.name}"
+    assert said[-5:-2] == [f"lockstep: {words}", "folder  run", "report  run/report.html"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_done"] == 0
 
 
 def test_ctrl_c_after_the_outcome_changes_nothing() -> None:

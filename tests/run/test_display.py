@@ -120,6 +120,19 @@ def test_a_long_phase_shows_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> N
     assert plain.getvalue() == "still in rewards: exact, 31 s\nstill in rewards: exact, 60 s\n"
 
 
+def test_a_start_tells_early_what_it_is_at_however_short_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("lockstep.run.display.time", SimpleNamespace(monotonic=lambda: now[0]))
+    stream = io.StringIO()
+    with Display(1, stream=stream, tick=0.002) as display, display.phase("graphs"):
+        for count in range(6):
+            with display.phase("compile"):
+                now[0] += 4.0
+                if count in (2, 5):
+                    wait_for(lambda lines=count // 2: stream.getvalue().count("still") >= lines)
+    assert stream.getvalue() == "".join(f"still compiling kernels, 4 s (graphs, {seconds} s)\n" for seconds in (12, 24))
+
+
 def test_sparkline() -> None:
     assert sparkline([0.0, 0.5, math.nan, 1.0]) == "▁▄ █"
     assert sparkline([2.0, 2.0]) == "▁▁"

@@ -219,3 +219,4 @@ def test_the_parity_command_fails_where_tokens_are_not_compared(model: Path, mon
     assert f"  Not compared      : {report.tokens_not_covered}\n" in report.render()
     assert report.render().endswith("FAIL: not every sampled token was compared.")
     assert replace(report, tokens_not_covered=0).identical
+    assert f"  Tokens checked    : {report.tokens_checked} (64 were asked for; the completions" in report.render()

@@ -131,7 +131,7 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "sum-digits: 3 problems, 2 completions each, temperature 0.8"
     low, high = printed["pass@2/ci95"]
-    assert f"  {'pass@2':<24} {printed['pass@2']:.4f}   95 % interval {low:.4f} to {high:.4f}" in lines
+    assert f"  {'pass@2':<26} {printed['pass@2']:.4f}   95 % interval {low:.4f} to {high:.4f}" in lines
 
 
 def test_the_system_prompt_and_the_variables_reach_the_template(

@@ -63,7 +63,8 @@ def hold_out(problems: Problems, count: int) -> tuple[Problems, Problems | None]
     if count >= len(problems):
         raise InputError(
             f"{problems.label} has {len(problems)} rows and task.validation_prompts holds out {count}; "
-            "give more rows, fewer validation prompts, or task.validation_data"
+            "give more rows, fewer validation prompts (0 turns validation off: --task.validation-prompts 0), or "
+            "task.validation_data"
         )
     cut = len(problems) - count
     return problems[:cut], problems[cut:]

@@ -40,7 +40,7 @@ class RowFormat:
             hidden = {"prompt", *RESERVED_NAMES} & {self.prompt_column}  # what functions have as `prompts`
             columns = {name: value for name, value in row.items() if name not in hidden}
             prompt = _checked_prompt(row[self.prompt_column], f"{origin}: {self.prompt_column}")
-        elif "question" in row and "answer" in row:  # GSM8K
+        elif self.asks(row):
             if not _is_text(row["question"]):
                 raise InputError(f"{origin}: question must be a text that is not empty")
             columns = row
@@ -51,6 +51,10 @@ class RowFormat:
                 f"({_other_column(row)})"
             )
         return Problem(self.with_system(prompt), columns, origin=origin)
+
+    def asks(self, row: Row) -> bool:
+        """Whether the row has no prompt and its question is asked (GSM8K)."""
+        return self.prompt_column not in row and "question" in row and "answer" in row
 
     def with_system(self, prompt: Prompt) -> Prompt:
         """`prompt` under the system prompt, unless it has one; a text then is a chat of one user message."""
@@ -135,10 +139,18 @@ def read_problems(
     if not len(source):
         raise InputError(f"{field} {data} has no rows")
     names: dict[str, None] = {}
+    asks = form.asks(source.row(0))
     for index, row in enumerate(source):
         problem = form.problem(row, source.origin(index))
+        if form.asks(row) != asks:
+            both = (form.prompt_column, "question and answer")
+            raise InputError(
+                f"{problem.origin} has {both[not asks]} and the first row {both[asks]}; all rows must have the same"
+            )
         check(problem)
         names |= dict.fromkeys(problem.columns)
+    if asks and config.name != "gsm8k":
+        _log.warning("%s %s has question and answer, which are asked as in GSM8K: %r", field, data, GSM8K_INSTRUCTION)
     return Problems(source, form, tuple(names), range(len(source)), f"{field} {data}")
 
 

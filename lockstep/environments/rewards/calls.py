@@ -169,7 +169,7 @@ def _own(name: str, value: Any) -> Any:
     if name == "completion_ids":  # long, and nothing but numbers
         return [list(ids) for ids in value]
     if isinstance(value, list):
-        return [_own("", inner) for inner in value]
+        return [_own("", inner) if isinstance(inner, (list, dict)) else inner for inner in value]
     return {key: _own("", inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 

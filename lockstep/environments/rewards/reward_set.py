@@ -151,7 +151,10 @@ class RewardSet:
         columns = [name for name in columns_rows[0] if all(name in row for row in columns_rows)]
         arguments: Arguments = {name: [row[name] for row in columns_rows] for name in columns}
         arguments["prompts"] = list(prompts)
-        arguments["completions"] = [_in_prompts_form(p, t) for p, t in zip(prompts, completions_text, strict=True)]
+        arguments["completions"] = [  # in the prompt's form
+            text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions_text, strict=True)
+        ]
         arguments["completion_ids"] = list(completion_ids)
         self.logged = Logged(len(prompts))
         offered = {
@@ -242,9 +245,3 @@ def _rows(origins: Sequence[str]) -> str:
     if not named:
         return ""
     return f", {named[0]}" + (f" to {named[-1]}" if named[-1] != named[0] else "")
-
-
-def _in_prompts_form(
-    prompt: str | list[dict[str, Any]], text: str | list[dict[str, Any]]
-) -> str | list[dict[str, Any]]:
-    return text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]

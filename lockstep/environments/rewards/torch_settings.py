@@ -38,8 +38,7 @@ def kept() -> Iterator[None]:
             torch.set_flush_denormal(flushes)
 
 
-def _warns_only() -> bool:
-    return torch.is_deterministic_algorithms_warn_only_enabled()
+_warns_only = torch.is_deterministic_algorithms_warn_only_enabled
 
 
 def _flushes_denormals() -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,13 +114,14 @@ def check_closure(name: str, body: Callable[..., Any]) -> None:
             raise GraphError(f"{name}: the traced function closes over {variable!r}, a {type(value).__name__} {kind}")
 
 
-@contextmanager
-def substituted(module: nn.Module, inputs: Inputs) -> Iterator[None]:
+def substituted(module: nn.Module, inputs: Inputs) -> AbstractContextManager[None]:
     """Within a function that may be traced: `module` with the traced tensors of its `module_inputs`, its calls marked
     by path; run on the module's own, as it is."""
-    if inputs.module is module:
-        yield
-        return
+    return nullcontext() if inputs.module is module else _on_traced(module, inputs)
+
+
+@contextmanager
+def _on_traced(module: nn.Module, inputs: Inputs) -> Iterator[None]:
     own = module_inputs(module)
     traced = {name: inputs.param[name] for name in own.param} | {name: inputs.buffer[name] for name in own.buffer}
     with torch_trace.swapped(module, traced), _tagged(module):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..records import ALONE, KVPages, Packed, Paged, PrefixGroups
+from ..records import ALONE, PLAIN, AttentionScores, KVPages, Packed, Paged, PrefixGroups
 from ..rows import unit_inner
 from . import triton_decode
 from .reference import KEY_SPLIT, KEY_TILE
@@ -231,15 +231,21 @@ def launch(
     return out_TNH, lse_KTG
 
 
-def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> tuple[Tensor, Tensor]:
+def packed(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
+) -> tuple[Tensor, Tensor]:
     """See `attention.operator.attention_packed`; and `launch`'s log-sum-exp."""
+    assert scores == PLAIN
     head_dim = q_TNH.shape[2]
     tile = _tile(by.max_len, head_dim, q_TNH.dtype)
     return launch((q_TNH, k_TKH, v_TKH), head_dim**-0.5, by, 0, tile)
 
 
-def paged(q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE) -> Tensor:
+def paged(
+    q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
+) -> Tensor:
     """See `attention.operator.attention_paged`."""
+    assert scores == PLAIN
     if contexts := by.decoding(q_TNH.shape[0]):
         return triton_decode.decode(q_TNH, cache, contexts, groups)
     _, page_size, _, head_dim = cache.k_cache.shape

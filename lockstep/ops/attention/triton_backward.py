@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..records import AttentionGradient, Packed
+from ..records import PLAIN, AttentionGradient, AttentionScores, Packed
 from ..rows import unit_inner
 from .triton_tiles import (
     LN_2,
@@ -295,8 +295,9 @@ def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTi
     return (LONG_DQ_TILE, LONG_DKV_TILE) if max_len > LONG else (DQ_TILE, DKV_TILE)
 
 
-def packed(x: AttentionGradient, by: Packed) -> tuple[Tensor, ...]:
+def packed(x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> tuple[Tensor, ...]:
     """See `attention.operator.attention_packed_backward`."""
+    assert scores == PLAIN
     grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
     packed_into(grads, x, by)
     return grads

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..records import ALONE, Contexts, KVPages, PrefixGroups, Rotation
+from ..records import ALONE, PLAIN, AttentionScores, Contexts, KVPages, PrefixGroups, Rotation
 from ..rope.triton import qk_norm_rope, rotated_heads
 from ..rows import aligned_rows, unit_inner
 from . import triton_prefetch
@@ -349,9 +349,16 @@ def _rotation(
 
 
 def attention_decode(
-    qkv_SE: Tensor, by: Rotation, cache: KVPages, slots_S: Tensor, contexts: Contexts, groups: PrefixGroups = ALONE
+    qkv_SE: Tensor,
+    by: Rotation,
+    cache: KVPages,
+    slots_S: Tensor,
+    contexts: Contexts,
+    groups: PrefixGroups = ALONE,
+    scores: AttentionScores = PLAIN,
 ) -> Tensor:
     """See `operator.attention_decode`."""
+    assert scores == PLAIN
     if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
         return decode(qkv_SE, cache, contexts, rotation=by, slots_S=slots_S)
     q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S)  # each query is in two programs

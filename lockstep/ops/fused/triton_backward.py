@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention import triton_backward as attention_triton_backward
-from ..records import AttentionGradient, Packed, Rotation
+from ..records import PLAIN, AttentionGradient, AttentionScores, Packed, Rotation
 from ..rope import triton as rope_triton
 
 ADD_BLOCK, ADD_WARPS = 4096, 8
 
 
 def rotated_attention(
-    x: AttentionGradient, by: Packed, qkv_TE: Tensor, rotation: Rotation
+    x: AttentionGradient, by: Packed, qkv_TE: Tensor, rotation: Rotation, scores: AttentionScores = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `fused.backward.rotated_attention_packed`. Values' gradients are written where they stay, those of queries
     and keys where the rotation reads them."""

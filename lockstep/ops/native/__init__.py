@@ -17,25 +17,46 @@ import torch
 from torch import Tensor
 
 from ..logprobs import reference as logprobs_reference
-from ..records import ALONE, Filters, KVPages, Packed, Paged, PrefixGroups, Rotation, RowStatistics, SampleKeys
+from ..records import (
+    ACTIVATIONS,
+    ALONE,
+    PLAIN,
+    SILU,
+    AttentionScores,
+    Filters,
+    KVPages,
+    Packed,
+    Paged,
+    PrefixGroups,
+    Rotation,
+    RowStatistics,
+    SampleKeys,
+)
 from . import library
 
-FLOAT = torch.float32
+FLOAT, LONG = torch.float32, torch.int64
 THREAD_WORK = 1 << 24  # multiplications that are worth a thread
 ELEMENT, EXPONENTIAL = 32, 96  # multiplications of a product that take as long as an element read, and its exponential
 TILE = 64  # keys that attention takes at a time (product.h)
 
 
-def _addresses(dtype: torch.dtype, *tensors: Tensor | None) -> list[int | None]:
-    """Of contiguous tensors' data, which the caller keeps alive; None for None."""
-    for tensor in tensors:
-        if tensor is not None and (tensor.dtype is not dtype or not tensor.is_contiguous()):
-            raise TypeError(f"expected a contiguous {dtype} tensor, got {tensor.dtype} with strides {tensor.stride()}")
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _addresses(*tensors: Tensor | torch.dtype | None) -> list[int | None]:
+    """Of the data of contiguous tensors, each of the dtype that stands before it, float32 at first; None for None. The
+    caller keeps them alive."""
+    dtype = FLOAT
+    found: list[int | None] = []
+    for x in tensors:
+        if isinstance(x, torch.dtype):
+            dtype = x
+            continue
+        if x is not None and (x.dtype is not dtype or not x.is_contiguous()):
+            raise TypeError(f"expected a contiguous {dtype} tensor, got {x.dtype} with strides {x.stride()}")
+        found.append(None if x is None else x.data_ptr())
+    return found
 
 
-def linear(a_RD: Tensor, b: Tensor, transposed: bool = True) -> Tensor:
-    """`a @ b.T`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
+def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool = True) -> Tensor:
+    """`a @ b.T + bias`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
     b, (rows, dim), (columns, inner) = b.contiguous(), a_RD.shape, b.shape if transposed else b.shape[::-1]
     assert dim == inner
     out = a_RD.new_empty(rows, columns)
@@ -43,7 +64,7 @@ def linear(a_RD: Tensor, b: Tensor, transposed: bool = True) -> Tensor:
     job = library.ProductArguments(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
     if not _run("product", job, rows * columns * dim):
         raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
-    return out
+    return out if bias is None else out.add_(bias)
 
 
 matmul = partial(linear, transposed=False)
@@ -61,29 +82,47 @@ def _run(name: str, job: ctypes.Structure, work: int) -> bool:
     return not job.error
 
 
-def _rows(name: str, rows: int, work: int, at: Sequence[int | None], *sizes: int, eps: float = 0.0) -> bool:
-    """Do a job row by row, `work` multiplications each, on the data at these addresses."""
-    return _run(name, library.RowJob(eps, rows, 0, 0, *sizes, *(0,) * (5 - len(sizes)), *at), rows * work)
+def _rows(
+    name: str,
+    rows: int,
+    work: int,
+    on: Sequence[Tensor | None],
+    *sizes: int,
+    at: Sequence[int | None] = (),
+    eps: float = 0.0,
+) -> bool:
+    """Do a job row by row, `work` multiplications each, on contiguous float32 tensors, and on the data at these
+    addresses."""
+    for x in on:
+        if x is not None and (x.dtype is not FLOAT or not x.is_contiguous()):
+            _addresses(*on)  # raises
+    own = [None if x is None else x.data_ptr() for x in on]
+    return _run(name, library.RowJob(eps, rows, 0, 0, *sizes, *(0,) * (5 - len(sizes)), *own, *at), rows * work)
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """See `norm.operator.rms_norm`."""
+    if weight_offset:
+        weight_D = weight_D + weight_offset
     x_TD = x_TD.contiguous()
     out, dim = torch.empty_like(x_TD), x_TD.shape[-1]
     assert weight_D.shape == (dim,)
-    _rows("rms_norm", x_TD.numel() // dim, ELEMENT * dim, _addresses(FLOAT, out, x_TD, weight_D), dim, eps=eps)
+    _rows("rms_norm", x_TD.numel() // dim, ELEMENT * dim, (out, x_TD, weight_D), dim, eps=eps)
     return out
 
 
-def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
+def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
     """See `rope.operator.qk_norm_rope`."""
+    if weight_offset and by.q_weight_H is not None and by.k_weight_H is not None:
+        weights = by.q_weight_H + weight_offset, by.k_weight_H + weight_offset
+        by = by._replace(q_weight_H=weights[0], k_weight_H=weights[1])
     qkv_TE = qkv_TE.contiguous()
     (tokens, width), head_dim, heads = qkv_TE.shape, by.cos_sin_TH.shape[1], by.num_heads + by.num_kv_heads
     assert by.cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
     assert all(w is None or w.shape == (head_dim,) for w in (by.q_weight_H, by.k_weight_H))
     out = qkv_TE.new_empty(tokens, heads, head_dim)
-    at, sizes = _addresses(FLOAT, out, qkv_TE, *by[:3]), (width, by.num_heads, by.num_kv_heads, head_dim)
-    _rows("qk_norm_rope", tokens, ELEMENT * heads * head_dim, at, *sizes, eps=by.eps)
+    on, sizes = (out, qkv_TE, *by[:3]), (width, by.num_heads, by.num_kv_heads, head_dim)
+    _rows("qk_norm_rope", tokens, ELEMENT * heads * head_dim, on, *sizes, eps=by.eps)
     return out
 
 
@@ -92,8 +131,8 @@ def rotate_back(grad_TNH: Tensor, cos_sin_TH: Tensor, out_TE: Tensor) -> None:
     grad_TNH = grad_TNH.contiguous()
     tokens, heads, head_dim = grad_TNH.shape
     assert cos_sin_TH.shape == (tokens, head_dim) and out_TE.shape[0] == tokens and out_TE.shape[1] >= heads * head_dim
-    at, sizes = _addresses(FLOAT, out_TE, grad_TNH, cos_sin_TH), (out_TE.shape[1], heads, head_dim)
-    _rows("rotate_back", tokens, ELEMENT * heads * head_dim, at, *sizes)
+    on, sizes = (out_TE, grad_TNH, cos_sin_TH), (out_TE.shape[1], heads, head_dim)
+    _rows("rotate_back", tokens, ELEMENT * heads * head_dim, on, *sizes)
 
 
 def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float, out_TE: Tensor) -> Tensor:
@@ -108,11 +147,9 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
     rstd = torch.rsqrt((x_TNH * x_TNH).mean(-1, keepdim=True) + eps)
     product, grad_weight = torch.empty_like(grad_TNH), torch.empty_like(grad_TNH)
     given = x_TE, weight_NH, grad_TNH, rstd
-    at = _addresses(FLOAT, product, grad_weight, *given)
-    _rows("norm_products", tokens, of_rows, at, x_TE.shape[1], heads, head_dim)
-    mean = product.mean(-1, keepdim=True)
-    at = _addresses(FLOAT, out_TE, *given, mean)
-    _rows("norm_gradient", tokens, of_rows, at, out_TE.shape[1], x_TE.shape[1], heads, head_dim)
+    _rows("norm_products", tokens, of_rows, (product, grad_weight, *given), x_TE.shape[1], heads, head_dim)
+    on = out_TE, *given, product.mean(-1, keepdim=True)
+    _rows("norm_gradient", tokens, of_rows, on, out_TE.shape[1], x_TE.shape[1], heads, head_dim)
     return grad_weight
 
 
@@ -121,9 +158,9 @@ def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:
     x_TNH = _head_rows(x_TNH)
     (tokens, heads, head_dim), (segments, length) = x_TNH.shape, rows_BI.shape
     out = x_TNH.new_empty(segments, heads, length, head_dim)
-    at = *_addresses(FLOAT, out), x_TNH.data_ptr(), *_addresses(torch.int64, rows_BI)
+    at = x_TNH.data_ptr(), *_addresses(LONG, rows_BI)
     sizes = x_TNH.stride(0), heads, length, head_dim, tokens
-    if not _rows("gather_heads", segments * heads, ELEMENT * length * head_dim, at, *sizes):
+    if not _rows("gather_heads", segments * heads, ELEMENT * length * head_dim, (out,), *sizes, at=at):
         raise IndexError(f"gather_heads: a row lies outside {tokens}")
     return out
 
@@ -132,9 +169,8 @@ def accumulate_heads(total_TNH: Tensor, rows_BI: Tensor, values_BNIH: Tensor) ->
     """See `attention.reference.accumulate_heads`."""
     (tokens, heads, head_dim), (segments, length) = total_TNH.shape, rows_BI.shape
     assert values_BNIH.shape == (segments, heads, length, head_dim)
-    at = *_addresses(FLOAT, total_TNH, values_BNIH), *_addresses(torch.int64, rows_BI)
-    work, sizes = ELEMENT * segments * length * head_dim, (segments, length, head_dim, tokens)
-    if not _rows("accumulate_heads", heads, work, at, *sizes):
+    on, work = (total_TNH, values_BNIH), ELEMENT * segments * length * head_dim
+    if not _rows("accumulate_heads", heads, work, on, segments, length, head_dim, tokens, at=_addresses(LONG, rows_BI)):
         raise IndexError(f"accumulate_heads: a row lies outside {tokens}")
 
 
@@ -142,26 +178,27 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     """See `rope.operator.rope_table`."""
     positions_T, tokens, half = positions_T.contiguous(), positions_T.shape[0], inv_freq.shape[0]
     out = inv_freq.new_empty(tokens, 2 * half)
-    (out_ptr, inv_freq_ptr), addresses = _addresses(FLOAT, out, inv_freq), _addresses(torch.int64, positions_T)
-    library.current.rope_table(out_ptr, *addresses, inv_freq_ptr, tokens, half)
+    library.current.rope_table(*_addresses(out, LONG, positions_T, FLOAT, inv_freq), tokens, half)
     return out
 
 
-def silu_mul(gate_up_TE: Tensor) -> Tensor:
+def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """See `activation.operator.silu_mul`."""
     gate_up_TE = gate_up_TE.contiguous()
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out = gate_up_TE.new_empty(rows, width)
-    _rows("silu_mul", rows, EXPONENTIAL * width, _addresses(FLOAT, out, gate_up_TE), width)
+    _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width, ACTIVATIONS.index(activation))
     return out
 
 
-def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
+def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """See `activation.operator.silu_mul_backward`."""
     grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
-    _rows("silu_mul_backward", rows, EXPONENTIAL * width, _addresses(FLOAT, out, grad_TF, gate_up_TE), width)
+    _rows(
+        "silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width, ACTIVATIONS.index(activation)
+    )
     return out
 
 
@@ -176,8 +213,7 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
     error = library.current.write_kv(
         k_TKH.data_ptr(),
         v_TKH.data_ptr(),
-        *_addresses(FLOAT, *cache),
-        *_addresses(torch.int64, slots_T),
+        *_addresses(*cache, LONG, slots_T),
         tokens,
         pages * page_size,
         k_TKH.stride(0) * size,
@@ -188,18 +224,18 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
         raise IndexError(f"write_kv: slots lie outside the cache's {pages * page_size}")
 
 
-def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> Tensor:
+def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
     """See `attention.operator.attention_packed`."""
     context_len_S = by.prefix_len_S + by.cu_seqlens.diff()
     at = by.cu_seqlens.contiguous(), context_len_S, by.prefix_start_S.contiguous(), None
-    return _attention(q_TNH, _head_rows(k_TKH), _head_rows(v_TKH), at, by.max_len)
+    return _attention(q_TNH, _head_rows(k_TKH), _head_rows(v_TKH), at, by.max_len, scores)
 
 
-def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE) -> Tensor:
+def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE, scores: AttentionScores = PLAIN) -> Tensor:
     """See `attention.operator.attention_paged`."""
     table, cu_seqlens, context_len_S = (x.contiguous() for x in by[:3])
     k, v = (x.contiguous() for x in cache)
-    return _attention(q_TNH, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len)
+    return _attention(q_TNH, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len, scores)
 
 
 def _head_rows(x_TKH: Tensor) -> Tensor:
@@ -208,7 +244,12 @@ def _head_rows(x_TKH: Tensor) -> Tensor:
 
 
 def _attention(
-    q_TNH: Tensor, k: Tensor, v: Tensor, at: tuple[Tensor, Tensor, Tensor | None, Tensor | None], max_len: int
+    q_TNH: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    max_len: int,
+    scores: AttentionScores,
 ) -> Tensor:
     """With int32 cu_seqlens, context lengths, and the starts of packed sequences' prefixes or a block table."""
     *_, block_table = at
@@ -218,6 +259,7 @@ def _attention(
     assert v.shape == k.shape == (*rows, kv_heads, head_dim) and heads % kv_heads == 0
     assert at[0].shape == (sequences + 1,)
     assert all(x is None or x.shape[0] == sequences for x in at[2:4])
+    assert scores.sinks_N is None or scores.sinks_N.shape == (heads,)
     out = q_TNH.new_empty(tokens, heads, head_dim)
     job = library.AttentionArguments(
         out.data_ptr(),
@@ -235,8 +277,12 @@ def _attention(
         head_dim,
         *_addresses(torch.int32, *at),
         *((0, 0) if block_table is None else (k.shape[1], block_table.shape[1])),
+        *_addresses(FLOAT, scores.sinks_N),
+        scores.window,
+        scores.scale or 1 / math.sqrt(head_dim),
+        scores.softcap,
     )
-    keys = -(-max_len // TILE) * TILE
+    keys = -(-min(max_len, scores.window or max_len) // TILE) * TILE
     if not _run("attention", job, 4 * tokens * heads * head_dim * keys):  # the softmax takes as long as the products
         raise IndexError("attention: a sequence, page or prefix lies outside its table")
     return out
@@ -256,9 +302,8 @@ def statistics(
     assert temperature_C.shape == threshold_C.shape == (rows,)
     assert support_CB is None or support_CB.shape == (rows, (vocabulary + 7) // 8)
     written = lse_C, sampled_lse_C, entropy_C if with_entropy else None
-    floats = _addresses(FLOAT, *written, logits_CV, temperature_C, threshold_C)
-    support = _addresses(torch.uint8, support_CB)
-    library.current.statistics(*floats, *support, rows, vocabulary, (vocabulary + 7) // 8)
+    at = _addresses(*written, logits_CV, temperature_C, threshold_C, torch.uint8, support_CB)
+    library.current.statistics(*at, rows, vocabulary, (vocabulary + 7) // 8)
     return RowStatistics(lse_C, sampled_lse_C, threshold_C, entropy_C)
 
 
@@ -267,9 +312,8 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: R
     rows, vocabulary = logits_CV.shape
     assert targets_C.shape == temperature_C.shape == stats.lse_C.shape == stats.sampled_lse_C.shape == (rows,)
     sampled_C, model_C = torch.empty_like(stats.lse_C), torch.empty_like(stats.lse_C)
-    targets = _addresses(torch.int64, targets_C)
-    before, after = _addresses(FLOAT, sampled_C, model_C, logits_CV), _addresses(FLOAT, temperature_C, *stats[:2])
-    if library.current.scores(*before, *targets, *after, rows, vocabulary):
+    at = _addresses(sampled_C, model_C, logits_CV, LONG, targets_C, FLOAT, temperature_C, *stats[:2])
+    if library.current.scores(*at, rows, vocabulary):
         raise IndexError(f"a target is outside the vocabulary of {vocabulary}")
     return sampled_C, model_C
 
@@ -280,9 +324,6 @@ def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: Sa
     assert keys.key_C4.shape == (rows, 4)
     assert temperature_C.shape == threshold_C.shape == keys.position_C.shape == (rows,)
     token_C = torch.empty_like(keys.position_C)
-    (token, key, position), floats = (
-        _addresses(torch.int64, token_C, *keys),
-        _addresses(FLOAT, logits_CV, temperature_C, threshold_C),
-    )
-    library.current.draw(token, *floats, key, position, rows, vocabulary)
+    at = _addresses(LONG, token_C, FLOAT, logits_CV, temperature_C, threshold_C, LONG, *keys)
+    library.current.draw(*at, rows, vocabulary)
     return token_C
