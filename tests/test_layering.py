@@ -139,7 +139,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "session": (
-        "attention certificate golden kernel_lists memory signals",
+        "attention certificate golden kernel_lists memory policy signals",
         "build",
         "warm_up",
         "generate parity_check precompile",

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..models.tokenizer import check_size, encode_text, render_chat
 from ..models.tool_calls import ToolFormat
-from ..session.build import Policy
+from ..session.policy import Policy
 from .errors import refused
 
 Message = dict[str, Any]

@@ -20,8 +20,8 @@ from fastapi import Request
 from ..errors import InputError, LockstepError
 from ..generator import Engine
 from ..models.tool_calls import tool_format
-from ..session.build import Policy
 from ..session.generate import require_numbers
+from ..session.policy import Policy
 from ..types import GENERATE_DOMAIN, SampleIdentity, Trajectory
 from .batcher import Batcher, Job, News, Update
 from .bodies import SamplingFields

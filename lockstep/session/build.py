@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..config import (
     template_variables,
 )
 from ..distributed import ONE, World
-from ..environments import Environment, Problem, PromptLimit, Task, Tokens, make_environment, make_task
+from ..environments import PromptLimit, make_environment, make_task
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
@@ -32,15 +32,9 @@ from ..models.checks import require_memory
 from ..models.init import architecture, initialize
 from ..models.tokenizer import (
     byte_tokenizer,
-    check_size,
     check_vocabulary,
-    encode_following,
-    encode_prompt,
-    encode_text,
     load_tokenizer,
-    longest_token,
 )
-from ..models.tool_calls import Tool, ToolFormat, tool_format
 from ..timings import Timings, Watcher
 from ..trainer import Trainer
 from ..trainer.shapes import train_shapes
@@ -48,80 +42,7 @@ from ..types import SamplingParams
 from .attention import set_attention, whole_tiles
 from .kernel_lists import kernel_list, preload_async
 from .memory import MemoryPlan, Workload, adapted, memory_at_hand, model_config, require_room, workload
-
-PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
-
-
-@dataclass
-class Policy:
-    """A model with its tokenizer, in its compute dtype on its device."""
-
-    model: Decoder
-    tokenizer: Any
-    template_variables: dict[str, Any] = field(default_factory=dict)
-
-    def encode(self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = ()) -> list[int]:
-        """Token ids of a prompt (text, or chat messages through the model's template, which shows these tools)."""
-        check_size(prompt, self.model.config.max_position_embeddings, self.longest_token)
-        return encode_prompt(self.tokenizer, prompt, self._variables(tools))
-
-    def _variables(self, tools: Sequence[Tool]) -> dict[str, Any]:
-        return self.template_variables | ({"tools": list(tools)} if tools else {})
-
-    @cached_property
-    def longest_token(self) -> int:
-        """Bytes of the longest text that one token stands for, at most."""
-        return longest_token(self.tokenizer)
-
-    def encode_completion(self, text: str) -> list[int]:
-        """Token ids of a completion, end-of-sequence token included."""
-        return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
-
-    def encode_following(
-        self,
-        messages: list[dict[str, Any]] | None,
-        given: str | list[dict[str, Any]],
-        tools: Sequence[Tool] = (),
-    ) -> list[int]:
-        """Token ids of what is given after an answer, the last of `messages` (None: the prompt was no chat): text as it
-        is, or messages through the model's template."""
-        if isinstance(given, str):
-            return encode_text(self.tokenizer, given)
-        if messages is None:
-            raise InputError("the environment gave messages after a text prompt; give text, or begin with messages")
-        return encode_following(self.tokenizer, messages, given, self._variables(tools))
-
-    @property
-    def tokens(self) -> Tokens:
-        """How the environments' text becomes tokens."""
-        return Tokens(self.encode, self.encode_following, self.tokenizer.decode, with_tools=self.tokens_with)
-
-    @cached_property
-    def tool_format(self) -> ToolFormat | None:
-        """How the model's chat template teaches to call tools; None if it teaches none that is known."""
-        return tool_format(self.tokenizer)
-
-    def tokens_with(self, tools: Sequence[Tool]) -> Tokens:
-        """`tokens` where the model may call these. Raises `InputError` when its template teaches no calls."""
-        if not tools:
-            return self.tokens
-        if self.tool_format is None:
-            raise InputError(
-                "the model's chat template teaches no form of tool calls that is known (Hermes and Qwen, Qwen-Coder, "
-                "Llama 3), so it cannot call tools; use another model, or an environment that reads calls itself"
-            )
-        form = replace(self.tool_format, tools=tuple(tools))
-        encode, following = partial(self.encode, tools=tools), partial(self.encode_following, tools=tools)
-        return Tokens(encode, following, self.tokenizer.decode, form.message, self.tokens_with)
-
-    def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> int:
-        """Tokens of the longest prompt among the first step's and the validation problems, with its tools."""
-        shown = [self.tokens_with(tools).prompt for tools in environment.toolsets()]
-        return max(longest_prompt(encode, task, groups) for encode in shown)
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of a completion, without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+from .policy import Policy
 
 
 class Session:
@@ -411,19 +332,6 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
     if 0 < config.task.max_prompt_length <= size - completion:
         return PromptLimit(config.task.max_prompt_length, "task.max_prompt_length")
     return PromptLimit(size - completion, f"{holder} less {what} of {completion}")
-
-
-def longest_prompt(encode: Callable[[Any], list[int]], task: Task, groups: int) -> int:
-    """Tokens of the longest prompt among the first step's and the validation problems."""
-    problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
-    return max(_length(encode, problem) for problem in problems)
-
-
-def _length(encode: Callable[[Any], list[int]], problem: Problem) -> int:
-    try:
-        return len(encode(problem.prompt))
-    except InputError as error:
-        raise InputError(f"{problem.origin}: {error}" if problem.origin else str(error)) from error
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
