@@ -27,8 +27,9 @@ from ..json_file import to_json
 from ..machine import by_torchrun, launched, several_processes
 from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS, recipe
-from .flags import Precompile, Train, refuse_unknown, spelled_out
+from .flags import Plan, Precompile, Train, refuse_unknown, spelled_out
 
+_Run = Train | Precompile | Plan  # commands whose flags are a run's configuration
 _GRACE = 5.0  # seconds that threads have to end, once the command has
 
 
@@ -157,8 +158,8 @@ def _is_reported(error: LockstepError) -> bool:
 def _parse(arguments: list[str]) -> Any:
     """The command's flags, or an exit code when tyro has printed help or a usage error.
 
-    `train` and `precompile` are parsed twice: once to learn what the run begins from, then with that as the defaults
-    that flags override.
+    `train`, `precompile` and `plan` are parsed twice: once to learn what the run begins from, then with that as the
+    defaults that flags override.
     """
     _refuse_repeated(arguments)
     kind: Any = _KINDS.get(arguments[0]) if arguments else None
@@ -171,7 +172,7 @@ def _parse(arguments: list[str]) -> Any:
             commands: Any = functools.reduce(operator.or_, (Annotated[k, _subcommand(n)] for n, k in _KINDS.items()))
             return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
         given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
-        if kind not in (Train, Precompile):
+        if kind not in (Train, Precompile, Plan):
             return tyro.cli(kind, **given)
         named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
         flags = tyro.cli(kind, **given, default=kind.of(recipes.RECIPES[named](None), recipe=""))
@@ -200,7 +201,7 @@ def _refuse_repeated(arguments: list[str]) -> None:
         seen[name] = flag
 
 
-def _settled(flags: Train | Precompile, arguments: list[str], begin: RunConfig) -> Train | Precompile:
+def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
     """`flags` without what they left of `begin` that nothing reads beside them.
 
     A flag that nothing reads is refused at any value, also at the one that it has without being given.
@@ -219,7 +220,7 @@ def _settled(flags: Train | Precompile, arguments: list[str], begin: RunConfig) 
     return flags.of_other(without(config, paths))
 
 
-def _base(flags: Train | Precompile) -> RunConfig:
+def _base(flags: _Run) -> RunConfig:
     """What the run begins from: a recipe, --config or --resume."""
     resume = flags.resume if isinstance(flags, Train) else None
     given = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}

@@ -90,13 +90,28 @@ class World:
         """What `make` returns on rank 0, or raises there, on every rank; the others do not call it."""
         return self.share(lambda: make() if self.first else None)[0]  # type: ignore[return-value]
 
-    def same(self, what: str, described: dict[str, Any]) -> None:
-        """Refuse ranks that differ in any of the named values, with the names.
+    def made_once(self, make: Callable[[], T], dumps: Callable[[T], bytes], loads: Callable[[bytes], T]) -> T:
+        """What `make` returns on rank 0, or raises there, and on every other rank what `loads` makes of its bytes."""
+        if self.size == 1:
+            return make()
+        here: list[T] = []
+
+        def packed() -> bytes:
+            here.append(make())
+            return dumps(here[0])
+
+        data = self.from_first(packed)
+        return here[0] if here else loads(data)
+
+    def same(self, what: str, describe: Callable[[], dict[str, Any]]) -> None:
+        """Refuse ranks that differ in any of the values that `describe` names, with the names.
 
         Raises:
-            InputError: on every rank.
+            InputError: on every rank; so with what `describe` raises on any.
         """
-        all_described = self.gather(described)
+        if self.size == 1:
+            return
+        all_described = self.share(describe)
         names = dict.fromkeys(name for one in all_described for name in one)
         for name in names:
             values = [one.get(name) for one in all_described]

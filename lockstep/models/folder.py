@@ -19,9 +19,10 @@ from ..json_file import read_object
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
-from .families import end_of_sequence, from_hf, require_family, to_hf, without_nulls
+from .hf_config import end_of_sequence, from_hf, require_family, to_hf, without_nulls
 from .shards import cut, file_names, read_tensors, weights_path
 from .weight_map import HEAD, fused_experts, weight_map
+from .weight_slices import WeightSlice
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -81,7 +82,7 @@ def read_config(folder: Path) -> ModelConfig:
     path, generation = folder / "config.json", folder / "generation_config.json"
     values = read_object(path)
     if isinstance(values.get("model_type"), str):
-        require_family(values["model_type"], str(path))  # of another model no other field says anything
+        require_family(values, str(path))  # of another model no other field says anything
     check_fields(values, str(path))
     try:
         config = from_hf(without_nulls(values), str(path))
@@ -126,7 +127,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
                 head = file, tensor
                 continue
             target = piece.of(tensors) if piece else tensors[fused[name]]
-            _require_form(tensor, target, f"{file}: {name}")
+            _require_form(tensor, target if piece is None else _in_folder(piece, target), f"{file}: {name}")
             target.copy_(piece.from_hf(tensor) if piece else tensor)
             extremes[file, name] = torch.stack(torch.aminmax(target))  # a NaN is both
     if wanted:
@@ -168,6 +169,11 @@ def _require_form(tensor: Tensor, target: Tensor, where: str) -> None:
         raise InputError(f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}")
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         raise InputError(f"{where} is {tensor.dtype}; quantized weights are not supported, use bfloat16")
+
+
+def _in_folder(piece: WeightSlice, rows: Tensor) -> Tensor:
+    """The folder's tensor of these rows, without memory where it is another."""
+    return rows if piece.form is None else piece.to_hf(rows.to("meta"))
 
 
 def _require_tied(file: Path, head: Tensor, embed: Tensor) -> None:

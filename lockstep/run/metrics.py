@@ -206,7 +206,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
-    """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it."""
+    """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it. One that
+    dynamic sampling replaced, and that was not trained on, says so."""
     for group in groups:
         samples = [
             {
@@ -222,7 +223,8 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
             }
             for rollout in group.rollouts
         ]
-        yield {"step": step, "group": group.group, "prompt": group.prompt, "samples": samples}
+        replaced = {"replaced": True} if group.replaced else {}
+        yield {"step": step, "group": group.group, **replaced, "prompt": group.prompt, "samples": samples}
 
 
 def _segments(rollout: Trajectory) -> list[dict[str, Any]]:

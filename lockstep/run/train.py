@@ -11,6 +11,7 @@ from ..config import RunConfig
 from ..distributed import ONE, World
 from ..rl.loop import Loop
 from ..session.build import build, resolve
+from ..session.memory import running_out_named
 from ..session.signals import raise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
@@ -33,15 +34,15 @@ def train(
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
     config = world.share(lambda: _checked(config, world))[world.rank]
-    if world.size > 1:
-        world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
+    world.same("the processes of this run", lambda: resuming.data(config))
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
     loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
     stream = None if world.first else io.StringIO()  # the progress is of the first rank alone
     display = Display(config.steps, config.metrics.progress, stream)
     note = noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext()
-    with note, told_once(run_dir, world), display:
+    named = running_out_named(lambda: recorder.memory_plan, world)
+    with note, told_once(run_dir, world), display, named:
         return _train(recorder, resume, loaded, other_numerics, display)
 
 
@@ -50,7 +51,9 @@ def _train(
 ) -> dict[str, Any]:
     config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
     display.startup(WORDS["import"], recorder.imports_s)
-    loop = Loop(config, build(config, world, display))
+    session = build(config, world, display)
+    recorder.planned(session, display)
+    loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
     with recorder:
@@ -72,10 +75,11 @@ def _train(
                 metrics, groups = loop.step(step)
             finally:
                 recorder.certify(loop)
-            if _is_due(step + 1, config.task.validation_interval, config.steps):
+            every = config.task.validation_interval
+            if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
                 metrics |= recorder.validate(loop, display, step + 1)
             with loop.run.timings.measured("log"):
-                recorder.step(step, metrics, groups)
+                recorder.step(step, metrics, groups + loop.replaced)
                 display.update(step, metrics)
             recorder.checkpoint(loop, step + 1)
             if recorded(step + 1):
@@ -91,7 +95,3 @@ def _checked(config: RunConfig, world: World) -> RunConfig:
     """`config` for this machine and so many processes, with all that it needs installed."""
     require_packages(config.metrics.trackers)
     return resolve(config, world.size)
-
-
-def _is_due(done: int, interval: int, steps: int) -> bool:
-    return done == steps or (interval > 0 and done % interval == 0)

@@ -200,8 +200,9 @@ class _Draft:
         if share_prefix:
             self.add_prompt(prompt)
         for trajectory in group.rollouts:
-            response = trajectory.response
-            own, routes = _rows_of(response)
+            response = trajectory.response  # of its tokens all but the last take rows; known are routes of given ones
+            own = [token for segment in response for token in segment.token_ids][:-1]
+            routes = [route for segment in response for route in _given_routes(segment)][:-1]
             if share_prefix:
                 row = len(self.tokens)
                 self._segment(own, routes, start, len(prompt.token_ids))
@@ -251,10 +252,10 @@ class _Draft:
         lengths = torch.tensor([*sampled, C - len(self.logit_rows)])  # the last is padding's
         drawn = zip(self.sequences, self.sampling, strict=True)
         floats = [(s.loss_weight, s.advantage, p.temperature, p.top_p, p.min_p) for s, p in drawn] + [(0, 0, 1, 1, 0)]
-        of_rows = torch.tensor(floats, dtype=torch.float32).t().repeat_interleave(lengths, 1)
+        of_rows = torch.tensor(floats, dtype=torch.float32).t().repeat_interleave(lengths, 1, output_size=C)
         weight_C, advantage_C, temperature_C, top_p_C, min_p_C = of_rows
         whole = torch.tensor([[*range(len(turns)), 0], [*(p.top_k for p in self.sampling), 0]])
-        sequence_C, top_k_C = whole.repeat_interleave(lengths, 1)
+        sequence_C, top_k_C = whole.repeat_interleave(lengths, 1, output_size=C)
         old, old_model = self._old_logprobs(turns, check_parity)
         routes = self._old_routes(turns) if check_parity else None
         return PackedBatch(
@@ -305,13 +306,6 @@ class _Draft:
             if any(turn.route_digests is None for turn in of_one):
                 raise ValueError(f"{s.name or 'a trajectory'}: parity cannot be checked without its route digests")
         return [route for of_one in turns for turn in of_one for route in turn.route_digests or ()]
-
-
-def _rows_of(response: list[Segment]) -> tuple[list[int], list[int]]:
-    """The tokens of a response that take rows, all but the last; and their digests, known of given ones."""
-    tokens = [token for segment in response for token in segment.token_ids]
-    routes = [route for segment in response for route in _given_routes(segment)]
-    return tokens[:-1], routes[:-1]
 
 
 def _given_routes(segment: Segment) -> list[int]:
