@@ -167,7 +167,8 @@ class TrainingSession(Session):
             self.task = make_task(config.task, groups)
             self.environment = make_environment(config.task)
         memory = min(world.gather(memory_at_hand(device)))
-        require_room(workload(config, world.size, device.type == "cuda"), memory)
+        asked = partial(workload, config, world.size, device.type == "cuda", model_config(config))
+        _planned(asked(prompt_limit=prompt_limit(config, model_config(config)).tokens), memory, device)
         super().__init__(config, timings, world)
         model, encode = self.policy.model, self.policy.encode
         self.policy.template_variables = template_variables(config.task.chat_template_kwargs)
@@ -177,9 +178,8 @@ class TrainingSession(Session):
         with timings.measured("prompts"):
             self.task.check_lengths(encode, self.prompt_limit)
             longest = max(world.share(lambda: longest_prompt(encode, self.task, groups)))
-        asked = partial(workload, config, world.size, device.type == "cuda", model.config)
         w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
-        self.plan = world.share(lambda: self._planned(w, memory))[world.rank]
+        self.plan = world.share(lambda: _planned(w, memory, device))[world.rank]
         if (config := adapted(w, self.plan)) is not self.config:
             self.config = config
             self.renew()
@@ -203,10 +203,13 @@ class TrainingSession(Session):
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
         self.preloaded = loaded_kernels()
 
-    def _planned(self, w: Workload, memory: int) -> MemoryPlan:
-        if not w.on_gpu or w.config.generator.kv_cache_tokens:
-            self.cache_tokens(w.sequences, w.sequence_tokens)  # it must hold a sequence
-        return require_room(w, memory)
+
+def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
+    c, g = w.config, w.config.generator
+    require_memory(w.model, w.dtype, device, f"arch {c.arch}" if c.model is None else str(resolve_folder(c.model)))
+    if not w.on_gpu or g.kv_cache_tokens:  # it must hold a sequence
+        plan_cache_tokens(g, w.model, w.dtype, device, w.sequences, w.sequence_tokens)
+    return require_room(w, memory)
 
 
 def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> TrainingSession:

@@ -403,9 +403,10 @@ def attention_decode(
     contexts: Contexts,
     groups: PrefixGroups = ALONE,
     scores: AttentionScores = PLAIN,
+    weight_offset: float = 0.0,
 ) -> Tensor:
     """See `operator.attention_decode`."""
-    if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
+    if (groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0) and not weight_offset:
         return decode(qkv_SE, cache, contexts, ALONE, scores, (by, slots_S))
-    q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S)  # each query is in two programs
+    q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S, weight_offset)  # each query is in two programs
     return decode(q_SNH, cache, contexts, groups, scores)

@@ -25,7 +25,7 @@ HASHES = 256 << 20  # `graph.check.fingerprints` at work
 
 def weights(w: Workload) -> int:
     """`N b`, whole on every rank, as the generator reads them; of several ranks their `shard` is beside them."""
-    return w.model.num_parameters * w.b
+    return w.parameters * w.b
 
 
 def shard(w: Workload) -> int:
@@ -50,7 +50,7 @@ def gradients(w: Workload) -> int:
 
 def frozen(w: Workload) -> int:
     """`N b` of each model that is only read: the reference, or the teacher."""
-    return sum(model.num_parameters for model in w.frozen) * w.b
+    return w.frozen_parameters * w.b
 
 
 def cache(w: Workload, tokens: int) -> int:
@@ -162,7 +162,7 @@ def layer_weights(w: Workload) -> int:
     """`b` times the parameters of a layer, the mean of all."""
     c = w.model
     tables = 1 if c.tie_word_embeddings else 2
-    return (c.num_parameters - tables * c.vocab_size * c.hidden_size) // c.num_layers * w.b
+    return (w.parameters - tables * c.vocab_size * c.hidden_size) // c.num_layers * w.b
 
 
 def working(w: Workload, again: int = 0) -> int:
