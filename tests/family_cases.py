@@ -126,6 +126,13 @@ def _glm4_moe(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     return {"head_dim": rng.choice((16, 24, 32))} | flags | rope | _experts(rng)
 
 
+def _gpt_oss(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    experts = {"num_local_experts": 6, "num_experts_per_tok": rng.choice((1, 2, 3))}
+    scaling = {"rope_parameters": YARN | {"rope_theta": 1e4, "truncate": rng.random() < 0.5}}
+    kinds = {"sliding_window": _window(rng), "layer_types": _kinds(rng, sizes)}
+    return experts | scaling | kinds | {"intermediate_size": rng.choice((16, 23))}
+
+
 Maker = tuple[Callable[..., Any], Callable[[random.Random, dict[str, Any]], dict[str, Any]]]
 MAKERS: dict[str, Maker] = {
     "qwen2": (transformers.Qwen2Config, _qwen2),
@@ -133,6 +140,7 @@ MAKERS: dict[str, Maker] = {
     "olmo2": (transformers.Olmo2Config, _olmo2),
     "olmo3": (transformers.Olmo3Config, _olmo3),
     "gemma3_text": (transformers.Gemma3TextConfig, _gemma3_text),
+    "gpt_oss": (transformers.GptOssConfig, _gpt_oss),
     "glm4_moe": (transformers.Glm4MoeConfig, _glm4_moe),
 }
 
