@@ -4,8 +4,6 @@
 `validate` of its own.
 """
 
-# ruff: noqa: F401 (the names of this room)
-
 from .run import (
     EARLIER,
     Attention,

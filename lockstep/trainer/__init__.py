@@ -7,22 +7,3 @@ from .result import PendingResult, StepResult
 from .routing import RoutingResult
 from .shapes import BatchShape, batch_shapes, bucket
 from .trainer import Mismatch, Trainer
-
-__all__ = [
-    "AdamW",
-    "BatchShape",
-    "FlatParameters",
-    "Mismatch",
-    "Packing",
-    "PendingResult",
-    "RoutingResult",
-    "StepResult",
-    "Trainer",
-    "batch_shapes",
-    "bucket",
-    "frozen_parameters",
-    "learning_rate",
-    "pack",
-    "pack_shards",
-    "packed_slots",
-]
