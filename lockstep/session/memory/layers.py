@@ -38,7 +38,7 @@ def kept_by_layers(config: ModelConfig, dtype: torch.dtype) -> list[tuple[int, i
 
 def _kept(decoder: Decoder, index: int) -> tuple[int, int]:
     """Of one layer. On a GPU attention also keeps a float32 number a row and head."""
-    seen, handles = _Seen(), list[RemovableHandle]()
+    seen, handles = _Crossings(), list[RemovableHandle]()
     layer = decoder.layers[index]
     routes: list[Any] | None = [] if decoder.config.moe_layers else None
     starts, start_S, length_S = (_empty(count, torch.int32) for count in (2, 1, 1))
@@ -59,7 +59,7 @@ def _kept(decoder: Decoder, index: int) -> tuple[int, int]:
     return whole // _TOKENS + 4 * decoder.config.num_heads, again // _TOKENS
 
 
-class _Seen:
+class _Crossings:
     """Tensors that a call keeps, and those that go in and out of modules, by where they lie."""
 
     def __init__(self) -> None:
