@@ -104,7 +104,9 @@ class Kernels:
                 cause = f"{type(error).__name__}: {error}"
                 self.found.setdefault(cause, {"kernel": kernel.__name__, "arch": self.arch, "failed": cause[:200]})
 
-        def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        def product(
+            x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
             return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
         driver.set_active(Hopper())
@@ -175,7 +177,7 @@ def joined(model: Decoder, tokens: int = 4736) -> None:
     add_gradient(torch.empty(x.shape), x)
     rms_norm_add(x, x, norm, c.rms_norm_eps, x)
     q, k, v = qkv.unflatten(1, (-1, c.head_dim)).split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-    head = norm.new_empty(c.head_dim) if c.qk_norm else None
+    head = norm.new_empty(c.head_dim) if model.layers[0].qk_norm else None
     lse, table = torch.empty(c.num_kv_heads, tokens, c.num_heads // c.num_kv_heads), torch.empty(tokens, c.head_dim)
     layout = [torch.empty(48 + extra, dtype=torch.int32) for extra in (1, 0, 0)]
     rotation = Rotation(head, head, table, c.num_heads, c.num_kv_heads, c.rms_norm_eps)

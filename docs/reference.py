@@ -45,6 +45,7 @@ def page() -> str:
         if dataclasses.is_dataclass(kind := field.default_factory):
             parts += [f"### {field.name}\n", f"{inspect.getdoc(kind)}\n", _table(kind, f"{field.name}.")]
     parts += ["## lockstep precompile\n", f"{inspect.getdoc(flags.Precompile)}\n"]
+    parts += ["## lockstep plan\n", f"{inspect.getdoc(flags.Plan)}\n", _table(flags.Plan, "", beside=flags.Train)]
     for command in COMMANDS:
         parts += [f"## lockstep {command.__name__.lower()}\n", f"{inspect.getdoc(command)}\n", _table(command, "")]
         for field in dataclasses.fields(command):
@@ -66,13 +67,14 @@ def recipes_table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _table(kind: Any, prefix: str) -> str:
-    """A row for each of the dataclass's fields, sections aside."""
+def _table(kind: Any, prefix: str, beside: Any = None) -> str:
+    """A row for each of the dataclass's fields, sections aside, and those that `beside` has too."""
+    known = {field.name for field in dataclasses.fields(beside)} if beside else set()
     hints = typing.get_type_hints(kind, include_extras=True)
     meanings = dict(descriptions(kind))
     rows = [("flag", "value", "default", "")] + [("---",) * 4]
     for field in dataclasses.fields(kind):
-        if not dataclasses.is_dataclass(field.default_factory):
+        if not dataclasses.is_dataclass(field.default_factory) and field.name not in known:
             hint = hints[field.name]
             rows.append((_flag(field.name, prefix, hint), _type(hint), _default(field), _cell(meanings[field.name])))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -92,7 +92,7 @@ def _world(config: RunConfig) -> Iterator[World]:
         world = join(config.parallel, resolve_device(config.device).type)
     try:
         with world.peers():
-            world.same("the processes of this run", yaml_file.flat(config))
+            world.same("the processes of this run", lambda: yaml_file.flat(config))
             yield world
     except BaseException:
         world.close(failed=True)

@@ -2,7 +2,13 @@
 
 
 class LockstepError(Exception):
-    """A run or check failed. The command line prints the message and exits with code 1."""
+    """A run or check failed. The command line prints the message and exits with code 1.
+
+    Attributes:
+        reported: set where several processes have the error: whether another of them tells of it.
+    """
+
+    reported: bool
 
 
 class InputError(LockstepError):

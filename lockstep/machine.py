@@ -105,6 +105,11 @@ def several_processes() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
+def by_torchrun() -> bool:
+    """Whether `torchrun` watches over this process, and reports its failure too."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def launched() -> Launch:
     """What `torchrun` says; rank 0 of 1 without it.
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import multiprocessing
+import multiprocessing.context
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,7 +96,31 @@ def run_interpreted(file: str) -> None:
     """Run the class `Interpreted` of a test file in a process of its own, under Triton's interpreter."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "python_classes=Interpreted"]
-    command += ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", f"{file}::Interpreted"]
-    done = finished(command, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ["-q", "-o", "addopts=", "-o", "python_classes=Interpreted", "-p", "no:cacheprovider"]
+    arguments += ["-W", "ignore::RuntimeWarning", f"{file}::Interpreted"]
+    with tempfile.NamedTemporaryFile() as said, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # which the server keeps from its start
+        process = _interpreters().Process(target=_pytest, args=(arguments, said.name, dict(os.environ)))
+        process.start()
+        process.join(DEADLINE)
+        process.kill()
+        process.join()
+        assert process.exitcode == 0, said.read().decode(errors="replace")
+
+
+@functools.cache
+def _interpreters() -> multiprocessing.context.ForkServerContext:
+    """Processes that have imported what takes two seconds: each is forked from one that did."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "hypothesis", "torch", "triton", "processes"])
+    return context
+
+
+def _pytest(arguments: list[str], said: str, environment: dict[str, str]) -> None:
+    """Run pytest in this process, with what it says in a file."""
+    os.environ.clear()
+    os.environ.update(environment)
+    file = os.open(said, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.exit(int(pytest.main(arguments)))

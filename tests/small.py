@@ -16,7 +16,9 @@ from lockstep.models.init import initialize
 from lockstep.trainer import StepResult, Trainer, pack
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
-CONFIG = ModelConfig(260, 48, 80, 2, 6, 2, 16, max_position_embeddings=512, rope_theta=10000.0, eos_token_ids=(258,))
+CONFIG = ModelConfig(
+    260, 48, 80, 2, 6, 2, 16, max_position_embeddings=512, rope_theta=10000.0, eos_token_ids=(258,), family="qwen3"
+)
 LLAMA = replace(CONFIG, family="llama", tie_word_embeddings=False)
 SCALING = RopeScaling("llama3", 8.0, original_max_position_embeddings=64)
 DEEPSEEK = replace(

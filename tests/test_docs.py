@@ -195,7 +195,7 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_readme_shows_every_command() -> None:
     shown = set(re.findall(r"(?:^|\| )lockstep (\w+)", PAGES[0].read_text(), re.MULTILINE))
-    assert shown >= {"train", "precompile", "generate", "chat", "serve", "eval", "parity", "report", "init"}
+    assert shown >= {"train", "precompile", "plan", "generate", "chat", "serve", "eval", "parity", "report", "init"}
 
 
 def test_the_names_of_the_python_page_have_their_parameters() -> None:
@@ -254,6 +254,7 @@ def test_the_reference_follows_the_source(reference: SimpleNamespace) -> None:
         *reference.COMMANDS,
         flags.Train,
         flags.Precompile,
+        flags.Plan,
     }
 
 

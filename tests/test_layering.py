@@ -89,8 +89,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "models": (
         "blocks.attention blocks.rope tokenizer",
         "config",
-        "blocks checks families weight_map",
-        "decoder shards",
+        "blocks weight_slices",
+        "families.family",
+        "families",
+        "decoder hf_config weight_map",
+        "checks shards",
         "folder patterns",
         ". init",
     ),
@@ -136,14 +139,20 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "session": (
-        "attention certificate golden kernel_lists signals",
+        "attention certificate golden kernel_lists memory signals",
         "build",
         "warm_up",
         "generate parity_check precompile",
         "evaluation",
     ),
     "rl": ("critic dynamic_sampling step_metrics", "loop", "sft_warmup"),
-    "run": ("checkpoint closing crash display lock metrics trackers", "resume timeline", "report", "recorder", "train"),
+    "run": (
+        "checkpoint closing crash display lock metrics trackers",
+        "faults resume timeline",
+        "report",
+        "recorder",
+        "train",
+    ),
     "serve": (
         "batcher errors metrics settings tool_calls",
         "bodies chat_prompt text",
@@ -158,11 +167,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 
 MOST_FILES, MOST_AT_THE_TOP = 12, 8  # of a folder, without `__init__.py`
-CATALOGUES = {"algorithms": 24, "environments/tasks": 24, "graph/passes": 24}
+CATALOGUES = {"algorithms": 24, "models/families": 24, "environments/tasks": 24, "graph/passes": 24}
 # Arguments of a function, `self` apart, outside Triton bodies; and which have more: public ones, which are promises, a
 # trainer's, and what Inductor compiles of a user's mask. One that has fewer by now is not to be listed.
 MOST_ARGUMENTS = 6
 LONG_SIGNATURES = {
+    "ops.attention.operator.attention_decode",
+    "ops.attention.triton_decode.attention_decode",
     "ops.attention.triton_flex._attending.attend",
     "session.evaluation.evaluate",
     "session.generate.LLM.__init__",
@@ -492,3 +503,16 @@ def test_a_planted_private_name_is_caught(source: str) -> None:
 
 def test_a_planted_heavy_import_is_caught() -> None:
     assert top_level_imports("import rich.live\ndef f():\n    import tyro") & HEAVY == {"rich"}
+
+
+def test_a_familys_name_stands_in_its_file_alone() -> None:
+    families = PACKAGE / "models" / "families"
+    names = {path.stem for path in families.glob("*.py")} - {"__init__", "family"}
+    assert len(names) >= 4
+    for _, path in modules():
+        if path.is_relative_to(families):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert not names & (strings | imported), path

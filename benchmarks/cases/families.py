@@ -23,7 +23,7 @@ from common import Report, random_weights, seconds
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.graph import check_against_eager
-from lockstep.models import ModelConfig
+from lockstep.models import ModelConfig, num_parameters
 from lockstep.models.init import architecture
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
 from lockstep.types import RolloutGroup, SampleIdentity
@@ -121,7 +121,7 @@ def trained(family: Family, case: Case, steps: int, device: str) -> dict[str, An
     checked = policy.start(family.trusted)
     figures: dict[str, Any] = {
         "arch": family.arch, "layers": family.layers, "vocabulary": family.vocabulary, "case": vars(case),
-        "parameters": family.config.num_parameters, "startup_s": time.perf_counter() - began,
+        "parameters": num_parameters(family.config), "startup_s": time.perf_counter() - began,
         "graphs_checked": checked, "generate_s": [], "train_s": [], "tokens_checked": 0, "tokens_different": 0,
         "choices_checked": 0, "tokens_routed_differently": 0, "texts": 0,
     }  # fmt: skip

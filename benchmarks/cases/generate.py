@@ -28,7 +28,7 @@ from common import Report, alternate, bandwidth, peer_environment, random_model,
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.graph import EAGER, Runtime
-from lockstep.models import Decoder, ModelConfig, save_model
+from lockstep.models import Decoder, ModelConfig, num_parameters, save_model
 from lockstep.types import SampleIdentity, SamplingParams
 
 
@@ -215,7 +215,7 @@ def byte_floor_s(model: Decoder, case: Case) -> float:
 
 def decode_bytes(c: ModelConfig, case: Case, size: int) -> float:
     """Weights once a step, a group's prompt once, each sequence's own keys and values; elements of `size` bytes."""
-    weights = c.num_parameters - (0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size)
+    weights = num_parameters(c) - (0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size)
     token = 2 * c.num_kv_heads * c.head_dim * c.num_layers  # keys and values
     own = case.sequences * case.new * (case.new - 1) / 2
     return size * (case.new * weights + token * (case.new * case.prompts * case.prompt + own))

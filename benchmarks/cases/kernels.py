@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.generator import Engine
-from lockstep.models import Decoder, ModelConfig
+from lockstep.models import Decoder, ModelConfig, num_parameters
 from lockstep.trainer import Trainer
 from lockstep.types import PackedBatch, SampleIdentity
 
@@ -105,7 +105,7 @@ def advance(engine: Engine, steps: int) -> int:
 def decode_floors(c: ModelConfig, case: Case, generated: float) -> dict[str, float]:
     """Microseconds a step that weights, keys and values, and logits take to be read once for each purpose."""
     rows, logits = case.sequences, 4 * case.sequences * c.vocab_size
-    weights = 2 * (c.num_parameters - (0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size))
+    weights = 2 * (num_parameters(c) - (0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size))
     cached = 2 * 2 * c.num_kv_heads * c.head_dim * c.num_layers * (case.prompts * case.prompt + rows * generated)
     projected = c.num_heads * c.head_dim + 2 * c.num_kv_heads * c.head_dim
     bytes_ = {
@@ -141,7 +141,7 @@ def train(model: Decoder) -> tuple[list[Kernel], dict[str, float]]:
 def train_floors(c: ModelConfig, batch: PackedBatch) -> dict[str, float]:
     """Microseconds a step: three products a weight, one pass over each other tensor for each purpose."""
     tokens, scored = batch.tokens_T.numel(), batch.targets_C.numel()
-    layers = c.num_parameters - c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+    layers = num_parameters(c) - c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
     lengths = batch.cu_seqlens.diff().double().cpu()
     pairs = float((lengths * (lengths + 1) / 2 + lengths * batch.prefix_len_S.double().cpu()[: len(lengths)]).sum())
     attention = 4 * pairs * c.num_heads * c.head_dim * c.num_layers
@@ -153,9 +153,9 @@ def train_floors(c: ModelConfig, batch: PackedBatch) -> dict[str, float]:
         "gradient of the logits": 2 * c.vocab_size * c.hidden_size * scored,
     }
     bytes_ = {
-        "AdamW": 34 * c.num_parameters,
-        "gradient norm": 4 * c.num_parameters,
-        "gradients added up": 10 * c.num_parameters,
+        "AdamW": 34 * num_parameters(c),
+        "gradient norm": 4 * num_parameters(c),
+        "gradients added up": 10 * num_parameters(c),
         "sums of exponentials": 4 * scored * c.vocab_size,
         "top-p": 4 * scored * c.vocab_size,
         "norms, rotation, cache write": 2 * tokens * c.num_layers * (5 * 2 * c.hidden_size + 5 * projected),

@@ -24,7 +24,7 @@ from ops_common import BYTES_PER_S, DEVICE, FLOPS_PER_S, ON_GPU, Bench, error, n
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.models import ModelConfig
+from lockstep.models import ModelConfig, num_parameters
 from lockstep.models.init import architecture
 
 ARCH = "qwen3-30b-a3b" if ON_GPU else "tiny-qwen3-moe"
@@ -77,7 +77,7 @@ def reached(c: ModelConfig, tokens: int) -> float:
     """Weights of the layers that some of so many tokens use, each drawing its experts evenly."""
     assert c.moe is not None
     expert = 3 * c.hidden_size * c.moe.intermediate_size
-    of_all = c.num_parameters - (1 if c.tie_word_embeddings else 2) * c.vocab_size * c.hidden_size
+    of_all = num_parameters(c) - (1 if c.tie_word_embeddings else 2) * c.vocab_size * c.hidden_size
     share = 1 - (1 - c.moe.num_experts_per_token / c.moe.num_experts) ** tokens
     return of_all - c.moe_layers * c.moe.num_experts * expert * (1 - share)
 
@@ -93,7 +93,7 @@ def decode_floor_s(c: ModelConfig, case: Case, tokens: int) -> float:
 def train_floor_s(c: ModelConfig, packed: int, scored: int) -> float:
     """Products of forward and backward, and AdamW's bytes, which dwarf those of a dense model of this speed."""
     flops = 6 * (reached(c, 1) * packed + c.vocab_size * c.hidden_size * scored)
-    return flops / FLOPS_PER_S + 38 * c.num_parameters / BYTES_PER_S
+    return flops / FLOPS_PER_S + 38 * num_parameters(c) / BYTES_PER_S
 
 
 def decode(c: ModelConfig, case: Case, repeats: int) -> dict[str, Any]:

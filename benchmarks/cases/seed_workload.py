@@ -253,6 +253,7 @@ def floor_s(arch: str) -> dict[str, float]:
     from cases.generate import Case, decode_bytes
     from common import bandwidth, product_rate
 
+    from lockstep.models import num_parameters
     from lockstep.models.init import architecture
 
     c = architecture(arch)
@@ -260,7 +261,7 @@ def floor_s(arch: str) -> dict[str, float]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rate = product_rate(device, dtype)
     head = c.vocab_size * c.hidden_size
-    layers = c.num_parameters - head * (1 if c.tie_word_embeddings else 2)
+    layers = num_parameters(c) - head * (1 if c.tie_word_embeddings else 2)
     prompt, completions = PROMPTS * PROMPT_TOKENS, PROMPTS * SAMPLES * NEW_TOKENS
     train = 6 * (layers * (prompt + completions - PROMPTS * SAMPLES) + head * completions)
     case = Case(PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS)

@@ -20,11 +20,11 @@ from ..config import (
     yaml_file,
 )
 from ..config.yaml_file import suggest
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..machine import launched, server_key
 from ..run.closing import aligned, closing
 from ..serve.settings import Settings
-from .flags import Chat, Eval, Generate, Init, Parity, Precompile, Report, Serve, Train
+from .flags import Chat, Eval, Generate, Init, Parity, Plan, Precompile, Report, Serve, Train
 
 if TYPE_CHECKING:
     from ..session.generate import LLM
@@ -68,6 +68,19 @@ def _precompile(flags: Precompile) -> Outcome:
 
     result = precompile(config)
     return Outcome(result, [render(result) + "\n"])
+
+
+def _plan(flags: Plan) -> Outcome:
+    refuse(not 1 <= flags.world <= 4096, f"--world is {flags.world}; it must be between 1 and 4096 GPUs")
+    refuse(
+        not 0 <= flags.device_memory_gib <= 1 << 20,
+        f"--device-memory-gib is {flags.device_memory_gib}; it must be a number of GiB, or 0 for this machine's",
+    )
+    config = validate(yaml_file.checked(flags.resolved()))
+    from ..session.build import plan_of
+
+    found = plan_of(config, flags.world, flags.device_memory_gib)
+    return Outcome(found.to_dict(), [found.table() + "\n"])
 
 
 def _generate(flags: Generate) -> Outcome:
@@ -285,6 +298,7 @@ def _init(flags: Init) -> Outcome:
 COMMANDS: dict[type, Callable[[Any], Outcome]] = {
     Train: _train,
     Precompile: _precompile,
+    Plan: _plan,
     Generate: _generate,
     Eval: _eval,
     Chat: _chat,

@@ -121,6 +121,17 @@ class Precompile(_Begin):
     """Make the graphs and kernels of a run ahead of it: the flags of train. Later runs start without making them."""
 
 
+@dataclass(frozen=True)
+class Plan(_Begin):
+    """What a run takes of a GPU's memory, term by term, and what would fit: the flags of train. Nothing is loaded but
+    the tokenizer and the task's prompts, and no GPU need be here."""
+
+    world: int = 1
+    """GPUs that share the run."""
+    device_memory_gib: float = 0.0
+    """Memory of each; 0 is this machine's, of its GPU or, without one, of the host."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ModelFlags:
     """What commands share that load a model."""

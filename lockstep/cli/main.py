@@ -24,11 +24,12 @@ from ..api import resumed
 from ..config import RunConfig, left_behind, recipes, unread, without, yaml_file
 from ..errors import InputError, LockstepError, Terminated
 from ..json_file import to_json
-from ..machine import launched, several_processes
+from ..machine import by_torchrun, launched, several_processes
 from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS, recipe
-from .flags import Precompile, Train, refuse_unknown, spelled_out
+from .flags import Plan, Precompile, Train, refuse_unknown, spelled_out
 
+_Run = Train | Precompile | Plan  # commands whose flags are a run's configuration
 _GRACE = 5.0  # seconds that threads have to end, once the command has
 
 
@@ -107,9 +108,9 @@ def _main(arguments: list[str]) -> int:
         bad_input = isinstance(error, InputError)
         return _fail(f"{'error' if bad_input else 'failed'}: {error}", 2 if bad_input else 1, _is_reported(error))
     except Terminated as stop:
-        return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0])
+        return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0], _is_not_first())
     except KeyboardInterrupt as stop:
-        return _fail(_with_notes("interrupted", stop), 130)
+        return _fail(_with_notes("interrupted", stop), 130, _is_not_first())
     except BrokenPipeError:  # whoever read standard output has gone
         return 1
 
@@ -139,8 +140,14 @@ def _with_notes(message: str, error: BaseException) -> str:
 
 def _fail(message: str, code: int, reported: bool = False) -> int:
     if not reported:
-        print(f"lockstep: {message}", file=sys.stderr)
+        below = "\n(what torchrun says of it follows, with a traceback of its own)" if by_torchrun() else ""
+        print(f"lockstep: {message}{below}", file=sys.stderr)
     return code
+
+
+def _is_not_first() -> bool:
+    """Whether another process tells of a signal that all were sent."""
+    return several_processes() and launched().rank > 0
 
 
 def _is_reported(error: LockstepError) -> bool:
@@ -151,8 +158,8 @@ def _is_reported(error: LockstepError) -> bool:
 def _parse(arguments: list[str]) -> Any:
     """The command's flags, or an exit code when tyro has printed help or a usage error.
 
-    `train` and `precompile` are parsed twice: once to learn what the run begins from, then with that as the defaults
-    that flags override.
+    `train`, `precompile` and `plan` are parsed twice: once to learn what the run begins from, then with that as the
+    defaults that flags override.
     """
     _refuse_repeated(arguments)
     kind: Any = _KINDS.get(arguments[0]) if arguments else None
@@ -165,7 +172,7 @@ def _parse(arguments: list[str]) -> Any:
             commands: Any = functools.reduce(operator.or_, (Annotated[k, _subcommand(n)] for n, k in _KINDS.items()))
             return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
         given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
-        if kind not in (Train, Precompile):
+        if kind not in (Train, Precompile, Plan):
             return tyro.cli(kind, **given)
         named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
         flags = tyro.cli(kind, **given, default=kind.of(recipes.RECIPES[named](None), recipe=""))
@@ -194,7 +201,7 @@ def _refuse_repeated(arguments: list[str]) -> None:
         seen[name] = flag
 
 
-def _settled(flags: Train | Precompile, arguments: list[str], begin: RunConfig) -> Train | Precompile:
+def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
     """`flags` without what they left of `begin` that nothing reads beside them.
 
     A flag that nothing reads is refused at any value, also at the one that it has without being given.
@@ -213,7 +220,7 @@ def _settled(flags: Train | Precompile, arguments: list[str], begin: RunConfig) 
     return flags.of_other(without(config, paths))
 
 
-def _base(flags: Train | Precompile) -> RunConfig:
+def _base(flags: _Run) -> RunConfig:
     """What the run begins from: a recipe, --config or --resume."""
     resume = flags.resume if isinstance(flags, Train) else None
     given = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}

@@ -4,8 +4,6 @@
 `validate` of its own.
 """
 
-# ruff: noqa: F401 (the names of this room)
-
 from .algorithms import LOSS_TYPES, READ_BY, SHIPPED
 from .run import (
     EARLIER,

@@ -4,5 +4,3 @@ from .collectives import exchange, gather, unshard
 from .join import join
 from .mesh import Axis, Mesh
 from .ranks import ONE, World
-
-__all__ = ["ONE", "Axis", "Mesh", "World", "exchange", "gather", "join", "unshard"]

@@ -40,7 +40,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
     world = World(launch.rank, launch.processes, config.timeout, on_gpu)
     with world.peers(), world.deadline("joining the other processes"):
         dist.init_process_group("gloo", timeout=timeout)  # what goes through the host
-        world.same("the processes of this run", {"device": device_type, "parallel": config})
+        world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
         backend, patience = ("nccl", _NCCL_TIMEOUTS * timeout) if on_gpu else ("gloo", timeout)
         group = dist.new_group(backend=backend, timeout=patience)
         torch_private.name_group(world.mesh.fsdp.group, group)

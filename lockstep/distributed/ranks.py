@@ -44,6 +44,7 @@ class World:
     timeout: float = 0.0
     on_gpu: bool = False
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
+    _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -89,13 +90,28 @@ class World:
         """What `make` returns on rank 0, or raises there, on every rank; the others do not call it."""
         return self.share(lambda: make() if self.first else None)[0]  # type: ignore[return-value]
 
-    def same(self, what: str, described: dict[str, Any]) -> None:
-        """Refuse ranks that differ in any of the named values, with the names.
+    def made_once(self, make: Callable[[], T], dumps: Callable[[T], bytes], loads: Callable[[bytes], T]) -> T:
+        """What `make` returns on rank 0, or raises there, and on every other rank what `loads` makes of its bytes."""
+        if self.size == 1:
+            return make()
+        here: list[T] = []
+
+        def packed() -> bytes:
+            here.append(make())
+            return dumps(here[0])
+
+        data = self.from_first(packed)
+        return here[0] if here else loads(data)
+
+    def same(self, what: str, describe: Callable[[], dict[str, Any]]) -> None:
+        """Refuse ranks that differ in any of the values that `describe` names, with the names.
 
         Raises:
-            InputError: on every rank.
+            InputError: on every rank; so with what `describe` raises on any.
         """
-        all_described = self.gather(described)
+        if self.size == 1:
+            return
+        all_described = self.share(describe)
         names = dict.fromkeys(name for one in all_described for name in one)
         for name in names:
             values = [one.get(name) for one in all_described]
@@ -118,6 +134,7 @@ class World:
             if self.size == 1 or isinstance(error, LockstepError) or not torch_private.is_peer_failure(error):
                 raise
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            said = said.partition(" This is typically caused by")[0]
             raise PeerLost(
                 f"rank {self.rank} of {self.size}: another process of the run is gone, or did not come within "
                 f"{self.timeout:g} s (parallel.timeout): {said}"
@@ -141,13 +158,19 @@ class World:
         finally:
             timer.cancel()
 
+    def when_stuck(self, told: Callable[[str], str]) -> None:
+        """Before a deadline ends this process, `told` makes its message; an empty one is not told."""
+        self._tellers.append(told)
+
     def _give_up(self, doing: str, seconds: float) -> None:
-        print(
-            f"lockstep: failed: rank {self.rank} of {self.size}: {doing} did not end within {seconds:g} s "
-            f"(parallel.timeout is {self.timeout:g}); another process of the run is gone or stuck",
-            file=sys.stderr,
-            flush=True,
+        message = (
+            f"rank {self.rank} of {self.size}: {doing} did not end within {seconds:g} s "
+            f"(parallel.timeout is {self.timeout:g}); another process of the run is gone or stuck"
         )
+        for told in self._tellers[-1:]:
+            message = told(message)
+        if message:
+            print(f"lockstep: failed: {message}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def closes(self, holder: Closes) -> None:

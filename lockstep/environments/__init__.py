@@ -1,24 +1,44 @@
-"""Where prompts come from (tasks), what answers a model turn by turn (environments), and how that is scored."""
+"""Where prompts come from (tasks), what answers a model turn by turn (environments), and how that is scored.
+
+What needs torch is imported when it is first used: processes that only score go without.
+"""
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ..config import TaskConfig
 from ..errors import InputError
 from .base import Problem, PromptLimit, Task
-from .collect import Collector
 from .data.dataset import DatasetTask, hold_out
 from .data.rows import Problems, RowFormat, read_problems
 from .data.sources import has_splits
-from .environment import End, Environment, Turn
-from .episodes import Failures, Limits, Tokens
-from .loading import make_environment
 from .rewards.loading import load_rewards
 from .rewards.reward_set import Reward, RewardSet
 from .rewards.workers import RewardWorkers
 from .tasks.gsm8k import check_answer, gsm8k_reward
 from .tasks.sum_digits import REWARDS, SumDigits
 from .tasks.word_arithmetic import WordArithmetic
-from .worked import worked_trajectories
+
+if TYPE_CHECKING:
+    from .collect import Collector
+    from .environment import End, Environment, Turn
+    from .episodes import Failures, Limits, Tokens
+    from .loading import make_environment
+    from .worked import worked_trajectories
+
+_WITH_TORCH = {
+    "Collector": "collect",
+    "End": "environment",
+    "Environment": "environment",
+    "Turn": "environment",
+    "Failures": "episodes",
+    "Limits": "episodes",
+    "Tokens": "episodes",
+    "make_environment": "loading",
+    "worked_trajectories": "worked",
+}
 
 __all__ = [
     "Collector",
@@ -39,6 +59,13 @@ __all__ = [
     "read_problems",
     "worked_trajectories",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
+
 
 _GSM8K_REWARD = Reward("correct", gsm8k_reward, spec="gsm8k")
 _OWN_REWARDS = {"sum-digits": REWARDS, "word-arithmetic": REWARDS, "gsm8k": (_GSM8K_REWARD,)}

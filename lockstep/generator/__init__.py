@@ -4,5 +4,3 @@ from .engine import Engine
 from .kv_cache import KVCache, plan_cache_tokens
 from .request import Grown
 from .weights import SharedWeights, SnapshotWeights
-
-__all__ = ["Engine", "Grown", "KVCache", "SharedWeights", "SnapshotWeights", "plan_cache_tokens"]

@@ -140,6 +140,20 @@ def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.num_layers * heads * (key + value) * dtype.itemsize
 
 
+HOST_CACHE = 2 << 30  # bytes that a cache may have on a CPU, unless its capacity is given
+
+
+def per_sequence(config: GeneratorConfig, tokens: int) -> int:
+    """Tokens of the whole pages that a sequence of so many tokens takes, and of one page more."""
+    return (-(-tokens // config.page_size) + 1) * config.page_size
+
+
+def rounded(fitting: int) -> int:
+    """A capacity that fits, a little less: graphs hold it, and are kept for the next start."""
+    low = max(0, fitting.bit_length() - 5)
+    return fitting >> low << low
+
+
 def plan_cache_tokens(
     config: GeneratorConfig,
     model: ModelConfig,
@@ -156,8 +170,7 @@ def plan_cache_tokens(
     Raises:
         InputError: not even one sequence of that length fits.
     """
-    pages_a_sequence = -(-tokens_per_sequence // config.page_size)
-    per_sequence = (pages_a_sequence + 1) * config.page_size
+    one_sequence = per_sequence(config, tokens_per_sequence) - config.page_size
     if config.kv_cache_tokens:
         planned = config.kv_cache_tokens
         needed, memory = planned * bytes_per_token(model, dtype), memory_bytes(device)
@@ -167,14 +180,12 @@ def plan_cache_tokens(
             f"{memory / 2**30:,.0f} GiB; lower it, or set it to 0 to have it planned",
         )
     else:
-        wanted = min(sequences, config.max_num_seqs) * per_sequence
-        free = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
-        fitting = free // bytes_per_token(model, dtype)
-        low = max(0, fitting.bit_length() - 5)  # rounded, as graphs hold it, and are kept for the next start
-        planned = min(wanted, fitting >> low << low)
+        wanted = min(sequences, config.max_num_seqs) * per_sequence(config, tokens_per_sequence)
+        free = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else HOST_CACHE
+        planned = min(wanted, rounded(free // bytes_per_token(model, dtype)))
     refuse(
-        planned // config.page_size < pages_a_sequence,
-        f"generator.kv_cache_tokens: the cache holds {planned} tokens, one sequence may need "
-        f"{pages_a_sequence * config.page_size}; raise it, or shorten the prompt or sampling.max_completion_length",
+        planned // config.page_size * config.page_size < one_sequence,
+        f"generator.kv_cache_tokens: the cache holds {planned} tokens, one sequence may need {one_sequence}; raise it, "
+        "or shorten the prompt or sampling.max_completion_length",
     )
     return planned

@@ -96,8 +96,8 @@ class GraphBuilder:
         config, (way, run) = self.config, self.config.chosen
         self._capture = load_hook(way.hook)
         self.backend: Backend = (load_hook(run.hook) or Backend)(config, self.device, self.timings)
-        sharded = any(size > 1 for size in self.mesh.values())
-        self.passes = pipeline(config, sharded, self.device.type == "cuda") + self.backend.passes
+        self.sharded = any(size > 1 for size in self.mesh.values())
+        self.passes = pipeline(config, self.sharded, self.device.type == "cuda") + self.backend.passes
         # A dump shows every pass, what roles share is decided for graphs that are made together, and of other code
         # nothing tells whether it is the same as before.
         modes = [RECORDINGS[name] for name in recordings(config.cudagraph_mode or "none")]
@@ -125,22 +125,16 @@ class GraphBuilder:
             InputError: what is asked for is not the same in every process.
         """
 
-        def make() -> Captured:
-            return self._load(request, stored, made) or self._make(request, level, stored, made)
+        def about() -> dict[str, Any]:
+            specs = {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in request.specs}
+            return {"level": level, "writes": sorted(request.writes), "origin": origin()} | specs
 
-        if self.peers.size == 1:
-            return make()
-        about: dict[str, Any] = {"level": level, "writes": sorted(request.writes), "origin": origin()}
-        about |= {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in request.specs}
         self.peers.same(f"the graph {request.title}", about)
-        here: list[Captured] = []
-
-        def stored_form() -> bytes:
-            here.append(make())
-            return dumps(here[0])
-
-        data = self.peers.from_first(stored_form)
-        return here[0] if here else self._taken(loads(data, request.device))
+        return self.peers.made_once(
+            lambda: self._load(request, stored, made) or self._make(request, level, stored, made),
+            dumps,
+            lambda data: self._taken(loads(data, request.device)),
+        )
 
     def _taken(self, found: Captured) -> Captured:
         """A graph that was not traced here."""

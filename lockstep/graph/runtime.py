@@ -51,8 +51,8 @@ class Runtime:
         self.recorder = None if mode == "none" else self.recorder or CudaRecorder(self.device)
         self.builder = GraphBuilder(config, self.device, self.timings, self.store, self.mesh, self.peers)
         self.eager = not way.graphs
-        sharded = any(size > 1 for size in self.mesh.values())
-        known = [name for name, recording in RECORDINGS.items() if name != "none" and (recording.ranks or not sharded)]
+        fitting = [name for name, way in RECORDINGS.items() if way.ranks or not self.builder.sharded]
+        known = [name for name in fitting if name != "none"]
         first, later = recordings("eager" if self.eager else mode if self.recorder else "captured")
         records = self.recorder is not None or self.device.type != "cpu"
         self.warm_up = WarmUp([*known[::-1], "captured", "eager"], first, later, self.timings, records)
@@ -126,6 +126,8 @@ class Runtime:
         self.peers = self.builder.peers = ONE  # what is made late is made where it is needed
         for program in self.programs:
             program.forget_stages()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the check took
 
     @property
     def captures(self) -> int:

@@ -3,7 +3,7 @@
 from .blocks.attention import Masks, PackedAttention, PagedAttention
 from .blocks.moe import Routing
 from .config import ModelConfig
-from .decoder import Decoder
+from .decoder import Decoder, num_parameters
 from .folder import TEMPLATES, describe_folder, load_model, load_value_head, resolve_folder, save_model
 from .patterns import by_pattern
 
@@ -19,6 +19,7 @@ __all__ = [
     "describe_folder",
     "load_model",
     "load_value_head",
+    "num_parameters",
     "resolve_folder",
     "save_model",
 ]

@@ -11,15 +11,13 @@ import torch
 from ..errors import InputError
 from .blocks.rope import is_positive
 from .config import ModelConfig
+from .decoder import num_parameters
+from .families import FAMILIES, nearest
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "kv_lora_rank", "q_lora_rank"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-)
-_MOE_SIZES = (
-    *("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"),
-    *("n_routed_experts", "n_group", "topk_group"),
 )
 _COUNTS = ("first_k_dense_replace", "n_shared_experts", "max_window_layers")
 # More layers or experts are a mistake, and would take minutes to be listed before the memory is found too small.
@@ -52,8 +50,8 @@ def check_fields(values: dict[str, Any], where: str) -> None:
     there = {name: value for name, value in values.items() if value is not None}
     if not isinstance(there.get("model_type", ""), str):
         refuse("model_type", "a string")
-    experts = any(word in there.get("model_type", "") for word in ("moe", "deepseek"))
-    sizes = (*_SIZES, "sliding_window", *(_MOE_SIZES if experts else ()))
+    family = FAMILIES.get(there.get("model_type", ""))
+    sizes = (*_SIZES, "sliding_window", *(family.sizes if family else ()))
     for name in (*sizes, *_COUNTS):
         least, limit = int(name in sizes), _LIMITS.get(name, _LARGEST)
         if name in there and not (_is_integer(there[name]) and there[name] >= least):
@@ -77,9 +75,11 @@ def check_fields(values: dict[str, Any], where: str) -> None:
 def _check_layers(there: dict[str, Any], refuse: Callable[[str, str], None]) -> None:
     """Layers must be of kinds that the family has here, with weights that are not quantized."""
     kinds, dense = there.get("layer_types", []), there.get("mlp_only_layers", [])
-    known = ("full_attention", "sliding_attention") if there.get("model_type") == "qwen3" else ("full_attention",)
+    family = FAMILIES.get(there.get("model_type", ""))
+    known = family.layer_kinds if family else ()
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
-        refuse("layer_types", f"a list of {' or '.join(map(repr, known))}; other kinds are not supported")
+        can = nearest(str(there.get("model_type")), "layer_types", kinds)
+        refuse("layer_types", f"a list of {' or '.join(map(repr, known))}; other kinds are not supported; {can}")
     if not isinstance(dense, list) or not all(map(_is_integer, dense)):
         refuse("mlp_only_layers", "a list of layers' indices")
     if there.get("quantization_config"):
@@ -99,10 +99,11 @@ def _is_integer(value: Any) -> bool:
 
 def require_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, where: str) -> None:
     """Raise `InputError` when the weights alone are larger than all of the device's memory."""
-    needed, memory = config.num_parameters * dtype.itemsize, memory_bytes(device)
+    count, memory = num_parameters(config), memory_bytes(device)
+    needed = count * dtype.itemsize
     if needed > memory:
         raise InputError(
-            f"{where}: {config.num_parameters:,} parameters take {needed / 2**30:,.0f} GiB as {dtype}, and "
+            f"{where}: {count:,} parameters take {needed / 2**30:,.0f} GiB as {dtype}, and "
             f"{torch.device(device).type} has {memory / 2**30:,.0f} GiB; use a smaller model"
         )
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass
 
 from ..errors import InputError, refuse
 from .blocks.rope import RopeScaling, YarnScaling
-
-FamilyName = Literal["qwen3", "qwen3_moe", "llama", "deepseek_v3"]
 
 
 def _require_sizes(config: object, names: tuple[str, ...], of: str = "") -> None:
@@ -87,8 +84,17 @@ class MLAConfig:
 class ModelConfig:
     """A decoder-only transformer. Sizes are counts of elements; names follow Hugging Face.
 
-    `family` is Hugging Face's `model_type`. With `mla`, all heads read one latent: `num_kv_heads` is 1, and `head_dim`
-    is the rotated part's. In `sliding_layers` a token attends to the last `sliding_window` tokens, itself among them.
+    `family` is Hugging Face's `model_type`, a key of `families.FAMILIES`. With `mla`, all heads read one latent:
+    `num_kv_heads` is 1, and `head_dim` is the rotated part's. In `sliding_layers` a token attends to the last
+    `sliding_window` tokens, itself among them.
+
+    Attributes:
+        local_rope_theta: of the sliding layers, whose frequencies are not scaled; None: all layers have the same.
+        rotary_dim: elements of a head that are rotated; 0: all.
+        biases: which of attention's projections have one, of "qkv" and "o".
+        qk_norm: whether queries and keys are normalized a head, of families whose models differ in that.
+        attention_scale: on attention's scores; 0: `head_dim ** -0.5`.
+        attention_sinks: whether a head's softmax has a logit of its own beside the keys'.
     """
 
     vocab_size: int
@@ -105,12 +111,19 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
-    family: FamilyName = "qwen3"
+    _: KW_ONLY
+    family: str
     rope_scaling: RopeScaling | YarnScaling | None = None
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     sliding_window: int = 0
     sliding_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    rotary_dim: int = 0
+    biases: tuple[str, ...] = ()
+    qk_norm: bool = False
+    attention_scale: float = 0.0
+    attention_sinks: bool = False
 
     def __post_init__(self) -> None:
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
@@ -124,33 +137,29 @@ class ModelConfig:
             f"model config: head_dim is {self.head_dim}; rotary embedding needs an even number",
         )
         refuse(
+            self.rotary_dim % 2 > 0 or not 0 <= self.rotary_dim <= self.head_dim,
+            f"model config: rotary_dim is {self.rotary_dim}; it must be even, and at most head_dim {self.head_dim}",
+        )
+        refuse(
             isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1,
             f"model config: rope_theta is {self.rope_theta}; yarn scaling needs a number above 1",
         )
         if self.sliding_layers:
-            self._check_windows()
+            _require_sizes(self, ("sliding_window",))
+            refuse(
+                not set(range(self.num_layers)).issuperset(self.sliding_layers),
+                f"model config: sliding_layers is {self.sliding_layers} in {self.num_layers} of {self.family}",
+            )
         if self.mla is not None and (self.num_kv_heads, self.head_dim) != (1, self.mla.rope_dim):
             raise InputError(
                 f"model config: num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}; latent attention has "
                 f"1 and rope_dim, which is {self.mla.rope_dim}"
             )
 
-    def _check_windows(self) -> None:
-        _require_sizes(self, ("sliding_window",))
-        layers = set(range(self.num_layers))
-        refuse(
-            self.family not in ("qwen3", "qwen3_moe") or not layers.issuperset(self.sliding_layers),
-            f"model config: sliding_layers is {self.sliding_layers} in {self.num_layers} of {self.family}",
-        )
-        refuse(
-            self.family == "qwen3_moe" and layers != set(self.sliding_layers),
-            "model config: sliding_layers must be all layers of a qwen3_moe, or none",
-        )
-
     @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalized a head."""
-        return self.family in ("qwen3", "qwen3_moe")
+    def plain_scores(self) -> bool:
+        """Whether attention's scores are what flex makes them: scaled by the heads' size, and nothing else."""
+        return self.attention_scale in (0.0, self.head_dim**-0.5) and not self.attention_sinks
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -173,26 +182,3 @@ class ModelConfig:
     def moe_layers(self) -> int:
         """Layers whose feed-forward is a mixture of experts."""
         return 0 if self.moe is None else sum(map(self.is_moe, range(self.num_layers)))
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights, tied ones counted once."""
-        layers = sum(self._feed_forward_parameters(layer) for layer in range(self.num_layers))
-        layers += self.num_layers * (self._attention_parameters() + 2 * self.hidden_size)  # a norm before either
-        tables = 1 if self.tie_word_embeddings else 2
-        return layers + (tables * self.vocab_size + 1) * self.hidden_size
-
-    def _attention_parameters(self) -> int:
-        m, hidden, heads = self.mla, self.hidden_size, self.num_heads
-        if m is None:
-            return (2 * heads + 2 * self.num_kv_heads) * self.head_dim * hidden + 2 * self.head_dim * self.qk_norm
-        rank = m.q_rank or hidden
-        queries = heads * (m.nope_dim + m.rope_dim) * rank + (0 if m.q_rank is None else m.q_rank * (hidden + 1))
-        up = heads * (m.nope_dim + m.v_dim) * m.kv_rank
-        return queries + m.key_dim * hidden + m.kv_rank + up + heads * m.v_dim * hidden
-
-    def _feed_forward_parameters(self, layer: int) -> int:
-        if self.moe is None or not self.is_moe(layer):
-            return 3 * self.hidden_size * self.intermediate_size
-        experts = (self.moe.num_experts + self.moe.shared_experts) * 3 * self.moe.intermediate_size
-        return (experts + self.moe.num_experts) * self.hidden_size

@@ -19,7 +19,7 @@ from ..json_file import read_object
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
-from .families import end_of_sequence, from_hf, require_family, to_hf, without_nulls
+from .hf_config import end_of_sequence, from_hf, require_family, to_hf, without_nulls
 from .shards import cut, file_names, read_tensors, weights_path
 from .weight_map import HEAD, fused_experts, weight_map
 
@@ -81,7 +81,7 @@ def read_config(folder: Path) -> ModelConfig:
     path, generation = folder / "config.json", folder / "generation_config.json"
     values = read_object(path)
     if isinstance(values.get("model_type"), str):
-        require_family(values["model_type"], str(path))  # of another model no other field says anything
+        require_family(values, str(path))  # of another model no other field says anything
     check_fields(values, str(path))
     try:
         config = from_hf(without_nulls(values), str(path))

@@ -43,10 +43,13 @@ from .moe.routing import (
 from .native.library import cpu_backend, cpu_build
 from .norm.operator import rms_norm
 from .records import (
+    ACTIVATIONS,
     ALONE,
+    PLAIN,
     AdamWSettings,
     AdamWState,
     AdamWStep,
+    AttentionScores,
     Contexts,
     DecodeRows,
     Drawn,

@@ -12,6 +12,34 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+SILU = "silu"
+ACTIVATIONS = (SILU, "gelu_tanh", "swiglu_clamped")  # of a gated product: see `activation.operator`
+
+
+class Epilogue(NamedTuple):
+    """What a product's kernel does to its float32 accumulator beside what its kind says.
+
+    Attributes:
+        bias_N: added to it before it is rounded.
+        activation: of the gate, of `ACTIVATIONS`.
+    """
+
+    bias_N: Tensor | None = None
+    activation: str = SILU
+
+    @property
+    def is_plain(self) -> bool:
+        """Without a bias, and with SiLU."""
+        return self.bias_N is None and self.activation == SILU
+
+    @property
+    def contiguous_bias(self) -> Tensor | None:
+        """As kernels read it."""
+        return None if self.bias_N is None else self.bias_N.contiguous()
+
+
+PLAIN_EPILOGUE = Epilogue()
+
 
 class Packed(NamedTuple):
     """Packed segments, each after an optional shared prefix. Rows after the last segment are padding.
@@ -84,6 +112,31 @@ class PrefixGroups(NamedTuple):
 
 
 ALONE = PrefixGroups()
+
+
+class AttentionScores(NamedTuple):
+    """How a layer makes weights of the products of queries and keys.
+
+    Attributes:
+        sinks_N: a logit a query head that takes part in the softmax beside those of the keys and has no value
+            (gpt-oss, arXiv 2508.10925, section 2); None: without.
+        window: of so many last keys, its own among them, a query sees; 0: of all.
+        scale: on the products; 0: H ** -0.5.
+        softcap: scaled products x become `softcap * tanh(x / softcap)` (Gemma 2, arXiv 2408.00118, section 2); 0: they
+            stay as they are.
+    """
+
+    sinks_N: Tensor | None = None
+    window: int = 0
+    scale: float = 0.0
+    softcap: float = 0.0
+
+    def first_key(self, position: int) -> int:
+        """The first position that a query at this one sees."""
+        return max(0, position - self.window + 1) if self.window else 0
+
+
+PLAIN = AttentionScores()
 
 
 class FlexSizes(NamedTuple):

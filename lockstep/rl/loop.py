@@ -98,9 +98,8 @@ class Loop:
                         trainer.check(batch)
                 results = self._updates(batches, learning_rate(config.optimizer, step, config.steps), sampled)
                 result = results[0] if results else trainer.finish_check(sampled)
-                if self.world.size > 1 and any(r.applied for r in results):
-                    with timings.measured("sync", on_device=True):
-                        trainer.gather_weights()
+                if any(r.applied for r in results):
+                    trainer.gather_weights()
             self._verify(step, result, generated, sampled)
             for i, later in enumerate(results[1:]):
                 self._require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 CRASH_FILE = "crash.txt"
 
@@ -21,10 +22,24 @@ end costs one call and not the run. `lockstep report` makes the report of the st
 
 
 @contextlib.contextmanager
+def stacks_to(file: IO[str]) -> Iterator[None]:
+    """Within it a crash in C code writes Python's stack to `file`."""
+    before = faulthandler.is_enabled()
+    faulthandler.enable(file)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
+        if before:
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # a standard error without a file
+                faulthandler.enable(sys.__stderr__)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
 def noted(run_dir: Path, began: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Within it there is a file in `run_dir` that says so, should this process end before it is left. What an earlier
     process left there stays where the run did not begin."""
-    path, before = run_dir / CRASH_FILE, faulthandler.is_enabled()
+    path = run_dir / CRASH_FILE
     try:
         earlier = path.read_bytes() if path.exists() else None
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -35,14 +50,10 @@ def noted(run_dir: Path, began: Callable[[], bool] = lambda: True) -> Iterator[N
         path.unlink(missing_ok=True)
         yield
         return
-    faulthandler.enable(file)
     try:
-        yield
+        with stacks_to(file):
+            yield
     finally:
-        faulthandler.disable()
-        if before:
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # a standard error without a file
-                faulthandler.enable(sys.__stderr__)  # type: ignore[arg-type]
         file.close()
         if earlier is None or began():
             path.unlink(missing_ok=True)

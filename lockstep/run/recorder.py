@@ -18,8 +18,9 @@ from ..machine import describe
 from ..rl.loop import Loop
 from ..rl.sft_warmup import sft_warmup
 from ..session import golden
-from ..session.build import save_policy
+from ..session.build import TrainingSession, save_policy
 from ..session.certificate import Certificate
+from ..session.memory import used
 from ..session.warm_up import warm_up
 from ..timings import Span
 from . import checkpoint, closing
@@ -79,6 +80,7 @@ class Recorder:
         self._loop: Loop | None = None
         self._rewards: list[float] = []
         self._prompt: Any = None  # of a step's first group
+        self.memory_plan = ""  # its table, once there is one
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
@@ -88,6 +90,12 @@ class Recorder:
     def has_begun(self) -> bool:
         """Whether the parts were built, and a resumed run was found to go on."""
         return self._loop is not None
+
+    def planned(self, session: TrainingSession, display: Display) -> None:
+        """The memory is planned, and there is room: show it where it is a GPU's, and record it."""
+        self.memory_plan, self.summary["memory"] = session.plan.table(), session.plan.to_dict()
+        if session.policy.model.embed.is_cuda:
+            display.note(f"memory of a GPU, as planned:\n{self.memory_plan}")
 
     def started(self, loop: Loop) -> None:
         """The parts are built: record the configuration, the machine and the start-up time; open the trackers."""
@@ -318,6 +326,9 @@ class Recorder:
             "parity": self._loop.certificate.to_dict() if self._loop else {},
             "next": closing.next_command(self.config, self._shown_dir, self._prompt),
         }
+        if self._loop is not None:
+            run = self._loop.run
+            self.summary["memory"]["used_gib"] = used(run.trainer, run.engine.cache, run.runtime)
         self.summary["total_s"] = self._total_seconds()
         write_json(self.run_dir / SUMMARY_FILE, self.summary)
         with writing(self.run_dir / "report.html"):

@@ -11,11 +11,13 @@ from ..config import RunConfig
 from ..distributed import ONE, World
 from ..rl.loop import Loop
 from ..session.build import build, resolve
+from ..session.memory import running_out_named
 from ..session.signals import raise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
 from .crash import noted
 from .display import WORDS, Display
+from .faults import told_once
 from .recorder import Recorder
 from .timeline import recorded
 from .trackers import require_packages
@@ -32,14 +34,15 @@ def train(
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
     config = world.share(lambda: _checked(config, world))[world.rank]
-    if world.size > 1:
-        world.same("the processes of this run", world.share(lambda: resuming.data(config))[world.rank])
+    world.same("the processes of this run", lambda: resuming.data(config))
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
     loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
     stream = None if world.first else io.StringIO()  # the progress is of the first rank alone
     display = Display(config.steps, config.metrics.progress, stream)
-    with noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext(), display:
+    note = noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext()
+    named = running_out_named(lambda: recorder.memory_plan, world)
+    with note, told_once(run_dir, world), display, named:
         return _train(recorder, resume, loaded, other_numerics, display)
 
 
@@ -48,7 +51,9 @@ def _train(
 ) -> dict[str, Any]:
     config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
     display.startup(WORDS["import"], recorder.imports_s)
-    loop = Loop(config, build(config, world, display))
+    session = build(config, world, display)
+    recorder.planned(session, display)
+    loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
     with recorder:

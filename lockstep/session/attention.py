@@ -1,4 +1,4 @@
-"""Which attention a model has in both roles: native, or flex with the model's windows and a user's mask."""
+"""Which attention a model has in both roles: native, or flex for a user's mask."""
 
 from __future__ import annotations
 
@@ -31,11 +31,6 @@ def set_attention(model: Decoder, attention: Attention, mask: str | None) -> Non
     if attention == "native":
         if mask is not None:
             raise InputError("attention_mask has no effect on attention native; set attention to flex")
-        if any(config.windows):
-            raise InputError(
-                f"attention is native, and {len(config.sliding_layers)} layers of the model have a sliding_window of "
-                f"{config.sliding_window}, which it would ignore; use --attention flex"
-            )
     elif config.mla is not None:
         raise InputError(
             f"attention is flex, and {config.family} has latent attention, whose heads read one latent in another way; "

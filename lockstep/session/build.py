@@ -41,14 +41,14 @@ from ..models.tokenizer import (
     longest_token,
 )
 from ..timings import Timings, Watcher
-from ..trainer import BatchShape, Trainer, batch_shapes
-from ..trainer.shapes import holding
+from ..trainer import Trainer
+from ..trainer.shapes import train_shapes
 from ..types import SamplingParams
 from .attention import set_attention, whole_tiles
 from .kernel_lists import kernel_list, preload_async
+from .memory import MemoryPlan, Workload, adapted, memory_at_hand, model_config, require_room, workload
 
 PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
-PROMPT_MARGIN = 2  # the cache is planned for prompts this many times as long as the ones probed
 
 
 @dataclass
@@ -155,7 +155,7 @@ class TrainingSession(Session):
         watcher: is told what the run is doing.
 
     Attributes:
-        teacher: that of `loss.teacher`.
+        plan: of the memory that it takes. teacher: that of `loss.teacher`.
         prompt_limit: of the prompts' tokens. shapes: what the trainer's batches are padded to, largest first.
     """
 
@@ -166,6 +166,9 @@ class TrainingSession(Session):
         with timings.measured("task"):
             self.task = make_task(config.task, groups)
             self.environment = make_environment(config.task)
+        memory = min(world.gather(memory_at_hand(device)))
+        asked = partial(workload, config, world.size, device.type == "cuda", model_config(config))
+        _planned(asked(prompt_limit=prompt_limit(config, model_config(config)).tokens), memory, device)
         super().__init__(config, timings, world)
         model, encode = self.policy.model, self.policy.encode
         self.policy.template_variables = template_variables(config.task.chat_template_kwargs)
@@ -174,6 +177,12 @@ class TrainingSession(Session):
         self.prompt_limit = prompt_limit(config, model.config, self.teacher)
         with timings.measured("prompts"):
             self.task.check_lengths(encode, self.prompt_limit)
+            longest = max(world.share(lambda: longest_prompt(encode, self.task, groups)))
+        w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
+        self.plan = world.share(lambda: _planned(w, memory, device))[world.rank]
+        if (config := adapted(w, self.plan)) is not self.config:
+            self.config = config
+            self.renew()
         if algorithm_of(config.loss).has_critic:
             model.add_value_head()
             if config.model is not None:
@@ -187,31 +196,45 @@ class TrainingSession(Session):
             runtime=self.runtime,
             world=world,
         )
-        world.same("the processes of this run", self.trainer.numerics())
+        world.same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
         self.validation_sampling = replace(self.sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        with timings.measured("prompts"):
-            longest = max(world.share(lambda: longest_prompt(encode, self.task, groups)))
-        capacity = min(world.share(lambda: self.cache_tokens(self.own_sequences, self._planned_tokens(longest))))
-        self.engine = self.new_engine(capacity, lambda: self.trainer.weights_version)
+        self.engine = self.new_engine(self.plan.cache_tokens, lambda: self.trainer.weights_version)
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
         self.preloaded = loaded_kernels()
 
-    @property
-    def own_sequences(self) -> int:
-        """The most sequences that this rank completes at once."""
-        config, data = self.config, self.world.mesh.fsdp
-        trained = data.most(config.trainer.prompts_per_step) * config.sampling.num_generations
-        return max(trained, data.most(config.task.validation_prompts))
 
-    def _planned_tokens(self, longest: int) -> int:
-        prompt = self.config.task.max_prompt_length or longest * PROMPT_MARGIN
-        return min(prompt, self.prompt_limit.tokens) + self.config.max_response_length
+def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
+    c, g = w.config, w.config.generator
+    require_memory(w.model, w.dtype, device, f"arch {c.arch}" if c.model is None else str(resolve_folder(c.model)))
+    if not w.on_gpu or g.kv_cache_tokens:  # it must hold a sequence
+        plan_cache_tokens(g, w.model, w.dtype, device, w.sequences, w.sequence_tokens)
+    return require_room(w, memory)
 
 
 def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> TrainingSession:
     """The session of a run, of a configuration that need not be resolved."""
     return TrainingSession(resolve(config, world.size), world, watcher)
+
+
+def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPlan:
+    """The plan of a run on so many GPUs with so much memory each, none of which need be here; 0 is this machine's. Its
+    tokenizer and its first prompts are read, and no weights.
+
+    Raises:
+        InputError: the run does not fit, and what would; or it cannot be as configured.
+    """
+    device = torch.device("cuda") if memory_gib else resolve_device(config.device)
+    algorithm_of(config.loss)
+    model, on_gpu = model_config(config), device.type == "cuda"
+    config = settled(config, ranks, device)
+    tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
+    policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
+    policy.template_variables = template_variables(config.task.chat_template_kwargs)
+    task, limit = make_task(config.task, config.trainer.prompts_per_step), prompt_limit(config, model)
+    longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step)
+    w = workload(config, ranks, on_gpu, model, longest_prompt=longest, prompt_limit=limit.tokens)
+    return require_room(w, int(memory_gib * 2**30) or memory_at_hand(device))
 
 
 def resolve_device(device: str) -> torch.device:
@@ -306,10 +329,16 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     """
     algorithm_of(config.loss)  # a user's is loaded and tried before anything takes long
     device = resolve_device(config.device)
+    config = settled(config, ranks, device)
+    if config.compile.cudagraph_mode != "none" and device.type != "cuda":
+        raise InputError(f"compile.cudagraph_mode is {config.compile.cudagraph_mode}; CUDA graphs need a GPU, use none")
+    require_plugins(config.compile, device)
+    return config
+
+
+def settled(config: RunConfig, ranks: int, device: torch.device) -> RunConfig:
+    """`resolve` for a device that need not be here."""
     compile = resolve_compile(config.compile, device.type == "cuda")
-    if compile.cudagraph_mode != "none" and device.type != "cuda":
-        raise InputError(f"compile.cudagraph_mode is {compile.cudagraph_mode}; CUDA graphs need a GPU, use none")
-    require_plugins(compile, device)
     generator = whole_tiles(config.generator, config.attention)
     return resolve_parallel(replace(config, compile=compile, generator=generator), ranks)
 
@@ -317,21 +346,6 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
 def make_runtime(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Runtime:
     """What both roles run their functions with; `config` is resolved."""
     return Runtime(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=world)
-
-
-def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
-    """What the trainer's batches are padded to, from the longest of the prompts that were looked at and the limit."""
-    t, s = config.trainer, config.sampling
-    groups, samples = t.prompts_per_step // max(1, config.parallel.batch_shards), s.num_generations
-    expected = groups * samples * s.max_completion_length  # completion tokens of a shard, if none stops
-    one_batch = groups * longest_prompt + expected <= t.max_tokens_per_micro_batch
-    leaves_out = t.skip_zero_variance or config.loss.dynamic_sampling
-    fixed_length = s.ignore_eos and not s.stop and not leaves_out and t.mode == "packed" and config.task.turns == 1
-    longest = min(longest_prompt * PROMPT_MARGIN, prompt_limit) + config.max_response_length
-    sizes = (1, 1) if t.mode == "per_sample" else (groups, samples)
-    bounds = {"max_len": longest, "max_tokens": t.max_tokens_per_micro_batch}
-    shapes = batch_shapes(*sizes, longest_prompt, config.max_response_length, **bounds)
-    return holding(shapes, expected) if fixed_length and one_batch else shapes
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:

@@ -43,7 +43,6 @@ def ended_by_signals() -> Iterator[None]:
     What is ignored (`nohup`) or handled already stays so, and outside the main thread, where Python delivers no
     signals, nothing changes.
     """
-    _received.clear()
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in (*_ASKED_TO_END, signal.SIGINT)}
@@ -55,6 +54,7 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number in mine:
             signal.signal(number, before[number])
+        _received.clear()
 
 
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler, _interrupted)

@@ -1,27 +1,9 @@
 """The policy step: packing with shared prompts, losses, AdamW on flat buffers, and the trainer that joins them."""
 
-from .optimizer import AdamW, learning_rate
+from .optimizer import AdamW, frozen_parameters, learning_rate
 from .packing import Packing, pack, pack_shards, packed_slots
 from .parameters import FlatParameters
 from .result import PendingResult, StepResult
 from .routing import RoutingResult
 from .shapes import BatchShape, batch_shapes, bucket
 from .trainer import Mismatch, Trainer
-
-__all__ = [
-    "AdamW",
-    "BatchShape",
-    "FlatParameters",
-    "Mismatch",
-    "Packing",
-    "PendingResult",
-    "RoutingResult",
-    "StepResult",
-    "Trainer",
-    "batch_shapes",
-    "bucket",
-    "learning_rate",
-    "pack",
-    "pack_shards",
-    "packed_slots",
-]

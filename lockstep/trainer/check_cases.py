@@ -68,15 +68,15 @@ def _train_cases(
     load: Callable[[], object],
     num_iterations: int,
 ) -> Iterator[graph.Case]:
-    with_support, loss_type = num_iterations > 1 and batch.truncated, programs.loss_type
-    yield programs.case(name, batch, load, loss_type=loss_type, with_support=with_support)
+    with_support = num_iterations > 1 and batch.truncated
+    yield programs.train_case(name, batch, load, with_support)
     if num_iterations > 1:
         later = replace(batch, check_parity=False)
         if with_support:
             words = -(-programs.model.config.vocab_size // 8)
             rows = len(batch.targets_C)
             later.support_C = torch.full((rows, words), 255, dtype=torch.uint8, device=batch.targets_C.device)
-        yield programs.case(f"{name}, later update", later, load, loss_type=loss_type, with_support=False)
+        yield programs.train_case(f"{name}, later update", later, load, False)
 
 
 def _nearly_untruncated(sampling: SamplingParams, vocabulary: int) -> SamplingParams:

@@ -251,10 +251,10 @@ class _Draft:
         lengths = torch.tensor([*sampled, C - len(self.logit_rows)])  # the last is padding's
         drawn = zip(self.sequences, self.sampling, strict=True)
         floats = [(s.loss_weight, s.advantage, p.temperature, p.top_p, p.min_p) for s, p in drawn] + [(0, 0, 1, 1, 0)]
-        of_rows = torch.tensor(floats, dtype=torch.float32).t().repeat_interleave(lengths, 1)
+        of_rows = torch.tensor(floats, dtype=torch.float32).t().repeat_interleave(lengths, 1, output_size=C)
         weight_C, advantage_C, temperature_C, top_p_C, min_p_C = of_rows
         whole = torch.tensor([[*range(len(turns)), 0], [*(p.top_k for p in self.sampling), 0]])
-        sequence_C, top_k_C = whole.repeat_interleave(lengths, 1)
+        sequence_C, top_k_C = whole.repeat_interleave(lengths, 1, output_size=C)
         old, old_model = self._old_logprobs(turns, check_parity)
         routes = self._old_routes(turns) if check_parity else None
         return PackedBatch(

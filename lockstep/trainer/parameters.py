@@ -144,10 +144,19 @@ class FlatParameters:
         """
         yield inputs
 
+    @contextmanager
+    def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> Iterator[graph.Inputs]:
+        """`inputs` with statistics to add a micro-batch's own to; in the end, those of all ranks are added."""
+        yield inputs
+
     def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Add each gradient to its total, such as `grads`, in the total's precision."""
-        for total, grad in zip(totals, grads, strict=True):
-            total.add_(grad)
+        """`add` each gradient to its total, such as `grads`, in order."""
+        for name, total, grad in zip(self.names, totals, grads, strict=True):
+            self.add(name, total, grad)
+
+    def add(self, name: str, total: Tensor, grad: Tensor) -> None:
+        """Add the gradient of one parameter to its total, in the total's precision."""
+        total.add_(grad)
 
     def square_sums(self, sums: Tensor, norm_order: Tensor | None) -> Tensor:
         """The blocks' sums of squares of the whole gradient, in order, from those of `grad`."""
@@ -215,24 +224,26 @@ class ShardedParameters(FlatParameters):
         """
         parts = {n: part for n, part in inputs.param.items() if n in self.names}
         weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in parts.items()}
-        values = inputs.buffer["statistics"]
-        with torch.set_grad_enabled(torch.is_grad_enabled() or not differentiated):
-            own = torch.zeros_like(values)
-            mine = {"param": {**inputs.param, **weights}, "buffer": {**inputs.buffer, "statistics": own}}
-            yield replace(inputs, module=None, **mine)
-            rows = distributed.gather(own, self.axis).unbind()
-            largest = [torch.stack([values[i], *(row[i] for row in rows)]).amax() for i in maxima]
-            for row in rows:
-                values.add_(row)
-            for i, value in zip(maxima, largest, strict=True):
-                values[i].copy_(value)
+        with torch.set_grad_enabled(torch.is_grad_enabled() or not differentiated), self.summed(inputs, maxima) as own:
+            yield replace(own, module=None, param={**inputs.param, **weights})
 
-    def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Add whole gradients of all ranks to this rank's part of the totals, float32, rank by rank."""
-        for name, total, grad in zip(self.names, totals, grads, strict=True):
-            with _serving(name), graph.backward():
-                for part in distributed.exchange(grad, total.numel(), self.axis).unbind():
-                    total.add_(part)
+    @contextmanager
+    def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> Iterator[graph.Inputs]:
+        values = inputs.buffer["statistics"]
+        own = torch.zeros_like(values)
+        yield replace(inputs, buffer={**inputs.buffer, "statistics": own})
+        rows = distributed.gather(own, self.axis).unbind()
+        largest = [torch.stack([values[i], *(row[i] for row in rows)]).amax() for i in maxima]
+        for row in rows:
+            values.add_(row)
+        for i, value in zip(maxima, largest, strict=True):
+            values[i].copy_(value)
+
+    def add(self, name: str, total: Tensor, grad: Tensor) -> None:
+        """Add the whole gradients of all ranks to this rank's part of the total, float32, rank by rank."""
+        with _serving(name), graph.backward():
+            for part in distributed.exchange(grad, total.numel(), self.axis).unbind():
+                total.add_(part)
 
     def square_sums(self, sums: Tensor, norm_order: Tensor | None) -> Tensor:
         assert norm_order is not None

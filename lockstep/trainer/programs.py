@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .. import graph
 from ..algorithms import SUPERVISED, Algorithm, algorithm_of, supervised
@@ -139,6 +141,11 @@ class TrainerPrograms:
         """A launch on `batch`, to be checked."""
         return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
+    def train_case(self, name: str, batch: PackedBatch, load: Callable[[], object], with_support: bool) -> graph.Case:
+        """A launch of `forward_backward` on `batch`, to be checked."""
+        made = self.case(name, batch, load, loss_type=self.loss_type, with_support=with_support)
+        return replace(made, eager=self._sparing_body)
+
     def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
         """What a program returns for a batch, by name."""
         return self.by_name[name](batch.tensors(), **statics_of(batch), **statics)
@@ -156,6 +163,32 @@ class TrainerPrograms:
         with graph.substituted(self.model, inputs):
             loss, scored = step.forward(self.model, values, batch, objective, with_support)
         return loss, scored.tensors()
+
+    def _sparing_body(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
+        """`forward_backward`, called, with its bits in less memory: layers are computed again in the backward pass,
+        each gradient is added up as it comes, and the weights are the model's own, which are whole on every rank."""
+        with torch.enable_grad(), self.flat.summed(inputs, step.MAXIMA) as own, _computed_again(self.model):
+            loss, outputs = self._train_forward(replace(own, module=self.model), **statics)
+            with self._added_up(inputs.grad):
+                loss.backward(inputs=self.flat.parameters)
+        return outputs
+
+    @contextmanager
+    def _added_up(self, totals: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within it the gradient of a parameter goes to its total as soon as it is whole."""
+
+        def taking(name: str) -> Callable[[Tensor], None]:
+            def take(parameter: Tensor) -> None:
+                assert parameter.grad is not None
+                self.flat.add(name, totals[name], parameter.grad)
+                parameter.grad = None
+
+            return take
+
+        with ExitStack() as stack:
+            for name, parameter in zip(self.flat.names, self.flat.parameters, strict=True):
+                stack.callback(parameter.register_post_accumulate_grad_hook(taking(name)).remove)
+            yield
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         batch = batch_of(inputs, **statics)
@@ -191,3 +224,18 @@ class TrainerPrograms:
             routing.balance(biases, s["loads"], self.optimizer.settings.router_bias_rate, applied)
         step.take(b["statistics"], b["results"], grad_norm, applied, self.experts)
         return {}
+
+
+@contextmanager
+def _computed_again(model: Decoder) -> Iterator[None]:
+    """Within it the model's layers keep their inputs alone for their backward passes."""
+    call = model.call_layer
+
+    def again(*arguments: Any) -> Tensor:
+        return checkpoint(call, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+    model.call_layer = again
+    try:
+        yield
+    finally:
+        model.call_layer = call

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..config import RunConfig
+
 MULTIPLE = 16  # of tokens, where nothing else bounds them: keeps rows aligned for the matrix products
 NUM_SHAPES = 7
+PROMPT_MARGIN = 2  # prompts may be this many times as long as the longest that was looked at
 SHAPES_PER_OCTAVE = 3  # neighbours differ by 2 ** (1 / 3), so at most a fifth of a batch is padding
 
 
@@ -81,6 +84,27 @@ def batch_shapes(
 def holding(shapes: list[BatchShape], completion_tokens: int) -> list[BatchShape]:
     """The largest of a run's shapes, and those that no micro-batch of so many completion tokens is too large for."""
     return shapes[:1] + [shape for shape in shapes[1:] if shape.completion_tokens >= completion_tokens]
+
+
+def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
+    """What the trainer's batches are padded to, from the longest of the prompts that were looked at and the limit."""
+    t, s = config.trainer, config.sampling
+    groups, samples = t.prompts_per_step // max(1, config.parallel.batch_shards), s.num_generations
+    expected = groups * samples * s.max_completion_length  # completion tokens of a shard, if none stops
+    one_batch = groups * longest_prompt + expected <= t.max_tokens_per_micro_batch
+    leaves_out = t.skip_zero_variance or config.loss.dynamic_sampling
+    fixed_length = s.ignore_eos and not s.stop and not leaves_out and t.mode == "packed" and config.task.turns == 1
+    longest = min(longest_prompt * PROMPT_MARGIN, prompt_limit) + config.max_response_length
+    sizes = (1, 1) if t.mode == "per_sample" else (groups, samples)
+    bounds = {"max_len": longest, "max_tokens": t.max_tokens_per_micro_batch}
+    shapes = batch_shapes(*sizes, longest_prompt, config.max_response_length, **bounds)
+    return holding(shapes, expected) if fixed_length and one_batch else shapes
+
+
+def planned_tokens(config: RunConfig, longest_prompt: int, prompt_limit: int) -> int:
+    """Tokens of a prompt with what comes after it that a cache is planned for, from the same two."""
+    prompt = config.task.max_prompt_length or longest_prompt * PROMPT_MARGIN
+    return min(prompt, prompt_limit) + config.max_response_length
 
 
 def _rounded(size: float) -> int:

@@ -133,8 +133,6 @@ class Trainer:
     ) -> None:
         """Make the graphs for batches of these shapes, largest first, and for the update, or compile the layers.
 
-        Where nothing is compiled it does nothing.
-
         Called between two updates. Each graph runs once, on a batch of one token that weighs nothing; weights, masters,
         moments, statistics and the version stay as they are, and gradients are cleared as they were.
 
@@ -142,8 +140,6 @@ class Trainer:
             check_parity, num_iterations: as the run's steps will have them.
             with_checks: batches may be only checked, too.
         """
-        if not self._runtime.compiles:
-            return
         for function in self.programs.by_name.values():
             function.one_shape = len(shapes) == 1
         assert not self.flat.grad.any() and not self._values.any(), "warm_up in the middle of a step"
@@ -227,7 +223,8 @@ class Trainer:
     def gather_weights(self) -> None:
         """Give the model the weights of the last update, for whoever generates with it. In one process it has them."""
         if gather := self.programs.by_name.get("gather_weights"):
-            gather()
+            with self._runtime.timings.measured("sync", on_device=True):
+                gather()
 
     def finish_check(self, sampled: int | None = None) -> StepResult:
         """The result of a step in which batches were only checked; no update, and gradients are cleared. `sampled` as

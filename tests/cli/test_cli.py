@@ -350,7 +350,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        ("trian", ["trian", "train, precompile, generate, eval, chat, serve, report, parity, init"]),
+        ("trian", ["trian", "train, precompile, plan, generate, eval, chat, serve, report, parity, init"]),
         ("train sum-digit", ["unknown recipe 'sum-digit'", "did you mean sum-digits"]),
         ("train zzz", ["unknown recipe 'zzz'", "allowed: sum-digits, word-arithmetic, gsm8k, dataset"]),
         ("train sum-digits gsm8k", ["gsm8k"]),
@@ -418,7 +418,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ),
         ("report done done --out nosuch/x.html", ["nosuch/x.html: there is no folder nosuch"]),
         ("init tiny", ["--out"]),
-        ("", ["train, precompile, generate, eval, chat, serve, report, parity, init"]),
+        ("", ["train, precompile, plan, generate, eval, chat, serve, report, parity, init"]),
     ],
 )
 def test_bad_input(run: Recorder, capsys: pytest.CaptureFixture[str], arguments: str, messages: list[str]) -> None:

@@ -50,7 +50,7 @@ FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_complet
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)
 DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
 SIZES = (97, 48, 64, 2, 4, 2, 16) if DEVICE.type == "cpu" else (4096, 512, 1024, 2, 8, 4, 128)
-CONFIG = ModelConfig(*SIZES, rope_theta=1e4, max_position_embeddings=256)
+CONFIG = ModelConfig(*SIZES, rope_theta=1e4, max_position_embeddings=256, family="qwen3")
 MOE = replace(CONFIG, moe=MoEConfig(4, num_experts_per_token=2, intermediate_size=SIZES[2] // 2, router_bias=True))
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 
@@ -371,7 +371,7 @@ def agreement(world: World) -> Any:
     found = []
     for call in (
         lambda: world.share(fails),
-        lambda: world.same("these ranks", {"alike": 1, "torch": f"2.{world.rank}"}),
+        lambda: world.same("these ranks", lambda: {"alike": 1, "torch": f"2.{world.rank}"}),
         lambda: world.from_first(lambda: 1 // 0),
     ):
         try:

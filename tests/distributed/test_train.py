@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -152,24 +153,39 @@ def test_ranks_with_other_data_are_refused(config: RunConfig, tmp_path: Path) ->
 def test_ranks_with_other_numerics_are_refused(config: RunConfig) -> None:
     class Others(World):
         def gather(self, value: Any) -> list[Any]:
-            return [value, {**value, "threads": 99}]
+            return [value, {**value, "threads": 99} if isinstance(value, dict) else value]
 
     torch.set_num_threads(1)
     with pytest.raises(InputError, match="threads is 99 on rank 1 and 1 on rank 0"):
         build(config, Others(0, 2))
 
 
-def test_a_killed_process_ends_the_other(config: RunConfig, tmp_path: Path) -> None:
-    yaml_file.save(replace(config, steps=100_000), tmp_path / "config.yaml")
-    command = [sys.executable, *TRAIN, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]
-    with by_hand(command, [tmp_path, tmp_path]) as (first, second):
-        metrics = tmp_path / "run" / "metrics.jsonl"
+def test_a_killed_process_ends_the_others_and_one_that_is_stopped(config: RunConfig, tmp_path: Path) -> None:
+    made = replace(config, steps=100_000, parallel=replace(config.parallel, batch_shards=3))
+    yaml_file.save(made, tmp_path / "config.yaml")
+    run = tmp_path / "run"
+    command = [sys.executable, *TRAIN, str(tmp_path / "config.yaml"), "--run-dir", str(run)]
+    with by_hand(command, [tmp_path] * 3) as (first, second, third):
+        metrics = run / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and len(metrics.read_bytes()) > 0, first)
-        second.send_signal(signal.SIGKILL)
-        _, said = first.communicate(timeout=DEADLINE)
-    assert first.returncode == 1
-    assert "failed: rank 0 of 2: another process of the run is gone" in said and "Traceback" not in said
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_done"] >= 1
+        second.send_signal(signal.SIGSTOP)
+        third.send_signal(signal.SIGKILL)
+        said = [process.communicate(timeout=DEADLINE)[1] for process in (first, second)]
+    assert first.returncode == 1 == second.returncode and "lockstep: " not in said[1]
+    assert "failed: rank 0 of 3: another process of the run is gone" in said[0] and "Traceback" not in "".join(said)
+    host = platform.node()
+    assert said[0].splitlines()[-3:] == [
+        f"rank 1 on {host} (process {second.pid}) is stopped",
+        f"rank 2 on {host} (process {third.pid}) is gone",
+        f"told by rank 0 on {host} (process {first.pid}); the stacks of all ranks are in {run / 'stacks'}",
+    ]
+    stacks = [(run / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(3)]
+    assert "PeerLost: rank 0 of 3" in stacks[0] and "faults.py" in stacks[0]
+    assert (
+        '/lockstep/run/train.py", line ' in stacks[1]
+        and stacks[2] == f"rank 2 on {host} (process {third.pid}) is gone\n"
+    )
+    assert json.loads((run / "summary.json").read_text())["steps_done"] >= 1
 
 
 def test_other_commands_are_for_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

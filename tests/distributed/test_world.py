@@ -23,7 +23,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_process_needs_nothing() -> None:
     assert join(ParallelConfig(), "cpu") is ONE is join(ParallelConfig(fsdp=1), "cpu")
     assert ONE.gather(3) == [3] and ONE.share(lambda: 4) == [4] and ONE.from_first(lambda: 5) == 5
-    ONE.same("this", {"a": 1})
+    ONE.same("this", lambda: {"a": 1})
     ONE.close()
 
 

@@ -47,6 +47,9 @@ def fragile(completions, **_):
     if "loop" in completions: time.sleep(600)
     if "raise" in completions: raise ValueError("of course")
     return [1.0] * len(completions)
+
+def with_torch(completions, **_):
+    return ["torch" in sys.modules] * len(completions)
 """
 
 
@@ -74,11 +77,12 @@ def score(rewards: RewardSet, texts: list[str] = TEXTS, groups: tuple[int, ...] 
 
 
 def test_results_come_in_order_from_other_processes(source: Path, workers: RewardWorkers) -> None:
-    names = ("length", "later", "process", "count")
+    names = ("length", "later", "process", "count", "with_torch")
     rewards = load_rewards([f"{source}:{name}" for name in names], workers=workers)
     values = score(rewards).values
     assert [row["length"] for row in values] == [row["later"] for row in values] == [1, 2, 3, 4, 1, 2]
     assert [row["count"] for row in values] == [2.0] * 6  # a call has one prompt's completions
+    assert [row["with_torch"] for row in values] == [0.0] * 6  # which takes long to import, and 200 MB
     processes = {row["process"] for _ in range(3) for row in score(rewards).values}
     assert 1 <= len(processes) <= 2 and os.getpid() not in processes  # they stay
 

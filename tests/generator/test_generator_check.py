@@ -17,7 +17,7 @@ SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, n=3, max_completion_length
 
 
 def make(mode: str, cache_tokens: int = 1024, recorder: FakeRecorder | None = None) -> tuple[Runtime, Engine]:
-    config = ModelConfig(97, 32, 48, 2, 2, 1, 16, rope_theta=1e4, max_position_embeddings=256)
+    config = ModelConfig(97, 32, 48, 2, 2, 1, 16, rope_theta=1e4, max_position_embeddings=256, family="qwen3")
     model = initialize(Decoder(config, torch.float32), 0)
     runtime = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=recorder or FakeRecorder())
     engine = Engine(SharedWeights(model), GeneratorConfig(page_size=8), cache_tokens, runtime=runtime)

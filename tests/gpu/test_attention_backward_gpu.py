@@ -93,7 +93,7 @@ def gradients(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def torch_path(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    return reference.packed_backward(grad, q, k, v, ops.Packed(*packing.layout(), packing.max_len))
+    return reference.packed_backward((grad, q, k, v), ops.Packed(*packing.layout(), packing.max_len))[:3]
 
 
 def dense(packing: Packing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

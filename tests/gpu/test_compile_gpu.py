@@ -21,7 +21,7 @@ TOP_P = SamplingParams(temperature=0.8, top_p=0.95, n=8, max_completion_length=4
 
 
 def model() -> Decoder:
-    config = ModelConfig(4096, 512, 1024, 3, 8, 4, 128, rope_theta=1e6, max_position_embeddings=2048)
+    config = ModelConfig(4096, 512, 1024, 3, 8, 4, 128, rope_theta=1e6, max_position_embeddings=2048, family="qwen3")
     return initialize(Decoder(config, torch.bfloat16, CUDA), 0)
 
 

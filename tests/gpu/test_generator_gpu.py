@@ -17,7 +17,7 @@ from lockstep.ops.decode_update import operator as decode_update_operator
 from lockstep.types import Completion, SampleIdentity, SamplingParams
 
 DEVICE = torch.device("cuda")
-CONFIG = ModelConfig(2000, 256, 512, 3, 4, 2, 64, max_position_embeddings=2048)
+CONFIG = ModelConfig(2000, 256, 512, 3, 4, 2, 64, max_position_embeddings=2048, family="qwen3")
 KINDS = (SamplingParams(n=8), SamplingParams(n=3, temperature=0.8, top_p=0.95), SamplingParams(temperature=0.0))
 
 

@@ -34,7 +34,7 @@ def compiled() -> Iterator[list[str]]:
 
 def test_after_a_rehearsal_nothing_is_compiled(compiled: list[str]) -> None:
     # Sizes of no other test's, so that this process has compiled none of it.
-    config = ModelConfig(8192, 768, 1536, 2, 6, 3, 128, rope_theta=1e6, max_position_embeddings=2048)
+    config = ModelConfig(8192, 768, 1536, 2, 6, 3, 128, rope_theta=1e6, max_position_embeddings=2048, family="qwen3")
     model = initialize(Decoder(config, torch.bfloat16, CUDA), 0)
     runtime = Runtime(CompileConfig("step", "full"), CUDA)
     trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), runtime=runtime)

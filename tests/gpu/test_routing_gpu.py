@@ -18,7 +18,9 @@ from lockstep.trainer import Trainer, pack
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 
 DEVICE = torch.device("cuda")
-CONFIG = ModelConfig(2000, 256, 512, 3, 4, 2, 64, max_position_embeddings=2048, moe=MoEConfig(16, 4, 128))
+CONFIG = ModelConfig(
+    2000, 256, 512, 3, 4, 2, 64, max_position_embeddings=2048, moe=MoEConfig(16, 4, 128), family="qwen3_moe"
+)
 SAMPLING = SamplingParams(n=8, temperature=0.9, max_completion_length=40, ignore_eos=True)
 PROMPTS = [[(7 * i + g) % 2000 for i in range(30 + 40 * g)] for g in range(4)]
 

@@ -21,7 +21,7 @@ TOP_P = SamplingParams(temperature=0.8, top_p=0.95, n=8, max_completion_length=1
 
 
 def make(mode: str, recorder: CudaRecorder | None = None) -> tuple[Runtime, Trainer, Engine]:
-    config = ModelConfig(4096, 512, 1024, 4, 8, 4, 128, rope_theta=1e6, max_position_embeddings=2048)
+    config = ModelConfig(4096, 512, 1024, 4, 8, 4, 128, rope_theta=1e6, max_position_embeddings=2048, family="qwen3")
     model = initialize(Decoder(config, torch.bfloat16, CUDA), 0)
     runtime = Runtime(CompileConfig("step", mode), CUDA, recorder=recorder)
     trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), runtime=runtime)

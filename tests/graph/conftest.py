@@ -35,7 +35,7 @@ def decoder() -> Callable[..., Decoder]:
     """`decoder(dtype=float32, seed=0)`: tied, two layers, distributions far from flat."""
 
     def make(dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
-        config = ModelConfig(97, 48, 64, 2, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256)
+        config = ModelConfig(97, 48, 64, 2, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256, family="qwen3")
         return make_model(dtype, seed, config)
 
     return make

@@ -17,7 +17,7 @@ from lockstep import ops
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.logprobs.philox import philox, sample_key
-from lockstep.ops.records import Rotation
+from lockstep.ops.records import ACTIVATIONS, Rotation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -155,6 +155,8 @@ class Interpreted:
         view = torch.cat((torch.full((5, 1), torch.nan).to(dtype), x), dim=1)[:, 1:]
         assert same_bits(norm_triton.rms_norm(view, weight, 1e-6), out)
         assert same_bits(norm_triton.rms_norm(x[2:3], weight, 1e-6), out[2:3])
+        one_more = norm_triton.rms_norm(x, weight, 1e-6, 1.0)
+        assert same_bits(one_more, norm_triton.rms_norm(x, weight.float() + 1, 1e-6)), "the sum is float32"
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "norm"), [(4, 2, 32, True), (3, 1, 24, False)])
@@ -165,11 +167,19 @@ class Interpreted:
         by = Rotation(*weights, torch.cat((angles.cos(), angles.sin()), dim=1), heads, kv_heads, 1e-6)
         out = rope_triton.qk_norm_rope(qkv_TE, by)
         torch.testing.assert_close(out, ops.qk_norm_rope.__wrapped__(qkv_TE, by))
+        more = by._replace(q_weight_H=weights[0].float() + 1, k_weight_H=weights[1].float() + 1) if norm else by
+        assert same_bits(rope_triton.rotated(qkv_TE, by, 1.0), rope_triton.rotated(qkv_TE, more))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_silu_mul(self, dtype):
         gate_up = (torch.randn(3, 2 * 1100) * 30).to(dtype)
-        torch.testing.assert_close(activation_triton.silu_mul(gate_up), ops.silu_mul.__wrapped__(gate_up))
+        gate_up[0, :2] = torch.tensor([torch.nan, torch.inf])
+        for activation in ACTIVATIONS:
+            out, expected = (
+                activation_triton.silu_mul(gate_up, activation),
+                ops.silu_mul.__wrapped__(gate_up, activation),
+            )
+            torch.testing.assert_close(out, expected, equal_nan=True)
 
     @pytest.mark.parametrize(
         ("m", "n", "k"), [(1, 130, 96), (20, 64, 256), (40, 129, 72), (130, 40, 64), (520, 300, 65), (130, 1, 64)]

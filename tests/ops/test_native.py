@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from native_cases import same, sampling, wide
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,7 +21,7 @@ from lockstep.ops.activation.operator import silu_mul_backward
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.logprobs.philox import gumbel, philox
 from lockstep.ops.native import library
-from lockstep.ops.records import Filters, Rotation, SampleKeys
+from lockstep.ops.records import ACTIVATIONS, Filters, Rotation, SampleKeys
 
 pytestmark = pytest.mark.skipif(library.built is None, reason="the C library is not built")
 
@@ -55,12 +56,31 @@ def test_a_product_stays_in_registers() -> None:
 def test_row_operators_agree_with_the_reference(dim: int) -> None:
     x, weight = wide(37, dim), torch.randn(dim)
     torch.testing.assert_close(native.rms_norm(x, weight, 1e-6), ops.rms_norm.__wrapped__(x, weight, 1e-6))
-    gate_up = 20 * torch.randn(37, 2 * dim)
-    torch.testing.assert_close(native.silu_mul(gate_up), ops.silu_mul.__wrapped__(gate_up), rtol=1e-5, atol=1e-30)
-    grad = torch.randn(37, dim)
-    torch.testing.assert_close(
-        native.silu_mul_backward(grad, gate_up), silu_mul_backward.__wrapped__(grad, gate_up), rtol=1e-5, atol=1e-6
-    )
+    assert same(native.rms_norm(x, weight, 1e-6, 1.0), native.rms_norm(x, weight + 1, 1e-6))
+
+
+@pytest.mark.parametrize("dim", [1, 24, 333])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_products_agree_with_the_reference(activation: str, dim: int) -> None:
+    gate_up, grad = 20 * torch.randn(37, 2 * dim), torch.randn(37, dim)
+    both = ((native.silu_mul, ops.silu_mul.__wrapped__, (gate_up, activation)),)
+    both += ((native.silu_mul_backward, silu_mul_backward.__wrapped__, (grad, gate_up, activation)),)
+    for in_c, reference, arguments in both:
+        torch.testing.assert_close(in_c(*arguments), reference(*arguments), rtol=2e-5, atol=1e-6)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    limited = gate.clamp(max=7.0)
+    exact = {
+        "silu": F.silu(gate) * up,
+        "gelu_tanh": F.gelu(gate, approximate="tanh") * up,
+        "swiglu_clamped": (up.clamp(-7.0, 7.0) + 1) * (limited * torch.sigmoid(limited * 1.702)),
+    }[activation]
+    torch.testing.assert_close(native.silu_mul(gate_up, activation).double(), exact, rtol=1e-5, atol=1e-7)
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    for silu_mul in (native.silu_mul, ops.silu_mul.__wrapped__):
+        with pytest.raises(ValueError, match=r"one of silu, gelu_tanh, swiglu_clamped|not in tuple"):
+            silu_mul(torch.ones(1, 2), "tanh")
 
 
 @pytest.mark.parametrize("head_dim", [2, 16, 24, 32, 80, 128])
@@ -73,6 +93,7 @@ def test_qk_norm_rope_agrees_with_the_reference(head_dim: int, norm: bool) -> No
     weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else (None, None)
     arguments = qkv, Rotation(*weights, table, 3, 2, 1e-6)
     torch.testing.assert_close(native.qk_norm_rope(*arguments), ops.qk_norm_rope.__wrapped__(*arguments))
+    torch.testing.assert_close(native.qk_norm_rope(*arguments, 1.0), ops.qk_norm_rope.__wrapped__(*arguments, 1.0))
 
 
 def test_rms_norm_multiplies_by_its_weight_last() -> None:

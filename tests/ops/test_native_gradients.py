@@ -42,9 +42,10 @@ def of_both(gradients: Callable[[], tuple[Tensor | None, ...]]) -> None:
 
 
 @pytest.mark.parametrize("dim", [1, 24, 128, 333])
-def test_of_a_norm(dim: int) -> None:
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_of_a_norm(dim: int, offset: float) -> None:
     fused, weight, grad = wide(37, dim + 5).requires_grad_(), torch.randn(dim, requires_grad=True), wide(37, dim)
-    of_both(lambda: torch.autograd.grad(norm.rms_norm(fused[:, 5:], weight, 1e-6), (fused, weight), grad))
+    of_both(lambda: torch.autograd.grad(norm.rms_norm(fused[:, 5:], weight, 1e-6, offset), (fused, weight), grad))
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -55,7 +56,8 @@ def test_of_norm_and_rotation(tokens: int, head_dim: int, normed: bool) -> None:
     table = torch.rand(tokens, head_dim) * 2 - 1
     by = Rotation(*weights, table, 3, 2, 1e-6)
     compute = {None: rope._gradients}
-    of_both(lambda: compute.get(library.current, rope._native_gradients)(grad, qkv, by))
+    for offset in (0.0, 1.0):
+        of_both(lambda offset=offset: compute.get(library.current, rope._native_gradients)(grad, qkv, by, offset))
     assert not rope._native_gradients(grad, qkv, by)[0][:, 5 * head_dim :].any()
 
 
@@ -69,7 +71,7 @@ def test_of_attention_with_shared_prefixes(heads: int, kv_heads: int) -> None:
     q, k, v = (torch.randn(tokens, n, 8) for n in (heads, kv_heads, kv_heads))
     grad, qkv = torch.randn(tokens, heads, 8), torch.cat((q, k, v), dim=1)
     views = qkv.split((heads, kv_heads, kv_heads), dim=1)  # as the fused projection has them
-    of_both(lambda: reference.packed_backward(grad, *views, by))
+    of_both(lambda: reference.packed_backward((grad, *views), by)[:3])
 
 
 def test_rows_outside_a_table() -> None:

@@ -5,16 +5,19 @@ leaves unwritten is NaN there.
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from processes import run_interpreted
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.ops.activation.operator import silu_mul_backward
 from lockstep.ops.embedding.operator import gather_rows_backward
 from lockstep.ops.norm.operator import rms_norm_backward
-from lockstep.ops.records import Rotation
+from lockstep.ops.records import ACTIVATIONS, Rotation
 from lockstep.ops.rope.operator import qk_norm_rope_backward
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -42,6 +45,16 @@ def exact_qk(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_
         qk = exact_norm(qk, torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1))), 1e-6)
     (cos, sin), (first, second) = cos_sin.double().unsqueeze(1).chunk(2, -1), qk.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def exact_gated(x: Tensor, activation: str) -> Tensor:
+    """As transformers writes them."""
+    gate, up = x.chunk(2, 1)
+    if activation == "swiglu_clamped":
+        gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    function = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[activation]
+    return function(gate) * up
 
 
 def exact_gradients(function, grad: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -74,8 +87,11 @@ class Interpreted:
         separate = norm_triton.rms_norm_backward(grad, x, weight, 1e-6)
         assert_near(separate, exact)
         other = torch.randn(rows, 3 * width)[:, width : 2 * width]
-        joined = norm_triton.rms_norm_backward(grad, x, weight, 1e-6, other)
+        joined = norm_triton.rms_norm_backward_add(grad, x, weight, 1e-6, other)
         assert torch.equal(joined[0], separate[0] + other) and torch.equal(joined[1], separate[1])
+        more = norm_triton.rms_norm_backward_add(grad, x, weight - 1, 1e-6, other, 1.0)
+        expected = norm_triton.rms_norm_backward(grad, x, (weight - 1) + 1, 1e-6)
+        assert torch.equal(more[0], expected[0] + other) and torch.equal(more[1], expected[1])
 
     @pytest.mark.parametrize("rows", ROWS)
     @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 24), (1, 1, 8)])
@@ -100,16 +116,19 @@ class Interpreted:
         qk = (heads + kv_heads) * head_dim
         assert torch.equal(joined[0], torch.cat((results[0][:, :qk], there[:, qk:]), 1))
         assert all(map(torch.equal, joined[1:], results[1:]))
+        if norm:
+            less = by._replace(q_weight_H=weights[0] - 1, k_weight_H=weights[1] - 1)
+            more = less._replace(q_weight_H=less.q_weight_H + 1, k_weight_H=less.k_weight_H + 1)
+            found = rope_triton.rotated_backward(grad, qkv, less, 1.0)
+            assert all(map(torch.equal, found, rope_triton.rotated_backward(grad, qkv, more)))
 
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
     @pytest.mark.parametrize("width", [24, 1024, 1030])
-    def test_silu_mul(self, width):
+    def test_silu_mul(self, width, activation):
         grad, gate_up = torch.randn(3, width), 6 * torch.randn(3, 2 * width)
-
-        def function(x):
-            gate, up = x.chunk(2, 1)
-            return torch.nn.functional.silu(gate) * up
-
-        assert_near((activation_triton.silu_mul_backward(grad, gate_up),), exact_gradients(function, grad, gate_up))
+        exact = exact_gradients(partial(exact_gated, activation=activation), grad, gate_up)
+        assert_near((activation_triton.silu_mul_backward(grad, gate_up, activation),), exact)
+        assert_near((silu_mul_backward.__wrapped__(grad, gate_up, activation),), exact)
 
     def test_silu_mul_far_out(self):
         gate_up = torch.tensor([[-200.0, 200.0, -0.0, 3.0, 3.0, 3.0]])

@@ -53,7 +53,8 @@ except ImportError:  # before the package had rooms
     from lockstep.cli import main
     from lockstep.tokenizer import byte_tokenizer, save_tokenizer
 
-model = initialize(Decoder(ModelConfig(260, 8, 8, 1, 1, 1, 8, 128, eos_token_ids=(256,)), torch.float32), 0)
+config = ModelConfig(260, 8, 8, 1, 1, 1, 8, 128, eos_token_ids=(256,), family="qwen3")
+model = initialize(Decoder(config, torch.float32), 0)
 for parameter in model.parameters():
     parameter.data.mul_(8.0 if parameter.dim() > 1 else 1.0)
 save_model(model, Path("model"))

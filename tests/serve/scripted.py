@@ -36,7 +36,9 @@ def scripted_folder(folder: Path) -> Path:
     tokenizer.add_tokens([piece for script in SCRIPTS.values() for piece in script])
     tokenizer.chat_template = TEMPLATE
     end = tokenizer.convert_tokens_to_ids(IM_END)
-    config = ModelConfig(512, 128, 64, 1, 2, 1, 32, 2048, tie_word_embeddings=False, eos_token_ids=(end,))
+    config = ModelConfig(
+        512, 128, 64, 1, 2, 1, 32, 2048, tie_word_embeddings=False, eos_token_ids=(end,), family="qwen3"
+    )
     model = initialize(Decoder(config, torch.float32), seed=0)
     with torch.no_grad():
         model.layers[0].o.zero_()

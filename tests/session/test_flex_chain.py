@@ -76,6 +76,21 @@ def test_captured_is_eager_and_parity_holds_over_updates() -> None:
     assert completions[0] != completions[1] != completions[2]
 
 
+def test_native_windows_in_every_schedule(engine_of: EngineOf) -> None:
+    model = make_model(torch.float32, config=WINDOW)
+    set_attention(model, "native", None)
+    assert_no_schedule_changes_a_bit(model, engine_of, count=4, page_size=16)
+    prompts, sampling = requests(2, length=12)
+    unmasked = make_model(torch.float32, config=CONFIG)
+    found, others = (words(generate(engine_of(x), prompts, sampling)) for x in (model, unmasked))
+    assert found != others, "the window is seen"
+
+
+def test_native_windows_captured_and_over_updates() -> None:
+    runs = [rounds(WINDOW, capture, torch.float32) for capture in ("none", "step")]
+    assert runs[0] == runs[1] and runs[0][1] == [0, 0, 0]
+
+
 def test_lists_of_tiles_pass_through_captured_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU layers with one window share lists that an operator of its own makes, open sizes and all."""
     calls = []
@@ -142,7 +157,6 @@ def test_pages_are_whole_key_tiles_with_flex() -> None:
 @pytest.mark.parametrize(
     ("config", "attention", "mask", "message"),
     [
-        (WINDOW, "native", None, "attention is native, and 1 layers of the model have a sliding_window of 40"),
         (CONFIG, "native", "m:f", "attention_mask has no effect on attention native"),
         (CONFIG, "paged", None, "attention is 'paged'; it must be native or flex"),
         (DEEPSEEK, "flex", None, "attention is flex, and deepseek_v3 has latent attention"),

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from processes import finished
 
 from lockstep import ops
+from lockstep.models.init import architecture
 from lockstep.ops.activation import operator as activation
 from lockstep.ops.logprobs import operator as logprobs
 from lockstep.ops.logprobs import philox
@@ -44,7 +46,9 @@ def test_words_are_a_function_of_the_arithmetic(dtype: torch.dtype) -> None:
 
 
 def test_a_decoder_with_other_blocks_has_words_of_them() -> None:
-    odd = {"experts": golden._EXPERTS, "latent": golden._LATENT, "windows": golden._WINDOWS}
+    some = [("experts", "tiny-qwen3-moe", {}), ("latent", "tiny-deepseek-v3", {"moe": None})]
+    some.append(("windows", "tiny", {"sliding_window": 20, "sliding_layers": (1,)}))
+    odd = {name: replace(architecture(arch), **changes) for name, arch, changes in some}
     found = {name: golden.words(CPU, torch.float32, config) for name, config in odd.items()}
     assert {name: list(words)[len(KINDS) - 2 : -2] for name, words in found.items()} == {name: [name] for name in odd}
     assert len({words[name] for name, words in found.items()}) == 3

@@ -22,7 +22,7 @@ def make_model() -> Callable[..., Decoder]:
     """`make_model(dtype=float32, seed=0, tie=True)`: two layers, logits far from uniform."""
 
     def make(dtype: torch.dtype = torch.float32, seed: int = 0, tie: bool = True) -> Decoder:
-        config = ModelConfig(VOCABULARY, 64, 96, 2, 4, 2, 16, rope_theta=1e4, tie_word_embeddings=tie)
+        config = ModelConfig(VOCABULARY, 64, 96, 2, 4, 2, 16, rope_theta=1e4, tie_word_embeddings=tie, family="qwen3")
         return small.make_model(dtype, seed, config, scale=8)
 
     return make

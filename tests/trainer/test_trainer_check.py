@@ -21,7 +21,7 @@ TOP_P = SamplingParams(temperature=0.8, top_p=0.9, n=4, max_completion_length=20
 
 
 def make(mode: str, passes: tuple[Pass, ...] = (), beta: float = 0.0, dtype: torch.dtype = torch.float32):
-    config = ModelConfig(97, 32, 48, 1, 2, 1, 16, rope_theta=1e4, max_position_embeddings=128)
+    config = ModelConfig(97, 32, 48, 1, 2, 1, 16, rope_theta=1e4, max_position_embeddings=128, family="qwen3")
     model = initialize(Decoder(config, dtype), 0)
     runtime = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder())
     runtime.builder.passes += passes

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...distributed import World
+from ..capture.step import GraphBody
 from ..ir.captured import Captured, Inputs, Static, inexact_results
 from ..program import Program
 from ..runtime import Runtime
@@ -30,6 +31,7 @@ class Case:
         touches: for large state, as "role name", the views of it that `load` and the run may write. Any other input
             that the graph writes, and every `buffer`, is copied and put back whole.
         scratch: views that the run writes and whose values mean nothing: put back, but not compared.
+        eager: called in place of the function's body, whose bits it has, in less memory.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Case:
     load: Callable[[], object] = lambda: None
     touches: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     scratch: Sequence[Tensor] = ()
+    eager: GraphBody | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Comparison:
         if self._differs(eager, captured) or any(self._differs(eager, self._results(stage)) for stage in earlier):
             return faulty_step(
                 self._captured,
-                self._eager,
+                self._body,
                 [tensor for _, _, tensor in self._inputs.flat()],
                 lambda stage: self._differs(eager, self._results(stage)),
                 self._around,
@@ -134,8 +137,15 @@ class Comparison:
         return None
 
     def _eager(self) -> Mapping[str, Tensor]:
+        return self._called(self._case.eager or self._function.body)
+
+    def _body(self) -> Mapping[str, Tensor]:
+        """The function itself, whose calls are in the order of its graph's."""
+        return self._called(self._function.body)
+
+    def _called(self, body: GraphBody) -> Mapping[str, Tensor]:
         with torch.autograd.set_multithreading_enabled(False):  # else the backward pass would leave the pool
-            return self._function.body(self._inputs, **self._case.statics)
+            return body(self._inputs, **self._case.statics)
 
     def _results(self, captured: Captured) -> _Seen:
         """What a graph of the function returns and writes."""

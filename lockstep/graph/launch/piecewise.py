@@ -22,7 +22,7 @@ from .cudagraph import GraphRecorder, Recording
 
 ATTENTION = frozenset(
     f"lockstep.{kind}_{layout}"
-    for kind in ("attention", "mla", "rotated_attention")
+    for kind in ("attention", "attention_sinks", "mla", "rotated_attention")
     for layout in ("packed", "packed_backward", "paged")
 ) | {"lockstep.attention_decode", "lockstep.flex_packed", "lockstep.flex_packed_backward", "lockstep.flex_paged"}
 

@@ -90,20 +90,3 @@ def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Capt
         line = f"{p.name}: {len(before.graph.nodes)} -> {len(captured.graph.nodes)} nodes; {note}"
         captured = check(replace(captured, log=(*captured.log, line), before=before))
     return captured
-
-
-__all__ = [
-    "Pass",
-    "bucket",
-    "canonicalize",
-    "cudagraph",
-    "fit",
-    "fuse",
-    "pipeline",
-    "recompute",
-    "recorded",
-    "reorder",
-    "reshard",
-    "run_passes",
-    "saved_bytes",
-]

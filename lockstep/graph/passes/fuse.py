@@ -8,9 +8,13 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
+from ...ops.records import AttentionGradient, Packed, Rotation
 from ..ir.captured import Captured, op_name
 from ..torch_private import trace as torch_trace
 from .rewrite import rewritten
+
+ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # before those of its scores
+ROTATION_ARGS = 2 + len(Rotation._fields)  # of a rotation's gradients: theirs, the projection, how it is rotated
 
 
 def fuse(captured: Captured) -> tuple[Captured, str]:
@@ -37,8 +41,8 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
 
 
 def _join_rotation(rotation: fx.Node) -> bool:
-    if op_name(rotation) != "lockstep.qk_norm_rope_backward":
-        return False
+    if op_name(rotation) != "lockstep.qk_norm_rope_backward" or len(rotation.args) > ROTATION_ARGS:
+        return False  # of a norm with an offset: apart
     laid, first = _call(rotation.args[0], "aten.cat"), _item(rotation, 0)
     total = first and _only_user(first, "aten.add")
     if not (laid and first and total and _is_alone(laid)):
@@ -55,7 +59,8 @@ def _join_rotation(rotation: fx.Node) -> bool:
     heads, kv_heads = cast(tuple[int, int], rotation.args[5:7])
     if set(total.args) != {viewed, first} or padded.args[2:] != (1, heads + kv_heads, heads + 2 * kv_heads, 1):
         return False
-    _replace(rotation, "lockstep.rotated_attention_packed_backward", [*attention.args, *rotation.args[1:]])
+    needed, others = attention.args[:ATTENTION_ARGS], attention.args[ATTENTION_ARGS:]
+    _replace(rotation, "lockstep.rotated_attention_packed_backward", [*needed, *rotation.args[1:], *others])
     total.replace_all_uses_with(first)
     _erase(total, viewed, padded, values, rotation, laid, *parts, attention)
     return True
@@ -67,7 +72,7 @@ def _join_residual(norm: fx.Node) -> bool:
     other = total and first and _other_term(total, first)
     if not (first and total and other and other < norm):
         return False
-    _replace(norm, "lockstep.rms_norm_backward_add", [*norm.args, other])
+    _replace(norm, "lockstep.rms_norm_backward_add", [*norm.args[:4], other, *norm.args[4:]])
     total.replace_all_uses_with(first)
     _erase(total, norm)
     return True

@@ -18,7 +18,7 @@ from ... import ops
 
 @dataclass(frozen=True)
 class Masks:
-    """Attention that does not see all keys before a query; None in a model stands for `ops.attention_*`, which does.
+    """Of FlexAttention; None in a model stands for `ops.attention_*`, to which each layer tells its own scores.
 
     `windows` are the layers' sliding windows (0: none), `name` a mask of `ops.register_mask` for all layers ("": none).
     """
@@ -26,8 +26,9 @@ class Masks:
     windows: tuple[int, ...]
     name: str = ""
 
-    def of(self, layer: int, tiles: dict[int, list[Tensor]]) -> ops.FlexMask:
+    def of(self, layer: int, tiles: dict[int, list[Tensor]], scores: ops.AttentionScores) -> ops.FlexMask:
         """A layer's, with the tiles of its window."""
+        assert scores._replace(window=0) == ops.PLAIN, "flex attention has a window and a mask, and nothing else"
         return ops.FlexMask(self.windows[layer], self.name, tiles[self.windows[layer]])
 
 
@@ -37,8 +38,15 @@ class Attend(Protocol):
     def prepare(self, sizes: ops.FlexSizes) -> None:
         """Find what all layers share, before the first of them."""
 
-    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation) -> Tensor:
-        """Grouped-query attention, [T, N, H]."""
+    def __call__(
+        self,
+        layer: int,
+        qkv_TE: Tensor,
+        by: ops.Rotation,
+        scores: ops.AttentionScores = ops.PLAIN,
+        weight_offset: float = 0.0,
+    ) -> Tensor:
+        """Grouped-query attention, [T, N, H]; `weight_offset` is on the weights of the norms in `by`."""
 
     def latent(self, layer: int, x: ops.Latent) -> Tensor:
         """Latent attention: weighted sums of latents, [T, N, R]."""
@@ -57,13 +65,20 @@ class PackedAttention:
         for window in sorted(set(self.masks.windows)) if self.masks else ():
             self.tiles[window] = ops.flex_tiles_packed(self.packed, sizes, window)
 
-    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation) -> Tensor:
-        qk = ops.qk_norm_rope(qkv_TE, by)
+    def __call__(
+        self,
+        layer: int,
+        qkv_TE: Tensor,
+        by: ops.Rotation,
+        scores: ops.AttentionScores = ops.PLAIN,
+        weight_offset: float = 0.0,
+    ) -> Tensor:
+        qk = ops.qk_norm_rope(qkv_TE, by, weight_offset)
         q_TNH, k_TKH = qk.split((by.num_heads, by.num_kv_heads), dim=1)
         v_TKH = qkv_TE.unflatten(1, (-1, qk.shape[2])).narrow(1, qk.shape[1], by.num_kv_heads)
         if self.masks is None:
-            return ops.attention_packed(q_TNH, k_TKH, v_TKH, self.packed)
-        return ops.flex_packed(q_TNH, k_TKH, v_TKH, self.packed, self.masks.of(layer, self.tiles))
+            return ops.attention_packed(q_TNH, k_TKH, v_TKH, self.packed, scores)
+        return ops.flex_packed(q_TNH, k_TKH, v_TKH, self.packed, self.masks.of(layer, self.tiles, scores))
 
     def latent(self, layer: int, x: ops.Latent) -> Tensor:
         """See `Attend.latent`."""
@@ -90,14 +105,21 @@ class PagedAttention:
         for window in sorted(set(self.masks.windows)) if self.masks else ():
             self.tiles[window] = ops.flex_tiles_paged(self.paged, sizes, self.pages.k_cache[0], window)
 
-    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv_TE: Tensor,
+        by: ops.Rotation,
+        scores: ops.AttentionScores = ops.PLAIN,
+        weight_offset: float = 0.0,
+    ) -> Tensor:
         cache = ops.KVPages(self.pages.k_cache[layer], self.pages.v_cache[layer])
         if self.masks is None and (contexts := self.paged.decoding(qkv_TE.shape[0])):
-            return ops.attention_decode(qkv_TE, by, cache, self.slots_T, contexts, self.groups)
-        q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, by, cache, self.slots_T)
+            return ops.attention_decode(qkv_TE, by, cache, self.slots_T, contexts, self.groups, scores, weight_offset)
+        q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, by, cache, self.slots_T, weight_offset)
         if self.masks is None:
-            return ops.attention_paged(q_TNH, cache, self.paged)
-        return ops.flex_paged(q_TNH, cache, self.paged, self.masks.of(layer, self.tiles))
+            return ops.attention_paged(q_TNH, cache, self.paged, ops.ALONE, scores)
+        return ops.flex_paged(q_TNH, cache, self.paged, self.masks.of(layer, self.tiles, scores))
 
     def latent(self, layer: int, x: ops.Latent) -> Tensor:
         """See `Attend.latent`."""

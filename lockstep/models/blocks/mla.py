@@ -9,8 +9,6 @@ Shape suffixes: T tokens, D hidden, E fused down-projection, Q query rank, N hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +16,9 @@ from ... import ops
 from ...distributed.placement import ROWS, Placement
 from ..config import ModelConfig
 from .attention import Attend
+from .layer import Layer
 from .rope import YarnScaling
+from .weights import Weight
 
 LATENT_EPS = 1e-6  # of the norms of the latents, whatever the model's: Hugging Face's DeepseekV3RMSNorm default
 
@@ -30,7 +30,7 @@ class LatentAttention(nn.Module):
     that is rotated.
     """
 
-    def __init__(self, config: ModelConfig, weight: Callable[..., nn.Parameter]) -> None:
+    def __init__(self, config: ModelConfig, weight: Weight) -> None:
         super().__init__()
         m = config.mla
         assert m is not None
@@ -62,3 +62,17 @@ class LatentAttention(nn.Module):
         q_TNR = ops.per_head_linear(q_TNH, key_up.transpose(1, 2))
         latents = ops.Latent(q_TNR, q_rope_TNP, latent_TR, k_rope_T1P.squeeze(1), self.scale)
         return ops.per_head_linear(attend.latent(index, latents), value_up).flatten(1)
+
+
+class LatentLayer(Layer):
+    """A layer whose attention is latent."""
+
+    def make_projections(self, config: ModelConfig, weight: Weight) -> int:
+        """See `Layer`."""
+        assert config.mla is not None
+        self.mla = LatentAttention(config, weight)
+        return config.num_heads * config.mla.v_dim
+
+    def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
+        """See `Layer`."""
+        return self.mla(index, x_TD, self.attention_norm, self.config.rms_norm_eps, rope_TH, attend)

@@ -5,7 +5,6 @@ Shape suffixes: T tokens, E experts, K slots a token, R = T * K rows sorted by e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...distributed.placement import ROWS, Placement
 from ..config import MoEConfig
+from .weights import Weight
 
 
 class Routing(NamedTuple):
@@ -31,7 +31,7 @@ class MixtureOfExperts(nn.Module):
 
     router_bias: Tensor | None
 
-    def __init__(self, config: MoEConfig, hidden_size: int, weight: Callable[..., nn.Parameter]) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
         super().__init__()
         self.config = config
         self.router = weight(config.num_experts, hidden_size)
@@ -73,7 +73,7 @@ class Dispatch(nn.Module):
 class Experts(nn.Module):
     """SiLU-gated feed-forwards, one an expert, as grouped products."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int, weight: Callable[..., nn.Parameter]) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
         super().__init__()
         width = config.intermediate_size
         fused = Placement(ep=0, tp=1, blocks=(width, width))
@@ -96,7 +96,7 @@ class Combine(nn.Module):
 class SharedExperts(nn.Module):
     """SiLU-gated feed-forward for every token, as wide as its experts together."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int, weight: Callable[..., nn.Parameter]) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
         super().__init__()
         width = config.shared_experts * config.intermediate_size
         self.gate_up = weight(2 * width, hidden_size, on=Placement(tp=0, blocks=(width, width)))

@@ -84,6 +84,14 @@ class YarnScaling:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
+def partial_frequencies(
+    head_dim: int, rotary_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None
+) -> Tensor:
+    """`inverse_frequencies` of `rotary_dim` elements, and 0, which turns nothing, for the rest of the head."""
+    kept = torch.zeros((head_dim - rotary_dim) // 2)
+    return torch.cat((inverse_frequencies(rotary_dim, theta, scaling), kept))
+
+
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None) -> Tensor:
     """Radians a position of each pair of elements, float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

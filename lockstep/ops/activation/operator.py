@@ -1,4 +1,12 @@
-"""The SiLU-gated product. Inputs are read as float32, and the result is rounded once.
+"""The gated product. Inputs are read as float32, and the result is rounded once.
+
+Activations are of one form, `gate * sigmoid(x)`, computed as `gate / (1 + exp(-x))`:
+
+- `silu`: x is the gate (Shazeer 2020, arXiv 2002.05202);
+- `gelu_tanh`: GELU with its tanh written as a sigmoid, x is 2 sqrt(2 / pi) (gate + 0.044715 gate^3) (Hendrycks and
+  Gimpel 2016, arXiv 1606.08415);
+- `swiglu_clamped`: the gate is at most 7, the other factor within 7 of 0 and then 1 more, x is 1.702 times the gate
+  (gpt-oss, arXiv 2508.10925, section 2).
 
 Shape suffixes: T rows, F feed-forward dim.
 """
@@ -10,35 +18,66 @@ from torch import Tensor
 
 from .. import native
 from ..operator import operator, saved
+from ..records import ACTIVATIONS, SILU
+
+GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159843
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 @operator(
     "lockstep::silu_mul_backward",
     native=native.silu_mul_backward,
     cuda="triton:silu_mul_backward",
-    fake=lambda grad_TF, gate_up_TE: torch.empty_like(gate_up_TE),
+    fake=lambda grad_TF, gate_up_TE, *_: torch.empty_like(gate_up_TE),
 )
-def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
+def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """Gradient of `silu_mul` for its input, [T, 2F]."""
-    gate, up = gate_up_TE.float().chunk(2, dim=1)
-    grad = grad_TF.float()
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-    return torch.cat((grad_gate, grad * silu), dim=1).to(gate_up_TE.dtype)
+    (gate, up), grad = _factors(gate_up_TE, activation), grad_TF.float()
+    sigmoid = torch.sigmoid(_exponent(gate, activation))
+    active = gate * sigmoid
+    rising = active * (1 - sigmoid)
+    if activation == "gelu_tanh":
+        rising = rising * (gate * gate * (3 * GELU_CUBIC) + GELU_LINEAR)
+    if activation == "swiglu_clamped":
+        rising = rising * SWIGLU_ALPHA
+    grad_gate, grad_up = grad * up * (sigmoid + rising), grad * active
+    if activation == "swiglu_clamped":
+        given_gate, given_up = gate_up_TE.chunk(2, dim=1)
+        grad_gate, grad_up = grad_gate * (given_gate <= SWIGLU_LIMIT), grad_up * (given_up.abs() <= SWIGLU_LIMIT)
+    return torch.cat((grad_gate, grad_up), dim=1).to(gate_up_TE.dtype)
 
 
 @operator(
     "lockstep::silu_mul",
     native=native.silu_mul,
     cuda="triton:silu_mul",
-    fake=lambda gate_up_TE: gate_up_TE.new_empty(gate_up_TE.shape[0], gate_up_TE.shape[1] // 2),
+    fake=lambda gate_up_TE, *_: gate_up_TE.new_empty(gate_up_TE.shape[0], gate_up_TE.shape[1] // 2),
     backward=lambda ctx, grad_TF: silu_mul_backward(grad_TF, *saved(ctx)),
 )
-def silu_mul(gate_up_TE: Tensor) -> Tensor:
-    """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F] (Shazeer 2020).
+def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
+    """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F]; or with another of `ACTIVATIONS`.
 
     `x / (1 + exp(-x))`: torch's own silu differs between its vector body and scalar tail.
     """
+    gate, up = _factors(gate_up_TE, activation)
+    return (gate / (torch.exp(-_exponent(gate, activation)) + 1.0) * up).to(gate_up_TE.dtype)
+
+
+def _factors(gate_up_TE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """What is multiplied, float32."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
     gate, up = gate_up_TE.float().chunk(2, dim=1)
-    return (gate / (torch.exp(-gate) + 1.0) * up).to(gate_up_TE.dtype)
+    if activation == "swiglu_clamped":
+        return gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1.0
+    return gate, up
+
+
+def _exponent(gate: Tensor, activation: str) -> Tensor:
+    """What the sigmoid is of."""
+    if activation == "gelu_tanh":
+        return gate * (gate * gate * GELU_CUBIC + GELU_LINEAR)
+    if activation == "swiglu_clamped":
+        return gate * SWIGLU_ALPHA
+    assert activation == SILU
+    return gate

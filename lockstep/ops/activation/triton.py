@@ -1,4 +1,4 @@
-"""The SiLU-gated product and its gradient on a GPU: float32 inside, each result rounded once to the input's dtype.
+"""The gated product and its gradient on a GPU: float32 inside, each result rounded once to the input's dtype.
 
 Shape suffixes: T rows, F feed-forward dim.
 """
@@ -11,30 +11,75 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
+from ..records import SILU
 from ..rows import aligned_rows, unit_inner
+from . import operator
 
 SILU_BLOCK = 1024
+GELU_LINEAR, GELU_CUBIC = tl.constexpr(operator.GELU_LINEAR), tl.constexpr(operator.GELU_CUBIC)
+SWIGLU_ALPHA, SWIGLU_LIMIT = tl.constexpr(operator.SWIGLU_ALPHA), tl.constexpr(operator.SWIGLU_LIMIT)
 
 
 @triton.jit
-def silu_gated(gate, up):
-    """`silu(gate) * up` in float32."""
-    return tl.div_rn(gate, tl.exp(-gate) + 1.0) * up
+def _factors(gate, up, ACTIVATION: tl.constexpr):
+    """What is multiplied; NaN stays."""
+    if ACTIVATION == "swiglu_clamped":
+        gate = tl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
+        up = tl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, tl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up)) + 1.0
+    return gate, up
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, gate_up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _exponent(gate, ACTIVATION: tl.constexpr):
+    """What the sigmoid is of."""
+    if ACTIVATION == "gelu_tanh":
+        gate = gate * (gate * gate * GELU_CUBIC + GELU_LINEAR)
+    elif ACTIVATION == "swiglu_clamped":
+        gate = gate * SWIGLU_ALPHA
+    else:
+        tl.static_assert(ACTIVATION == "silu")
+    return gate
+
+
+@triton.jit
+def _rising(gate, active, sigmoid, ACTIVATION: tl.constexpr):
+    """The gate times the derivative of the sigmoid by it."""
+    rising = active * (1.0 - sigmoid)
+    if ACTIVATION == "gelu_tanh":
+        rising = rising * (gate * gate * (3 * GELU_CUBIC) + GELU_LINEAR)
+    elif ACTIVATION == "swiglu_clamped":
+        rising = rising * SWIGLU_ALPHA
+    return rising
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """`activation(gate) * up` in float32."""
+    gate, up = _factors(gate, up, ACTIVATION)
+    return tl.div_rn(gate, tl.exp(-_exponent(gate, ACTIVATION)) + 1.0) * up
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up_ptr,
+    out_ptr,
+    gate_up_stride,
+    ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     pdl.begin(PDL)
     gate = tl.load(gate_up_ptr + row * gate_up_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * gate_up_stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    out = silu_gated(gate, up)
+    out = gated(gate, up, ACTIVATION)
     tl.store(out_ptr + row * WIDTH + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_mul(gate_up_TE: Tensor) -> Tensor:
+def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """See `activation.operator.silu_mul`."""
     gate_up_TE = aligned_rows(gate_up_TE)
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
@@ -43,6 +88,7 @@ def silu_mul(gate_up_TE: Tensor) -> Tensor:
         gate_up_TE,
         out_TF,
         gate_up_TE.stride(0),
+        ACTIVATION=activation,
         WIDTH=width,
         BLOCK=SILU_BLOCK,
         **pdl.options(gate_up_TE, num_warps=4),
@@ -52,7 +98,14 @@ def silu_mul(gate_up_TE: Tensor) -> Tensor:
 
 @triton.jit
 def _silu_mul_backward_kernel(
-    grad_ptr, gate_up_ptr, out_ptr, grad_stride, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    grad_ptr,
+    gate_up_ptr,
+    out_ptr,
+    grad_stride,
+    stride,
+    ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -60,15 +113,20 @@ def _silu_mul_backward_kernel(
     grad = tl.load(grad_ptr + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_up_ptr + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = tl.div_rn(1.0, tl.exp(-gate) + 1.0)
-    silu = gate * sigmoid
-    grad_gate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
+    given_gate, given_up = gate, up
+    gate, up = _factors(gate, up, ACTIVATION)
+    sigmoid = tl.div_rn(1.0, tl.exp(-_exponent(gate, ACTIVATION)) + 1.0)
+    active = gate * sigmoid
+    grad_gate = grad * up * (sigmoid + _rising(gate, active, sigmoid, ACTIVATION))
     out = out_ptr + row * (2 * WIDTH) + column
+    if ACTIVATION == "swiglu_clamped":
+        grad_gate = tl.where(given_gate <= SWIGLU_LIMIT, grad_gate, 0.0)
+        grad = tl.where(tl.abs(given_up) <= SWIGLU_LIMIT, grad, 0.0)
     tl.store(out, grad_gate.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + WIDTH, (grad * silu).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + WIDTH, (grad * active).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
+def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """See `activation.operator.silu_mul_backward`."""
     grad_TF, gate_up_TE = unit_inner(grad_TF), unit_inner(gate_up_TE)
     rows, width = grad_TF.shape
@@ -79,6 +137,7 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
         out_TE,
         grad_TF.stride(0),
         gate_up_TE.stride(0),
+        ACTIVATION=activation,
         WIDTH=width,
         BLOCK=SILU_BLOCK,
         num_warps=4,

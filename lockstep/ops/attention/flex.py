@@ -64,7 +64,7 @@ def _backward(ctx, grad_TNH: Tensor):
 )
 def flex_packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask) -> Tensor:
     """`attention_packed` where a query sees, of the keys up to its own, those of a window and a mask; [T, N, H]."""
-    return reference.packed(q_TNH, k_TKH, v_TKH, by, visibility(*mask[:2]))
+    return reference.packed(q_TNH, k_TKH, v_TKH, by, visible=visibility(*mask[:2]))
 
 
 @operator(
@@ -80,7 +80,7 @@ def flex_packed_backward(
     Args:
         grad_TNH: gradient of the output, contiguous; the others are what the forward was given.
     """
-    return reference.packed_backward(grad_TNH, q_TNH, k_TKH, v_TKH, by, visibility(*mask[:2]))
+    return reference.packed_backward((grad_TNH, q_TNH, k_TKH, v_TKH), by, visible=visibility(*mask[:2]))[:3]
 
 
 @operator(
@@ -94,4 +94,4 @@ def flex_paged(q_TNH: Tensor, cache: KVPages, by: Paged, mask: FlexMask) -> Tens
     On a GPU a page must be one key tile or several (`KEY_TILE` positions each), and what the cache holds at positions
     that do not exist yet must be finite.
     """
-    return reference.paged(q_TNH, cache, by, visibility(*mask[:2]))
+    return reference.paged(q_TNH, cache, by, visible=visibility(*mask[:2]))

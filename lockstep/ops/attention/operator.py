@@ -16,20 +16,33 @@ from torch import Tensor
 
 from .. import native
 from ..operator import SAME, operator, save_inputs_and_results, saved
-from ..records import ALONE, AttentionGradient, Contexts, KVPages, Packed, Paged, PrefixGroups, Rotation
+from ..records import (
+    ALONE,
+    PLAIN,
+    AttentionGradient,
+    AttentionScores,
+    Contexts,
+    KVPages,
+    Packed,
+    Paged,
+    PrefixGroups,
+    Rotation,
+)
 from ..rope.operator import qk_norm_rope
 from . import reference
 
 KEY_TILE, KEY_SPLIT = reference.KEY_TILE, reference.KEY_SPLIT
 
 
-def attention_packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> Tensor:
+def attention_packed(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
+) -> Tensor:
     """Attention over packed segments, each after an optional shared prefix; [T, N, H] in q's dtype, zero in padding.
 
     Args:
-        q_TNH, k_TKH, v_TKH: one dtype; N is a multiple of K; scores are scaled by H ** -0.5.
+        q_TNH, k_TKH, v_TKH: one dtype; N is a multiple of K.
     """
-    return _packed(q_TNH, k_TKH, v_TKH, by)[0]
+    return _packed(q_TNH, k_TKH, v_TKH, by, scores)[0]
 
 
 def _packed_fake(q_TNH, k_TKH, *_):
@@ -39,9 +52,13 @@ def _packed_fake(q_TNH, k_TKH, *_):
 
 
 def _backward(ctx, grad_TNH: Tensor, _):
-    q_TNH, k_TKH, v_TKH, *by, out_TNH, lse_KTG = saved(ctx)
+    q_TNH, k_TKH, v_TKH, *others, out_TNH, lse_KTG = saved(ctx)
     x = AttentionGradient(grad_TNH.contiguous(), q_TNH, k_TKH, v_TKH, out_TNH, lse_KTG)
-    return attention_packed_backward(x, Packed(*by))
+    by, scores = Packed(*others[: len(Packed._fields)]), AttentionScores(*others[len(Packed._fields) :])
+    if scores.sinks_N is None:
+        return attention_packed_backward(x, by, scores)
+    *grads, grad_sinks_N = attention_sinks_packed_backward(x, by, scores)
+    return *grads, *[None] * len(by), grad_sinks_N
 
 
 @operator(
@@ -52,20 +69,36 @@ def _backward(ctx, grad_TNH: Tensor, _):
     setup=save_inputs_and_results,
     backward=_backward,
 )
-def _packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> tuple[Tensor, Tensor]:
+def _packed(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
+) -> tuple[Tensor, Tensor]:
     """The output and, for the backward, log2 of each row's sum of exponentials, float32 [K, T, N / K]; empty on a CPU,
     whose backward takes the softmax anew."""
-    return reference.packed(q_TNH, k_TKH, v_TKH, by), q_TNH.new_empty(0, dtype=torch.float32)
+    return reference.packed(q_TNH, k_TKH, v_TKH, by, scores), q_TNH.new_empty(0, dtype=torch.float32)
 
 
 @operator(
     "lockstep::attention_packed_backward",
     cuda="triton_backward:packed",
-    fake=lambda x, by: tuple(map(torch.empty_like, x[1:4])),
+    fake=lambda x, *_: tuple(map(torch.empty_like, x[1:4])),
 )
-def attention_packed_backward(x: AttentionGradient, by: Packed) -> tuple[Tensor, Tensor, Tensor]:
+def attention_packed_backward(
+    x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time."""
-    return reference.packed_backward(*x[:4], by)
+    return reference.packed_backward(x[:4], by, scores)[:3]
+
+
+@operator(
+    "lockstep::attention_sinks_packed_backward",
+    cuda="triton_backward:packed_with_sinks",
+    fake=lambda x, by, scores: (*map(torch.empty_like, x[1:4]), torch.empty_like(scores.sinks_N)),
+)
+def attention_sinks_packed_backward(
+    x: AttentionGradient, by: Packed, scores: AttentionScores
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`attention_packed_backward`, and the gradient for the sinks, [N]."""
+    return reference.packed_backward(x[:4], by, scores)
 
 
 @operator(
@@ -74,12 +107,14 @@ def attention_packed_backward(x: AttentionGradient, by: Packed) -> tuple[Tensor,
     cuda="triton:paged",
     fake=lambda q_TNH, *_: torch.empty_like(q_TNH),
 )
-def attention_paged(q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE) -> Tensor:
+def attention_paged(
+    q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
+) -> Tensor:
     """Attention of new tokens over a paged cache that already holds their keys and values; [T, N, H].
 
-    With groups every sequence has one new token.
+    With groups every sequence has one new token. With a window, pages that lie before it are not read.
     """
-    return reference.paged(q_TNH, cache, by)
+    return reference.paged(q_TNH, cache, by, scores)
 
 
 @operator(
@@ -105,10 +140,12 @@ def _queries_fake(qkv_TE, by, *_):
     cuda=".rope.triton:qk_norm_rope",
     fake=_queries_fake,
 )
-def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor) -> Tensor:
+def qk_norm_rope_write_kv(
+    qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor, weight_offset: float = 0.0
+) -> Tensor:
     """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values; the queries, [T, N, H]. No
     autograd."""
-    qk = qk_norm_rope.on_cpu[qkv_TE.dtype](qkv_TE, by)
+    qk = qk_norm_rope.on_cpu[qkv_TE.dtype](qkv_TE, by, weight_offset)
     v_TKH = qkv_TE[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (by.num_kv_heads, qk.shape[2]))
     write_kv.on_cpu[qk.dtype](qk[:, by.num_heads :], v_TKH, cache, slots_T)
     return qk[:, : by.num_heads]
@@ -121,7 +158,14 @@ def qk_norm_rope_write_kv(qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T:
     fake=lambda qkv_SE, by, *_: qkv_SE.new_empty(qkv_SE.shape[0], by.num_heads, by.cos_sin_TH.shape[1]),
 )
 def attention_decode(
-    qkv_SE: Tensor, by: Rotation, cache: KVPages, slots_S: Tensor, contexts: Contexts, groups: PrefixGroups = ALONE
+    qkv_SE: Tensor,
+    by: Rotation,
+    cache: KVPages,
+    slots_S: Tensor,
+    contexts: Contexts,
+    groups: PrefixGroups = ALONE,
+    scores: AttentionScores = PLAIN,
+    weight_offset: float = 0.0,
 ) -> Tensor:
     """`qk_norm_rope_write_kv` and `attention_paged` of one new token a sequence, [S, N, H]. No autograd.
 
@@ -130,7 +174,7 @@ def attention_decode(
         slots_S: where each sequence's last position lies by its block table. Elsewhere for a row that is idle: what it
             attends to means nothing.
     """
-    q_SNH = qk_norm_rope_write_kv.on_cpu[qkv_SE.dtype](qkv_SE, by, cache, slots_S)
+    q_SNH = qk_norm_rope_write_kv.on_cpu[qkv_SE.dtype](qkv_SE, by, cache, slots_S, weight_offset)
     cu_seqlens = torch.arange(qkv_SE.shape[0] + 1, dtype=torch.int32)
     paged = Paged(contexts.block_table, cu_seqlens, contexts.context_len_S, 1, contexts.max_context_len)
-    return attention_paged.on_cpu[q_SNH.dtype](q_SNH, cache, paged, groups)
+    return attention_paged.on_cpu[q_SNH.dtype](q_SNH, cache, paged, groups, scores)

@@ -3,7 +3,7 @@
 Queries are taken in blocks of `QUERY_BLOCK` tokens; blocks whose last query needs the same number of key tiles run
 together. Scores of all tiles, one softmax a split, then one product a tile added in ascending order; splits are merged
 left to right. A masked key has probability 0 exactly and its value is a finite stand-in, so what lies behind the mask
-cannot reach the result.
+cannot reach the result. With a window, tiles before it are not looked at, and sinks come last.
 
 The backward of packed attention is plain torch: segments of like shape are padded together and done densely.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ from .. import native
 from ..embedding.operator import accumulate_rows
 from ..linear.operator import MIN_COLUMNS
 from ..operator import in_c
-from ..records import Contexts, KVPages, Packed, Paged
-from .masks import MaskFunction
+from ..records import PLAIN, AttentionScores, Contexts, KVPages, Packed, Paged
+from .masks import MaskFunction, visibility
 
 KEY_TILE = 64
 KEY_SPLIT = 4096  # a multiple of KEY_TILE
@@ -49,16 +49,24 @@ class _Block:
 
 
 class _Keys(NamedTuple):
-    """Keys and values, the row of each of a sequence's positions (of [B] sequences and [B, L] positions), and what a
-    query sees of them if not all before it."""
+    """Keys and values, the row of each of a sequence's positions (of [B] sequences and [B, L] positions), what becomes
+    of their scores, and what a query sees of them if not all before it."""
 
     k_RKH: Tensor
     v_RKH: Tensor
     rows: Callable[[Tensor, Tensor], Tensor]
+    scores: AttentionScores
     visible: MaskFunction | None
 
 
-def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, visible: MaskFunction | None = None) -> Tensor:
+def packed(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    by: Packed,
+    scores: AttentionScores = PLAIN,
+    visible: MaskFunction | None = None,
+) -> Tensor:
     """See `attention.operator.attention_packed`; with `visible`, `flex.flex_packed`."""
     starts, prefix_len = by.cu_seqlens.tolist(), by.prefix_len_S.tolist()
     queries = [(starts[s], starts[s + 1] - starts[s], prefix_len[s]) for s in range(len(prefix_len))]
@@ -69,13 +77,16 @@ def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, visible: Mas
         shared = prefix_start[sequence_B].unsqueeze(1)
         return position_BL + torch.where(position_BL < prefix[sequence_B].unsqueeze(1), shared, own)
 
-    return _attend(q_TNH, _Keys(k_TKH, v_TKH, rows, visible), queries)
+    return _attend(q_TNH, _Keys(k_TKH, v_TKH, rows, scores, visible), queries)
 
 
-def paged(q_TNH: Tensor, cache: KVPages, by: Paged, visible: MaskFunction | None = None) -> Tensor:
+def paged(
+    q_TNH: Tensor, cache: KVPages, by: Paged, scores: AttentionScores = PLAIN, visible: MaskFunction | None = None
+) -> Tensor:
     """See `attention.operator.attention_paged`; with `visible`, `flex.flex_paged`."""
-    if contexts := by.decoding(q_TNH.shape[0]):
-        return _decode(q_TNH, cache, contexts, visible)
+    contexts = by.decoding(q_TNH.shape[0])
+    if contexts and not scores.window:  # of which each sequence has its own first tile
+        return _decode(q_TNH, cache, contexts, scores, visible)
     starts, context = by.cu_seqlens.tolist(), by.context_len_S.tolist()
     lengths = [starts[s + 1] - starts[s] for s in range(len(context))]
     queries = [(starts[s], n, context[s] - n) for s, n in enumerate(lengths)]
@@ -85,10 +96,13 @@ def paged(q_TNH: Tensor, cache: KVPages, by: Paged, visible: MaskFunction | None
         pages = by.block_table[sequence_B].gather(1, position_BL // page_size).long()
         return pages * page_size + position_BL % page_size
 
-    return _attend(q_TNH, _Keys(cache.k_cache.flatten(0, 1), cache.v_cache.flatten(0, 1), rows, visible), queries)
+    k_RKH, v_RKH = (pages.flatten(0, 1) for pages in cache)
+    return _attend(q_TNH, _Keys(k_RKH, v_RKH, rows, scores, visible), queries)
 
 
-def _decode(q_SNH: Tensor, cache: KVPages, by: Contexts, visible: MaskFunction | None) -> Tensor:
+def _decode(
+    q_SNH: Tensor, cache: KVPages, by: Contexts, scores: AttentionScores, visible: MaskFunction | None
+) -> Tensor:
     """One new token a sequence: all sequences in one block each, padded with masked tiles, which change no bit."""
     length = -(-by.max_context_len // KEY_TILE) * KEY_TILE
     page_size = cache.k_cache.shape[1]
@@ -100,10 +114,9 @@ def _decode(q_SNH: Tensor, cache: KVPages, by: Contexts, visible: MaskFunction |
     if visible is not None:
         visible_SL = visible(last_S1.int(), keys_L)
     bias_S1L = torch.where(visible_SL, 0.0, -torch.inf).unsqueeze(1)
-    caches = cache.k_cache.flatten(0, 1), cache.v_cache.flatten(0, 1)
-    return (
-        _softmax_attention(q_SNH.unsqueeze(1), *caches, rows_SL, bias_S1L, visible is not None).squeeze(1).contiguous()
-    )
+    k_RKH, v_RKH = (pages.flatten(0, 1) for pages in cache)
+    keys = _Keys(k_RKH, v_RKH, lambda *_: rows_SL, scores, visible)
+    return _softmax_attention(q_SNH.unsqueeze(1), keys, rows_SL, bias_S1L).squeeze(1).contiguous()
 
 
 @functools.lru_cache(maxsize=64)
@@ -116,49 +129,52 @@ def _page_offsets(length: int, page_size: int, pages: int) -> tuple[Tensor, Tens
 def _attend(q_TNH: Tensor, keys: _Keys, queries: list[tuple[int, int, int]]) -> Tensor:
     """Run all query blocks; `queries` holds (first row, length, first absolute position) a sequence."""
     out_TNH = torch.zeros_like(q_TNH)
-    by_tiles: dict[tuple[int, int], list[_Block]] = defaultdict(list)
+    by_tiles: dict[tuple[range, int], list[_Block]] = defaultdict(list)
     for sequence, (row, length, position) in enumerate(queries):
         for offset in range(0, length, QUERY_BLOCK):
             count = min(QUERY_BLOCK, length - offset)
-            tiles = (position + offset + count - 1) // KEY_TILE + 1
+            first = keys.scores.first_key(position + offset) // KEY_TILE
+            tiles = range(first, (position + offset + count - 1) // KEY_TILE + 1)
             width = 1 if count == 1 else QUERY_BLOCK
             by_tiles[tiles, width].append(_Block(sequence, row + offset, position + offset, count))
     for (tiles, width), blocks in by_tiles.items():
-        size = max(1, SCORE_BUDGET // (q_TNH.shape[1] * width * tiles * KEY_TILE))
+        size = max(1, SCORE_BUDGET // (q_TNH.shape[1] * width * len(tiles) * KEY_TILE))
         for i in range(0, len(blocks), size):
             _attend_blocks(out_TNH, q_TNH, keys, blocks[i : i + size], width, tiles)
     return out_TNH
 
 
-def _attend_blocks(out_TNH: Tensor, q_TNH: Tensor, keys: _Keys, blocks: list[_Block], width: int, tiles: int) -> None:
-    """Blocks that need `tiles` key tiles, each `width` query tokens wide (short ones repeat their last token)."""
+def _attend_blocks(out_TNH: Tensor, q_TNH: Tensor, keys: _Keys, blocks: list[_Block], width: int, tiles: range) -> None:
+    """Blocks that need these key tiles, each `width` query tokens wide (short ones repeat their last token)."""
     table = torch.tensor([(b.sequence, b.row, b.position, b.count) for b in blocks])
     sequence_B, row_B, position_B, count_B = table.unbind(1)
     offset_W = torch.arange(width)
     query_BW = torch.minimum(offset_W, count_B.unsqueeze(1) - 1)  # within the block
-    keys_L = torch.arange(tiles * KEY_TILE)
-    last_B1 = (position_B + count_B - 1).unsqueeze(1)
-    key_rows_BL, visible = keys.rows(sequence_B, torch.minimum(keys_L, last_B1)), keys.visible
+    keys_L = torch.arange(tiles.start * KEY_TILE, tiles.stop * KEY_TILE)
+    last_B1, window, visible = (position_B + count_B - 1).unsqueeze(1), keys.scores.window, keys.visible
+    real_BL = torch.minimum(keys_L, last_B1)
     position_BW1 = (position_B.unsqueeze(1) + query_BW).unsqueeze(2)
     hidden_BWL = keys_L > position_BW1 if visible is None else ~visible(position_BW1.int(), keys_L.int())
+    if window:
+        real_BL = torch.maximum(real_BL, (position_B - window + 1).unsqueeze(1))
+        hidden_BWL |= keys_L <= position_BW1 - window
     bias_BWL = torch.zeros(1).masked_fill(hidden_BWL, -torch.inf)
     token_BW = row_B.unsqueeze(1) + query_BW
-    out = _softmax_attention(q_TNH[token_BW], keys.k_RKH, keys.v_RKH, key_rows_BL, bias_BWL, visible is not None)
+    out = _softmax_attention(q_TNH[token_BW], keys, keys.rows(sequence_B, real_BL), bias_BWL, tiles.start * KEY_TILE)
     real = offset_W < count_B.unsqueeze(1)
     out_TNH.index_copy_(0, token_BW[real], out[real])
 
 
-def _softmax_attention(
-    q_BWNH: Tensor, k_RKH: Tensor, v_RKH: Tensor, key_rows_BL: Tensor, bias_BWL: Tensor, masked: bool = False
-) -> Tensor:
-    """[B, W, N, H] in q's dtype: W query tokens a block over the block's key rows.
+def _softmax_attention(q_BWNH: Tensor, keys: _Keys, key_rows_BL: Tensor, bias_BWL: Tensor, start: int = 0) -> Tensor:
+    """[B, W, N, H] in q's dtype: W query tokens a block over the block's key rows, at positions from `start` on.
 
-    With `masked` a query may see any keys or none, which makes it zero, and there are no splits.
+    With a mask of one's own a query may see any keys or none, which makes it zero, and there are no splits.
     """
+    k_RKH, v_RKH, _, scoring, masked = *keys[:4], keys.visible is not None
     blocks, width, heads, head_dim = q_BWNH.shape
     length, kv_heads = key_rows_BL.shape[1], k_RKH.shape[1]
     group = heads // kv_heads
-    q = q_BWNH.float() * head_dim**-0.5
+    q = q_BWNH.float() * (scoring.scale or head_dim**-0.5)
     q = q.view(blocks, width, kv_heads, group, head_dim).transpose(1, 2)
     q = q.reshape(blocks * kv_heads, width * group, head_dim)
     padding = -q.shape[1] % ROW_BLOCK
@@ -169,16 +185,33 @@ def _softmax_attention(
     v = v_RKH.reshape(-1, head_dim).index_select(0, rows).float().view(-1, length, head_dim)
     v = F.pad(v, (0, MIN_COLUMNS - head_dim)) if head_dim < MIN_COLUMNS else v
 
-    scores = torch.bmm(q, k.transpose(1, 2))
+    scores = soft_capped(torch.bmm(q, k.transpose(1, 2)), scoring.softcap)
     scores[:, : width * group].view(blocks, kv_heads, width, group, length).add_(bias_BWL[:, None, :, None])
-    if masked or length <= KEY_SPLIT:
+    if masked:
         out, _ = _attend_split(scores, v)
     else:
-        out = _merge_splits(scores, v)
+        sinks = None if scoring.sinks_N is None else _sink_rows(scoring.sinks_N, q_BWNH, kv_heads, scores.shape[1])
+        out = _attend_splits(scores, v, start, sinks)
     out = out[:, : width * group, :head_dim].view(blocks, kv_heads, width, group, head_dim)
     if masked:
         out = out.masked_fill((bias_BWL == -torch.inf).all(-1)[:, None, :, None, None], 0.0)
     return out.transpose(1, 2).reshape(blocks, width, heads, head_dim).to(q_BWNH.dtype)
+
+
+def _sink_rows(sinks_N: Tensor, q_BWNH: Tensor, kv_heads: int, rows: int) -> Tensor:
+    """The sink of each of `rows` rows of a block and kv head, zeros in padding; [batch, M, 1]."""
+    blocks, width = q_BWNH.shape[:2]
+    sinks = sinks_N.float().view(1, kv_heads, 1, -1).expand(blocks, -1, width, -1).reshape(blocks * kv_heads, -1, 1)
+    return F.pad(sinks, (0, 0, 0, rows - sinks.shape[1]))
+
+
+def _attend_splits(scores: Tensor, v: Tensor, first: int, sinks: Tensor | None) -> Tensor:
+    """The output of keys from position `first` on and of sinks."""
+    if first // KEY_SPLIT == (first + v.shape[1] - 1) // KEY_SPLIT:
+        out, p = _attend_split(scores, v)
+        return out if sinks is None else out * _beside_sinks(*_statistics(scores, p), sinks)
+    out, exp_sum, maximum = _merge_splits(scores, v, first)
+    return out if sinks is None else out * _beside_sinks(exp_sum, maximum, sinks)
 
 
 def _attend_split(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,23 +223,55 @@ def _attend_split(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, p
 
 
-def _merge_splits(scores: Tensor, v: Tensor) -> Tensor:
-    """The output over several splits. Each is weighted by its sum of exponentials; one without a key is skipped."""
+def _statistics(scores: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of exponentials relative to the largest score, and that score, [batch, M, 1]."""
+    # the largest probability is exp(0) / sum
+    return p.amax(dim=-1, keepdim=True).reciprocal(), scores.amax(dim=-1, keepdim=True)
+
+
+def _merge_splits(scores: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The output over several splits of keys from position `first` on, and `_statistics`. Each is weighted by its sum
+    of exponentials; one without a key is skipped."""
     total, total_sum, total_max = torch.empty(0), torch.empty(0), torch.empty(0)
-    for start in range(0, v.shape[1], KEY_SPLIT):
-        split = scores[:, :, start : start + KEY_SPLIT]
-        out, p = _attend_split(split, v[:, start : start + KEY_SPLIT])
-        maximum = split.amax(dim=-1, keepdim=True)
-        exp_sum = p.amax(dim=-1, keepdim=True).reciprocal()  # the largest probability is exp(0) / sum
-        if start == 0:
+    for begin in range(first // KEY_SPLIT * KEY_SPLIT, first + v.shape[1], KEY_SPLIT):
+        keys = slice(max(begin - first, 0), begin - first + KEY_SPLIT)
+        split = scores[:, :, keys]
+        out, p = _attend_split(split, v[:, keys])
+        exp_sum, maximum = _statistics(split, p)
+        if begin <= first:
             total, total_sum, total_max = out, exp_sum, maximum
             continue
         new_max = torch.maximum(total_max, maximum)
         before, after = total_sum * torch.exp(total_max - new_max), exp_sum * torch.exp(maximum - new_max)
         seen, new_sum = maximum != -torch.inf, before + after
-        total = torch.where(seen, total * (before / new_sum) + out * (after / new_sum), total)
-        total_sum, total_max = torch.where(seen, new_sum, total_sum), torch.where(seen, new_max, total_max)
-    return total
+        merged = (total * (before / new_sum) + out * (after / new_sum), new_sum, new_max)
+        first_seen = total_max == -torch.inf  # what is before a window is no number
+        state, of_split = (total, total_sum, total_max), (out, exp_sum, maximum)
+        total, total_sum, total_max = (
+            torch.where(first_seen, y, torch.where(seen, z, x)) for x, y, z in zip(state, of_split, merged, strict=True)
+        )
+    return total, total_sum, total_max
+
+
+def _beside_sinks(exp_sum: Tensor, maximum: Tensor, sinks: Tensor) -> Tensor:
+    """What is left to the keys: their share of the sum of exponentials that has the sinks' too."""
+    highest = torch.maximum(maximum, sinks)
+    of_keys = exp_sum * torch.exp(maximum - highest)
+    return of_keys / (of_keys + torch.exp(sinks - highest))
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(x / cap)`; x where the cap is 0. The hyperbolic tangent is that of Cephes (`tanhf`): torch's own has
+    other bits in a vector's tail."""
+    if not cap:
+        return x
+    x = x / cap
+    z = x * x
+    p = -5.70498872745e-3 * z + 2.06390887954e-2
+    for c in (-5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+        p = p * z + c
+    far = 1.0 - 2.0 / (torch.exp(2.0 * x.abs()) + 1.0)
+    return cap * torch.where(x.abs() < 0.625, p * z * x + x, torch.where(x < 0, -far, far))
 
 
 @functools.lru_cache(maxsize=8)
@@ -215,10 +280,19 @@ def _heads(count: int) -> Tensor:
 
 
 def packed_backward(
-    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, visible: MaskFunction | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention.operator.attention_packed` (with `visible`, of `flex.flex_packed`) for q, k, v,
-    accumulated in float32 in a fixed order."""
+    tensors: Sequence[Tensor],
+    by: Packed,
+    scores: AttentionScores = PLAIN,
+    visible: MaskFunction | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `attention.operator.attention_packed` (with `visible`, of `flex.flex_packed`) for q, k, v and the
+    sinks (empty without), accumulated in float32 in a fixed order; from that of the output, q, k and v."""
+    grad_TNH, q_TNH, k_TKH, v_TKH = tensors
+    if scores.window:
+        assert visible is None
+        visible = visibility(scores.window, "")
+    sinks_N = q_TNH.new_empty(0) if scores.sinks_N is None else scores.sinks_N
+    grad_sinks = torch.zeros_like(sinks_N, dtype=torch.float32)
     grad_q = torch.zeros_like(q_TNH, dtype=torch.float32)
     grad_k = torch.zeros_like(k_TKH, dtype=torch.float32)
     grad_v = torch.zeros_like(v_TKH, dtype=torch.float32)
@@ -234,11 +308,12 @@ def packed_backward(
         for i in range(0, len(segments), size):
             table = torch.tensor(segments[i : i + size]).to(q_TNH.device)
             layout = _layout(table, queries, keys, visible)
-            dq, dk, dv = _dense(grad_TNH, q_TNH, k_TKH, v_TKH, layout)
+            dq, dk, dv, dsinks_BN = _dense(grad_TNH, q_TNH, k_TKH, v_TKH, layout, scores)
+            grad_sinks += dsinks_BN.sum(0)
             accumulate_heads(grad_q, layout.token_BQ, dq)
             accumulate_heads(grad_k, layout.row_BL, dk)
             accumulate_heads(grad_v, layout.row_BL, dv)
-    return grad_q.to(q_TNH.dtype), grad_k.to(k_TKH.dtype), grad_v.to(v_TKH.dtype)
+    return grad_q.to(q_TNH.dtype), grad_k.to(k_TKH.dtype), grad_v.to(v_TKH.dtype), grad_sinks.to(sinks_N.dtype)
 
 
 class _Padded(NamedTuple):
@@ -263,26 +338,40 @@ def _layout(table: Tensor, queries: int, keys: int, visible: MaskFunction | None
 
 
 def _dense(
-    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: _Padded
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients [B, N, Q, H], [B, K, L, H] twice, float32; padded rows are exactly zero."""
+    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: _Padded, scoring: AttentionScores
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients [B, N, Q, H], [B, K, L, H] twice and of the sinks, [B, N] or [0], float32; padded rows are exactly
+    zero."""
     token_BQ, row_BL, bias_BQL = layout
     batch, queries = token_BQ.shape
     heads, head_dim = q_TNH.shape[1:]
     kv_heads = k_TKH.shape[1]
-    scale = head_dim**-0.5
+    scale, cap = scoring.scale or head_dim**-0.5, scoring.softcap
     rows, many = (batch * kv_heads, -1, head_dim), (batch, kv_heads, heads // kv_heads, queries, -1)
     q, grad = (gather_heads(x, token_BQ).view(rows) for x in (q_TNH, grad_TNH))  # [B * K, G * Q, H]
     k, v = (gather_heads(x, row_BL).view(rows) for x in (k_TKH, v_TKH))  # [B * K, L, H]
-    scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).view(many)
-    p = torch.softmax(scores.add_(bias_BQL[:, None, None]), dim=-1).nan_to_num_(0.0)
-    p = p.view(*q.shape[:2], -1)
+    scores = soft_capped(torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).view(many), cap)
+    slope = (1.0 - (scores / cap) ** 2).view(*q.shape[:2], -1) if cap else None
+    p, p_sink = _softmax_beside(scores.add_(bias_BQL[:, None, None]), scoring.sinks_N)
+    p = p.nan_to_num_(0.0).view(*q.shape[:2], -1)
     dp = torch.bmm(grad, v.transpose(1, 2)).float()
-    ds = dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p).mul_(scale).to(q.dtype)
+    delta = (p * dp).sum(-1, keepdim=True)
+    dsinks = p_sink.flatten() if scoring.sinks_N is None else -(p_sink * delta.view(p_sink.shape)).sum(-1).flatten(1)
+    ds = dp.sub_(delta).mul_(p)
+    ds = (ds if slope is None else ds.mul_(slope)).mul_(scale).to(q.dtype)
     dq, dk = torch.bmm(ds, k).float(), torch.bmm(ds.transpose(1, 2), q).float()
     dv = torch.bmm(p.to(q.dtype).transpose(1, 2), grad).float()
     of_kv = (batch, kv_heads, -1, head_dim)
-    return dq.view(batch, heads, queries, head_dim), dk.view(of_kv), dv.view(of_kv)
+    return dq.view(batch, heads, queries, head_dim), dk.view(of_kv), dv.view(of_kv), dsinks
+
+
+def _softmax_beside(scores: Tensor, sinks_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities of keys, [B, K, G, Q, L], and of the sinks, [B, K, G, Q] or [0]."""
+    if sinks_N is None:
+        return torch.softmax(scores, dim=-1), scores.new_empty(0)
+    sinks = sinks_N.float().view(scores.shape[1], scores.shape[2], 1, 1).expand(*scores.shape[:-1], 1)
+    p = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)
+    return p[..., :-1].contiguous(), p[..., -1]
 
 
 def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:

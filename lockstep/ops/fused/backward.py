@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from ..operator import operator
-from ..records import AttentionGradient, Packed, Rotation
+from ..records import PLAIN, AttentionGradient, AttentionScores, Packed, Rotation
 
 
 @operator(
     "lockstep::rms_norm_backward_add",
     gpu_only=True,
-    cuda=".norm.triton:rms_norm_backward",
+    cuda=".norm.triton:rms_norm_backward_add",
     fake=lambda grad_TD, x_TD, weight_D, *_: (x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)),
 )
 def rms_norm_add(  # type: ignore[empty-body]
-    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor
+    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """`norm.operator.rms_norm_backward` with another gradient of x added to its first result; that is rounded, and so
     is the sum."""
@@ -33,10 +33,10 @@ def rms_norm_add(  # type: ignore[empty-body]
     "lockstep::rotated_attention_packed_backward",
     gpu_only=True,
     cuda="triton_backward:rotated_attention",
-    fake=lambda x, by, qkv_TE, rotation: torch.ops.lockstep.qk_norm_rope_backward(x.grad_TNH, qkv_TE, *rotation),
+    fake=lambda x, by, qkv_TE, rotation, *_: torch.ops.lockstep.qk_norm_rope_backward(x.grad_TNH, qkv_TE, *rotation),
 )
 def rotated_attention_packed(  # type: ignore[empty-body]
-    x: AttentionGradient, by: Packed, qkv_TE: Tensor, rotation: Rotation
+    x: AttentionGradient, by: Packed, qkv_TE: Tensor, rotation: Rotation, scores: AttentionScores = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention over rotated queries and keys for the fused projection that these and the values are of,
     [T, E], and for both norms' weights: the arguments of `attention.operator.attention_packed_backward`, then those of

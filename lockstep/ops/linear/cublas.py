@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..records import PLAIN_EPILOGUE, Epilogue
 from ..tables.linear_table import LIBRARY, Choice, Kind
 
 MIN_ROWS = 8  # below this cuBLAS may use matrix-vector kernels, whose order of additions is another
@@ -29,13 +30,17 @@ def check_dtype(x: Tensor) -> None:
         raise TypeError(f"the GPU path computes in bfloat16, got {x.dtype}")
 
 
-def cublaslt_linear(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`x @ weight.T` under C1 for bfloat16 inputs, in `dtype` (bfloat16 or float32)."""
+def cublaslt_linear(
+    x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype = torch.bfloat16, bias_N: Tensor | None = None
+) -> Tensor:
+    """`x @ weight.T` under C1 for bfloat16 inputs, in `dtype` (bfloat16 or, without a bias, float32)."""
     configure_cuda()
     rows = x_TK.shape[0]
     if rows < MIN_ROWS:
         x_TK = torch.nn.functional.pad(x_TK, (0, 0, 0, MIN_ROWS - rows))
     weight_KN = weight_NK.t()
+    if bias_N is not None:
+        return torch.addmm(bias_N.contiguous(), x_TK, weight_KN)[:rows]
     return (torch.mm(x_TK, weight_KN) if dtype == x_TK.dtype else torch.mm(x_TK, weight_KN, out_dtype=dtype))[:rows]
 
 
@@ -49,11 +54,18 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
     return [LIBRARY]
 
 
-def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def run(
+    kind: Kind,
+    choice: Choice,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor | None = None,
+    epilogue: Epilogue = PLAIN_EPILOGUE,
+) -> Tensor:
     """See `kernels.ProductKernel`."""
-    out_MN = cublaslt_linear(x_MK, weight_NK, torch.float32 if kind == "linear_fp32" else x_MK.dtype)
+    out_MN = cublaslt_linear(x_MK, weight_NK, torch.float32 if kind == "linear_fp32" else x_MK.dtype, epilogue.bias_N)
     if kind == "norm_gate_up":
         from ..activation.triton import silu_mul
 
-        return silu_mul(out_MN)
+        return silu_mul(out_MN, epilogue.activation)
     return out_MN if residual_MN is None else out_MN.add_(residual_MN)

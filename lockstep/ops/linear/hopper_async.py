@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import pdl
+from ..activation.triton import GELU_CUBIC, GELU_LINEAR, SWIGLU_ALPHA, SWIGLU_LIMIT
+from ..records import PLAIN_EPILOGUE, Epilogue
 from ..rows import aligned_rows
 from ..tables.linear_table import Choice, Kind, tiles_of_weight
 
@@ -72,10 +74,26 @@ def _multiplied(a, b, acc):
 
 
 @gluon.jit
-def silu_mul(gate, up, dtype: gl.constexpr):
-    """`silu(gate) * up` of two accumulators, rounded where the separate operators round."""
+def gated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
+    """`activation.triton.gated` of two accumulators, rounded where the separate operators round."""
     gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-    return (gl.div_rn(gate, gl.exp(-gate) + 1.0) * up).to(dtype)
+    x = gate
+    if ACTIVATION == "gelu_tanh":
+        x = gate * (gate * gate * GELU_CUBIC + GELU_LINEAR)
+    elif ACTIVATION == "swiglu_clamped":
+        gate = gl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
+        up = gl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, gl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up)) + 1.0
+        x = gate * SWIGLU_ALPHA
+    else:
+        gl.static_assert(ACTIVATION == "silu")
+    return (gl.div_rn(gate, gl.exp(-x) + 1.0) * up).to(dtype)
+
+
+@gluon.jit
+def biased(acc, bias_ptr, first_n, columns):
+    """An accumulator and the bias of its columns, from `first_n` on."""
+    n = first_n + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    return acc + gl.expand_dims(gl.load(bias_ptr + n, mask=n < columns, other=0.0).to(gl.float32), 0)
 
 
 @gluon.jit
@@ -96,6 +114,7 @@ def _async_kernel(
     w_ptr,  # [columns, DEPTH], or [2 * columns, DEPTH] when GATED
     residual_ptr,  # [rows, columns], read if ADD
     out_ptr,  # [rows, columns], contiguous
+    bias_ptr,  # [columns], or None
     rows,
     columns,
     x_stride,
@@ -104,6 +123,7 @@ def _async_kernel(
     ahead,  # ask for weights before the kernel before has ended
     DEPTH: gl.constexpr,
     GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,  # of the gate
     ADD: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -176,8 +196,10 @@ def _async_kernel(
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     if GATED:
         gate, up = gl.split(gl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-        value = gl.convert_layout(silu_mul(gate, up, dtype), rowwise)
+        value = gl.convert_layout(gated(gate, up, ACTIVATION, dtype), rowwise)
     else:
+        if bias_ptr is not None:
+            acc = biased(acc, bias_ptr, first_n, columns)
         value = gl.convert_layout(acc.to(dtype), rowwise)
     if ADD:
         value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
@@ -224,7 +246,14 @@ def asks_ahead(kind: Kind) -> bool:
     return kind != "linear" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def run(
+    kind: Kind,
+    choice: Choice,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor | None = None,
+    epilogue: Epilogue = PLAIN_EPILOGUE,
+) -> Tensor:
     """See `kernels.ProductKernel`; in bfloat16, at a depth that is a multiple of `choice.block_k`.
 
     But for the plain product, nothing that runs just before writes the weight: a captured graph asks for it early.
@@ -237,6 +266,7 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         weight_NK,
         residual,
         out_MN,
+        epilogue.contiguous_bias,
         rows,
         columns,
         x_MK.stride(0),
@@ -245,6 +275,7 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         asks_ahead(kind),
         DEPTH=depth,
         GATED=kind == "norm_gate_up",
+        ACTIVATION=epilogue.activation,
         ADD=residual_MN is not None,
         BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n,

@@ -24,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import pdl
+from ..records import PLAIN_EPILOGUE, Epilogue
 from ..tables.linear_table import Choice, Kind, tiles_of_weight
-from .hopper_async import STAGES_KIB, _barrier, asks_ahead, operands, silu_mul
+from .hopper_async import STAGES_KIB, _barrier, asks_ahead, biased, gated, operands
 from .hopper_async import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
@@ -48,12 +49,14 @@ def _tma_kernel(
     w,  # [columns, DEPTH], or [2 * columns, DEPTH] when GATED
     residual_ptr,  # [rows, columns], read if ADD
     out_ptr,  # [rows, columns], contiguous
+    bias_ptr,  # [columns], or None
     rows,
     columns,
     residual_stride,
     ahead,  # ask for weights before the kernel before has ended
     DEPTH: gl.constexpr,
     GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,  # of the gate
     ADD: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -119,9 +122,11 @@ def _tma_kernel(
             _copy(x, [0, first_m, after * BLOCK_K], ready.index(free), x_tiles.index(free))
     if GATED:
         acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
-        value = gl.convert_layout(silu_mul(acc, up, dtype), rowwise)
+        value = gl.convert_layout(gated(acc, up, ACTIVATION, dtype), rowwise)
     else:
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        if bias_ptr is not None:
+            acc = biased(acc, bias_ptr, first_n, columns)
         value = gl.convert_layout(acc.to(dtype), rowwise)
     if ADD:
         value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
@@ -145,7 +150,14 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
     return list(found)
 
 
-def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def run(
+    kind: Kind,
+    choice: Choice,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor | None = None,
+    epilogue: Epilogue = PLAIN_EPILOGUE,
+) -> Tensor:
     """As `hopper_async.run`, for more rows than half of `choice.block_m` (64 or 128), in two steps and stages at
     least."""
     x_MK, out_MN, residual = operands(kind, x_MK, weight_NK, residual_MN)
@@ -158,12 +170,14 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         TensorDescriptor.from_tensor(weight_NK, [choice.block_n, choice.block_k], WEIGHTS),
         residual,
         out_MN,
+        epilogue.contiguous_bias,
         rows,
         columns,
         residual.stride(0),
         asks_ahead(kind),
         DEPTH=depth,
         GATED=kind == "norm_gate_up",
+        ACTIVATION=epilogue.activation,
         ADD=residual_MN is not None,
         BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n,

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..norm.triton import rms_norm
+from ..records import PLAIN_EPILOGUE, SILU, Epilogue
 from ..tables import linear_table
 from ..tables.linear_table import Choice, Kind
 from . import cublas, triton
@@ -27,10 +28,18 @@ class ProductKernel(Protocol):
         """Choices worth timing for these numbers of rows, ascending; `columns` as in `linear_table.choose`."""
 
     def run(
-        self, kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None
+        self,
+        kind: Kind,
+        choice: Choice,
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        residual_MN: Tensor | None = None,
+        epilogue: Epilogue = PLAIN_EPILOGUE,
     ) -> Tensor:
-        """The product, with what comes after it in that kind: the rounding to bfloat16, SiLU and gate, or the sum with
-        the residual. What comes before it, the norm, has been done."""
+        """The product, with what comes after it in that kind: the bias, added to the float32 accumulator; the rounding
+        to bfloat16; the gate with its activation, or the sum with the residual. What comes before it, the norm, has
+        been done. An epilogue is given where it is not the plain one; kinds that gate or stay in float32 have no bias.
+        """
 
 
 KERNELS: dict[str, ProductKernel] = {"library": cublas, "pipelined": triton}
@@ -48,31 +57,61 @@ def register(name: str, kernel: ProductKernel) -> None:
     linear_table.offers[name] = kernel.candidates
 
 
-def choose(kind: Kind, rows: int, weight_NK: Tensor) -> Choice:
+def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Choice:
     """By the table; by its rule where the kernel of the table cannot run."""
-    choice = linear_table.choose(kind, rows, *weight_NK.shape)
+    choice = linear_table.choose(kind, rows, *weight_NK.shape, biased=biased)
     if choice.kernel in KERNELS and KERNELS[choice.kernel].supports(choice, weight_NK):
         return choice
     return linear_table.by_rule(kind, rows, weight_NK.shape[0])
 
 
-def product(kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def product(
+    kind: Kind,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor | None = None,
+    epilogue: Epilogue = PLAIN_EPILOGUE,
+) -> Tensor:
     """By the kernel that is chosen for its shape."""
     cublas.check_dtype(x_MK)
-    choice = choose(kind, x_MK.shape[0], weight_NK)
-    return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN)
+    choice = choose(kind, x_MK.shape[0], weight_NK, epilogue.bias_N is not None)
+    given = () if epilogue.is_plain else (epilogue,)  # kernels from outside may know of none
+    return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN, *given)
 
 
-linear = partial(product, "linear")
 linear_fp32 = partial(product, "linear_fp32")
-linear_add = partial(product, "linear_add")
 
 
-def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """See `linear.operator.linear`."""
+    return product("linear", x_TK, weight_NK, None, Epilogue(bias_N))
+
+
+def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """See `linear.operator.linear_add`."""
+    return product("linear_add", x_TK, weight_NK, residual_TN, Epilogue(bias_N))
+
+
+def norm_linear(
+    x_TD: Tensor,
+    norm_D: Tensor,
+    weight_ED: Tensor,
+    eps: float,
+    bias_E: Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> Tensor:
     """See `linear.operator.norm_linear`."""
-    return product("norm_linear", rms_norm(x_TD, norm_D, eps), weight_ED)
+    return product("norm_linear", rms_norm(x_TD, norm_D, eps, weight_offset), weight_ED, None, Epilogue(bias_E))
 
 
-def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
+def norm_gate_up(
+    x_TD: Tensor,
+    norm_D: Tensor,
+    weight_ED: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    activation: str = SILU,
+) -> Tensor:
     """See `linear.operator.norm_gate_up`."""
-    return product("norm_gate_up", rms_norm(x_TD, norm_D, eps), weight_ED)
+    normed_TD = rms_norm(x_TD, norm_D, eps, weight_offset)
+    return product("norm_gate_up", normed_TD, weight_ED, None, Epilogue(activation=activation))

@@ -1,4 +1,5 @@
-"""Matrix products under contract C1: one float32 accumulator an output element, ascending K, one rounding.
+"""Matrix products under contract C1: one float32 accumulator an output element, ascending K, one rounding. A bias is
+added to the accumulator in float32, before that rounding, as cuBLAS's epilogue does and so `F.linear`.
 
 What keeps a row's bits its own on a CPU was measured, not assumed (`docs/numerics.md`): products are made in blocks of
 `ROW_BLOCK` rows, with at least `MIN_COLUMNS` columns and a depth of at least `MIN_DEPTH`.
@@ -21,6 +22,7 @@ from .. import native
 from ..activation.operator import silu_mul
 from ..norm.operator import rms_norm
 from ..operator import SAME, operator
+from ..records import SILU
 
 ROW_BLOCK = 64  # one shape a weight: how a library cuts a product, and whether it splits the depth, follows the rows
 MIN_COLUMNS = 16  # measured: with 12 and more a row's bits are its own; with fewer they change with rows and addresses
@@ -28,19 +30,22 @@ MIN_DEPTH = 32  # torch leaves bfloat16 products of 16 * 16 * 16 multiplications
 
 
 def _backward(ctx, grad_TN: Tensor):
-    x_TK, weight_NK = ctx.saved_tensors
-    return matmul(grad_TN, weight_NK), matmul(grad_TN.t(), x_TK)
+    x_TK, weight_NK, bias_N = ctx.saved_tensors
+    grad_N = None if bias_N is None else grad_TN.sum(0)  # in an order that the shape alone decides
+    return matmul(grad_TN, weight_NK), matmul(grad_TN.t(), x_TK), grad_N
 
 
 @operator(
     "lockstep::linear",
     native=native.linear,
     cuda="kernels:linear",
-    fake=lambda x_TK, weight_NK: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
+    fake=lambda x_TK, weight_NK, *_: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
     backward=_backward,
 )
-def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """`x @ weight.T`, [T, N] in x's dtype; a row's bits do not depend on how many rows there are."""
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, [T, N] in x's dtype; a row's bits do not depend on how many rows there are."""
+    if bias_N is not None:
+        return (linear_fp32.on_cpu[x_TK.dtype](x_TK, weight_NK) + bias_N.float()).to(x_TK.dtype)
     (rows, depth), columns = x_TK.shape, weight_NK.shape[0]
     deeper, wider = max(MIN_DEPTH - depth, 0), max(MIN_COLUMNS - columns, 0)  # filled up with zeros
     if deeper or wider:
@@ -74,36 +79,55 @@ def matmul(a_RD: Tensor, b_DC: Tensor) -> Tensor:
 @operator(
     "lockstep::norm_linear",
     cuda="kernels:norm_linear",
-    fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]),
-    composed=lambda x_TD, norm_D, weight_ED, eps: linear(rms_norm(x_TD, norm_D, eps), weight_ED),
+    fake=lambda x_TD, norm_D, weight_ED, *_: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]),
+    composed=lambda x_TD, norm_D, weight_ED, eps, bias_E=None, weight_offset=0.0: linear(
+        rms_norm(x_TD, norm_D, eps, weight_offset), weight_ED, bias_E
+    ),
 )
-def norm_linear(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    """`linear(rms_norm(x, norm, eps), weight)`, [T, E]."""
-    return linear.on_cpu[x_TD.dtype](rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps), weight_ED)
+def norm_linear(
+    x_TD: Tensor,
+    norm_D: Tensor,
+    weight_ED: Tensor,
+    eps: float,
+    bias_E: Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> Tensor:
+    """`linear(rms_norm(x, norm, eps, weight_offset), weight, bias)`, [T, E]."""
+    normed_TD = rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps, weight_offset)
+    return linear.on_cpu[x_TD.dtype](normed_TD, weight_ED, bias_E)
 
 
 @operator(
     "lockstep::norm_gate_up",
     cuda="kernels:norm_gate_up",
-    fake=lambda x_TD, norm_D, weight_ED, eps: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
-    composed=lambda x_TD, norm_D, weight_ED, eps: silu_mul(linear(rms_norm(x_TD, norm_D, eps), weight_ED)),
+    fake=lambda x_TD, norm_D, weight_ED, *_: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
+    composed=lambda x_TD, norm_D, weight_ED, eps, weight_offset=0.0, activation=SILU: silu_mul(
+        linear(rms_norm(x_TD, norm_D, eps, weight_offset), weight_ED), activation
+    ),
 )
-def norm_gate_up(x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float) -> Tensor:
-    """`silu_mul(linear(rms_norm(x, norm, eps), weight))`: the weight is [2F, D], gate rows first; [T, F]."""
-    return silu_mul.on_cpu[x_TD.dtype](
-        linear.on_cpu[x_TD.dtype](rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps), weight_ED)
-    )
+def norm_gate_up(
+    x_TD: Tensor,
+    norm_D: Tensor,
+    weight_ED: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    activation: str = SILU,
+) -> Tensor:
+    """`silu_mul(linear(rms_norm(x, norm, eps, weight_offset), weight), activation)`: the weight is [2F, D], gate rows
+    first; [T, F]."""
+    normed_TD = rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps, weight_offset)
+    return silu_mul.on_cpu[x_TD.dtype](linear.on_cpu[x_TD.dtype](normed_TD, weight_ED), activation)
 
 
 @operator(
     "lockstep::linear_add",
     cuda="kernels:linear_add",
-    fake=lambda x_TK, weight_NK, residual_TN: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
-    composed=lambda x_TK, weight_NK, residual_TN: residual_TN + linear(x_TK, weight_NK),
+    fake=lambda x_TK, weight_NK, *_: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
+    composed=lambda x_TK, weight_NK, residual_TN, bias_N=None: residual_TN + linear(x_TK, weight_NK, bias_N),
 )
-def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor) -> Tensor:
-    """`residual + linear(x, weight)`, [T, N]: both the product and the sum are rounded."""
-    return linear.on_cpu[x_TK.dtype](x_TK, weight_NK).add_(residual_TN)
+def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """`residual + linear(x, weight, bias)`, [T, N]: both the product with its bias and the sum are rounded."""
+    return linear.on_cpu[x_TK.dtype](x_TK, weight_NK, bias_N).add_(residual_TN)
 
 
 def _per_head_backward(ctx, grad_TNM: Tensor):

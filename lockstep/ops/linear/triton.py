@@ -3,8 +3,11 @@
 Measured on an H200: tiles, warps and stages do not change a bit, so the configuration follows the shape. One kernel
 does the plain product and two fused forms, which round where the separate operators round, so the bits are theirs:
 
-- GATED: the weight holds gate rows and up rows, a program does a tile of both, and the result is `silu(gate) * up`;
+- GATED: the weight holds gate rows and up rows, a program does a tile of both, and the result is their gated product,
+  such as `silu(gate) * up`;
 - ADD: the product is added to a residual.
+
+With a bias, that is added to the accumulator before it is rounded.
 
 A product a head has three strides an operand, so one kernel does the product, both of its gradients, and views of fused
 weights.
@@ -23,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..activation.triton import silu_gated
+from ..activation.triton import gated
+from ..records import PLAIN_EPILOGUE, Epilogue
 from ..rows import unit_inner
 from ..tables.linear_table import CHAIN, Choice, Kind, tiles_of_weight
 
@@ -65,6 +69,7 @@ def _linear_kernel(
     w_ptr,  # [columns, depth], or [2 * columns, depth] when GATED
     residual_ptr,  # [rows, columns], read if ADD
     out_ptr,  # [rows, columns], contiguous
+    bias_ptr,  # [columns], or None
     rows,
     columns,
     depth,
@@ -74,6 +79,7 @@ def _linear_kernel(
     early,  # release the dependents at the start, not after the loop
     prefetch,  # the weights, while waiting for the kernel before
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate
     ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -118,8 +124,10 @@ def _linear_kernel(
     if PDL:
         pdl.gdc_launch_dependents()  # without effect if they were released early
     dtype = out_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        acc = silu_gated(acc.to(dtype).to(tl.float32), acc_up.to(dtype).to(tl.float32))
+        acc = gated(acc.to(dtype).to(tl.float32), acc_up.to(dtype).to(tl.float32), ACTIVATION)
     if ADD:
         acc = residual.to(tl.float32) + acc.to(dtype).to(tl.float32)
     tl.store(out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :], acc.to(dtype), mask=inside_out)
@@ -151,10 +159,17 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
     return [choice._replace(early=e) for choice in found for e in early]
 
 
-def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def run(
+    kind: Kind,
+    choice: Choice,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor | None = None,
+    epilogue: Epilogue = PLAIN_EPILOGUE,
+) -> Tensor:
     """See `kernels.ProductKernel`; computes in the dtype of x."""
     x_MK, w_NK = unit_inner(x_MK), unit_inner(weight_NK)
-    gated, dtype = kind == "norm_gate_up", torch.float32 if kind == "linear_fp32" else x_MK.dtype
+    is_gated, dtype = kind == "norm_gate_up", torch.float32 if kind == "linear_fp32" else x_MK.dtype
     (rows, depth), columns = x_MK.shape, w_NK.shape[0] // tiles_of_weight(kind)
     out_MN = torch.empty((rows, columns), dtype=dtype, device=x_MK.device)
     residual = out_MN if residual_MN is None else unit_inner(residual_MN)
@@ -163,6 +178,7 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         w_NK,
         residual,
         out_MN,
+        epilogue.contiguous_bias,
         rows,
         columns,
         depth,
@@ -171,7 +187,8 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
         residual.stride(0),
         choice.early,
         choice.prefetch and depth % 32 == 0 and w_NK.stride(0) == depth,  # whole 16-byte words in each segment
-        GATED=gated,
+        GATED=is_gated,
+        ACTIVATION=epilogue.activation,
         ADD=residual_MN is not None,
         BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n,
@@ -183,9 +200,9 @@ def run(kind: Kind, choice: Choice, x_MK: Tensor, weight_NK: Tensor, residual_MN
     return out_MN
 
 
-def chain(x_MK: Tensor, weight_NK: Tensor, kind: Kind = "linear") -> Tensor:
+def chain(x_MK: Tensor, weight_NK: Tensor, kind: Kind = "linear", bias_N: Tensor | None = None) -> Tensor:
     """The product whose words every other choice is held to, rounded or ("linear_fp32") not."""
-    return run(kind, CHAIN, x_MK, weight_NK)
+    return run(kind, CHAIN, x_MK, weight_NK, None, Epilogue(bias_N))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
 
 from ...cache import fingerprint as cache_fingerprint
 from ...cache import user_folder
@@ -28,7 +27,7 @@ from ..norm.operator import rms_norm
 from ..tables import linear_table
 from ..tables.linear_table import CHAIN, Kind
 from .attention import attention_agrees, latent_agrees
-from .inputs import cancel, same_bits, wide
+from .inputs import cancel, same_bits, scaled, wide
 from .shapes import HeadShape, LatentHeadShape, Product
 
 Outcome = Literal["kept", "replaced", "broken"]
@@ -143,7 +142,7 @@ def _known(path: Path) -> dict[str, Outcome]:
 
 def _replace(names: Iterable[str]) -> None:
     for name in names:
-        if found := re.fullmatch(r"\w+ \d+x(\d+)x(\d+)", name):
+        if found := re.fullmatch(r"\w+ \d+x(\d+)x(\d+)( with bias)?", name):
             linear_table.overrides[int(found[1]), int(found[2])] = CHAIN
 
 
@@ -163,27 +162,23 @@ def _cuda_product(p: Product, device: torch.device) -> Outcome:
     """Whether the kernel that would compute it has the chain's bits, and the chain the same for each of its rows."""
     from ..linear.triton import chain as chain_of
 
-    x, weight = (wide(n, p.depth, device=device, dtype=torch.bfloat16) for n in (p.rows, p.columns))
-    x, weight = x / x.float().std().bfloat16(), weight / weight.float().std().bfloat16()
+    x, weight = (scaled(wide(n, p.depth, device=device, dtype=torch.bfloat16)) for n in (p.rows, p.columns))
     norm = 1 + 0.1 * torch.randn(p.depth, device=device).bfloat16()
     residual = wide(p.rows, p.columns, device=device, dtype=torch.bfloat16) if p.kind == "linear_add" else x
     rows = rms_norm(x, norm, 1e-6) if p.kind.startswith("norm") else x
+    bias = [wide(p.columns, device=device, dtype=torch.bfloat16)] if p.biased else []
     plain: Kind = "linear_fp32" if p.kind == "linear_fp32" else "linear"
-    chain, middle = chain_of(rows, weight, plain), slice(p.rows // 2, p.rows // 2 + 1)
-    if not same_bits(chain_of(rows[middle], weight, plain), chain[middle]):
+    chain, middle = chain_of(rows, weight, plain, *bias), slice(p.rows // 2, p.rows // 2 + 1)
+    if not same_bits(chain_of(rows[middle], weight, plain, *bias), chain[middle]):
         return "broken"
-    return "kept" if _is_chain(p.kind, x, weight, norm, residual, chain) else "replaced"
-
-
-def _is_chain(kind: Kind, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, chain: Tensor) -> bool:
-    """Whether the operator of that kind, and so what the table chooses, has the words of separate ones on the chain."""
-    if kind == "linear_add":
-        return same_bits(linear_add(x, weight, residual), residual + chain)
-    if kind == "norm_linear":
-        return same_bits(norm_linear(x, norm, weight, 1e-6), chain)
-    if kind == "norm_gate_up":
-        return same_bits(norm_gate_up(x, norm, weight, 1e-6), silu_mul(chain))
-    return same_bits((linear_fp32 if kind == "linear_fp32" else linear)(x, weight), chain)
+    found, expected = {
+        "linear_add": lambda: (linear_add(x, weight, residual, *bias), residual + chain),
+        "norm_linear": lambda: (norm_linear(x, norm, weight, 1e-6, *bias), chain),
+        "norm_gate_up": lambda: (norm_gate_up(x, norm, weight, 1e-6), silu_mul(chain)),
+        "linear_fp32": lambda: (linear_fp32(x, weight), chain),
+        "linear": lambda: (linear(x, weight, *bias), chain),
+    }[p.kind]()
+    return "kept" if same_bits(found, expected) else "replaced"
 
 
 def _cpu_product(p: Product, dtype: torch.dtype) -> bool:

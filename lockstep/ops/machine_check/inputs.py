@@ -5,10 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+DRAWN = 1 << 24  # elements drawn at once; bounds the memory that drawing takes
+
 
 def wide(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """N(0, 1) * exp(2 N(0, 1)): exponents wide enough for a change in the order of additions to show."""
-    return (torch.randn(*shape, device=device) * torch.exp(2 * torch.randn(*shape, device=device))).to(dtype)
+    out = torch.empty(shape, device=device, dtype=dtype)
+    for part in out.view(-1).split(DRAWN):
+        part.copy_(torch.randn(part.shape, device=device) * torch.exp(2 * torch.randn(part.shape, device=device)))
+    return out
+
+
+def scaled(x: Tensor) -> Tensor:
+    """`x` with a standard deviation of about 1, in place."""
+    return x.div_(x.std())
 
 
 def cancel(x_RK: Tensor, weight_NK: Tensor) -> None:

@@ -8,15 +8,17 @@ from ..tables.linear_table import Kind
 
 
 class Product(NamedTuple):
-    """`rows` x `depth` times `columns` x `depth`; `columns` counts the weight's rows, gate and up together."""
+    """`rows` x `depth` times `columns` x `depth`, and a bias where `biased`; `columns` counts the weight's rows, gate
+    and up together."""
 
     kind: Kind
     rows: int
     columns: int
     depth: int
+    biased: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.rows}x{self.columns}x{self.depth}"
+        return f"{self.kind} {self.rows}x{self.columns}x{self.depth}{' with bias' if self.biased else ''}"
 
 
 class HeadShape(NamedTuple):

@@ -71,7 +71,7 @@ def mla_packed_backward(
     parts = (x.q_TNR.shape[2], x.q_rope_TNP.shape[2])
     q_TNH, k_T1H = _queries(x.q_TNR, x.q_rope_TNP, x.scale), _keys(x).float()
     grad_TNH = F.pad(grad_TNR.float(), (0, parts[1]))
-    dq_TNH, dk_T1H, dv_T1H = reference.packed_backward(grad_TNH, q_TNH, k_T1H, k_T1H, by)
+    dq_TNH, dk_T1H, dv_T1H, _ = reference.packed_backward((grad_TNH, q_TNH, k_T1H, k_T1H), by)
     dq_TNR, dq_rope_TNP = (dq_TNH * _factor(x.scale, sum(parts))).to(x.q_TNR.dtype).split(parts, dim=2)
     dlatent_TR, dk_rope_TP = (dk_T1H + dv_T1H).squeeze(1).to(x.latent_TR.dtype).split(parts, dim=1)
     return dq_TNR.contiguous(), dq_rope_TNP.contiguous(), dlatent_TR.contiguous(), dk_rope_TP.contiguous()

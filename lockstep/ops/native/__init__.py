@@ -17,7 +17,21 @@ import torch
 from torch import Tensor
 
 from ..logprobs import reference as logprobs_reference
-from ..records import ALONE, Filters, KVPages, Packed, Paged, PrefixGroups, Rotation, RowStatistics, SampleKeys
+from ..records import (
+    ACTIVATIONS,
+    ALONE,
+    PLAIN,
+    SILU,
+    AttentionScores,
+    Filters,
+    KVPages,
+    Packed,
+    Paged,
+    PrefixGroups,
+    Rotation,
+    RowStatistics,
+    SampleKeys,
+)
 from . import library
 
 FLOAT, LONG = torch.float32, torch.int64
@@ -41,8 +55,8 @@ def _addresses(*tensors: Tensor | torch.dtype | None) -> list[int | None]:
     return found
 
 
-def linear(a_RD: Tensor, b: Tensor, transposed: bool = True) -> Tensor:
-    """`a @ b.T`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
+def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool = True) -> Tensor:
+    """`a @ b.T + bias`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
     b, (rows, dim), (columns, inner) = b.contiguous(), a_RD.shape, b.shape if transposed else b.shape[::-1]
     assert dim == inner
     out = a_RD.new_empty(rows, columns)
@@ -50,7 +64,7 @@ def linear(a_RD: Tensor, b: Tensor, transposed: bool = True) -> Tensor:
     job = library.ProductArguments(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
     if not _run("product", job, rows * columns * dim):
         raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
-    return out
+    return out if bias is None else out.add_(bias)
 
 
 matmul = partial(linear, transposed=False)
@@ -86,8 +100,10 @@ def _rows(
     return _run(name, library.RowJob(eps, rows, 0, 0, *sizes, *(0,) * (5 - len(sizes)), *own, *at), rows * work)
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """See `norm.operator.rms_norm`."""
+    if weight_offset:
+        weight_D = weight_D + weight_offset
     x_TD = x_TD.contiguous()
     out, dim = torch.empty_like(x_TD), x_TD.shape[-1]
     assert weight_D.shape == (dim,)
@@ -95,8 +111,11 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return out
 
 
-def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
+def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
     """See `rope.operator.qk_norm_rope`."""
+    if weight_offset and by.q_weight_H is not None and by.k_weight_H is not None:
+        weights = by.q_weight_H + weight_offset, by.k_weight_H + weight_offset
+        by = by._replace(q_weight_H=weights[0], k_weight_H=weights[1])
     qkv_TE = qkv_TE.contiguous()
     (tokens, width), head_dim, heads = qkv_TE.shape, by.cos_sin_TH.shape[1], by.num_heads + by.num_kv_heads
     assert by.cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
@@ -163,21 +182,23 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     return out
 
 
-def silu_mul(gate_up_TE: Tensor) -> Tensor:
+def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """See `activation.operator.silu_mul`."""
     gate_up_TE = gate_up_TE.contiguous()
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out = gate_up_TE.new_empty(rows, width)
-    _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width)
+    _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width, ACTIVATIONS.index(activation))
     return out
 
 
-def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor) -> Tensor:
+def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """See `activation.operator.silu_mul_backward`."""
     grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
-    _rows("silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width)
+    _rows(
+        "silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width, ACTIVATIONS.index(activation)
+    )
     return out
 
 
@@ -203,18 +224,18 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
         raise IndexError(f"write_kv: slots lie outside the cache's {pages * page_size}")
 
 
-def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed) -> Tensor:
+def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
     """See `attention.operator.attention_packed`."""
     context_len_S = by.prefix_len_S + by.cu_seqlens.diff()
     at = by.cu_seqlens.contiguous(), context_len_S, by.prefix_start_S.contiguous(), None
-    return _attention(q_TNH, _head_rows(k_TKH), _head_rows(v_TKH), at, by.max_len)
+    return _attention(q_TNH, _head_rows(k_TKH), _head_rows(v_TKH), at, by.max_len, scores)
 
 
-def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE) -> Tensor:
+def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE, scores: AttentionScores = PLAIN) -> Tensor:
     """See `attention.operator.attention_paged`."""
     table, cu_seqlens, context_len_S = (x.contiguous() for x in by[:3])
     k, v = (x.contiguous() for x in cache)
-    return _attention(q_TNH, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len)
+    return _attention(q_TNH, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len, scores)
 
 
 def _head_rows(x_TKH: Tensor) -> Tensor:
@@ -223,7 +244,12 @@ def _head_rows(x_TKH: Tensor) -> Tensor:
 
 
 def _attention(
-    q_TNH: Tensor, k: Tensor, v: Tensor, at: tuple[Tensor, Tensor, Tensor | None, Tensor | None], max_len: int
+    q_TNH: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    max_len: int,
+    scores: AttentionScores,
 ) -> Tensor:
     """With int32 cu_seqlens, context lengths, and the starts of packed sequences' prefixes or a block table."""
     *_, block_table = at
@@ -233,6 +259,7 @@ def _attention(
     assert v.shape == k.shape == (*rows, kv_heads, head_dim) and heads % kv_heads == 0
     assert at[0].shape == (sequences + 1,)
     assert all(x is None or x.shape[0] == sequences for x in at[2:4])
+    assert scores.sinks_N is None or scores.sinks_N.shape == (heads,)
     out = q_TNH.new_empty(tokens, heads, head_dim)
     job = library.AttentionArguments(
         out.data_ptr(),
@@ -250,8 +277,12 @@ def _attention(
         head_dim,
         *_addresses(torch.int32, *at),
         *((0, 0) if block_table is None else (k.shape[1], block_table.shape[1])),
+        *_addresses(FLOAT, scores.sinks_N),
+        scores.window,
+        scores.scale or 1 / math.sqrt(head_dim),
+        scores.softcap,
     )
-    keys = -(-max_len // TILE) * TILE
+    keys = -(-min(max_len, scores.window or max_len) // TILE) * TILE
     if not _run("attention", job, 4 * tokens * heads * head_dim * keys):  # the softmax takes as long as the products
         raise IndexError("attention: a sequence, page or prefix lies outside its table")
     return out

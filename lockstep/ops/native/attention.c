@@ -5,7 +5,8 @@
  * begins afresh every 4,096 keys, and these splits are merged left to right.
  * So a row's bits depend on itself and on the keys it sees; where keys lie and which rows share a block does not matter.
  * Neighbours that see the same keys (tokens of a sequence, samples of a prompt) load them once. Keys behind a row's mask
- * reach no sum, not even as zeros: they may be NaN.
+ * reach no sum, not even as zeros: they may be NaN. Tiles before all windows are skipped, and no page is looked up that
+ * lies before them. A sink joins the softmax last.
  */
 #include "product.h"
 
@@ -20,6 +21,9 @@ typedef struct {
     const int32_t *prefix_start;             /* packed: row of position 0; what is not new lies there */
     const int32_t *block_table;              /* paged: [sequences, table_width]; NULL when packed */
     int64_t page_size, table_width;
+    const float *sinks; /* [heads]; NULL: none */
+    int64_t window;     /* 0: none */
+    double scale, softcap; /* softcap 0: none */
     int64_t next, error; /* shared by the threads; error: 1 when a length, page or row lies outside its table */
 } Attention;
 
@@ -30,7 +34,7 @@ typedef struct {
     float *sum, *maximum, *rescale;            /* [rows, LANES], [rows] twice */
     float *total_acc, *total_sum, *total_max;  /* of the splits that are done: like acc, sum and maximum */
     float *columns, *values;                   /* [width, TILE]; [TILE, width], for head dims that need padding */
-    int32_t *visible;                          /* [rows]: keys of the tile that a row sees */
+    int32_t *hidden, *visible;                 /* [rows]: a row sees the tile's keys from `hidden` to before `visible` */
     int64_t sequence[BLOCK_ROWS], position[BLOCK_ROWS]; /* of each token */
     const float *key[TILE], *value[TILE];
 } Scratch;
@@ -38,7 +42,7 @@ typedef struct {
 static Scratch *new_scratch(const Attention *a, int64_t rows) {
     int64_t width = round_up(a->dim, 2 * LANES);
     int64_t header = round_up(sizeof(Scratch), 64), padded = round_up(rows, LANES) + LANES;
-    int64_t floats = 2 * TILE * width + padded * (3 * width + TILE + 2 * LANES + 4);
+    int64_t floats = 2 * TILE * width + padded * (3 * width + TILE + 2 * LANES + 5);
     Scratch *s = aligned_alloc(64, round_up(header + sizeof(float) * floats, 64));
     if (!s) return NULL;
     s->width = width;
@@ -54,6 +58,7 @@ static Scratch *new_scratch(const Attention *a, int64_t rows) {
     s->total_sum = s->total_acc + padded * width;
     s->total_max = s->total_sum + padded * LANES;
     s->visible = (int32_t *)(s->total_max + padded);
+    s->hidden = s->visible + padded;
     memset(s->columns, 0, sizeof(float) * 2 * TILE * width);
     memset(s->rescale, 0, sizeof(float) * padded);
     return s;
@@ -63,10 +68,17 @@ static int64_t prefix_of(const Attention *a, int64_t sequence) {
     return a->context_len[sequence] - (a->cu_seqlens[sequence + 1] - a->cu_seqlens[sequence]);
 }
 
-/* Locate `count` keys and values from position `tile` on, run by run of neighbouring rows. 1 when one lies outside. */
-static int find_tile(const Attention *a, Scratch *s, int64_t sequence, int64_t kv_head, int64_t tile, int64_t count) {
+/* The first position that a query at `position` sees. */
+static int64_t first_key(const Attention *a, int64_t position) {
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
+
+/* Locate the keys and values `from` to `count` of the tile at position `tile`, run by run of neighbouring rows; the first
+ * stands for those before. 1 when one lies outside. */
+static int find_tile(const Attention *a, Scratch *s, int64_t sequence, int64_t kv_head, int64_t tile, int64_t from,
+                     int64_t count) {
     int64_t own = a->cu_seqlens[sequence], prefix = prefix_of(a, sequence);
-    for (int64_t j = 0, run; j < count; j += run) {
+    for (int64_t j = from, run; j < count; j += run) {
         int64_t position = tile + j, row = own + position - prefix;
         run = count - j;
         if (a->block_table) {
@@ -84,7 +96,13 @@ static int find_tile(const Attention *a, Scratch *s, int64_t sequence, int64_t k
             s->value[j + i] = a->v + (row + i) * a->v_stride + kv_head * a->dim;
         }
     }
+    for (int64_t j = 0; j < from; j++) s->key[j] = s->key[from], s->value[j] = s->value[from];
     return 0;
+}
+
+/* Whether token `t` sees a key of a tile. */
+static int sees(const Attention *a, const Scratch *s, int64_t t, int64_t tile) {
+    return s->position[t] >= tile && first_key(a, s->position[t]) < tile + TILE;
 }
 
 /* Whether token `t` finds the keys of a tile where token t - 1 does: in its sequence, or both a whole tile of a prefix
@@ -113,7 +131,8 @@ static void softmax_rows(const Scratch *s, int64_t first, int64_t rows) {
         float *score = s->score + r * TILE, before = s->maximum[r];
         V highest = splat(-INFINITY);
         UNROLLED (int g = 0; g < GROUPS; g++) {
-            V masked = pick(LANE + g * LANES < s->visible[r], load(score + g * LANES), splat(-INFINITY));
+            I key = LANE + g * LANES;
+            V masked = pick((key >= s->hidden[r]) & (key < s->visible[r]), load(score + g * LANES), splat(-INFINITY));
             store(score + g * LANES, masked);
             highest = largest(highest, masked);
         }
@@ -137,20 +156,26 @@ static void softmax_rows(const Scratch *s, int64_t first, int64_t rows) {
 /* Add R rows' share of the values. */
 INLINE void add_values(const int R, const Scratch *s, int64_t first) {
     const float *p = s->score + first * TILE;
-    const int32_t *visible = s->visible + first; /* ascends */
-    int common = visible[0];
+    const int32_t *hidden = s->hidden + first, *visible = s->visible + first; /* the latter ascends */
+    int begin = hidden[0], common = visible[0];
+    for (int r = 1; r < R; r++) begin = hidden[r] > begin ? hidden[r] : begin;
+    int after = common > begin ? common : begin;
     for (int64_t d = 0; d < s->width; d += 2 * LANES) {
         float *out = s->acc + first * s->width + d;
         V acc[4][2];
         UNROLLED (int r = 0; r < R; r++)
             UNROLLED (int h = 0; h < 2; h++) acc[r][h] = load(out + r * s->width + h * LANES) * s->rescale[first + r];
-        for (int j = 0; j < common; j++) {
+        UNROLLED (int r = 0; r < R; r++)
+            for (int j = hidden[r]; j < begin && j < visible[r]; j++)
+                UNROLLED (int h = 0; h < 2; h++)
+                    acc[r][h] = fmadd(splat(p[r * TILE + j]), load(s->value[j] + d + h * LANES), acc[r][h]);
+        for (int j = begin; j < common; j++) {
             V value[2] = {load_once(s->value[j] + d), load_once(s->value[j] + d + LANES)};
             UNROLLED (int r = 0; r < R; r++)
                 UNROLLED (int h = 0; h < 2; h++) acc[r][h] = fmadd(splat(p[r * TILE + j]), value[h], acc[r][h]);
         }
         UNROLLED (int r = 0; r < R; r++)
-            for (int j = common; j < visible[r]; j++)
+            for (int j = after; j < visible[r]; j++)
                 UNROLLED (int h = 0; h < 2; h++)
                     acc[r][h] = fmadd(splat(p[r * TILE + j]), load(s->value[j] + d + h * LANES), acc[r][h]);
         UNROLLED (int r = 0; r < R; r++)
@@ -165,16 +190,29 @@ static __attribute__((noinline)) void tile_values(const Scratch *s, int64_t firs
     for (; end - r >= 1; r += 1) add_values(1, s, r);
 }
 
-/* Tokens `t` to `end` of the block take a tile whose keys they find in the same place. */
+/* Scores x as softcap * tanh(x / softcap). */
+static void cap_scores(const Attention *a, float *score, int64_t count) {
+    float cap = (float)a->softcap;
+    for (int64_t i = 0; i < count; i += LANES) store(score + i, cap * tanh_(load(score + i) / cap));
+}
+
+/* Tokens `t` to `end` of the block take a tile, of which each sees a key, and whose keys they find in the same place. */
 static int attend_tile(const Attention *a, Scratch *s, int64_t kv_head, int64_t t, int64_t end, int64_t tile) {
     int64_t group = a->heads / a->kv_heads, first = t * group, rows = (end - t) * group;
     int64_t keys = smaller(s->position[end - 1] + 1 - tile, TILE); /* the last token sees the most */
-    if (find_tile(a, s, s->sequence[end - 1], kv_head, tile, keys)) return 1;
+    int64_t from = TILE;
+    for (int64_t r = first; r < first + rows; r++) {
+        int64_t start = first_key(a, s->position[r / group]) - tile;
+        s->hidden[r] = start > 0 ? (int32_t)start : 0;
+        from = smaller(from, s->hidden[r]);
+    }
+    if (find_tile(a, s, s->sequence[end - 1], kv_head, tile, from, keys)) return 1;
     if (a->dim != s->width) pad_values(s, a->dim, keys);
     transpose_rows(s->columns, s->key, keys, a->dim);
     for (int64_t r = first; r < first + rows; r++)
         s->visible[r] = (int32_t)smaller(s->position[r / group] + 1 - tile, keys);
     multiply(s->score + first * TILE, TILE, (Rows){s->q + first * s->width, s->width, 1}, s->columns, a->dim, rows, 0);
+    if (a->softcap > 0) cap_scores(a, s->score + first * TILE, rows * TILE);
     softmax_rows(s, first, rows);
     tile_values(s, first, rows);
     return 0;
@@ -193,15 +231,18 @@ static void add_scaled(float *total, float scale, const float *add, float add_sc
 }
 
 /* Merge the split that begins at `start` into the totals of the rows that see a key of it. */
-static void merge_split(const Scratch *s, int64_t start, int64_t rows, int64_t group) {
+static void merge_split(const Attention *a, const Scratch *s, int64_t start, int64_t rows) {
+    int64_t group = a->heads / a->kv_heads;
     for (int64_t r = 0; r < rows; r++) {
+        int64_t position = s->position[r / group], seen = first_key(a, position);
+        if (position < start || seen >= start + SPLIT) continue;
         float *acc = s->total_acc + r * s->width, *sum = s->total_sum + r * LANES, before = s->total_max[r];
         const float *next_acc = s->acc + r * s->width, *next_sum = s->sum + r * LANES;
-        if (start == 0) {
+        if (seen >= start) { /* its first split */
             memcpy(acc, next_acc, sizeof(float) * s->width);
             memcpy(sum, next_sum, sizeof(float) * LANES);
             s->total_max[r] = s->maximum[r];
-        } else if (s->position[r / group] >= start) {
+        } else {
             float maximum = s->maximum[r] > before ? s->maximum[r] : before;
             float scale = exp_(splat(before - maximum))[0], next_scale = exp_(splat(s->maximum[r] - maximum))[0];
             add_scaled(acc, scale, next_acc, next_scale, s->width);
@@ -211,35 +252,48 @@ static void merge_split(const Scratch *s, int64_t start, int64_t rows, int64_t g
     }
 }
 
+/* A sum of exponentials with a sink's added, and in `share` what its terms are multiplied by, for both are relative to
+ * the larger of the sink and the largest score. */
+static float beside_sink(float sum, float highest, float sink, float *share) {
+    float maximum = sink > highest ? sink : highest;
+    *share = exp_(splat(highest - maximum))[0];
+    return sum * *share + exp_(splat(sink - maximum))[0];
+}
+
 /* `count` query tokens from row `token` on, whose sequences and positions are set, with the heads of one kv head. */
 static int attend_block(const Attention *a, Scratch *s, int64_t kv_head, int64_t token, int64_t count) {
-    int64_t group = a->heads / a->kv_heads, rows = count * group, width = s->width, last = 0;
+    int64_t group = a->heads / a->kv_heads, rows = count * group, width = s->width, last = 0, begin = INT64_MAX;
     int64_t start = token * a->heads * a->dim + kv_head * group * a->dim; /* of the block in the output */
-    float scale = (float)(1.0 / sqrt((double)a->dim));
+    float scale = (float)a->scale;
     for (int64_t r = 0; r < rows; r++) {
         const float *q = a->q + (token + r / group) * a->q_stride + (kv_head * group + r % group) * a->dim;
         for (int64_t d = 0; d < a->dim; d++) s->q[r * width + d] = q[d] * scale;
     }
     clear_split(s, rows);
-    for (int64_t t = 0; t < count; t++) last = s->position[t] > last ? s->position[t] : last;
-    for (int64_t tile = 0; tile <= last; tile += TILE) {
-        if (tile && tile % SPLIT == 0) {
-            merge_split(s, tile - SPLIT, rows, group);
+    for (int64_t t = 0; t < count; t++) {
+        last = s->position[t] > last ? s->position[t] : last;
+        begin = smaller(begin, first_key(a, s->position[t]) / TILE * TILE);
+    }
+    for (int64_t tile = begin; tile <= last; tile += TILE) {
+        if (tile > begin && tile % SPLIT == 0) {
+            merge_split(a, s, tile - SPLIT, rows);
             clear_split(s, rows);
         }
         for (int64_t t = 0, end; t < count; t = end) {
             end = t + 1;
-            if (s->position[t] < tile) continue;
-            while (end < count && same_tile(a, s, end, tile)) end++;
+            if (!sees(a, s, t, tile)) continue;
+            while (end < count && sees(a, s, end, tile) && same_tile(a, s, end, tile)) end++;
             if (attend_tile(a, s, kv_head, t, end, tile)) return 1;
         }
     }
-    if (last >= SPLIT) merge_split(s, last / SPLIT * SPLIT, rows, group);
+    if (last >= SPLIT) merge_split(a, s, last / SPLIT * SPLIT, rows);
     const float *acc = last >= SPLIT ? s->total_acc : s->acc, *sums = last >= SPLIT ? s->total_sum : s->sum;
+    const float *highest = last >= SPLIT ? s->total_max : s->maximum;
     for (int64_t r = 0; r < rows; r++) {
         float *out = a->out + start + (r / group * a->heads + r % group) * a->dim;
-        float sum = fold_sum(load(sums + r * LANES));
-        for (int64_t d = 0; d < a->dim; d++) out[d] = acc[r * width + d] / sum;
+        float sum = fold_sum(load(sums + r * LANES)), share = 1;
+        if (a->sinks) sum = beside_sink(sum, highest[r], a->sinks[kv_head * group + r % group], &share);
+        for (int64_t d = 0; d < a->dim; d++) out[d] = acc[r * width + d] * share / sum;
     }
     return 0;
 }

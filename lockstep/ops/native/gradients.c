@@ -3,19 +3,21 @@
  * They have the bits of the plain expressions in torch, which run without this library: every product, sum and
  * difference is rounded as it stands there.
  */
-#include "vector.h"
+#include "activation.h"
 
 /* Gradient of both halves of gate_up: [rows, 2 * dim] */
 void silu_mul_backward(RowJob *j) {
-    int64_t dim = j->size[0];
+    int64_t dim = j->size[0], activation = j->size[1];
     EACH_ROW(j) {
         const float *grad = (const float *)j->at[1] + row * dim, *gate_up = (const float *)j->at[2] + row * 2 * dim;
         float *out = (float *)j->at[0] + row * 2 * dim;
         for (int64_t i = 0; i < dim; i += LANES) {
             V gate = load_first(gate_up + i, dim - i, 0), up = load_first(gate_up + dim + i, dim - i, 0);
-            V g = load_first(grad + i, dim - i, 0), sigmoid = 1.0f / (exp_(-gate) + 1.0f), silu = gate * sigmoid;
-            store_first(out + i, g * up * (sigmoid + silu * (1.0f - sigmoid)), dim - i);
-            store_first(out + dim + i, g * silu, dim - i);
+            Gated of = gated(activation, gate, up);
+            V g = load_first(grad + i, dim - i, 0), sigmoid = 1.0f / (exp_(-of.x) + 1.0f), active = of.gate * sigmoid;
+            V of_gate = g * of.up * (sigmoid + active * (1.0f - sigmoid) * of.slope);
+            store_first(out + i, of_gate * gate_inside(activation, gate), dim - i);
+            store_first(out + dim + i, g * active * up_inside(activation, up), dim - i);
         }
     }
 }

@@ -28,7 +28,11 @@ class AttentionArguments(ctypes.Structure):
         *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, c_int64) for name in ("tokens", "kv_rows", "sequences", "heads", "kv_heads", "dim")),
         *((name, c_void_p) for name in ("cu_seqlens", "context_len", "prefix_start", "block_table")),
-        *((name, c_int64) for name in ("page_size", "table_width", "next", "error")),
+        *((name, c_int64) for name in ("page_size", "table_width")),
+        ("sinks", c_void_p),
+        ("window", c_int64),
+        *((name, c_double) for name in ("scale", "softcap")),
+        *((name, c_int64) for name in ("next", "error")),
     ]
 
 

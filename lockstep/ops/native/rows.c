@@ -1,5 +1,5 @@
 /* Row operators, keys and values into the cache, and what the loader asks of the library. */
-#include "vector.h"
+#include "activation.h"
 
 /* The checksum of the sources, and whether this machine has the instructions that they were compiled for. */
 uint32_t kernels_checksum(void) { return SOURCE_CHECKSUM; }
@@ -81,13 +81,14 @@ void rope_table(float *out, const int64_t *positions, const float *inv_freq, int
 
 /* [rows, dim] of [rows, 2 * dim] */
 void silu_mul(RowJob *j) {
-    int64_t dim = j->size[0];
+    int64_t dim = j->size[0], activation = j->size[1];
     EACH_ROW(j) {
         const float *gate_up = (const float *)j->at[1] + row * 2 * dim;
         float *out = (float *)j->at[0] + row * dim;
         for (int64_t i = 0; i < dim; i += LANES) {
             V gate = load_first(gate_up + i, dim - i, 0), up = load_first(gate_up + dim + i, dim - i, 0);
-            store_first(out + i, gate / (exp_(-gate) + 1.0f) * up, dim - i);
+            Gated of = gated(activation, gate, up);
+            store_first(out + i, of.gate / (exp_(-of.x) + 1.0f) * of.up, dim - i);
         }
     }
 }

@@ -113,6 +113,16 @@ INLINE V exp_(V x) {
     return p * power * 2.0f;
 }
 
+/* The hyperbolic tangent, that of Cephes (tanhf). */
+INLINE V tanh_(V x) {
+    V z = x * x, size = largest(x, -x), far = 1.0f - 2.0f / (exp_(2.0f * size) + 1.0f);
+    V p = fmadd(splat(-5.70498872745e-3f), z, splat(2.06390887954e-2f));
+    p = fmadd(p, z, splat(-5.37397155531e-2f));
+    p = fmadd(p, z, splat(1.33314422036e-1f));
+    p = fmadd(p, z, splat(-3.33332819422e-1f));
+    return pick(size < 0.625f, fmadd(p * z, x, x), pick(x < 0.0f, -far, far));
+}
+
 /* Natural logarithm of positive normal numbers within 1 ulp; NaN for NaN and infinity. The polynomial is fdlibm's. */
 INLINE V log_(V x) {
     U bits = (U)x - 0x3f3504f3u; /* sqrt(1/2), so that the mantissa lies around 1 */

@@ -13,14 +13,15 @@ from ..operator import in_c, operator, saved
 
 
 def _backward(ctx, grad_TD: Tensor):
-    x_TD, weight_D, eps = saved(ctx)
+    x_TD, weight_D, eps, offset = saved(ctx)
     if x_TD.is_cuda:
-        return rms_norm_backward(grad_TD, x_TD, weight_D, eps)
+        return rms_norm_backward(grad_TD, x_TD, weight_D, eps, offset)
     if in_c(x_TD):
         out_TD, x_TD = torch.empty(x_TD.shape), x_TD.contiguous()
-        grad_w = native.norm_backward(x_TD, weight_D.unsqueeze(0), grad_TD.unsqueeze(1), eps, out_TD)
+        weight_1D = _factors(weight_D, offset).unsqueeze(0)
+        grad_w = native.norm_backward(x_TD, weight_1D, grad_TD.unsqueeze(1), eps, out_TD)
         return out_TD, grad_w.squeeze(1).sum(0)
-    grad_x, grad_w = _norm_backward(x_TD.float(), weight_D.float(), grad_TD.float(), eps)
+    grad_x, grad_w = _norm_backward(x_TD.float(), _factors(weight_D, offset), grad_TD.float(), eps)
     return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype)
 
 
@@ -28,31 +29,39 @@ def _backward(ctx, grad_TD: Tensor):
     "lockstep::rms_norm",
     native=native.rms_norm,
     cuda="triton:rms_norm",
-    fake=lambda x_TD, weight_D, eps: torch.empty_like(x_TD),
+    fake=lambda x_TD, *_: torch.empty_like(x_TD),
     backward=_backward,
 )
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim (Zhang and Sennrich 2019)."""
-    return _normed(x_TD, weight_D, eps).to(x_TD.dtype)
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dim (Zhang and Sennrich 2019).
+
+    With an offset of 1 weights are what norms have beside 1 (Gemma, arXiv 2403.08295); the sum is float32.
+    """
+    return _normed(x_TD, _factors(weight_D, weight_offset), eps).to(x_TD.dtype)
 
 
 @operator(
     "lockstep::rms_norm_backward",
     gpu_only=True,
     cuda="triton:rms_norm_backward",
-    fake=lambda grad_TD, x_TD, weight_D, eps: (x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)),
+    fake=lambda grad_TD, x_TD, weight_D, *_: (x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)),
 )
 def rms_norm_backward(  # type: ignore[empty-body]
-    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float
+    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm` for x, [T, D], and for the weight, [D]. A trace keeps it whole; on a CPU it is plain
     torch. Neither is under the forward's contract; both give the same bits every time."""
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _factors(weight: Tensor, offset: float) -> Tensor:
+    """What normalized elements are multiplied by, float32."""
+    return weight.float() + offset if offset else weight.float()
+
+
+def _normed(x: Tensor, factors: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim; float32 result."""
     x = x.float()
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.float()
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * factors
 
 
 def _norm_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:

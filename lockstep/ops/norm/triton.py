@@ -22,7 +22,15 @@ NORM_TILE, NORM_THREAD = 2048, 16  # elements that it does at a time, and a thre
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    eps,
+    OFFSET: tl.constexpr,  # of the weights
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -30,11 +38,13 @@ def _rms_norm_kernel(
     pdl.begin(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        weight += OFFSET
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
     tl.store(out_ptr + row * WIDTH + column, (x * rstd * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """See `norm.operator.rms_norm`."""
     x_TD, weight_D = aligned_rows(x_TD), aligned_rows(weight_D)
     rows, width = x_TD.shape
@@ -45,6 +55,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         out_TD,
         x_TD.stride(0),
         eps,
+        OFFSET=weight_offset,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         **pdl.options(x_TD, num_warps=_warps(width, 8)),
@@ -66,6 +77,7 @@ def _rms_norm_backward_kernel(
     other_stride,
     eps,
     HAS_OTHER: tl.constexpr,
+    OFFSET: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -75,6 +87,8 @@ def _rms_norm_backward_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        weight += OFFSET
     total = tl.zeros((TILE, BLOCK), tl.float32)
     for start in range(0, ROWS, TILE):
         row = program * ROWS + start + tl.arange(0, TILE)[:, None]
@@ -96,9 +110,16 @@ def _rms_norm_backward_kernel(
 
 
 def rms_norm_backward(
-    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor | None = None
+    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """See `norm.operator.rms_norm_backward` and, with another gradient of x, `fused.backward.rms_norm_add`."""
+    """See `norm.operator.rms_norm_backward`."""
+    return rms_norm_backward_add(grad_TD, x_TD, weight_D, eps, None, weight_offset)
+
+
+def rms_norm_backward_add(
+    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor | None, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See `fused.backward.rms_norm_add`; None: no other gradient of x."""
     grad_TD, x_TD, weight_D = unit_inner(grad_TD), unit_inner(x_TD), unit_inner(weight_D)
     added_TD = grad_TD if other_TD is None else unit_inner(other_TD)  # read if HAS_OTHER
     rows, width = x_TD.shape
@@ -119,6 +140,7 @@ def rms_norm_backward(
         added_TD.stride(0),
         eps,
         HAS_OTHER=other_TD is not None,
+        OFFSET=weight_offset,
         WIDTH=width,
         BLOCK=block,
         ROWS=NORM_ROWS,

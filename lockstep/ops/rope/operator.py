@@ -10,22 +10,24 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..norm.operator import _norm_backward, _normed
+from ..norm.operator import _factors, _norm_backward, _normed
 from ..operator import in_c, operator, saved
 from ..records import Rotation
 
 
 def _backward(ctx, grad: Tensor):
-    qkv_TE, *fields = saved(ctx)
+    qkv_TE, *fields, offset = saved(ctx)
     by = Rotation(*fields)
     if qkv_TE.is_cuda:
-        grads = qk_norm_rope_backward(grad, qkv_TE, by)
+        grads = qk_norm_rope_backward(grad, qkv_TE, by, offset)
         return tuple(g if x is not None else None for g, x in zip(grads, (qkv_TE, *by), strict=False))
     compute = _native_gradients if in_c(qkv_TE) else _gradients
-    return compute(grad, qkv_TE, by)
+    return compute(grad, qkv_TE, by, offset)
 
 
-def _gradients(grad: Tensor, qkv_TE: Tensor, by: Rotation) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _gradients(
+    grad: Tensor, qkv_TE: Tensor, by: Rotation, offset: float = 0.0
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     tokens, head_dim = by.cos_sin_TH.shape
     heads = by.num_heads + by.num_kv_heads
     cos, sin = by.cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)
@@ -34,14 +36,16 @@ def _gradients(grad: Tensor, qkv_TE: Tensor, by: Rotation) -> tuple[Tensor, Tens
     of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
     if by.q_weight_H is not None and by.k_weight_H is not None:
         qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim).float()
-        grad_qk, grad_weight = _norm_backward(qk, _head_weights(by), grad_qk, by.eps)
+        grad_qk, grad_weight = _norm_backward(qk, _head_weights(by, offset), grad_qk, by.eps)
         of_weights = _of_weights(grad_weight, by)
     grad_qkv = torch.zeros_like(qkv_TE)
     grad_qkv[:, : heads * head_dim] = grad_qk.reshape(tokens, heads * head_dim).to(qkv_TE.dtype)
     return grad_qkv, *of_weights
 
 
-def _native_gradients(grad: Tensor, qkv_TE: Tensor, by: Rotation) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _native_gradients(
+    grad: Tensor, qkv_TE: Tensor, by: Rotation, offset: float = 0.0
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`_gradients` in C, with its bits."""
     qkv_TE = qkv_TE.contiguous()
     grad_qkv, width = torch.empty_like(qkv_TE), grad.shape[1] * grad.shape[2]
@@ -51,7 +55,7 @@ def _native_gradients(grad: Tensor, qkv_TE: Tensor, by: Rotation) -> tuple[Tenso
         return grad_qkv, None, None
     rotated = torch.empty(grad.shape)
     native.rotate_back(grad, by.cos_sin_TH, rotated.flatten(1))
-    grad_weight = native.norm_backward(qkv_TE, _head_weights(by), rotated, by.eps, grad_qkv)
+    grad_weight = native.norm_backward(qkv_TE, _head_weights(by, offset), rotated, by.eps, grad_qkv)
     return grad_qkv, *_of_weights(grad_weight, by)
 
 
@@ -68,15 +72,18 @@ def _of_weights(grad_weight: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
 @operator(
     "lockstep::qk_norm_rope",
     native=native.qk_norm_rope,
-    cuda="triton:qk_norm_rope",
-    fake=lambda qkv_TE, by: qkv_TE.new_empty(qkv_TE.shape[0], by.num_heads + by.num_kv_heads, by.cos_sin_TH.shape[1]),
+    cuda="triton:rotated",
+    fake=lambda qkv_TE, by, *_: qkv_TE.new_empty(
+        qkv_TE.shape[0], by.num_heads + by.num_kv_heads, by.cos_sin_TH.shape[1]
+    ),
     backward=_backward,
 )
-def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
+def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
     """Queries and keys out of the fused projection: RMSNorm a head (when weights are given), then rotary embedding.
 
     Args:
         qkv_TE: [T, (N + 2K) * H], heads in the order q, k, v.
+        weight_offset: of the norm's weights, as in `rms_norm`.
 
     Returns:
         [T, N + K, H] in qkv's dtype. Rotation pairs element i with i + H/2, as Hugging Face does (Su et al. 2021).
@@ -84,7 +91,8 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
     tokens, head_dim = by.cos_sin_TH.shape
     heads = by.num_heads + by.num_kv_heads
     qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim)
-    qk = qk.float() if by.q_weight_H is None or by.k_weight_H is None else _normed(qk, _head_weights(by), by.eps)
+    plain = by.q_weight_H is None or by.k_weight_H is None
+    qk = qk.float() if plain else _normed(qk, _head_weights(by, weight_offset), by.eps)
     cos, sin = by.cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)
     first, second = qk.chunk(2, dim=-1)
     out = torch.empty(tokens, heads, head_dim, dtype=torch.float32)
@@ -93,13 +101,14 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation) -> Tensor:
     return out.to(qkv_TE.dtype)
 
 
-def _head_weights(by: Rotation) -> Tensor:
-    """Norm weights a head, float32 [N + K, H]."""
+def _head_weights(by: Rotation, offset: float) -> Tensor:
+    """What normalized heads are multiplied by, float32 [N + K, H]."""
     assert by.q_weight_H is not None and by.k_weight_H is not None
-    return torch.cat((by.q_weight_H.expand(by.num_heads, -1), by.k_weight_H.expand(by.num_kv_heads, -1))).float()
+    weights = torch.cat((by.q_weight_H.expand(by.num_heads, -1), by.k_weight_H.expand(by.num_kv_heads, -1)))
+    return _factors(weights, offset)
 
 
-def _backward_fake(grad, qkv_TE, by):
+def _backward_fake(grad, qkv_TE, by, *_):
     size = 0 if by.q_weight_H is None or by.k_weight_H is None else by.cos_sin_TH.shape[1]
     q_dtype, k_dtype = ((w if w is not None else qkv_TE).dtype for w in by[:2])
     return qkv_TE.new_empty(qkv_TE.shape), qkv_TE.new_empty(size, dtype=q_dtype), qkv_TE.new_empty(size, dtype=k_dtype)
@@ -108,11 +117,11 @@ def _backward_fake(grad, qkv_TE, by):
 @operator(
     "lockstep::qk_norm_rope_backward",
     gpu_only=True,
-    cuda="triton:qk_norm_rope_backward",
+    cuda="triton:rotated_backward",
     fake=_backward_fake,
 )
 def qk_norm_rope_backward(  # type: ignore[empty-body]
-    grad: Tensor, qkv_TE: Tensor, by: Rotation
+    grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `qk_norm_rope` for qkv, [T, (N + 2K) * H] with zeros for v, and for both weights, [H]; the latter
     are empty where there are no weights. A trace keeps it whole; on a CPU it is plain torch. Neither is under the

@@ -57,6 +57,7 @@ def rotated_heads(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    OFFSET: tl.constexpr = 0.0,  # of the norm's weights
 ):
     """Heads of one token with the bits that `_qk_norm_rope_kernel` gives them, [M, H]; zeros where masked."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -71,6 +72,8 @@ def rotated_heads(
         rstd = tl.rsqrt(squares / HEAD_DIM + eps)
         x_weight = _head_weight(q_weight_ptr, k_weight_ptr, is_key, h, mask)
         y_weight = _head_weight(q_weight_ptr, k_weight_ptr, is_key, pair, mask)
+        if OFFSET != 0.0:
+            x_weight, y_weight = x_weight + OFFSET, y_weight + OFFSET
         x, y = x * rstd * x_weight, y * rstd * y_weight
     cos = tl.load(angle_ptr + tl.where(is_first, h, h - HALF), mask=mask, other=0.0)
     sin = tl.load(angle_ptr + tl.where(is_first, h + HALF, h), mask=mask, other=0.0)
@@ -97,10 +100,13 @@ def _store_halves(ptr, first, second, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _weight_halves(q_weight_ptr, k_weight_ptr, is_query, inside, HALF: tl.constexpr):
+def _weight_halves(q_weight_ptr, k_weight_ptr, is_query, inside, HALF: tl.constexpr, OFFSET: tl.constexpr):
     q_first, q_second = _load_halves(q_weight_ptr, inside, HALF)
     k_first, k_second = _load_halves(k_weight_ptr, inside, HALF)
-    return tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
+    first, second = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
+    if OFFSET != 0.0:
+        first, second = first + OFFSET, second + OFFSET
+    return first, second
 
 
 @triton.jit
@@ -117,6 +123,7 @@ def _qk_norm_rope_kernel(
     cos_sin_stride,
     eps,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,  # of the norm's weights
     CACHED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # query and key heads
@@ -143,7 +150,7 @@ def _qk_norm_rope_kernel(
         squares = sum_columns(first * first + second * second, BLOCK_HEADS, BLOCK_HALF)
         rstd = tl.rsqrt(squares / (2 * HALF) + eps)
         weights = q_weight_ptr + column, k_weight_ptr + column
-        first_weight, second_weight = _weight_halves(*weights, head < NUM_HEADS, inside, HALF)
+        first_weight, second_weight = _weight_halves(*weights, head < NUM_HEADS, inside, HALF, OFFSET)
         first, second = first * rstd * first_weight, second * rstd * second_weight
     cos, sin = _load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
     rotated_first = (first * cos - second * sin).to(out_ptr.dtype.element_ty)
@@ -160,7 +167,18 @@ def _qk_norm_rope_kernel(
     _store_halves(out, rotated_first, rotated_second, mask, HALF)
 
 
-def qk_norm_rope(qkv_TE: Tensor, by: Rotation, cache: KVPages | None = None, slots_T: Tensor | None = None) -> Tensor:
+def rotated(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
+    """See `rope.operator.qk_norm_rope`."""
+    return qk_norm_rope(qkv_TE, by, None, None, weight_offset)
+
+
+def qk_norm_rope(
+    qkv_TE: Tensor,
+    by: Rotation,
+    cache: KVPages | None = None,
+    slots_T: Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> Tensor:
     """See `rope.operator.qk_norm_rope`; with a cache, `attention.operator.qk_norm_rope_write_kv`."""
     q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by
     qkv_TE, cos_sin_TH = aligned_rows(qkv_TE), aligned_rows(cos_sin_TH)
@@ -181,6 +199,7 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation, cache: KVPages | None = None, slo
         cos_sin_TH.stride(0),
         eps,
         NORM=norm,
+        OFFSET=weight_offset,
         CACHED=cache is not None,
         NUM_HEADS=num_heads,
         HEADS=heads,
@@ -252,6 +271,7 @@ def _qk_norm_rope_backward_kernel(
     cos_sin_stride,
     eps,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     HAS_VALUES: tl.constexpr,  # the values' gradients are there
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # query and key heads
@@ -272,7 +292,7 @@ def _qk_norm_rope_backward_kernel(
     value = HEADS * 2 * HALF + group * BLOCK_V + tl.arange(0, BLOCK_V)
     if NORM:
         weights = q_weight_ptr + column, k_weight_ptr + column
-        first_weight, second_weight = _weight_halves(*weights, is_query, inside, HALF)
+        first_weight, second_weight = _weight_halves(*weights, is_query, inside, HALF, OFFSET)
         first_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
         second_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
     for token in range(program * ROWS, tl.minimum(program * ROWS + ROWS, tokens)):
@@ -311,8 +331,15 @@ def _qk_norm_rope_backward_kernel(
         )
 
 
+def rotated_backward(
+    grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `rope.operator.qk_norm_rope_backward`."""
+    return qk_norm_rope_backward(grad, qkv_TE, by, None, weight_offset)
+
+
 def qk_norm_rope_backward(
-    grad: Tensor, qkv_TE: Tensor, by: Rotation, grad_qkv_TE: Tensor | None = None
+    grad: Tensor, qkv_TE: Tensor, by: Rotation, grad_qkv_TE: Tensor | None = None, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rope.operator.qk_norm_rope_backward`; a `grad_qkv_TE` that is given holds the values' gradients and gets the
     rest."""
@@ -339,6 +366,7 @@ def qk_norm_rope_backward(
         cos_sin_TH.stride(0),
         eps,
         NORM=norm,
+        OFFSET=weight_offset,
         HAS_VALUES=has_values,
         NUM_HEADS=num_heads,
         HEADS=heads,

@@ -54,16 +54,16 @@ CHAIN = Choice("pipelined", 128, 128, 64, 8, 4)  # what every other choice, and 
 overrides: dict[
     tuple[int, int], Choice
 ] = {}  # of (columns, depth), where `machine_check.check.check` found another choice to differ
-used: set[tuple[Kind, int, int, int]] = set()  # what was asked for so far
+used: set[tuple[Any, ...]] = set()  # what was asked for so far: kind, rows, columns, depth and, with a bias, True
 offers: dict[str, Candidates] = {}  # of kernels from outside the package (`linear.kernels.register`)
 
 
-def choose(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
+def choose(kind: Kind, rows: int, columns: int, depth: int, biased: bool = False) -> Choice:
     """The kernel for `rows` x `depth` times `columns` x `depth`.
 
     `columns` counts the weight's rows, gate and up together.
     """
-    used.add((kind, rows, columns, depth))
+    used.add((kind, rows, columns, depth, True) if biased else (kind, rows, columns, depth))
     if (columns, depth) in overrides:
         return overrides[columns, depth]
     for candidates in offers.values():

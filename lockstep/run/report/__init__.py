@@ -19,8 +19,6 @@ from .timeline import typical_step
 
 _OWN_SECTION = ("environment", "validation", "compile")  # of the summary, what is shown elsewhere
 
-__all__ = ["write_comparison", "write_report"]
-
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Write the page of the run in `run_dir` to `out` (`run_dir/report.html`) and return its path.

@@ -30,7 +30,7 @@ from lockstep.trainer import Trainer, pack
 from lockstep.trainer.programs import TrainerPrograms
 from lockstep.types import SamplingParams
 
-DENSE = ModelConfig(64, 16, 16, 1, 2, 2, 8, rope_theta=1e4, max_position_embeddings=256)
+DENSE = ModelConfig(64, 16, 16, 1, 2, 2, 8, rope_theta=1e4, max_position_embeddings=256, family="qwen3")
 ROUTED = MoEConfig(4, 1, 16, sigmoid=True, groups=2, shared_experts=1, router_bias=True)
 YARN = YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.5)
 LATENT = replace(DENSE, family="deepseek_v3", num_kv_heads=1, moe=ROUTED, mla=MLAConfig(16, 8, 8, 8), rope_scaling=YARN)

@@ -271,10 +271,10 @@ def build(folder: Path, *replacements: tuple[str, str, str]) -> Any:
 @pytest.mark.parametrize(
     "mutant",
     [
-        ("attention.c", "(int64_t tile = 0; tile <= last; tile += TILE)",
+        ("attention.c", "(int64_t tile = begin; tile <= last; tile += TILE)",
          "(int64_t n = 0, tile; tile = (a->tokens > 20 ? last / TILE - n : n) * TILE, n <= last / TILE; n++)"),
-        ("attention.c", "for (int j = 0; j < common; j++) {",
-         "for (int i = 0; i < common; i++) { int j = R < 4 ? common - 1 - i : i;"),
+        ("attention.c", "for (int j = begin; j < common; j++) {",
+         "for (int i = begin; i < common; i++) { int j = R < 4 ? begin + common - 1 - i : i;"),
         ("attention.c", "if (i == j) return 1;", "return 1;"),
     ],
     ids=[

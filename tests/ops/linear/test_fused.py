@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lockstep import ops
 
@@ -31,9 +32,18 @@ def test_linear_layers_are_the_separate_operators(dtype, mode):
     for rows in ROWS:
         x, hidden = wide(rows, DIM, dtype=dtype), wide(rows, FEED_FORWARD, dtype=dtype)
         projected = ops.linear(ops.rms_norm(x, norm, 1e-6), gate_up)
+        biases = wide(2 * FEED_FORWARD, dtype=dtype), wide(DIM, dtype=dtype)
         with MODES[mode]():
+            biased = ops.linear(ops.rms_norm(x, norm, 1e-6), gate_up, biases[0])
+            assert same_bits(ops.norm_linear(x, norm, gate_up, 1e-6, biases[0]), biased)
+            assert same_bits(ops.linear_add(hidden, down, x, biases[1]), x + ops.linear(hidden, down, biases[1]))
             assert same_bits(ops.norm_linear(x, norm, gate_up, 1e-6), projected)
             assert same_bits(ops.norm_gate_up(x, norm, gate_up, 1e-6), ops.silu_mul(projected))
+            more = ops.linear(ops.rms_norm(x, norm.float() + 1, 1e-6), gate_up)
+            assert same_bits(ops.norm_linear(x, norm, gate_up, 1e-6, None, 1.0), more)
+            for activation in ops.ACTIVATIONS:
+                gated = ops.norm_gate_up(x, norm, gate_up, 1e-6, 1.0, activation)
+                assert same_bits(gated, ops.silu_mul(more, activation))
             assert same_bits(ops.linear_add(hidden, down, x), x + ops.linear(hidden, down))
 
 
@@ -54,6 +64,37 @@ def test_gradients_are_those_of_the_separate_operators():
         assert grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_is_added_to_the_float32_product(dtype):
+    """Before the one rounding, so that a row has the same bits among few as among many."""
+    x, weight, bias = wide(33, DIM, dtype=dtype), wide(20, DIM, dtype=dtype), wide(20, dtype=dtype)
+    product = torch.ops.lockstep.linear_fp32(x, weight)
+    whole = ops.linear(x, weight, bias)
+    assert same_bits(whole, (product + bias.float()).to(dtype))
+    assert dtype is torch.float32 or not same_bits(whole, product.to(dtype) + bias), "rounded once"
+    for rows in ROWS:
+        assert same_bits(ops.linear(x[-rows:], weight, bias), whole[-rows:])
+
+
+def test_gradients_of_biases_are_exact_ones_rounded():
+    """Against autograd in float64."""
+    shapes = (5, DIM), (DIM,), (2 * FEED_FORWARD, DIM), (2 * FEED_FORWARD,), (DIM, FEED_FORWARD), (DIM,)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    def fused(x, norm, up, up_bias, down, down_bias):
+        return ops.linear_add(ops.norm_linear(x, norm, up, 1e-6, up_bias)[:, :FEED_FORWARD], down, x, down_bias)
+
+    def exact(x, norm, up, up_bias, down, down_bias):
+        hidden = F.linear(F.rms_norm(x, (DIM,), norm, 1e-6), up, up_bias)[:, :FEED_FORWARD]
+        return x + F.linear(hidden, down, down_bias)
+
+    grad, doubles = torch.randn(5, DIM), [leaf.detach().double().requires_grad_() for leaf in leaves]
+    found = torch.autograd.grad(fused(*leaves), leaves, grad)
+    expected = torch.autograd.grad(exact(*doubles), doubles, grad.double())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_norms", [True, False])
@@ -64,8 +105,8 @@ def test_write_kv_inside_is_write_kv_after(dtype, mode, with_norms):
     arguments, slots = (*norms, table, HEADS, KV_HEADS, 1e-6), torch.tensor([7, 0, 11, 4, 3])
     caches, expected = ([torch.full((4, 3, KV_HEADS, HEAD_DIM), 9.0).to(dtype) for _ in range(2)] for _ in range(2))
     with MODES[mode]():
-        q = ops.qk_norm_rope_write_kv(qkv, ops.Rotation(*arguments), ops.KVPages(*caches), slots)
-        qk = ops.qk_norm_rope(qkv, ops.Rotation(*arguments))
+        q = ops.qk_norm_rope_write_kv(qkv, ops.Rotation(*arguments), ops.KVPages(*caches), slots, 1.0)
+        qk = ops.qk_norm_rope(qkv, ops.Rotation(*arguments), 1.0)
         v = qkv[:, -KV_HEADS * HEAD_DIM :].unflatten(1, (KV_HEADS, HEAD_DIM))
         ops.write_kv(qk[:, HEADS:], v, ops.KVPages(*expected), slots)
     assert same_bits(q, qk[:, :HEADS])

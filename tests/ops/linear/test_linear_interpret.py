@@ -12,7 +12,7 @@ import pytest
 import torch
 from processes import run_interpreted
 
-from lockstep.ops.records import Rotation
+from lockstep.ops.records import ACTIVATIONS, Epilogue, Rotation
 from lockstep.ops.tables import linear_table
 from lockstep.ops.tables.linear_table import Choice
 
@@ -48,13 +48,24 @@ class Interpreted:
         plain = linear_triton.run("linear", tile, x, weight)
         torch.testing.assert_close(plain, x @ weight.t(), atol=1e-4, rtol=1e-5)
         assert same_bits(linear_triton.run("linear_add", tile, x, weight, residual), residual + plain)
-        gated = linear_triton.run("norm_gate_up", tile, x, weight)
-        assert same_bits(gated, activation_triton.silu_mul(plain))
+        for activation in ACTIVATIONS:
+            gated = linear_triton.run("norm_gate_up", tile, 4 * x, weight, None, Epilogue(activation=activation))
+            assert same_bits(gated, activation_triton.silu_mul(4 * plain, activation))
+        bias = torch.randn(n)
+        biased = linear_triton.run("linear", tile, x, weight, None, Epilogue(bias))
+        assert same_bits(biased, plain + bias)
+        assert same_bits(linear_triton.run("linear_add", tile, x, weight, residual, Epilogue(bias)), residual + biased)
 
-    def test_a_residual_is_added_to_the_rounded_product(self):
+    def test_a_residual_is_added_to_the_rounded_product_and_a_bias_before(self):
         x, weight, residual = torch.randn(17, 64).half(), torch.randn(40, 64).half(), torch.randn(17, 40).half()
-        plain = linear_triton.run("linear", TILES[0], x, weight)
+        bias = torch.randn(80).half()[::2]
+        exact = linear_triton.run("linear_fp32", TILES[0], x, weight)
+        plain, biased = exact.half(), (exact + bias.float()).half()
         assert torch.equal(linear_triton.run("linear_add", TILES[0], x, weight, residual), residual + plain)
+        assert torch.equal(
+            linear_triton.run("linear_add", TILES[0], x, weight, residual, Epilogue(bias)), residual + biased
+        )
+        assert not torch.equal(biased, plain + bias)
 
     @pytest.mark.parametrize("weights", [True, False])
     def test_write_kv_inside_is_write_kv_after(self, weights):

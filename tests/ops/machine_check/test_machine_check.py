@@ -144,8 +144,9 @@ def test_a_cpu_without_c_operators_is_told_of_them(folder, monkeypatch):
     assert machine_check._cure(torch.device("cuda"), torch.bfloat16) == "another torch, Triton or driver version"
 
 
-def test_a_replaced_product_is_computed_by_the_chain(folder):
-    p = Product("linear", 300, 64, 24)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_replaced_product_is_computed_by_the_chain(folder, biased):
+    p = Product("linear", 300, 64, 24, biased)
     file = folder / f"gate-{machine_check.fingerprint(CPU, torch.float32)[:32]}.json"
     user_folder.write(file, {str(p): "replaced", "another": "replaced"})
     assert linear_table.choose("linear", 300, 64, 24) != linear_table.CHAIN
@@ -156,6 +157,7 @@ def test_a_replaced_product_is_computed_by_the_chain(folder):
     assert verdict.holds and verdict.replaced == (str(p),) and "Triton replaces the library for linear" in str(verdict)
     assert linear_table.choose("linear", 300, 64, 24) == linear_table.CHAIN
     assert linear_table.choose("linear", 300, 64, 25) != linear_table.CHAIN
+    linear_table.choose("linear", 300, 64, 24, biased)
     assert {p, Product("linear", 300, 64, 25)} <= set(machine_check.used())
 
 

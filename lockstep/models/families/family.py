@@ -1,0 +1,210 @@
+"""What is particular to the models of one `model_type`, in one row; and what the rows are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from ...errors import InputError, refuse
+from ..blocks.layer import Layer
+from ..blocks.rope import rope_of_hf, scaling_from_hf, scaling_to_hf
+from ..blocks.weights import Weight
+from ..config import ModelConfig
+from ..weight_slices import LayerSlice, slices_of_layer
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A parsed config.json; `where` names the file in errors."""
+
+    values: dict[str, Any]
+    where: str
+
+    def integer(self, *names: str) -> int:
+        """The first of these fields that is there."""
+        name = next((n for n in names if n in self.values), names[0])
+        value = self.values.get(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InputError(f"{self.where}: {name} is {value!r}; it must be an integer")
+        return value
+
+    def refuse(self, condition: Any, what: str) -> None:
+        """Raise `InputError` naming the file where `condition` holds."""
+        refuse(bool(condition), f"{self.where}: {what}")
+
+
+def rope(raw: Raw) -> dict[str, Any]:
+    """The rotations, of all layers and whole heads."""
+    values = rope_of_hf(raw.values, raw.where)
+    theta = values.get("rope_theta") or raw.values.get("rope_theta") or 10000.0
+    return {"rope_theta": float(theta), "rope_scaling": scaling_from_hf(raw.values, raw.where)}
+
+
+def nothing(*_: Any) -> dict[str, Any]:
+    """No fields."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a `model_type` implies.
+
+    Attributes:
+        architecture: the class in Hugging Face.
+        layer: makes one of the decoder's, `(config, index, weight)`, called as `blocks.layer.Layer` is.
+        slices: the tensors of a layer in a folder, `(config, index)`.
+        fixed: fields of config.json that the decoder implements at one value only, with those that mean it (the first
+            when absent).
+        read: fields of the configuration that are the family's own, or stand elsewhere in its config.json.
+        write: the other way round.
+        rope: the configuration's fields of rotations.
+        also: fields of config.json that the family reads and most do not.
+        sizes: further fields of config.json that are integers above 0.
+        layer_kinds: what may be in config.json's `layer_types`.
+        check: raises `InputError` for a configuration, made in code or read, that the layers cannot be made of.
+        norm_offset: added to the weights of the last norm.
+        embedding_scale: what embeddings are multiplied by.
+        defaults: fields of config.json that have another default than most families'.
+        leaves_out: whether a tensor in a folder is one that the decoder does without.
+        golden: decoders whose gradients show a machine's arithmetic as one of this configuration would, by names that
+            run folders keep; of the configuration, and a dense decoder of odd sizes whose words are kept anyway.
+        architectures: random models, by the names that users give.
+    """
+
+    architecture: str
+    layer: Callable[[ModelConfig, int, Weight], nn.Module] = Layer
+    slices: Callable[[ModelConfig, int], Iterable[LayerSlice]] = slices_of_layer
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    read: Callable[[Raw], dict[str, Any]] = nothing
+    write: Callable[[ModelConfig], dict[str, Any]] = nothing
+    rope: Callable[[Raw], dict[str, Any]] = rope
+    also: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    layer_kinds: tuple[str, ...] = (FULL,)
+    check: Callable[[ModelConfig], None] = lambda config: None
+    norm_offset: float = 0.0
+    embedding_scale: Callable[[ModelConfig], float] = lambda config: 1.0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    leaves_out: Callable[[str, ModelConfig], bool] = lambda name, config: False
+    golden: Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]] = nothing
+    architectures: Mapping[str, ModelConfig] = field(default_factory=dict)
+
+    def takes(self, name: str, value: Any) -> bool:
+        """Whether a config.json may have this value in a field that only some families read."""
+        if name == "layer_types":
+            return isinstance(value, list) and all(kind in self.layer_kinds for kind in value)
+        return value in self.fixed[name] if name in self.fixed else name in self.also
+
+
+EXPERT_SIZES = (
+    *("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"),
+    *("n_routed_experts", "n_group", "topk_group"),
+)
+PARTLY, BY_KIND = "partial_rotary_factor", FULL  # what `rope_of_hf` refuses, in `Family.also` of those that read it
+PLAIN: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "attention_bias": (False, None)}
+
+
+def windows_by_layer(raw: Raw) -> dict[str, Any]:
+    """Windows by `layer_types` or, without it, from layer `max_window_layers` on."""
+    layers = range(raw.integer("num_hidden_layers"))
+    kinds = raw.values.get("layer_types")
+    if kinds is None:
+        first = raw.values.get("max_window_layers", 28)  # as in transformers
+        return switched_windows(raw, tuple(i for i in layers if i >= first))
+    sliding = sliding_layers(raw, kinds)
+    wanted = sliding and not raw.values.get("use_sliding_window")
+    raw.refuse(wanted, f"layer_types has {SLIDING}, and use_sliding_window is not true")
+    return switched_windows(raw, sliding)
+
+
+def sliding_layers(raw: Raw, kinds: list[str]) -> tuple[int, ...]:
+    """Those that `layer_types` says have a window."""
+    layers = range(raw.integer("num_hidden_layers"))
+    wrong = len(kinds) != len(layers)
+    raw.refuse(wrong, f"layer_types has {len(kinds)} entries; there are {len(layers)} layers")
+    return tuple(i for i in layers if kinds[i] == SLIDING)
+
+
+def switched_windows(raw: Raw, layers: tuple[int, ...]) -> dict[str, Any]:
+    """The window of these layers, where `use_sliding_window` is true."""
+    if not raw.values.get("use_sliding_window") or not layers:
+        return {}
+    return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": layers}
+
+
+def write_windows_by_layer(config: ModelConfig) -> dict[str, Any]:
+    """What `windows_by_layer` reads."""
+    if not config.sliding_layers:
+        return write_switched_window(config)
+    first = next(i for i, window in enumerate(config.windows) if window)
+    return {**write_switched_window(config), "max_window_layers": first, "layer_types": layer_types(config)}
+
+
+def write_switched_window(config: ModelConfig) -> dict[str, Any]:
+    """What `switched_windows` reads."""
+    window = config.sliding_window if config.sliding_layers else None
+    return {"use_sliding_window": window is not None, "sliding_window": window}
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    """Each layer's kind."""
+    return [SLIDING if window else FULL for window in config.windows]
+
+
+def alternating(raw: Raw, period: int) -> dict[str, Any]:
+    """Windows by `layer_types` or, without it, in all layers but every `period`th."""
+    layers, kinds = range(raw.integer("num_hidden_layers")), raw.values.get("layer_types")
+    chosen = tuple(i for i in layers if (i + 1) % period) if kinds is None else sliding_layers(raw, kinds)
+    if not chosen or raw.values.get("sliding_window") is None:
+        return {}
+    return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": chosen}
+
+
+def write_alternating(config: ModelConfig) -> dict[str, Any]:
+    """What `alternating` reads."""
+    window = config.sliding_window or 4096  # transformers wants one even where no layer has it
+    return {"sliding_window": window, "layer_types": layer_types(config)}
+
+
+def rope_by_kind(raw: Raw, local: float) -> dict[str, Any]:
+    """The rotations of full and of sliding layers; `local` is the base of the latter where the file says none."""
+    both, values = raw.values.get("rope_parameters") or {}, raw.values
+    nested = {kind: both.get(kind) or {} for kind in (FULL, SLIDING)}
+    flat = sorted(both.keys() - nested.keys())
+    raw.refuse(flat, f"rope_parameters has {', '.join(flat)} for all layers; {FULL} and {SLIDING} have their own here")
+    other = nested[SLIDING].get("rope_type", "default")
+    raw.refuse(
+        other != "default", f"rope_type of {SLIDING} is {other!r}; 'default' is supported, scaled are full layers"
+    )
+    theta = nested[FULL].get("rope_theta") or values.get("rope_theta") or 10000.0
+    scaled = values | {"rope_parameters": nested[FULL] | (values.get("rope_scaling") or {}), "rope_scaling": None}
+    return {
+        "rope_theta": float(theta),
+        "rope_scaling": scaling_from_hf(scaled, raw.where),
+        "local_rope_theta": float(nested[SLIDING].get("rope_theta") or local),
+    }
+
+
+def write_rope_by_kind(config: ModelConfig) -> dict[str, Any]:
+    """What `rope_by_kind` reads."""
+    full = {"rope_theta": config.rope_theta, **scaling_to_hf(config.rope_scaling)}
+    sliding = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+    return {"rope_parameters": {FULL: full, SLIDING: sliding}}
+
+
+def odd_words(tiny: ModelConfig) -> Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]]:
+    """For `Family.golden`: the family's own tiny model, with sizes that fill no whole vectors."""
+    return lambda config, odd: {"layers": replace(tiny, num_layers=2, vocab_size=509, hidden_size=131)}
+
+
+def no_windows(config: ModelConfig) -> None:
+    """A check: the family has none."""
+    refuse(
+        bool(config.sliding_layers),
+        f"model config: sliding_layers is {config.sliding_layers} in {config.num_layers} of {config.family}",
+    )

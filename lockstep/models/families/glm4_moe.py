@@ -1,0 +1,108 @@
+"""GLM-4.5 (arXiv 2508.06471): half of each head is rotated, biases, and experts chosen by biased sigmoid scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ...errors import refuse
+from ..blocks.layer import Layer, QKNormLayer
+from ..blocks.rope import YarnScaling, scaling_to_hf
+from ..blocks.weights import Weight
+from ..config import ModelConfig, MoEConfig
+from ..weight_slices import LayerSlice, slices_of_layer, slices_with_qk_norm
+from . import qwen3
+from .deepseek_v3 import grouped_experts, predicts_further, write_grouped_experts
+from .family import EXPERT_SIZES, PARTLY, Family, Raw, no_windows, odd_words, rope
+
+
+def _layer(config: ModelConfig, index: int, weight: Weight) -> Layer:
+    return (QKNormLayer if config.qk_norm else Layer)(config, index, weight)
+
+
+def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    yield from (slices_with_qk_norm if config.qk_norm else slices_of_layer)(config, index)
+
+
+def _factor(raw: Raw) -> float:
+    """The part of a head that is rotated."""
+    both = raw.values.get("rope_scaling") or raw.values.get("rope_parameters") or {}
+    found = both.get("partial_rotary_factor", raw.values.get("partial_rotary_factor", 0.5))  # as in transformers
+    fits = isinstance(found, (int, float)) and 0 < found <= 1
+    raw.refuse(not fits, f"partial_rotary_factor is {found!r}; it must be a number above 0, and at most 1")
+    return float(found)
+
+
+def _rope(raw: Raw) -> dict[str, Any]:
+    """The rotations of a part of each head."""
+    fields = ("rope_scaling", "rope_parameters")
+    whole = {key: value for key, value in raw.values.items() if key != "partial_rotary_factor"}
+    for name in fields:
+        if values := whole.get(name):
+            whole[name] = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
+    return rope(Raw(whole, raw.where))
+
+
+def _read(raw: Raw) -> dict[str, Any]:
+    get = raw.values.get
+    head = get("head_dim") or raw.integer("hidden_size") // raw.integer("num_attention_heads")
+    return {
+        "moe": grouped_experts(raw, 1.0),
+        "rotary_dim": int(head * _factor(raw)),
+        "biases": ("qkv",) if get("attention_bias") else (),
+        "qk_norm": bool(get("use_qk_norm")),
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    factor = config.rotary_dim / config.head_dim
+    turned = {"rope_theta": config.rope_theta, "partial_rotary_factor": factor}
+    return {
+        **write_grouped_experts(config),
+        "partial_rotary_factor": factor,
+        "rope_parameters": turned | scaling_to_hf(config.rope_scaling),
+        "attention_bias": "qkv" in config.biases,
+        "use_qk_norm": config.qk_norm,
+    }
+
+
+def _check(config: ModelConfig) -> None:
+    no_windows(config)
+    scaling = config.rope_scaling
+    partly = isinstance(scaling, YarnScaling) and scaling.table_factor != 1 and config.rotary_dim < config.head_dim
+    refuse(partly, "model config: yarn scaling with an attention_factor is not supported where heads rotate partly")
+
+
+_EXPERTS = MoEConfig(128, 8, 1408, (0,), sigmoid=True, shared_experts=1, router_bias=True)
+_TINY = replace(
+    qwen3.TINY, family="glm4_moe", tie_word_embeddings=False, rotary_dim=16, biases=("qkv",), qk_norm=True,
+    moe=MoEConfig(8, 2, 192, (0,), sigmoid=True, shared_experts=1, router_bias=True),
+)  # fmt: skip
+
+FAMILY = Family(
+    "Glm4MoeForCausalLM",
+    _layer,
+    _slices,
+    fixed={"hidden_act": ("silu", "swish")},
+    read=_read,
+    write=_write,
+    rope=_rope,
+    also=("attention_bias", PARTLY),
+    sizes=EXPERT_SIZES,
+    check=_check,
+    leaves_out=predicts_further,
+    defaults={"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    golden=odd_words(_TINY),
+    architectures={
+        "tiny-glm4-moe": _TINY,
+        "glm4.5-air": ModelConfig(
+            151552, 4096, 10944, 46, 96, 8, 128, 131072, 1e-5, 1e6, False, family="glm4_moe", rotary_dim=64,
+            biases=("qkv",), moe=_EXPERTS,
+        ),
+        "glm4.5-air-4-layers": ModelConfig(
+            151552, 4096, 10944, 4, 96, 8, 128, 131072, 1e-5, 1e6, False, family="glm4_moe", rotary_dim=64,
+            biases=("qkv",), moe=_EXPERTS,
+        ),
+    },
+)  # fmt: skip

@@ -1,0 +1,86 @@
+"""OLMo 2 (arXiv 2501.00656): norms after attention and feed-forward, and of all queries and all keys of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ..blocks.attention import Attend
+from ..blocks.layer import Layer
+from ..blocks.moe import Routing
+from ..blocks.weights import Weight
+from ..config import ModelConfig
+from ..weight_slices import LayerSlice, attention_slices, feed_forward_slices
+from . import qwen3
+from .family import PLAIN, Family, no_windows, odd_words
+
+
+class NormAfterLayer(Layer):
+    """Attention and a feed-forward, each with a norm behind it. Norms of queries and keys span the heads."""
+
+    def make_projections(self, config: ModelConfig, weight: Weight) -> int:
+        """See `Layer`."""
+        values = super().make_projections(config, weight)
+        self.q_norm = weight(values)
+        self.k_norm = weight(config.num_kv_heads * config.head_dim)
+        return values
+
+    def forward(
+        self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend, routes: list[Routing] | None = None
+    ) -> Tensor:
+        """See `Layer`."""
+        eps = self.config.rms_norm_eps
+        attended_TD = ops.linear(self.attention(index, x_TD, rope_TH, attend), self.o)
+        x_TD = x_TD + ops.rms_norm(attended_TD, self.attention_norm, eps)
+        gated_TF = ops.silu_mul(ops.linear(x_TD, self.gate_up))
+        return x_TD + ops.rms_norm(ops.linear(gated_TF, self.down), self.mlp_norm, eps)
+
+    def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
+        """See `Layer`."""
+        c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm)
+        assert q_norm is not None and k_norm is not None
+        q, k, v = ops.linear(x_TD, self.qkv).split((len(q_norm), len(k_norm), len(k_norm)), dim=1)
+        q = ops.rms_norm(q.contiguous(), q_norm, c.rms_norm_eps)
+        k = ops.rms_norm(k.contiguous(), k_norm, c.rms_norm_eps)
+        return self.attend(index, torch.cat((q, k, v), dim=1), self.rotation(rope_TH), attend)
+
+    def rotation(self, rope_TH: Tensor) -> ops.Rotation:
+        """Without norms a head."""
+        return super().rotation(rope_TH)._replace(q_weight_H=None, k_weight_H=None)
+
+
+def slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    """The tensors of a layer."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield from attention_slices(config)
+    yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, q)
+    yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, kv)
+    yield LayerSlice("post_attention_layernorm.weight", "attention_norm", 0, config.hidden_size)
+    yield from feed_forward_slices(config, index)
+    yield LayerSlice("post_feedforward_layernorm.weight", "mlp_norm", 0, config.hidden_size)
+
+
+_TINY = replace(qwen3.TINY, family="olmo2", tie_word_embeddings=False)
+
+FAMILY = Family(
+    "Olmo2ForCausalLM",
+    NormAfterLayer,
+    slices,
+    fixed=PLAIN,
+    check=no_windows,
+    defaults={"rms_norm_eps": 1e-5},
+    golden=odd_words(_TINY),
+    architectures={
+        "tiny-olmo2": _TINY,
+        "olmo2-1b": ModelConfig(
+            100352, 2048, 8192, 16, 16, 16, 128, 4096, 1e-6, 500000.0, False, family="olmo2"
+        ),
+        "olmo2-7b": ModelConfig(
+            100352, 4096, 11008, 32, 32, 32, 128, 4096, 1e-6, 500000.0, False, family="olmo2"
+        ),
+    },
+)  # fmt: skip

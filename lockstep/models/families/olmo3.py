@@ -1,0 +1,61 @@
+"""OLMo 3 (arXiv 2512.13961): OLMo 2 with a sliding window in three layers of four, whose positions are not scaled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..blocks.rope import YarnScaling
+from ..config import ModelConfig
+from . import qwen3
+from .family import (
+    BY_KIND,
+    FULL,
+    PLAIN,
+    SLIDING,
+    Family,
+    Raw,
+    alternating,
+    odd_words,
+    rope_by_kind,
+    write_alternating,
+    write_rope_by_kind,
+)
+from .olmo2 import NormAfterLayer, slices
+
+_THETA = 500000.0  # transformers' for both kinds of layers
+_TINY = replace(
+    qwen3.TINY, family="olmo3", tie_word_embeddings=False, sliding_window=48, sliding_layers=(0, 1, 2),
+    local_rope_theta=10000.0, rope_scaling=YarnScaling(8.0, 256),
+)  # fmt: skip
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return write_alternating(config) | write_rope_by_kind(config)
+
+
+def _rope(raw: Raw) -> dict[str, Any]:
+    return rope_by_kind(raw, _THETA)
+
+
+FAMILY = Family(
+    "Olmo3ForCausalLM",
+    NormAfterLayer,
+    slices,
+    fixed=PLAIN,
+    read=lambda raw: alternating(raw, 4),
+    write=_write,
+    rope=_rope,
+    also=(BY_KIND,),
+    layer_kinds=(FULL, SLIDING),
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},
+    golden=odd_words(_TINY),
+    architectures={
+        "tiny-olmo3": _TINY,
+        "olmo3-7b": ModelConfig(
+            100278, 4096, 11008, 32, 32, 32, 128, 65536, 1e-6, _THETA, False, family="olmo3", sliding_window=4096,
+            sliding_layers=tuple(i for i in range(32) if (i + 1) % 4), local_rope_theta=_THETA,
+            rope_scaling=YarnScaling(8.0, 8192),
+        ),
+    },
+)  # fmt: skip

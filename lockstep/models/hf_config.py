@@ -1,0 +1,113 @@
+"""Hugging Face's `config.json` from and to the decoder's configuration, whatever the family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import InputError
+from .blocks.rope import scaling_to_hf
+from .config import ModelConfig
+from .families import FAMILIES, Family, Raw, family_of, nearest
+from .families.family import BY_KIND, PARTLY
+
+# Fields of ours that are integers, and what config.json calls them.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+
+def without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are there. Null is absent, and false in a flag whose default may be true, as in transformers."""
+    flags = {name: False for name in ("norm_topk_prob", "rope_interleave") if name in values}
+    return flags | {name: value for name, value in values.items() if value is not None}
+
+
+def require_family(values: dict[str, Any], where: str) -> None:
+    """Raise `InputError` for a `model_type` that is none of ours."""
+    name, part = values.get("model_type"), values.get("text_config")
+    if name in FAMILIES:
+        return
+    if isinstance(part, dict):
+        kind = part.get("model_type")
+        able = f"is a {kind}, which is supported: save it as" if kind in FAMILIES else f"is a {kind!r}; needed is"
+        raise InputError(
+            f"{where}: model_type is {name!r}, which reads more than text; its text part (text_config) {able} a folder "
+            f"of its own, with a model_type of {', '.join(FAMILIES)}"
+        )
+    raise InputError(f"{where}: model_type is {name!r}; supported: {', '.join(FAMILIES)}; {nearest(str(name))}")
+
+
+def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
+    """Read a parsed `config.json`; `where` names the file in errors."""
+    require_family(values, where)
+    name: str = values["model_type"]
+    family = FAMILIES[name]
+    values = {**family.defaults, **values}
+    for key, allowed in family.fixed.items():
+        if values.get(key, allowed[0]) not in allowed:
+            can = nearest(name, key, values[key])
+            raise InputError(f"{where}: {key} is {values[key]!r}; supported: {allowed[0]!r}; {can}")
+    raw = Raw(values, where)
+    fields = {ours: raw.integer(theirs) for ours, theirs in _SIZES.items()}
+    fields["num_kv_heads"] = raw.integer("num_key_value_heads", "num_attention_heads")
+    fields["head_dim"] = values.get("head_dim") or fields["hidden_size"] // fields["num_heads"]
+    config = ModelConfig(
+        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        eos_token_ids=end_of_sequence(values),
+        bos_token_id=values.get("bos_token_id"),
+        pad_token_id=values.get("pad_token_id"),
+        family=name,
+        **fields | _rotations(raw, family) | family.read(raw),
+    )
+    family.check(config)
+    return config
+
+
+def _rotations(raw: Raw, family: Family) -> dict[str, Any]:
+    """The family's fields of them, or a refusal that says who reads others."""
+    try:
+        return family.rope(raw)
+    except InputError as error:
+        field = next((name for name in (PARTLY, BY_KIND) if name in str(error)), None)
+        raise error if field is None else InputError(f"{error}; {nearest(raw.values['model_type'], field)}") from None
+
+
+def end_of_sequence(values: dict[str, Any]) -> tuple[int, ...]:
+    """The tokens in a parsed config.json's or generation_config.json's field, which may be one, a list or null."""
+    ids = values.get("eos_token_id")
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The `config.json` that `transformers` 4 and 5 read."""
+    eos: int | list[int] | None = list(config.eos_token_ids) or None
+    scaling = scaling_to_hf(config.rope_scaling)
+    family = family_of(config)
+    return {
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        **{key: allowed[0] for key, allowed in family.fixed.items()},
+        "attention_dropout": 0.0,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if isinstance(eos, list) and len(eos) == 1 else eos,
+        "pad_token_id": config.pad_token_id,
+        "head_dim": config.head_dim,
+        "initializer_range": 0.02,
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else scaling,
+        "rope_parameters": {"rope_theta": config.rope_theta, **scaling},
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "use_cache": True,
+        **family.write(config),
+    }

@@ -1,0 +1,174 @@
+"""Which rows of the decoder's tensors, whose weights are fused, the tensors of a Hugging Face folder are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig, MoEConfig
+
+
+class Form(Protocol):
+    """How a folder has rows in another way than the decoder. Nothing is rounded, and the two are inverse."""
+
+    def from_hf(self, tensor: Tensor) -> Tensor:
+        """The decoder's rows of a folder's tensor."""
+
+    def to_hf(self, rows: Tensor) -> Tensor:
+        """The folder's tensor of the decoder's rows."""
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """A folder has the pairs of rows that rotate together side by side; the decoder has their first elements first,
+    then their second ones. Heads are of `head` rows, and their last `rotated` ones rotate."""
+
+    head: int
+    rotated: int
+
+    def from_hf(self, tensor: Tensor) -> Tensor:
+        """See `Form`."""
+        return self._reordered(tensor, -1, 2)
+
+    def to_hf(self, rows: Tensor) -> Tensor:
+        """See `Form`."""
+        return self._reordered(rows, 2, -1)
+
+    def _reordered(self, rows: Tensor, *shape: int) -> Tensor:
+        """With the two dims that each head's rotated rows have in this shape exchanged."""
+        plain, pairs = rows.unflatten(0, (-1, self.head)).split((self.head - self.rotated, self.rotated), dim=1)
+        return torch.cat((plain, pairs.unflatten(1, shape).transpose(1, 2).flatten(1, 2)), dim=1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class PartlyRotated:
+    """A folder's heads begin with the `rotated` elements, of which one of the first half rotates with one of the
+    second. The decoder rotates all pairs of elements half a head apart, these and those that stay where they are: its
+    heads have half of either in each half."""
+
+    head: int
+    rotated: int
+
+    def from_hf(self, tensor: Tensor) -> Tensor:
+        """See `Form`."""
+        turned, kept = self.rotated // 2, (self.head - self.rotated) // 2
+        return self._in_order(tensor, (turned, turned, kept, kept))
+
+    def to_hf(self, rows: Tensor) -> Tensor:
+        """See `Form`."""
+        turned, kept = self.rotated // 2, (self.head - self.rotated) // 2
+        return self._in_order(rows, (turned, kept, turned, kept))
+
+    def _in_order(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """With the second and third of four parts of each head exchanged."""
+        first, second, third, fourth = rows.unflatten(0, (-1, self.head)).split(sizes, dim=1)
+        return torch.cat((first, third, second, fourth), dim=1).flatten(0, 1)
+
+
+class LayerSlice(NamedTuple):
+    """Tensor `name` of a layer in a folder is rows `start : start + rows` of the layer's `parameter`."""
+
+    name: str
+    parameter: str
+    start: int
+    rows: int
+    form: Form | None = None
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """Tensor `name` of a Hugging Face folder is rows `start : start + rows` of the decoder's `parameter`, whose leading
+    dims count as rows when it has more than two; in another `form` where there is one.
+    """
+
+    name: str
+    parameter: str
+    start: int
+    rows: int
+    form: Form | None = None
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The rows, as a view."""
+        tensor = tensors[self.parameter]
+        rows = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
+        return rows[self.start : self.start + self.rows]
+
+    def from_hf(self, tensor: Tensor) -> Tensor:
+        """The folder's tensor as the decoder's rows."""
+        return tensor if self.form is None else self.form.from_hf(tensor)
+
+    def to_hf(self, rows: Tensor) -> Tensor:
+        """The inverse of `from_hf`."""
+        return rows if self.form is None else self.form.to_hf(rows)
+
+
+def slices_of_layer(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    """Of a `blocks.layer.Layer`, with the names that most families use."""
+    hidden = config.hidden_size
+    yield LayerSlice("input_layernorm.weight", "attention_norm", 0, hidden)
+    yield from attention_slices(config)
+    yield LayerSlice("post_attention_layernorm.weight", "mlp_norm", 0, hidden)
+    yield from feed_forward_slices(config, index)
+
+
+def slices_with_qk_norm(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    """Of a `blocks.layer.QKNormLayer`."""
+    for piece in slices_of_layer(config, index):
+        if piece.parameter == "o":
+            yield from qk_norm_slices(config)
+        yield piece
+
+
+def qk_norm_slices(config: ModelConfig) -> Iterator[LayerSlice]:
+    """Of the norms of queries and keys."""
+    form = _head_form(config)
+    yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, config.head_dim, form)
+    yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, config.head_dim, form)
+
+
+def _head_form(config: ModelConfig) -> Form | None:
+    head, rotated = config.head_dim, config.rotary_dim
+    return PartlyRotated(head, rotated) if 0 < rotated < head else None
+
+
+def attention_slices(config: ModelConfig) -> Iterator[LayerSlice]:
+    """Of attention's projections, with their biases."""
+    q, kv, form = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, _head_form(config)
+    for kind, parameter in (("weight", "qkv"), ("bias", "qkv_bias")):
+        if kind == "weight" or "qkv" in config.biases:
+            yield LayerSlice(f"self_attn.q_proj.{kind}", parameter, 0, q, form)
+            yield LayerSlice(f"self_attn.k_proj.{kind}", parameter, q, kv, form)
+            yield LayerSlice(f"self_attn.v_proj.{kind}", parameter, q + kv, kv)
+    yield LayerSlice("self_attn.o_proj.weight", "o", 0, config.hidden_size)
+    if "o" in config.biases:
+        yield LayerSlice("self_attn.o_proj.bias", "o_bias", 0, config.hidden_size)
+
+
+def feed_forward_slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    """Of a layer's feed-forward, or of its experts in a tensor each."""
+    if config.moe is not None and config.is_moe(index):
+        yield from _expert_slices(config.moe, config.hidden_size)
+    else:
+        yield from _gated_slices("mlp", "", config.intermediate_size, config.hidden_size)
+
+
+def _gated_slices(theirs: str, ours: str, width: int, hidden: int, index: int = 0) -> Iterator[LayerSlice]:
+    """Of a feed-forward, or of expert `index` among those in one parameter."""
+    yield LayerSlice(f"{theirs}.gate_proj.weight", f"{ours}gate_up", 2 * index * width, width)
+    yield LayerSlice(f"{theirs}.up_proj.weight", f"{ours}gate_up", (2 * index + 1) * width, width)
+    yield LayerSlice(f"{theirs}.down_proj.weight", f"{ours}down", index * hidden, hidden)
+
+
+def _expert_slices(moe: MoEConfig, hidden: int) -> Iterator[LayerSlice]:
+    yield LayerSlice("mlp.gate.weight", "moe.router", 0, moe.num_experts)
+    for e in range(moe.num_experts):
+        yield from _gated_slices(f"mlp.experts.{e}", "moe.experts.", moe.intermediate_size, hidden, e)
+    if moe.shared_experts:
+        width = moe.shared_experts * moe.intermediate_size
+        yield from _gated_slices("mlp.shared_experts", "moe.shared.", width, hidden)
+    if moe.router_bias:
+        yield LayerSlice("mlp.gate.e_score_correction_bias", "moe.router_bias", 0, moe.num_experts)

@@ -1,0 +1,173 @@
+"""What several processes leave when one of them fails, dies or stops: one message of all, and each one's stack."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ..distributed import World
+from ..errors import InputError, LockstepError, NonFiniteError, ParityError, PeerLost, Terminated
+from ..machine import by_torchrun
+from .crash import stacks_to
+
+STACKS, FAULT_FILE = "stacks", "fault.txt"
+_ASK = signal.SIGURG  # for a stack; a process that does not expect it ignores it
+_WAIT = 2.0  # seconds that a process has to answer
+_STATES = {"Z": "gone", "X": "gone", "T": "stopped"}  # of /proc/N/stat
+
+
+@dataclass(frozen=True)
+class _Rank:
+    rank: int
+    host: str
+    process: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.process})"
+
+    def state(self) -> str:
+        """What is seen to be wrong with it, on this host: gone, stopped, or nothing."""
+        try:
+            os.kill(self.process, 0)
+            return _STATES.get(Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0], "")
+        except (ProcessLookupError, FileNotFoundError):
+            return "gone" if Path("/proc/self/stat").exists() else ""
+        except OSError:
+            return ""
+
+
+@contextlib.contextmanager
+def told_once(run_dir: Path, world: World) -> Iterator[None]:
+    """Within it a fault that is not on all ranks, such as a process that is gone or stopped, is told by one of them and
+    leaves the stacks of all in the run's folder. An error that another rank tells of has `reported` set."""
+    if world.size == 1:
+        yield
+        return
+    folder = run_dir / STACKS
+    world.from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+    with _stack_file(folder / f"rank-{world.rank}.txt", world.first) as file:
+        own = _Rank(world.rank, platform.node(), os.getpid())
+        faults = _Faults(folder, file, own, [r for r in world.gather(own) if r.host == own.host and r != own])
+        world.when_stuck(faults.told)
+        try:
+            with world.peers():
+                yield
+        except BaseException as error:
+            faults.handle(error)
+            raise
+        finally:
+            faults.tidy()
+
+
+@contextlib.contextmanager
+def _stack_file(path: Path, first: bool) -> Iterator[IO[str]]:
+    """The file that gets this process's stack when it is asked for, and (the first rank has another) at a crash."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    except OSError:  # of the first rank the run itself tells
+        file = open(os.devnull, "a", encoding="utf-8")  # noqa: SIM115
+    with file:
+        faulthandler.register(_ASK, file=file, all_threads=True)
+        try:
+            with contextlib.nullcontext() if first else stacks_to(file):
+                yield file
+        finally:
+            faulthandler.unregister(_ASK)
+
+
+class _Faults:
+    """The faults that one rank sees; `beside` are the others of its host."""
+
+    def __init__(self, folder: Path, file: IO[str], own: _Rank, beside: list[_Rank]) -> None:
+        self._folder, self._file, self._own, self._beside = folder, file, own, beside
+
+    def handle(self, error: BaseException) -> None:
+        """Say in `error` what is known of the fault, or mark it as one that another rank tells of. Raises `PeerLost` in
+        place of the signal that a launcher sends when it finds a process dead."""
+        known: Any = error
+        if hasattr(error, "reported") or isinstance(error, InputError):
+            return
+        if isinstance(error, KeyboardInterrupt):
+            dead = [rank for rank in self._beside if rank.state() == "gone" and self._path(rank).exists()]
+            if not dead or not isinstance(error, Terminated):
+                self._path(self._own).unlink(missing_ok=True)  # it leaves in order, and did not die
+                return
+            known = PeerLost("another process of the run is gone")
+        if isinstance(known, (ParityError, NonFiniteError)):  # found in what all ranks have
+            known.reported = self._own.rank != 0
+        elif isinstance(known, Exception):
+            self._tell(known)
+        if known is not error:
+            raise known from error
+
+    def _tell(self, error: Any) -> None:
+        traceback.print_exception(error, file=self._file)
+        if isinstance(error, LockstepError):
+            message = self.told(str(error))
+            error.args, error.reported = (message,), not message
+        elif message := self.told(f"{type(error).__name__}: {error}"):
+            more = ", and what torchrun says of it" if by_torchrun() else ""
+            print(f"lockstep: failed: {message}\n(its traceback follows{more})", file=sys.stderr, flush=True)
+
+    def told(self, message: str) -> str:
+        """`message` and what is known of the fault, for this rank to tell; empty where another has told of it. By then
+        the stacks of the ranks of its host are written."""
+        wrong = [f"{rank} is {state}" for rank in self._beside if (state := rank.state())]
+        by = f"told by {self._own}; the stacks of all ranks are in {self._folder}"
+        full = "\n".join([message, *wrong, by])
+        try:
+            with (self._folder / FAULT_FILE).open("x", encoding="utf-8") as file:
+                file.write(full + "\n")
+        except FileExistsError:
+            full = ""
+        except OSError:  # a host that does not see the run's folder
+            pass
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        self._ask_others()
+        return full
+
+    def _ask_others(self) -> None:
+        """Let the others of this host write their stacks, one that is stopped too: it goes on, to its end."""
+        asked = [rank for rank in self._beside if self._empty(rank)]
+        for rank in asked:
+            with contextlib.suppress(OSError):
+                os.kill(rank.process, _ASK)
+                os.kill(rank.process, signal.SIGCONT)
+        until = time.monotonic() + _WAIT
+        while (silent := [rank for rank in asked if self._empty(rank)]) and time.monotonic() < until:
+            if all(rank.state() == "gone" for rank in silent):
+                break
+            time.sleep(0.01)
+        for rank in silent:
+            with contextlib.suppress(OSError):
+                self._path(rank).write_text(f"{rank} {'is gone' if rank.state() else 'did not answer'}\n")
+
+    def tidy(self) -> None:
+        """Remove what says nothing, as where nothing failed."""
+        if self._own.rank == 0 and not (self._folder / FAULT_FILE).exists():
+            shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if self._empty(self._own):
+                self._path(self._own).unlink()
+            self._folder.rmdir()
+
+    def _path(self, rank: _Rank) -> Path:
+        return self._folder / f"rank-{rank.rank}.txt"
+
+    def _empty(self, rank: _Rank) -> bool:
+        try:
+            return self._path(rank).stat().st_size == 0
+        except OSError:
+            return False

@@ -1,0 +1,157 @@
+"""A plan: every term, the capacity of the cache, and how many layers are computed again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ...config import CompileConfig
+from ...generator.kv_cache import HOST_CACHE, per_sequence, rounded
+from . import terms
+from .terms import GIB
+from .workload import Workload
+
+STAYS: dict[str, Callable[[Workload], int]] = {
+    "weights": terms.weights,
+    "shard of the weights": terms.shard,
+    "masters": terms.masters,
+    "moments": terms.moments,
+    "gradients": terms.gradients,
+    "reference or teacher": terms.frozen,
+    "sampled supports": terms.supports,
+    "CUDA and NCCL": terms.context,
+}
+CACHE, KEPT, WORKING, GATHERED = "KV cache", "activations", "head and backward", "gathered weights"
+GENERATION, CHECK, ALLOCATOR = "generation", "start-up check", "allocator"
+POOL = KEPT, WORKING, GATHERED, GENERATION, CHECK  # what the pool of CUDA graphs grows to, and the machine's check
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that one process takes of its device.
+
+    Attributes:
+        memory: of the device, that may be taken. terms: by name; nothing is in two of them.
+        cache_tokens: the capacity of the KV cache. again: layers whose forward pass the backward pass computes again.
+        fits: they have room, with a cache of one sequence at the least.
+    """
+
+    memory: int
+    terms: Mapping[str, int]
+    cache_tokens: int
+    again: int
+    fits: bool
+
+    @property
+    def total(self) -> int:
+        """All terms."""
+        return sum(self.terms.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the summary, in GiB."""
+        shown = {name: round(size / GIB, 3) for name, size in self.terms.items() if size}
+        about = {"cache_tokens": self.cache_tokens, "layers_computed_again": self.again, "fits": self.fits}
+        return {"memory_gib": round(self.memory / GIB, 3), "planned_gib": round(self.total / GIB, 3), **about} | {
+            "terms_gib": shown
+        }
+
+    def table(self) -> str:
+        """A line a term that is not nothing, largest first, and what is left."""
+        rows = sorted(((size, name) for name, size in self.terms.items() if size >= GIB / 100), reverse=True)
+        lines = [f"  {name:<22} {size / GIB:>8.2f} GiB" for size, name in rows]
+        again = f", {self.again} layers computed again" if self.again else ""
+        about = f"KV cache of {self.cache_tokens:,} tokens{again}"
+        return "\n".join(
+            [*lines, f"  {'together':<22} {self.total / GIB:>8.2f} of {self.memory / GIB:.2f} GiB; {about}"]
+        )
+
+
+def plan(w: Workload, memory: int) -> MemoryPlan:
+    """The plan of a workload on a device with so many bytes: the fewest layers computed again that leave room for the
+    cache that the workload wants, or for half of what is left beside the smallest micro-batch's."""
+    least, most = _again(w)
+    cheapest = _with(w, memory, most, 0)
+    room = _cache_room(w, cheapest)
+    wanted = _wanted(w)
+    target = wanted if w.config.generator.kv_cache_tokens else min(wanted, max(room // 2, _least_cache(w)))
+    for again in range(least, most + 1):
+        found = _with(w, memory, again, 0)
+        if (room := _cache_room(w, found)) >= target or again == most:
+            break
+    tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
+    done = _with(w, memory, again, max(tokens, 0))
+    return replace(done, fits=done.total <= memory and tokens >= _least_cache(w))
+
+
+def _again(w: Workload) -> tuple[int, int]:
+    """The least and the most layers that may be computed again: what the configuration says, or any number."""
+    c, layers = w.config.compile, w.model.num_layers
+    if c.recompute:
+        given = sum(any(p == "full" or fnmatchcase(f"layers.{i}", p) for p in c.recompute) for i in range(layers))
+        return given, given
+    if c.activation_memory_gib > 0:
+        fitting = (n for n in range(layers) if terms.kept(w, n) <= c.activation_memory_gib * GIB)
+        return (given := next(fitting, layers)), given
+    return 0, layers if chooses(c) else 0
+
+
+def chooses(c: CompileConfig) -> bool:
+    """Whether a plan may say what is computed again: whole functions are traced, and nothing else says it."""
+    return c.capture == "step" and "recompute" in c.pass_names and not c.recompute and c.activation_memory_gib == 0
+
+
+def _with(w: Workload, memory: int, again: int, tokens: int) -> MemoryPlan:
+    """The terms with so many layers computed again and a cache of so many tokens."""
+    found = {name: term(w) for name, term in STAYS.items()} | {CACHE: terms.cache(w, tokens) if tokens else 0}
+    found |= _pool(w, again)
+    taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
+    found[ALLOCATOR] = int(taken * terms.ALLOCATOR) if w.on_gpu else 0
+    return MemoryPlan(memory, found, tokens, again, False)
+
+
+def _pool(w: Workload, again: int) -> dict[str, int]:
+    """What the two roles' steps take at one time; of what takes turns with them, what is more."""
+    compile = w.config.compile
+    graphs = compile.capture is not None and compile.chosen[0].graphs
+    found = {KEPT: terms.kept(w, again), WORKING: terms.working(w, again), GATHERED: terms.gathered(w)}
+    if not graphs:  # autograd has all gradients at once, and all gathered weights
+        whole = w.layout.one_rank.size * w.b
+        found[WORKING] += whole
+        found[GATHERED] = whole * w.sharded
+    held = sum(found.values())
+    found[GENERATION] = max(0, terms.prefill(w) - held)
+    check = terms.eager(w) if graphs and compile.verify != "off" else 0
+    found[CHECK] = max(0, check - held - found[GENERATION])
+    if w.on_gpu and w.config.parity != "off":
+        found[CHECK] += terms.machine_check(w)
+    return found
+
+
+def _wanted(w: Workload) -> int:
+    """Tokens of the cache that is asked for, or that all sequences need at once."""
+    g = w.config.generator
+    return g.kv_cache_tokens or min(w.sequences, g.max_num_seqs) * per_sequence(g, w.sequence_tokens)
+
+
+def _least_cache(w: Workload) -> int:
+    return per_sequence(w.config.generator, w.sequence_tokens) - w.config.generator.page_size
+
+
+def _cache_room(w: Workload, without: MemoryPlan) -> int:
+    """Tokens that a cache may have beside a plan's other terms."""
+    left: float = without.memory - without.total
+    left = left / (1 + terms.ALLOCATOR) if w.on_gpu else min(left, HOST_CACHE)
+    page = terms.cache(w, 0)
+    return max(0, int(left) // page - 1) * w.config.generator.page_size
+
+
+def patterns(w: Workload, again: int) -> tuple[str, ...]:
+    """`compile.recompute` for the first `again` layers, with the modules that are in them."""
+    c, found = w.model, list[str]()
+    for layer in range(again):
+        found.append(f"layers.{layer}")
+        if c.mla is not None or c.is_moe(layer):
+            found.append(f"layers.{layer}.*")
+    return tuple(found)

@@ -1,0 +1,215 @@
+"""The terms of a plan: bytes that one process takes on its device, a function a term, its formula in the docstring.
+
+Letters: N parameters, R ranks, b bytes of an element of the compute dtype (2 on a GPU), L layers, T packed tokens and C
+scored ones of the largest micro-batch, D hidden, E fused projection, A query heads, K key/value heads, H head dim, F
+feed-forward, V vocabulary, X experts, k of them a token. `kept` and what a backward pass writes beside it are those of
+the captured graph: `tests/session/test_memory_plan.py` holds them to the bytes that a trace of each family keeps.
+"""
+
+from __future__ import annotations
+
+from ...generator.kv_cache import bytes_per_token
+from .workload import Workload
+
+GIB = 1 << 30
+LOGIT_ROWS = 1024  # at a time (`ops.logprobs.operator.CHUNK`)
+GRADIENT_CHUNK = 256 << 20  # of logits (`ops.logprobs.triton_backward.CHUNK_BYTES`)
+CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded kernels
+COMMUNICATOR = int(1.0 * GIB)  # NCCL's buffers
+ALLOCATOR = 1 / 64  # of what is allocated: blocks rounded up, and holes between them
+HASHES = 256 << 20  # `graph.check.fingerprints` at work
+
+
+# ---- what stays ----
+
+
+def weights(w: Workload) -> int:
+    """`N b`, whole on every rank, as the generator reads them; of several ranks their `shard` is beside them."""
+    return w.parameters * w.b
+
+
+def shard(w: Workload) -> int:
+    """`n b` of several ranks, n = N / R padded: the part of the weights that this rank updates."""
+    return w.layout.size * w.b if w.sharded else 0
+
+
+def masters(w: Workload) -> int:
+    """`4 n`; 0 in float32, where the weights are the masters."""
+    return 0 if w.b == 4 else 4 * w.layout.size
+
+
+def moments(w: Workload) -> int:
+    """`8 n`: AdamW's two, in float32."""
+    return 8 * w.layout.size
+
+
+def gradients(w: Workload) -> int:
+    """`4 n`, and of several ranks the order of the norm's sums, 8 bytes for each 1,024 of N."""
+    return 4 * w.layout.size + (w.layout.one_rank.size // 1024 * 8 if w.sharded else 0)
+
+
+def frozen(w: Workload) -> int:
+    """`N b` of each model that is only read: the reference, or the teacher."""
+    return w.frozen_parameters * w.b
+
+
+def cache(w: Workload, tokens: int) -> int:
+    """Keys and values of so many tokens and of one page more, `L K (key + value) b` each (`ModelConfig.cached`)."""
+    page = w.config.generator.page_size
+    return (tokens // page + 1) * page * (bytes_per_token(w.model, w.dtype) + 4 * (w.model.moe_layers > 0))
+
+
+def supports(w: Workload) -> int:
+    """`V / 8` a completion token of a step, where several updates a rollout read the first one's sampled support."""
+    c = w.config
+    filtered = c.sampling.top_k > 0 or c.sampling.top_p < 1 or c.sampling.min_p > 0
+    if c.trainer.num_iterations == 1 or not filtered:
+        return 0
+    groups = c.trainer.prompts_per_step // w.ranks
+    return groups * c.sampling.num_generations * c.max_response_length * -(-w.model.vocab_size // 8)
+
+
+# ---- what a micro-batch takes ----
+
+
+def layer_kept(w: Workload, layer: int, again: bool = False) -> int:
+    """Bytes a token that a layer's forward pass keeps for its backward pass; `again`: where it is computed again.
+
+    Grouped-query attention: `(3 D + E + (A + K) H + A H) b + 4 A`, the residual stream among it; a feed-forward
+    `(D + 3 F) b`. Computed again it keeps what leaves it, `D b`, and of experts what leaves their modules.
+    """
+    c = w.model
+    experts = c.is_moe(layer)
+    if again:
+        latent = c.num_heads * c.mla.v_dim * w.b if c.mla is not None else 0
+        return c.hidden_size * w.b + latent + (_routed_outside(w) if experts else 0)
+    attention = _latent_kept(w) if c.mla is not None else _attention_kept(w)
+    feed_forward = _experts_kept(w) if experts else 3 * c.intermediate_size * w.b
+    return attention + 3 * c.hidden_size * w.b + feed_forward  # the stream twice, and the second norm's output
+
+
+def _attention_kept(w: Workload) -> int:
+    """The norm's output, the projection, rotated queries and keys, and the output; log-sum-exps in float32."""
+    c = w.model
+    heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    return (c.hidden_size + (heads + 2 * keys) + (heads + keys) + heads) * w.b + 4 * c.num_heads
+
+
+def _latent_kept(w: Workload) -> int:
+    """The same of latent attention: both latents before and after their norms, queries projected and absorbed, what is
+    rotated before and after, weighted sums of latents and of values."""
+    c, m = w.model, w.model.mla
+    assert m is not None
+    queries = 2 * (m.q_rank or 0) + c.num_heads * (m.nope_dim + m.rope_dim)
+    rotated = 2 * (c.num_heads + 1) * m.rope_dim
+    outputs = c.num_heads * (2 * m.kv_rank + m.v_dim)
+    return (c.hidden_size + queries + 2 * m.kv_rank + rotated + outputs) * w.b + 4 * c.num_heads
+
+
+def _routed_outside(w: Workload) -> int:
+    """What leaves the modules of a mixture of experts: the norm's output before them, the routes and their plan, and
+    the experts' rows before and after, `(D + 2 k D) b + 28 k`."""
+    c, moe = w.model, w.model.moe
+    assert moe is not None
+    slots = moe.num_experts_per_token
+    return (c.hidden_size + 2 * slots * c.hidden_size) * w.b + 28 * slots
+
+
+def _experts_kept(w: Workload) -> int:
+    """All of a mixture of experts, but for the norm's output: `(2 k D + 3 k F) b + 28 k + 4 X`, and shared ones."""
+    c, moe = w.model, w.model.moe
+    assert moe is not None
+    width = 3 * (moe.num_experts_per_token + moe.shared_experts) * moe.intermediate_size
+    return _routed_outside(w) + (width - c.hidden_size) * w.b + 4 * moe.num_experts
+
+
+def kept(w: Workload, again: int = 0) -> int:
+    """What the forward pass keeps of T tokens, with the first `again` layers computed again: all layers'
+    (`layer_kept`), the embedded tokens, the rotary table, and of C rows the head's input and numbers."""
+    c, tokens = w.model, w.shape.tokens
+    rope = c.mla.rope_dim if c.mla is not None else c.head_dim
+    layers = sum(layer_kept(w, layer, layer < again) for layer in range(c.num_layers))
+    scored = w.shape.completion_tokens * (c.hidden_size * w.b + 40)
+    return tokens * (layers + c.hidden_size * w.b + 4 * rope) + scored
+
+
+def head(w: Workload) -> int:
+    """What the LM head takes at work. Forward: two chunks of logits, `2 LOGIT_ROWS V 4`. Backward: its gradient,
+    `V D b`, a chunk of the logits' gradients, and that of C rows in float32 and rounded, `C D (4 + b)`."""
+    c, rows = w.model, w.shape.completion_tokens
+    logits = min(rows, 2 * LOGIT_ROWS) * c.vocab_size * 4
+    backward = table(w) + GRADIENT_CHUNK + rows * c.hidden_size * (4 + w.b)
+    return max(logits, backward) + w.shape.tokens * c.hidden_size * w.b
+
+
+def table(w: Workload) -> int:
+    """`V D b`: the LM head."""
+    return w.model.vocab_size * w.model.hidden_size * w.b
+
+
+def layer_backward(w: Workload) -> int:
+    """What the backward pass of the widest layer writes beside what was kept: `T (2 D + 2 F) b`, the gradients of a
+    fused gate and up projection and of the stream, and a weight's."""
+    c = w.model
+    wide = 2 * c.intermediate_size
+    if c.moe is not None and c.moe_layers:
+        routed = c.moe.num_experts_per_token * (2 * c.moe.intermediate_size + c.hidden_size)
+        wide = max(routed, 2 * c.intermediate_size * (c.moe_layers < c.num_layers))
+    return w.shape.tokens * (2 * c.hidden_size + wide) * w.b + layer_weights(w) // 2
+
+
+def layer_weights(w: Workload) -> int:
+    """`b` times the parameters of a layer, the mean of all."""
+    c = w.model
+    tables = 1 if c.tie_word_embeddings else 2
+    return (w.parameters - tables * c.vocab_size * c.hidden_size) // c.num_layers * w.b
+
+
+def working(w: Workload, again: int = 0) -> int:
+    """The most beside `kept` at one time: the head's, or a layer's backward pass, with that layer's own where it is
+    computed again; a tied head's gradient lasts until the embedding's."""
+    c = w.model
+    last = c.num_layers - 1
+    anew = (layer_kept(w, last) - layer_kept(w, last, True)) * w.shape.tokens if again > last else 0
+    return max(head(w), layer_backward(w) + anew + table(w) * c.tie_word_embeddings)
+
+
+def gathered(w: Workload) -> int:
+    """Of several ranks: two layers' weights that were gathered for a graph, as many gradients that travel and their
+    rows, and the head's, whose gradient travels too."""
+    return 6 * layer_weights(w) + 2 * table(w) if w.sharded else 0
+
+
+# ---- what else the graphs' pool holds at some time; it holds one of these at a time ----
+
+
+def prefill(w: Workload) -> int:
+    """A step of prompt tokens and of a row a sequence: `(4 D + 3 F) b` a token, and logits of every row, twice."""
+    c, g = w.model, w.config.generator
+    rows = min(w.sequences, g.max_num_seqs)
+    wide = c.intermediate_size if c.moe is None else c.moe.num_experts_per_token * c.moe.intermediate_size
+    per_token = (4 * c.hidden_size + 3 * wide) * w.b
+    return (rows + g.max_num_batched_tokens) * per_token + 2 * rows * c.vocab_size * 4
+
+
+def eager(w: Workload) -> int:
+    """The largest eager call of the start-up check, which computes every layer again in its backward pass and adds up
+    gradients as they come: `T D b` a layer, then the head's or a layer's work; of several ranks a gradient travels."""
+    c, tokens = w.model, w.shape.tokens
+    layers = tokens * c.hidden_size * w.b * (c.num_layers + 1)
+    layer = layer_kept(w, c.num_layers - 1) * tokens + layer_backward(w)
+    return layers + max(head(w), table(w) + layer) + 2 * table(w) * w.sharded
+
+
+def machine_check(w: Workload) -> int:
+    """The check of this machine's products at the run's shapes, outside of the pool: the head's weight and two chunks
+    of logits, or the feed-forward's rows four times."""
+    c = w.model
+    wide = 2 * c.intermediate_size if c.moe is None else 2 * c.moe.intermediate_size
+    of_head = table(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
+    return max(of_head, w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b) + HASHES
+
+
+def context(w: Workload) -> int:
+    """CUDA's own, and NCCL's of several ranks; what other processes use is not of the plan's memory."""
+    return (CONTEXT + COMMUNICATOR * w.sharded) if w.on_gpu else 0

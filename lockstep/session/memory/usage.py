@@ -1,0 +1,111 @@
+"""A run's memory: planned before its model is loaded, compared with what it took, and named when it runs out."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ...config import RunConfig
+from ...distributed import World
+from ...errors import InputError, LockstepError
+from ...generator import KVCache
+from ...graph import Runtime
+from ...models import ModelConfig, resolve_folder
+from ...models.checks import memory_bytes
+from ...models.folder import read_config
+from ...models.init import architecture
+from ...trainer import Trainer
+from .fitting import refusal
+from .plan import MemoryPlan, plan
+from .terms import CONTEXT, GIB
+from .workload import Workload
+
+
+def model_config(config: RunConfig) -> ModelConfig:
+    """That of the run's model, of which nothing else is read."""
+    return architecture(config.arch) if config.model is None else read_config(resolve_folder(config.model))
+
+
+def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig | None = None, **prompts: int) -> Workload:
+    """What is planned: of the run's model, and of the reference or the teacher that its loss has.
+
+    Args:
+        config: resolved. prompts: `longest_prompt` and `prompt_limit` of a `Workload`, once they are known.
+    """
+    own, dtype = (
+        model or model_config(config),
+        torch.bfloat16 if on_gpu or config.dtype == "bfloat16" else torch.float32,
+    )
+    frozen = [own] if config.loss.beta > 0 else []
+    if config.loss.teacher is not None:
+        try:
+            frozen = [read_config(resolve_folder(config.loss.teacher))]
+        except InputError as error:
+            raise InputError(f"loss.teacher: {error}") from error
+    return Workload(own, config, ranks, dtype, frozen=frozen, on_gpu=on_gpu, **prompts)
+
+
+def memory_at_hand(device: torch.device) -> int:
+    """Bytes that this process may take: of a GPU all that others do not use, which is asked before anything is loaded;
+    of a host its part among the processes of one machine."""
+    if device.type != "cuda":
+        return memory_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free, total = torch.cuda.mem_get_info(device)
+    return total - max(0, total - free - CONTEXT)
+
+
+def require_room(w: Workload, memory: int) -> MemoryPlan:
+    """The plan of a workload; `InputError` says what would fit where it does not."""
+    found = plan(w, memory)
+    if not found.fits:
+        raise InputError(refusal(w, found))
+    return found
+
+
+def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]:
+    """GiB that the terms of the plan have by now, where that is known, and all that the device's driver counts."""
+    optimizer, flat, device = trainer.optimizer, trainer.flat, trainer.flat.data.device
+    kept = {p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in trainer.model.parameters()}
+    sizes = {
+        "weights": sum(kept.values()),
+        "shard of the weights": 0 if flat.data.untyped_storage().data_ptr() in kept else flat.data.nbytes,
+        "masters": 0 if optimizer.master is flat.data else optimizer.master.nbytes,
+        "moments": optimizer.exp_avg.nbytes + optimizer.exp_avg_sq.nbytes,
+        "gradients": flat.grad.nbytes + (0 if flat.norm_order is None else flat.norm_order.nbytes),
+        "KV cache": sum(tensor.nbytes for tensor in cache.tensors().values()),
+    }
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        sizes["graphs' pool"] = 0 if runtime.recorder is None else runtime.recorder.reserved_bytes()
+        sizes["CUDA and NCCL"] = total - free - reserved
+        sizes["together, now"] = total - free
+        sizes["together, at most"] = total - free - reserved + torch.cuda.max_memory_reserved(device)
+    return {name: round(size / GIB, 3) for name, size in sizes.items() if size}
+
+
+@contextmanager
+def running_out_named(table: Callable[[], str], world: World) -> Iterator[None]:
+    """An out-of-memory error within is an `InputError` that says which process met it, its plan and the remedy."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
+        raise InputError(_ran_out(error, table(), world)) from error
+
+
+def _ran_out(error: RuntimeError, table: str, world: World) -> str:
+    where = f" on rank {world.rank} ({socket.gethostname()})" if world.size > 1 else ""
+    said = str(error).splitlines()[0].split(". ")
+    planned = f"; it was planned as\n{table}\n" if table else ". "
+    return (
+        f"memory ran out{where}: {'. '.join(said[:2])}{planned}Lower --trainer.max-tokens-per-micro-batch or "
+        "--generator.kv-cache-tokens, set --compile.recompute full, or use more GPUs; `lockstep plan` shows what fits"
+    )

@@ -1,0 +1,90 @@
+"""What a plan is of: a model, a run's configuration, how many processes, and the longest prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...config import RunConfig
+from ...models import Decoder, ModelConfig, num_parameters
+from ...trainer import frozen_parameters
+from ...trainer.parameters import Layout
+from ...trainer.shapes import BatchShape, planned_tokens, train_shapes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One process of a training run.
+
+    Attributes:
+        config: of the run, resolved for so many `ranks`.
+        dtype: the compute dtype.
+        longest_prompt: tokens of the longest prompt that was looked at. prompt_limit: of any.
+        frozen: other models that are only read: the reference or the teacher.
+    """
+
+    model: ModelConfig
+    config: RunConfig
+    ranks: int
+    dtype: torch.dtype
+    longest_prompt: int = 1
+    prompt_limit: int = 1 << 30
+    frozen: Sequence[ModelConfig] = ()
+    on_gpu: bool = True
+
+    @cached_property
+    def shape(self) -> BatchShape:
+        """Of the largest micro-batch."""
+        return train_shapes(self.config, self.longest_prompt, self.prompt_limit)[0]
+
+    @property
+    def sequences(self) -> int:
+        """Completions that this process makes at once, at most."""
+        c = self.config
+        trained = -(-c.trainer.prompts_per_step // self.ranks) * c.sampling.num_generations
+        return max(trained, -(-c.task.validation_prompts // self.ranks))
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of a prompt with its completion that the cache is planned for."""
+        return planned_tokens(self.config, self.longest_prompt, self.prompt_limit)
+
+    @property
+    def prompt_room(self) -> int:
+        """Tokens that a micro-batch must hold: of the longest prompt that was looked at with its completion."""
+        return self.longest_prompt + self.config.max_response_length
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the state is cut among several processes."""
+        return self.ranks > 1
+
+    @property
+    def b(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return self.dtype.itemsize
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The model, without memory."""
+        return Decoder(self.model, self.dtype, "meta")
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.decoder.parameters())
+
+    @cached_property
+    def frozen_parameters(self) -> int:
+        """Of the models that are only read."""
+        return sum(map(num_parameters, self.frozen))
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the trained parameters lie, padded and cut."""
+        frozen = frozen_parameters(self.decoder, self.config.optimizer)
+        shapes = [tuple(p.shape) for name, p in self.decoder.named_parameters() if name not in frozen]
+        return Layout.of(shapes, self.ranks)

@@ -1,0 +1,91 @@
+"""A model family from outside the package: this file, and one row of a dict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small import CONFIG, compare, generate, requests, train_groups
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.config import CompileConfig, GeneratorConfig
+from lockstep.errors import InputError
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import Runtime
+from lockstep.models import Decoder, ModelConfig, by_pattern, load_model, save_model
+from lockstep.models.blocks.attention import Attend
+from lockstep.models.blocks.layer import Layer
+from lockstep.models.blocks.moe import Routing
+from lockstep.models.families import FAMILIES, Family, Raw
+from lockstep.models.init import initialize
+from lockstep.models.weight_slices import LayerSlice, attention_slices, feed_forward_slices
+
+
+class SideBySideLayer(Layer):
+    """Attention and feed-forward read the same normalized stream (GPT-J), and a doubled one is added."""
+
+    def forward(
+        self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend, routes: list[Routing] | None = None
+    ) -> Tensor:
+        gated_TF = ops.norm_gate_up(x_TD, self.attention_norm, self.gate_up, self.config.rms_norm_eps)
+        fed_TD = ops.linear_add(gated_TF, self.down, 2 * x_TD)
+        return ops.linear_add(
+            self.attention(index, x_TD, rope_TH, attend), self.o, ops.rms_norm(fed_TD, self.mlp_norm, 1e-6)
+        )
+
+
+def slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    yield LayerSlice("ln_in.weight", "attention_norm", 0, config.hidden_size)
+    yield LayerSlice("ln_out.weight", "mlp_norm", 0, config.hidden_size)
+    yield from attention_slices(config)
+    yield from feed_forward_slices(config, index)
+
+
+def read(raw: Raw) -> dict[str, Any]:
+    raw.refuse(raw.values.get("toys") != 3, f"toys is {raw.values.get('toys')!r}; it must be 3")
+    return {"biases": ("qkv",)}
+
+
+TOY = Family("ToyForCausalLM", SideBySideLayer, slices, read=read, write=lambda config: {"toys": 3})
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    monkeypatch.setitem(FAMILIES, "toy", TOY)
+    made = initialize(Decoder(replace(CONFIG, family="toy", biases=("qkv",)), torch.float32), 0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
+    return made
+
+
+def test_a_folder_of_it_comes_back(model: Decoder, tmp_path: Path) -> None:
+    save_model(model, tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {"model.layers.1.ln_out.weight", "model.layers.0.self_attn.q_proj.bias"} < names
+    again = load_model(tmp_path, torch.float32)
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert by_pattern(model, [("*.ln_in", 1)], "x") == {f"layers.{i}.attention_norm": 1 for i in range(2)}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"toys": 4}))
+    with pytest.raises(InputError, match=r"config\.json: toys is 4; it must be 3"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_both_roles_compute_its_bits_in_graphs(model: Decoder) -> None:
+    runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
+    engine = Engine(SharedWeights(model), GeneratorConfig(), 4096, runtime=runtime)
+    prompts, sampling = requests(3, length=8)
+    groups = train_groups(prompts, sampling, generate(engine, prompts, sampling))
+    result = compare(model, groups)
+    assert result.tokens_different == 0 < result.tokens_checked
+    plain = initialize(Decoder(replace(model.config, family=CONFIG.family), torch.float32), 0)
+    assert compare(plain, groups).tokens_different > 0

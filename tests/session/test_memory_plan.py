@@ -1,0 +1,246 @@
+"""The terms against numbers made by hand and bytes that traces keep; what is accepted, adapted and refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small import FAMILIES
+
+from lockstep.cli.main import main
+from lockstep.config import (
+    CompileConfig,
+    GeneratorConfig,
+    LossConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+    yaml_file,
+)
+from lockstep.config.run import resolve_parallel
+from lockstep.config.sections.compile import resolve_compile
+from lockstep.distributed import World
+from lockstep.errors import InputError
+from lockstep.graph import Runtime
+from lockstep.graph.passes import recompute, saved_bytes
+from lockstep.models import Decoder
+from lockstep.models.init import architecture, initialize
+from lockstep.ops.logprobs import operator as logprobs
+from lockstep.rl.loop import Loop
+from lockstep.session.build import build
+from lockstep.session.memory import (
+    Workload,
+    adapted,
+    plan,
+    refusal,
+    remedies,
+    running_out_named,
+    terms,
+    used,
+)
+from lockstep.session.memory.plan import CACHE, CHECK, KEPT
+from lockstep.trainer import BatchShape, Trainer
+from lockstep.trainer.packing import blank_batch
+from lockstep.types import SamplingParams
+
+GIB = 1 << 30
+H200 = 141 * GIB
+
+
+def workload(arch: str, ranks: int, compile: CompileConfig | None = None, **trainer: int) -> Workload:
+    """64 prompts of 256 tokens, 8 samples of 512."""
+    config = RunConfig(
+        sampling=SamplingConfig(num_generations=8, max_completion_length=512),
+        trainer=TrainerConfig(**({"prompts_per_step": 64} | trainer)),  # type: ignore[arg-type]
+        compile=resolve_compile(compile or CompileConfig(), True),
+    )
+    limits = {"longest_prompt": 256, "prompt_limit": 32768}
+    return Workload(architecture(arch), resolve_parallel(config, ranks), ranks, torch.bfloat16, **limits)
+
+
+# ---- terms ----
+
+# Parameters of Qwen3: embedding (and head) V D, a layer D (2 A H + 2 K H) + 3 D F + 2 D + 2 H, and a norm D.
+PARAMETERS = {
+    "qwen3-0.6b": 151936 * 1024 + 28 * (1024 * 6144 + 3 * 1024 * 3072 + 2 * 1024 + 256) + 1024,
+    "qwen3-8b": 2 * 151936 * 4096 + 36 * (4096 * 10240 + 3 * 4096 * 12288 + 2 * 4096 + 256) + 4096,
+    "qwen3-14b": 2 * 151936 * 5120 + 40 * (5120 * 12288 + 3 * 5120 * 17408 + 2 * 5120 + 256) + 5120,
+    "qwen3-32b": 2 * 151936 * 5120 + 64 * (5120 * 18432 + 3 * 5120 * 25600 + 2 * 5120 + 256) + 5120,
+}
+# Of a layer and a token: (stream twice, two norms) D, fused projection, rotated, attention's output, 3 F; 4 A.
+KEPT_A_TOKEN = {
+    "qwen3-0.6b": 28 * (2 * (4 * 1024 + 4096 + 3072 + 2048 + 3 * 3072) + 64),
+    "qwen3-8b": 36 * (2 * (4 * 4096 + 6144 + 5120 + 4096 + 3 * 12288) + 128),
+    "qwen3-14b": 40 * (2 * (4 * 5120 + 7168 + 6144 + 5120 + 3 * 17408) + 160),
+    "qwen3-32b": 64 * (2 * (4 * 5120 + 10240 + 9216 + 8192 + 3 * 25600) + 256),
+}
+
+
+@pytest.mark.parametrize("arch", PARAMETERS)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_what_stays_is_so_many_bytes_a_parameter(arch: str, ranks: int) -> None:
+    w, count = workload(arch, ranks), PARAMETERS[arch]
+    assert terms.weights(w) == 2 * count
+    padding = 1024 * (2 + 11 * w.model.num_layers + 1)  # less than a block a parameter
+    for term, bytes_each in ((terms.masters, 4), (terms.moments, 8), (terms.gradients, 4)):
+        extra = 8 * count / 1024 if term is terms.gradients and ranks > 1 else 0
+        assert 0 <= term(w) - bytes_each * count / ranks - extra <= bytes_each * (padding + 1024)
+    assert terms.shard(w) == (0 if ranks == 1 else terms.masters(w) // 2)
+    assert terms.frozen(replace(w, frozen=[w.model])) == 2 * count
+    position = {"qwen3-0.6b": 28, "qwen3-8b": 36, "qwen3-14b": 40, "qwen3-32b": 64}[arch] * 8 * 256 * 2
+    assert terms.cache(w, 4096) == (4096 + 16) * position
+
+
+@pytest.mark.parametrize("arch", KEPT_A_TOKEN)
+def test_what_a_micro_batch_keeps(arch: str) -> None:
+    w = workload(arch, 8)
+    tokens, scored = w.shape.tokens, w.shape.completion_tokens
+    assert tokens == 16384
+    hidden = w.model.hidden_size
+    ends = tokens * (2 * hidden + 512) + scored * (2 * hidden + 40)
+    assert terms.kept(w) == tokens * KEPT_A_TOKEN[arch] + ends
+    assert terms.kept(w, w.model.num_layers) == tokens * w.model.num_layers * 2 * hidden + ends
+    assert terms.head(w) >= 151936 * hidden * 2 + scored * hidden * 6
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama"])
+def test_a_trace_keeps_as_much(family: str) -> None:
+    model, shape = FAMILIES[family], BatchShape(64, 48, 5, 40)
+    w = replace(workload("tiny", 1), model=model)
+    w.__dict__["shape"] = shape
+    runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
+    trainer = Trainer(initialize(Decoder(model, torch.bfloat16), 0), OptimizerConfig(), LossConfig(), runtime=runtime)
+    trainer.forward_backward(blank_batch(shape, SamplingParams(), True, model.moe is not None))
+    (traced,) = trainer.programs.by_name["forward_backward"].traces
+    statistics = 4 * model.num_heads * shape.tokens  # of attention's rows, which a CPU makes anew
+    for again in range(model.num_layers + 1):
+        found = adapted(w, replace(plan(w, H200), again=again)).compile.recompute
+        bytes_kept = saved_bytes(recompute(traced, found)[0] if found else traced)
+        own = terms.kept(w, again) - statistics * (model.num_layers - again)
+        assert abs(own - bytes_kept) <= 8 * shape.completion_tokens, (again, own, bytes_kept)
+
+
+# ---- plans ----
+
+
+def test_the_default_settings_fit_eight_gpus() -> None:
+    small = plan(workload("qwen3-8b", 8), H200)
+    assert small.fits and small.again == 0 and small.cache_tokens == 64 * (1024 + 16)
+    assert small.terms[KEPT] > 70 * GIB and small.total < H200
+    large = workload("qwen3-14b", 8)
+    found = plan(large, H200)
+    assert found.fits and 0 < found.again < 40 and found.total <= H200
+    one_less = terms.kept(large, found.again - 1) - terms.kept(large, found.again)
+    assert found.total + one_less > H200 - GIB  # no more than needed
+    assert adapted(large, found).compile.recompute == tuple(f"layers.{i}" for i in range(found.again))
+
+
+def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
+    w = workload("qwen3-32b", 8)
+    found = plan(w, H200)
+    assert not found.fits
+    message = refusal(w, found)
+    assert "16 GPUs" in message and "weights" in message and "of 141.00 GiB" in message
+    more = resolve_parallel(replace(w.config, parallel=replace(w.config.parallel, batch_shards=16)), 16)
+    assert plan(replace(w, config=more, ranks=16), H200).fits
+    crowded = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0), max_tokens_per_micro_batch=40960)
+    offered = list(remedies(crowded, H200))
+    assert offered[0] == "--trainer.max-tokens-per-micro-batch 20480" and "--compile.recompute full" in offered
+
+
+def test_nothing_that_the_user_chose_is_changed() -> None:
+    for chosen in (CompileConfig(recompute=("silu_mul",)), CompileConfig(activation_memory_gib=8.0)):
+        w = workload("qwen3-14b", 8, chosen)
+        assert adapted(w, plan(w, H200)) is w.config
+    given = replace(workload("qwen3-8b", 8), config=workload("qwen3-8b", 8).config)
+    fixed = replace(given.config, generator=replace(given.config.generator, kv_cache_tokens=4096))
+    assert plan(replace(given, config=fixed), H200).cache_tokens == 4096
+
+
+def test_the_cache_takes_what_is_left() -> None:
+    w = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0))
+    least = plan(w, H200)
+    tight = plan(w, least.total - 2 * GIB)
+    assert tight.fits and tight.again == 0 and 0 < tight.terms[CACHE] < least.terms[CACHE]
+    assert least.total - 3 * GIB < tight.total <= least.total - 2 * GIB
+    without = replace(w, config=replace(w.config, parity="off", compile=replace(w.config.compile, verify="off")))
+    assert plan(without, H200).terms[CHECK] == 0
+
+
+def test_constants_are_those_of_the_operators() -> None:
+    assert logprobs.CHUNK == terms.LOGIT_ROWS
+    backward = pytest.importorskip("lockstep.ops.logprobs.triton_backward")
+    assert backward.CHUNK_BYTES == terms.GRADIENT_CHUNK
+
+
+# ---- runs ----
+
+RUN = RunConfig(
+    steps=1,
+    device="cpu",
+    task=TaskConfig(easy=True),
+    sampling=SamplingConfig(num_generations=2, max_completion_length=8, ignore_eos=True),
+    trainer=TrainerConfig(prompts_per_step=2, skip_zero_variance=False),
+    generator=GeneratorConfig(kv_cache_tokens=256),
+    compile=CompileConfig("step", verify="off"),
+)
+
+
+def test_a_run_computes_again_what_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = build(RUN)
+    assert session.plan.again == 0 and session.config.compile.recompute == ()
+    shown, taken = session.plan.to_dict()["terms_gib"], used(session.trainer, session.engine.cache, session.runtime)
+    for name in ("weights", "moments", "gradients", "KV cache"):
+        assert taken[name] == pytest.approx(shown[name], rel=0.02, abs=1e-3), name
+    monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda device: session.plan.total - 1000)
+    tight = build(RUN)
+    assert tight.plan.fits and tight.plan.again == 1 and tight.plan.cache_tokens == 256
+    assert tight.config.compile.recompute == tight.runtime.config.recompute == ("layers.0",)
+    monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda device: 1 << 20)
+    with pytest.raises(InputError, match="may take 0.0:(.|\n)*What would fit"):
+        build(RUN)
+
+
+def test_running_out_is_answered_with_the_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def step(self: Loop, number: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 3 GiB.")
+
+    monkeypatch.setattr(Loop, "step", step)
+    yaml_file.save(replace(RUN, compile=CompileConfig()), tmp_path / "config.yaml")
+    assert main(["train", "--config", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "memory ran out: CUDA out of memory. Tried to allocate 2.00 GiB" in said and "Traceback" not in said
+    assert "it was planned as\n" in said and "--trainer.max-tokens-per-micro-batch" in said
+    with pytest.raises(InputError, match=r"memory ran out on rank 1 \("), running_out_named(str, World(1, 2)):
+        raise RuntimeError("CUDA error: out of memory")
+    with pytest.raises(RuntimeError, match="something else"), running_out_named(str, World(0, 1)):
+        raise RuntimeError("something else")
+
+
+def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixture) -> None:
+    given = [
+        "plan",
+        "--arch",
+        "qwen3-8b",
+        "--trainer.prompts-per-step",
+        "64",
+        "--sampling.max-completion-length",
+        "512",
+    ]
+    asked = [*given, "--world", "8", "--device-memory-gib"]
+    assert main([*asked, "141", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory_gib"] == 141 and found["fits"] and found["terms_gib"]["weights"] == 15.256
+    assert main([*asked, "48"]) == 2
+    assert "What would fit: --trainer.max-tokens-per-micro-batch" in capsys.readouterr().err
+    assert main([*given, "--world", "7", "--device-memory-gib", "141"]) == 2
+    assert "7 shards" in capsys.readouterr().err
+    assert main([*given, "--world", "0"]) == 2 and main([*given, "--device-memory-gib", "-1"]) == 2
+    assert "--world is 0" in capsys.readouterr().err
