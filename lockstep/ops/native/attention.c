@@ -125,14 +125,15 @@ static void pad_values(Scratch *s, int64_t dim, int64_t count) {
         s->value[j] = memcpy(s->values + j * s->width, s->value[j], sizeof(float) * dim);
 }
 
-/* Online softmax of `rows` rows from `first` on. */
-static void softmax_rows(const Scratch *s, int64_t first, int64_t rows) {
+/* Online softmax of `rows` rows from `first` on; of a tile that no row's window begins in, `windowed` is 0. */
+INLINE void softmax_rows(const int windowed, const Scratch *s, int64_t first, int64_t rows) {
     for (int64_t r = first; r < first + rows; r++) {
         float *score = s->score + r * TILE, before = s->maximum[r];
         V highest = splat(-INFINITY);
         UNROLLED (int g = 0; g < GROUPS; g++) {
             I key = LANE + g * LANES;
-            V masked = pick((key >= s->hidden[r]) & (key < s->visible[r]), load(score + g * LANES), splat(-INFINITY));
+            I seen = windowed ? (key >= s->hidden[r]) & (key < s->visible[r]) : key < s->visible[r];
+            V masked = pick(seen, load(score + g * LANES), splat(-INFINITY));
             store(score + g * LANES, masked);
             highest = largest(highest, masked);
         }
@@ -154,18 +155,19 @@ static void softmax_rows(const Scratch *s, int64_t first, int64_t rows) {
 }
 
 /* Add R rows' share of the values. */
-INLINE void add_values(const int R, const Scratch *s, int64_t first) {
+INLINE void add_values(const int R, const int windowed, const Scratch *s, int64_t first) {
     const float *p = s->score + first * TILE;
     const int32_t *hidden = s->hidden + first, *visible = s->visible + first; /* the latter ascends */
     int begin = hidden[0], common = visible[0];
-    for (int r = 1; r < R; r++) begin = hidden[r] > begin ? hidden[r] : begin;
+    if (!windowed) begin = 0;
+    for (int r = 1; windowed && r < R; r++) begin = hidden[r] > begin ? hidden[r] : begin;
     int after = common > begin ? common : begin;
     for (int64_t d = 0; d < s->width; d += 2 * LANES) {
         float *out = s->acc + first * s->width + d;
         V acc[4][2];
         UNROLLED (int r = 0; r < R; r++)
             UNROLLED (int h = 0; h < 2; h++) acc[r][h] = load(out + r * s->width + h * LANES) * s->rescale[first + r];
-        UNROLLED (int r = 0; r < R; r++)
+        UNROLLED (int r = 0; windowed && r < R; r++)
             for (int j = hidden[r]; j < begin && j < visible[r]; j++)
                 UNROLLED (int h = 0; h < 2; h++)
                     acc[r][h] = fmadd(splat(p[r * TILE + j]), load(s->value[j] + d + h * LANES), acc[r][h]);
@@ -183,11 +185,19 @@ INLINE void add_values(const int R, const Scratch *s, int64_t first) {
     }
 }
 
-static __attribute__((noinline)) void tile_values(const Scratch *s, int64_t first, int64_t rows) {
+INLINE void add_rows(const int windowed, const Scratch *s, int64_t first, int64_t rows) {
     int64_t r = first, end = first + rows;
-    for (; end - r >= 4; r += 4) add_values(4, s, r);
-    for (; end - r >= 2; r += 2) add_values(2, s, r);
-    for (; end - r >= 1; r += 1) add_values(1, s, r);
+    for (; end - r >= 4; r += 4) add_values(4, windowed, s, r);
+    for (; end - r >= 2; r += 2) add_values(2, windowed, s, r);
+    for (; end - r >= 1; r += 1) add_values(1, windowed, s, r);
+}
+
+static __attribute__((noinline)) void tile_values(const Scratch *s, int64_t first, int64_t rows) {
+    add_rows(0, s, first, rows);
+}
+
+static __attribute__((noinline)) void windowed_values(const Scratch *s, int64_t first, int64_t rows) {
+    add_rows(1, s, first, rows);
 }
 
 /* Scores x as softcap * tanh(x / softcap). */
@@ -200,11 +210,12 @@ static void cap_scores(const Attention *a, float *score, int64_t count) {
 static int attend_tile(const Attention *a, Scratch *s, int64_t kv_head, int64_t t, int64_t end, int64_t tile) {
     int64_t group = a->heads / a->kv_heads, first = t * group, rows = (end - t) * group;
     int64_t keys = smaller(s->position[end - 1] + 1 - tile, TILE); /* the last token sees the most */
-    int64_t from = TILE;
+    int64_t from = TILE, hidden = 0;
     for (int64_t r = first; r < first + rows; r++) {
         int64_t start = first_key(a, s->position[r / group]) - tile;
         s->hidden[r] = start > 0 ? (int32_t)start : 0;
         from = smaller(from, s->hidden[r]);
+        hidden |= s->hidden[r];
     }
     if (find_tile(a, s, s->sequence[end - 1], kv_head, tile, from, keys)) return 1;
     if (a->dim != s->width) pad_values(s, a->dim, keys);
@@ -213,8 +224,13 @@ static int attend_tile(const Attention *a, Scratch *s, int64_t kv_head, int64_t 
         s->visible[r] = (int32_t)smaller(s->position[r / group] + 1 - tile, keys);
     multiply(s->score + first * TILE, TILE, (Rows){s->q + first * s->width, s->width, 1}, s->columns, a->dim, rows, 0);
     if (a->softcap > 0) cap_scores(a, s->score + first * TILE, rows * TILE);
-    softmax_rows(s, first, rows);
-    tile_values(s, first, rows);
+    if (hidden) {
+        softmax_rows(1, s, first, rows);
+        windowed_values(s, first, rows);
+    } else {
+        softmax_rows(0, s, first, rows);
+        tile_values(s, first, rows);
+    }
     return 0;
 }
 
