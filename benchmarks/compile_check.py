@@ -145,10 +145,11 @@ _USAGE = {"registers": "REG", "stack": "STACK"}
 
 def shortened(config: ModelConfig) -> ModelConfig:
     """A layer of each kind that the model has."""
-    if config.moe is None:
-        return replace(config, num_layers=1)
-    dense = config.moe.dense_layers[:1]
-    return replace(config, num_layers=1 + len(dense), moe=replace(config.moe, dense_layers=dense))
+    dense = config.moe.dense_layers[:1] if config.moe else ()
+    sliding = config.sliding_layers[:1] and (0,)
+    mixed = 0 < len(config.sliding_layers) < config.num_layers
+    moe = replace(config.moe, dense_layers=dense) if config.moe else None
+    return replace(config, num_layers=1 + max(len(dense), mixed), sliding_layers=sliding, moe=moe)
 
 
 def train(model: Decoder) -> None:
