@@ -39,11 +39,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def cases() -> Iterator[tuple[str, str, int]]:
-    """Family, way and seed."""
-    for family in MAKERS:
-        for seed in range(SEEDS):
-            yield from ((family, way, seed) for way in ("same", *DTYPES))
-        yield family, "processes", 0
+    """Family, way and seed; the quickest ways first."""
+    for way, seeds in {"same": SEEDS, "processes": 1, **dict.fromkeys(DTYPES, SEEDS)}.items():
+        yield from ((family, way, seed) for seed in range(seeds) for family in MAKERS)
 
 
 def run(family: str, way: str, seed: int, folder: Path) -> None:
