@@ -145,7 +145,7 @@ class _ModelFlags:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
     attention: Attention = "native"
-    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    """flex: FlexAttention, for --attention-mask."""
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
     compile: CompileConfig = field(default_factory=CompileConfig)
