@@ -12,9 +12,9 @@ from ... import ops
 from ..blocks.attention import Attend
 from ..blocks.layer import Layer
 from ..blocks.moe import Routing
+from ..blocks.weight_slices import LayerSlice, attention_slices, feed_forward_slices
 from ..blocks.weights import Weight
 from ..config import ModelConfig
-from ..weight_slices import LayerSlice, attention_slices, feed_forward_slices
 from . import qwen3
 from .family import PLAIN, Family, no_windows, odd_words
 
