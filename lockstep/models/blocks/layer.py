@@ -69,16 +69,13 @@ class Layer(nn.Module):
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """Of the normalized stream, before the output's projection."""
         qkv_TE = ops.norm_linear(x_TD, self.attention_norm, self.qkv, self.config.rms_norm_eps, self.qkv_bias)
-        return self.attend(index, qkv_TE, self.rotation(rope_TH), attend)
+        return self.attend(index, qkv_TE, rope_TH, attend)
 
-    def attend(self, index: int, qkv_TE: Tensor, by: ops.Rotation, attend: Attend) -> Tensor:
-        """Attention of queries, keys and values."""
+    def attend(self, index: int, qkv_TE: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
+        """Attention of queries, keys and values, which are normalized a head where `qk_norm` says so, and rotated."""
+        c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm) if self.qk_norm else (None, None)
+        by = ops.Rotation(q_norm, k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
         return attend(index, qkv_TE, by, self.scores._replace(sinks_N=self.sinks)).flatten(1)
-
-    def rotation(self, rope_TH: Tensor) -> ops.Rotation:
-        """How the projection becomes rotated queries and keys."""
-        c = self.config
-        return ops.Rotation(self.q_norm, self.k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
 
 
 class QKNormLayer(Layer):
