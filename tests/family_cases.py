@@ -97,6 +97,13 @@ def _olmo3(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     return _halves(sizes) | kinds | {"rope_parameters": _by_kind(rng, **rng.choice(({}, YARN)))}
 
 
+def _gemma3_text(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    kinds = rng.choice(({"sliding_window_pattern": 2}, {"layer_types": _kinds(rng, sizes)}))
+    scores = {"query_pre_attn_scalar": rng.choice((16, 24, 100)), "sliding_window": _window(rng)}
+    return scores | kinds | {"rope_parameters": _by_kind(rng, **rng.choice(({}, linear)))}
+
+
 def _experts(rng: random.Random) -> dict[str, Any]:
     groups = rng.choice((1, 2))
     return {
@@ -119,14 +126,28 @@ def _glm4_moe(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     return {"head_dim": rng.choice((16, 24, 32))} | flags | rope | _experts(rng)
 
 
+def _gpt_oss(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    experts = {"num_local_experts": 6, "num_experts_per_tok": rng.choice((1, 2, 3))}
+    scaling = {"rope_parameters": YARN | {"rope_theta": 1e4, "truncate": rng.random() < 0.5}}
+    kinds = {"sliding_window": _window(rng), "layer_types": _kinds(rng, sizes)}
+    return experts | scaling | kinds | {"intermediate_size": rng.choice((16, 23))}
+
+
 Maker = tuple[Callable[..., Any], Callable[[random.Random, dict[str, Any]], dict[str, Any]]]
 MAKERS: dict[str, Maker] = {
     "qwen2": (transformers.Qwen2Config, _qwen2),
     "mistral": (transformers.MistralConfig, _mistral),
     "olmo2": (transformers.Olmo2Config, _olmo2),
     "olmo3": (transformers.Olmo3Config, _olmo3),
+    "gemma3_text": (transformers.Gemma3TextConfig, _gemma3_text),
+    "gpt_oss": (transformers.GptOssConfig, _gpt_oss),
     "glm4_moe": (transformers.Glm4MoeConfig, _glm4_moe),
 }
+
+
+def offset_of_norms(config: Any) -> float:
+    """What is added to the weights of norms."""
+    return 1.0 if config.model_type.startswith("gemma") else 0.0
 
 
 def hf_model(config: Any, seed: int) -> Any:
@@ -137,7 +158,7 @@ def hf_model(config: Any, seed: int) -> Any:
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.15)
         elif name.endswith("norm.weight"):
-            parameter.data.uniform_(0.5, 1.5)
+            parameter.data.uniform_(0.5, 1.5).sub_(offset_of_norms(config))
         else:
             parameter.data.normal_(0, 0.5)
     for name, buffer in model.named_buffers():

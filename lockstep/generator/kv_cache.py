@@ -110,7 +110,10 @@ class KVCache:
 
     def register(self, tokens: list[int], pages: list[int], version: int) -> None:
         """Make the full pages of a sequence findable; `tokens` are those whose keys and values are in place."""
-        for digest, page in zip(self._digest_chain(tokens, version), pages, strict=False):
+        known = next((i for i, page in enumerate(pages) if self._digests[page] is None), len(pages))
+        begin = self._digests[pages[known - 1]] if known else None  # of all pages up to there
+        new = self._digest_chain(tokens[known * self.page_size :], version, begin)
+        for digest, page in zip(new, pages[known:], strict=False):
             if self._digests[page] is None and digest not in self._by_digest:
                 self._digests[page] = digest
                 self._by_digest[digest] = page
@@ -126,11 +129,12 @@ class KVCache:
         self.share(pages)
         return pages
 
-    def _digest_chain(self, tokens: list[int], version: int) -> Iterator[bytes]:
-        digest = version.to_bytes(8, "little", signed=True)
-        for i in range(0, len(tokens) - self.page_size + 1, self.page_size):
-            block = array("q", tokens[i : i + self.page_size]).tobytes()
-            digest = hashlib.blake2b(digest + block, digest_size=16).digest()
+    def _digest_chain(self, tokens: list[int], version: int, after: bytes | None = None) -> Iterator[bytes]:
+        """Of each full page of `tokens`, which come after what has the digest `after`, or first."""
+        digest = after or version.to_bytes(8, "little", signed=True)
+        data, size = array("q", tokens).tobytes(), 8 * self.page_size
+        for i in range(0, len(data) - size + 1, size):
+            digest = hashlib.blake2b(digest + data[i : i + size], digest_size=16).digest()
             yield digest
 
 

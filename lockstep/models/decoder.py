@@ -5,8 +5,8 @@ Shape suffixes: T tokens, D hidden, H head dim.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         table = config.vocab_size, config.hidden_size
         self.embed = weight(*table, on=ROWS)
         self.layers = nn.ModuleList(family.layer(config, i, weight) for i in range(config.num_layers))
-        self.norm = weight(config.hidden_size)
+        self.norm, self.norm_offset = weight(config.hidden_size, fill=1.0 - family.norm_offset), family.norm_offset
         self.lm_head = self.embed if config.tie_word_embeddings else weight(*table, on=ROWS)
         self.register_parameter("value_head", None)
         self.placements = {name: placed[parameter] for name, parameter in self.named_parameters()}
@@ -97,10 +97,10 @@ class Decoder(nn.Module):
             x_TD = self.call_layer(layer, index, x_TD, turned_TH, attend, found)
             if routes is not None and found:
                 routes += found
-        return ops.rms_norm(x_TD, self.norm, self.config.rms_norm_eps)
+        return ops.rms_norm(x_TD, self.norm, self.config.rms_norm_eps, self.norm_offset)
 
 
-@lru_cache
+@functools.cache
 def num_parameters(config: ModelConfig) -> int:
     """Weights of a model, tied ones counted once."""
     return sum(parameter.numel() for parameter in Decoder(config, torch.float32, "meta").parameters())

@@ -119,18 +119,25 @@ def slices_with_qk_norm(config: ModelConfig, index: int) -> Iterator[LayerSlice]
     """Of a `blocks.layer.QKNormLayer`."""
     for piece in slices_of_layer(config, index):
         if piece.parameter == "o":
-            form = (
-                PartlyRotated(config.head_dim, config.rotary_dim) if 0 < config.rotary_dim < config.head_dim else None
-            )
-            yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, config.head_dim, form)
-            yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, config.head_dim, form)
+            yield from qk_norm_slices(config)
         yield piece
+
+
+def qk_norm_slices(config: ModelConfig) -> Iterator[LayerSlice]:
+    """Of the norms of queries and keys."""
+    form = _head_form(config)
+    yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, config.head_dim, form)
+    yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, config.head_dim, form)
+
+
+def _head_form(config: ModelConfig) -> Form | None:
+    head, rotated = config.head_dim, config.rotary_dim
+    return PartlyRotated(head, rotated) if 0 < rotated < head else None
 
 
 def attention_slices(config: ModelConfig) -> Iterator[LayerSlice]:
     """Of attention's projections, with their biases."""
-    q, kv, head = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.head_dim
-    form = PartlyRotated(head, config.rotary_dim) if 0 < config.rotary_dim < head else None
+    q, kv, form = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, _head_form(config)
     for kind, parameter in (("weight", "qkv"), ("bias", "qkv_bias")):
         if kind == "weight" or "qkv" in config.biases:
             yield LayerSlice(f"self_attn.q_proj.{kind}", parameter, 0, q, form)

@@ -79,7 +79,7 @@ def _train(
             if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
                 metrics |= recorder.validate(loop, display, step + 1)
             with loop.run.timings.measured("log"):
-                recorder.step(step, metrics, groups)
+                recorder.step(step, metrics, groups + loop.replaced)
                 display.update(step, metrics)
             recorder.checkpoint(loop, step + 1)
             if recorded(step + 1):

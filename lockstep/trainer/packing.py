@@ -309,8 +309,9 @@ class _Draft:
 
 
 def _given_routes(segment: Segment) -> list[int]:
-    unknown = segment.sampled or segment.route_digests is None
-    return [-1] * len(segment.token_ids) if unknown else segment.route_digests or []
+    if segment.route_digests is None:
+        return [-1] * len(segment.token_ids)
+    return [-1] * (len(segment.token_ids) - 1) + [segment.last_route] if segment.sampled else segment.route_digests
 
 
 _TYPE_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}

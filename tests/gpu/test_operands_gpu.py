@@ -66,6 +66,28 @@ def test_a_bias_is_added_to_the_accumulator(census, n, k):
                 assert census(f"bias: {tile.kernel} tile = chain", found, residual[:m] + chain[:m]) == 0
 
 
+@pytest.mark.parametrize("rows", [5, 130, 2000, 9000])
+@pytest.mark.parametrize(("columns", "depth"), [(5760, 2880), (2880, 2880)])
+def test_experts_have_biases(census, rows, columns, depth):
+    """Every group's rows are those of a product with its bias; sums of rows are exact ones, rounded."""
+    from lockstep.ops.linear.triton import chain
+    from lockstep.ops.moe.grouped_linear import grouped_sum
+
+    groups = 32
+    starts = torch.rand(groups - 1, device=DEVICE).pow(2).mul(rows).long().sort().values
+    offsets = torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), rows))).int()
+    x, weight, bias = wide(rows, depth), wide(groups, columns, depth) * 0.02, wide(groups, columns)
+    out, bounds = ops.grouped_linear(x, weight, offsets, bias), offsets.tolist()
+    sums = grouped_sum(out, offsets)
+    assert census("grouped sum, again", grouped_sum(out, offsets), sums) == 0
+    for g in range(groups):
+        own = slice(bounds[g], bounds[g + 1])
+        if own.start < own.stop:
+            assert census("grouped product with bias = chain", out[own], chain(x[own], weight[g], bias_N=bias[g])) == 0
+        exact, size = out[own].double().sum(0), out[own].double().abs().sum(0)
+        assert ((sums[g].double() - exact).abs() <= 2**-8 * exact.abs() + 2**-18 * size).all()
+
+
 def test_the_gradient_of_a_bias_is_the_same_every_time(census):
     x, weight, bias, grad = wide(3000, 256), wide(512, 256), wide(512).requires_grad_(), wide(3000, 512)
     found = [torch.autograd.grad(ops.linear(x, weight, bias), bias, grad)[0] for _ in range(3)]

@@ -38,8 +38,15 @@ class Attend(Protocol):
     def prepare(self, sizes: ops.FlexSizes) -> None:
         """Find what all layers share, before the first of them."""
 
-    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation, scores: ops.AttentionScores = ops.PLAIN) -> Tensor:
-        """Grouped-query attention, [T, N, H]."""
+    def __call__(
+        self,
+        layer: int,
+        qkv_TE: Tensor,
+        by: ops.Rotation,
+        scores: ops.AttentionScores = ops.PLAIN,
+        weight_offset: float = 0.0,
+    ) -> Tensor:
+        """Grouped-query attention, [T, N, H]; `weight_offset` is on the weights of the norms in `by`."""
 
     def latent(self, layer: int, x: ops.Latent) -> Tensor:
         """Latent attention: weighted sums of latents, [T, N, R]."""
@@ -58,8 +65,15 @@ class PackedAttention:
         for window in sorted(set(self.masks.windows)) if self.masks else ():
             self.tiles[window] = ops.flex_tiles_packed(self.packed, sizes, window)
 
-    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation, scores: ops.AttentionScores = ops.PLAIN) -> Tensor:
-        qk = ops.qk_norm_rope(qkv_TE, by)
+    def __call__(
+        self,
+        layer: int,
+        qkv_TE: Tensor,
+        by: ops.Rotation,
+        scores: ops.AttentionScores = ops.PLAIN,
+        weight_offset: float = 0.0,
+    ) -> Tensor:
+        qk = ops.qk_norm_rope(qkv_TE, by, weight_offset)
         q_TNH, k_TKH = qk.split((by.num_heads, by.num_kv_heads), dim=1)
         v_TKH = qkv_TE.unflatten(1, (-1, qk.shape[2])).narrow(1, qk.shape[1], by.num_kv_heads)
         if self.masks is None:
@@ -91,11 +105,18 @@ class PagedAttention:
         for window in sorted(set(self.masks.windows)) if self.masks else ():
             self.tiles[window] = ops.flex_tiles_paged(self.paged, sizes, self.pages.k_cache[0], window)
 
-    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation, scores: ops.AttentionScores = ops.PLAIN) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv_TE: Tensor,
+        by: ops.Rotation,
+        scores: ops.AttentionScores = ops.PLAIN,
+        weight_offset: float = 0.0,
+    ) -> Tensor:
         cache = ops.KVPages(self.pages.k_cache[layer], self.pages.v_cache[layer])
         if self.masks is None and (contexts := self.paged.decoding(qkv_TE.shape[0])):
-            return ops.attention_decode(qkv_TE, by, cache, self.slots_T, contexts, self.groups, scores)
-        q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, by, cache, self.slots_T)
+            return ops.attention_decode(qkv_TE, by, cache, self.slots_T, contexts, self.groups, scores, weight_offset)
+        q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, by, cache, self.slots_T, weight_offset)
         if self.masks is None:
             return ops.attention_paged(q_TNH, cache, self.paged, ops.ALONE, scores)
         return ops.flex_paged(q_TNH, cache, self.paged, self.masks.of(layer, self.tiles, scores))

@@ -22,20 +22,24 @@ class Layer(nn.Module):
 
     Attributes:
         qk_norm: whether queries and keys are normalized a head.
+        norm_offset: added to the weights of norms.
+        activation: of the gated feed-forward.
     """
 
     qk_norm: ClassVar[bool] = False
+    norm_offset: ClassVar[float] = 0.0
+    activation: ClassVar[str] = "silu"
 
     def __init__(self, config: ModelConfig, index: int, weight: Weight) -> None:
         super().__init__()
         self.config = config
-        self.attention_norm = weight(config.hidden_size)
+        self.attention_norm = self.norm(config.hidden_size, weight)
         values = self.make_projections(config, weight)
         self.scores = ops.AttentionScores(window=config.windows[index], scale=config.attention_scale)
         self.sinks = weight(config.num_heads, on=ROWS, fill=0.0) if config.attention_sinks else None
         self.o = weight(config.hidden_size, values, on=ROWS)
         self.o_bias = weight(config.hidden_size, on=ROWS, fill=0.0) if "o" in config.biases else None
-        self.mlp_norm = weight(config.hidden_size)
+        self.mlp_norm = self.norm(config.hidden_size, weight)
         self.moe = None
         if config.moe is not None and config.is_moe(index):
             self.moe = MixtureOfExperts(config.moe, config.hidden_size, weight)
@@ -51,31 +55,37 @@ class Layer(nn.Module):
         self.qkv = weight(sum(blocks), config.hidden_size, on=Placement(tp=0, blocks=blocks))
         biased = "qkv" in config.biases
         self.qkv_bias = weight(sum(blocks), on=Placement(tp=0, blocks=blocks), fill=0.0) if biased else None
-        self.q_norm = weight(head_dim) if self.qk_norm else None
-        self.k_norm = weight(head_dim) if self.qk_norm else None
+        self.q_norm = self.norm(head_dim, weight) if self.qk_norm else None
+        self.k_norm = self.norm(head_dim, weight) if self.qk_norm else None
         return blocks[0]
+
+    def norm(self, size: int, weight: Weight) -> nn.Parameter:
+        """The weights of a norm."""
+        return weight(size, fill=1.0 - self.norm_offset)
 
     def forward(
         self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend, routes: list[Routing] | None = None
     ) -> Tensor:
         """The stream after layer `index`, [T, D]; `routes` takes what a router found."""
-        eps = self.config.rms_norm_eps
+        eps, offset = self.config.rms_norm_eps, self.norm_offset
         x_TD = ops.linear_add(self.attention(index, x_TD, rope_TH, attend), self.o, x_TD, self.o_bias)
         if self.moe is not None:
-            return x_TD + self.moe(ops.rms_norm(x_TD, self.mlp_norm, eps), routes)
-        gated_TF = ops.norm_gate_up(x_TD, self.mlp_norm, self.gate_up, eps)
+            return x_TD + self.moe(ops.rms_norm(x_TD, self.mlp_norm, eps, offset), routes)
+        gated_TF = ops.norm_gate_up(x_TD, self.mlp_norm, self.gate_up, eps, offset, self.activation)
         return ops.linear_add(gated_TF, self.down, x_TD)
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """Of the normalized stream, before the output's projection."""
-        qkv_TE = ops.norm_linear(x_TD, self.attention_norm, self.qkv, self.config.rms_norm_eps, self.qkv_bias)
+        norm, eps = self.attention_norm, self.config.rms_norm_eps
+        qkv_TE = ops.norm_linear(x_TD, norm, self.qkv, eps, self.qkv_bias, self.norm_offset)
         return self.attend(index, qkv_TE, rope_TH, attend)
 
     def attend(self, index: int, qkv_TE: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """Attention of queries, keys and values, which are normalized a head where `qk_norm` says so, and rotated."""
         c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm) if self.qk_norm else (None, None)
         by = ops.Rotation(q_norm, k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
-        return attend(index, qkv_TE, by, self.scores._replace(sinks_N=self.sinks)).flatten(1)
+        scores = self.scores._replace(sinks_N=self.sinks)
+        return attend(index, qkv_TE, by, scores, self.norm_offset).flatten(1)
 
 
 class QKNormLayer(Layer):

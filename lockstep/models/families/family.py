@@ -67,6 +67,7 @@ class Family:
         sizes: further fields of config.json that are integers above 0.
         layer_kinds: what may be in config.json's `layer_types`.
         check: raises `InputError` for a configuration, made in code or read, that the layers cannot be made of.
+        norm_offset: added to the weights of the last norm.
         embedding_scale: what embeddings are multiplied by.
         defaults: fields of config.json that have another default than most families'.
         leaves_out: whether a tensor in a folder is one that the decoder does without.
@@ -86,6 +87,7 @@ class Family:
     sizes: tuple[str, ...] = ()
     layer_kinds: tuple[str, ...] = (FULL,)
     check: Callable[[ModelConfig], None] = lambda config: None
+    norm_offset: float = 0.0
     embedding_scale: Callable[[ModelConfig], float] = lambda config: 1.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
     leaves_out: Callable[[str, ModelConfig], bool] = lambda name, config: False

@@ -165,6 +165,7 @@ def attention_decode(
     contexts: Contexts,
     groups: PrefixGroups = ALONE,
     scores: AttentionScores = PLAIN,
+    weight_offset: float = 0.0,
 ) -> Tensor:
     """`qk_norm_rope_write_kv` and `attention_paged` of one new token a sequence, [S, N, H]. No autograd.
 
@@ -173,7 +174,7 @@ def attention_decode(
         slots_S: where each sequence's last position lies by its block table. Elsewhere for a row that is idle: what it
             attends to means nothing.
     """
-    q_SNH = qk_norm_rope_write_kv.on_cpu[qkv_SE.dtype](qkv_SE, by, cache, slots_S)
+    q_SNH = qk_norm_rope_write_kv.on_cpu[qkv_SE.dtype](qkv_SE, by, cache, slots_S, weight_offset)
     cu_seqlens = torch.arange(qkv_SE.shape[0] + 1, dtype=torch.int32)
     paged = Paged(contexts.block_table, cu_seqlens, contexts.context_len_S, 1, contexts.max_context_len)
     return attention_paged.on_cpu[q_SNH.dtype](q_SNH, cache, paged, groups, scores)

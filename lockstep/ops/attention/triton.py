@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ..records import ALONE, PLAIN, AttentionScores, KVPages, Packed, Paged, PrefixGroups
 from ..rows import unit_inner
-from . import triton_decode
+from . import triton_decode, triton_scores
 from .reference import KEY_SPLIT, KEY_TILE
+from .triton_scores import beside_sinks
 from .triton_tiles import (
     LONG,
     AttentionTile,
@@ -78,14 +79,32 @@ def _attend_causal(
     HEAD_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    lowest,  # these if WINDOW > 0: before this position no row sees a key
+    highest,  # the first position that the last row sees
+    WINDOW: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
     """The state of the keys at positions `begin` to `end`, none of them in another split."""
     state = empty_state(q[0].shape[0], q[0].shape[1])
+    if WINDOW > 0:
+        begin = tl.maximum(begin, lowest // BLOCK_L * BLOCK_L)
+        if IS_LONG:
+            entered = tl.maximum(begin, tl.minimum(tl.cdiv(highest, BLOCK_L) * BLOCK_L, end))
+            state = attend(
+                state, q, last_M, begin, entered, keys, scale, True, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L, lowest,
+                WINDOW, FACTOR,
+            )  # fmt: skip
+            begin = entered
     if IS_LONG:
         masked = tl.maximum(begin, tl.minimum(unmasked_end, end))
-        state = attend(state, q, last_M, begin, masked, keys, scale, False, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L)
+        state = attend(
+            state, q, last_M, begin, masked, keys, scale, False, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L, lowest, WINDOW,
+            FACTOR,
+        )  # fmt: skip
         begin = masked
-    return attend(state, q, last_M, begin, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L)
+    return attend(
+        state, q, last_M, begin, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L, lowest, WINDOW, FACTOR
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -122,6 +141,9 @@ def _attention_kernel(
     k_rope_stride=None,
     ROPE_DIM: tl.constexpr = 0,
     BLOCK_P: tl.constexpr = 0,
+    sinks_ptr=None,  # [N]
+    WINDOW: tl.constexpr = 0,
+    FACTOR: tl.constexpr = 0.0,
 ):
     kv_head, kv_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
     if ROPE_DIM > 0:
@@ -156,18 +178,26 @@ def _attention_kernel(
     last_M = prefix + token_M
     unmasked_end = (prefix + first_row // GROUP + 1) // BLOCK_L * BLOCK_L
     end = prefix + tl.minimum((first_row + BLOCK_M - 1) // GROUP + 1, length)  # keys that the last row sees
+    lowest = 0
+    highest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(prefix + first_row // GROUP - WINDOW + 1, 0)
+        highest = tl.maximum(end - WINDOW, 0)
     if SPLIT > 0:
         state = empty_state(BLOCK_M, BLOCK_H)
-        for begin in range(0, end, SPLIT):
+        for begin in range(lowest // SPLIT * SPLIT, end, SPLIT):
             of_split = _attend_causal(
                 q, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), keys, scale, IS_LONG,
-                PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L,
+                PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L, lowest, highest, WINDOW, FACTOR,
             )  # fmt: skip
             state = merge_states(state, of_split)
     else:
         state = _attend_causal(
-            q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L
-        )
+            q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L, lowest,
+            highest, WINDOW, FACTOR,
+        )  # fmt: skip
+    if sinks_ptr is not None:
+        state = beside_sinks(state, sinks_ptr, head_M, inside_M)
 
     shift_M, sum_M, acc_MH = state
     h = tl.arange(0, BLOCK_H)
@@ -190,10 +220,11 @@ def launch(
     by: Packed | Paged,
     page_size: int,
     tile: AttentionTile,
-    **rotated: Any,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Output and, float32 [K, T, G], the rows' log-sum-exp of scaled scores in base 2: of q [T, N, H], k and v
-    [R, K, H], and of latents' rotated parts. The page size is 0 of packed segments."""
+    [R, K, H], and of what else there is of latents' rotated parts and of scores. The page size is 0 of packed
+    segments."""
     if isinstance(by, Packed):
         at, max_queries, max_context = (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), by.max_len, by.max_len
     else:
@@ -217,13 +248,13 @@ def launch(
         scale * math.log2(math.e),
         PAGE_SIZE=page_size,
         SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
-        IS_LONG=max_context > LONG and not rotated,
+        IS_LONG=max_context > LONG and "ROPE_DIM" not in others,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_M=tile.query_rows,
         BLOCK_L=KEY_TILE,
         BLOCK_H=block(head_dim),
-        **rotated,
+        **others,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
@@ -235,20 +266,20 @@ def packed(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """See `attention.operator.attention_packed`; and `launch`'s log-sum-exp."""
-    assert scores == PLAIN
     head_dim = q_TNH.shape[2]
     tile = _tile(by.max_len, head_dim, q_TNH.dtype)
-    return launch((q_TNH, k_TKH, v_TKH), head_dim**-0.5, by, 0, tile)
+    scale, others = triton_scores.arguments(scores, head_dim)
+    return launch((q_TNH, k_TKH, v_TKH), scale, by, 0, tile, **others, **triton_scores.sinks(scores))
 
 
 def paged(
     q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
 ) -> Tensor:
     """See `attention.operator.attention_paged`."""
-    assert scores == PLAIN
     if contexts := by.decoding(q_TNH.shape[0]):
-        return triton_decode.decode(q_TNH, cache, contexts, groups)
+        return triton_decode.decode(q_TNH, cache, contexts, groups, scores)
     _, page_size, _, head_dim = cache.k_cache.shape
     k_RKH, v_RKH = (pages.view(-1, *pages.shape[2:]) for pages in cache)
     tile = _tile(by.max_context_len, head_dim, q_TNH.dtype)
-    return launch((q_TNH, k_RKH, v_RKH), head_dim**-0.5, by, page_size, tile)[0]
+    scale, others = triton_scores.arguments(scores, head_dim)
+    return launch((q_TNH, k_RKH, v_RKH), scale, by, page_size, tile, **others, **triton_scores.sinks(scores))[0]

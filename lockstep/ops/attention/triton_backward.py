@@ -32,6 +32,8 @@ from torch import Tensor
 
 from ..records import PLAIN, AttentionGradient, AttentionScores, Packed
 from ..rows import unit_inner
+from . import triton_scores
+from .triton_scores import first_tile, sinks_gradient
 from .triton_tiles import (
     LN_2,
     LONG,
@@ -90,6 +92,8 @@ def _query_kernel(
     dq_rope_ptr=None,  # [T, N, P], contiguous, written
     ROPE_DIM: tl.constexpr = 0,
     BLOCK_P: tl.constexpr = 0,
+    WINDOW: tl.constexpr = 0,
+    FACTOR: tl.constexpr = 0.0,
 ):
     kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
     if ROPE_DIM > 0:
@@ -144,16 +148,29 @@ def _query_kernel(
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, None, prefix, shared, own, k_rope_ptr, k_rope_stride)
     begin = 0
+    if WINDOW > 0:
+        begin = first_tile(prefix + first_row // GROUP, WINDOW, BLOCK_L)
+        seen_by_all = tl.maximum(seen_by_all, begin)
+        if IS_LONG:
+            entered = tl.cdiv(tl.maximum(seen - WINDOW, 0), BLOCK_L) * BLOCK_L  # from here on all rows see keys
+            entered = tl.maximum(begin, tl.minimum(entered, seen_by_all))
+            dq_MH, dq_MP = over_keys(
+                dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, begin, entered, keys, scale, True, HEAD_DIM,
+                BLOCK_L, ROPE_DIM, BLOCK_P, WINDOW, FACTOR,
+            )  # fmt: skip
+            begin = entered
     if IS_LONG:
-        begin = seen_by_all
         dq_MH, dq_MP = over_keys(
-            dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, 0, seen_by_all, keys, scale, False, HEAD_DIM, BLOCK_L,
-            ROPE_DIM, BLOCK_P,
+            dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, begin, seen_by_all, keys, scale, False, HEAD_DIM,
+            BLOCK_L, ROPE_DIM, BLOCK_P, WINDOW, FACTOR,
         )  # fmt: skip
+        begin = seen_by_all
     dq_MH, dq_MP = over_keys(
         dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, begin, seen, keys, scale, True, HEAD_DIM, BLOCK_L,
-        ROPE_DIM, BLOCK_P,
+        ROPE_DIM, BLOCK_P, WINDOW, FACTOR,
     )  # fmt: skip
+    if FACTOR > 0:
+        dq_MH = dq_MH * FACTOR
     tl.store(dq_ptr + dq_offset_MH, (dq_MH * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MH)
     if ROPE_DIM > 0:
         mask_MP = inside_M[:, None] & (p < ROPE_DIM)[None, :]
@@ -211,6 +228,8 @@ def _key_kernel(
     ROPE_DIM: tl.constexpr = 0,
     BLOCK_P: tl.constexpr = 0,
     HEADS: tl.constexpr = 0,
+    WINDOW: tl.constexpr = 0,
+    FACTOR: tl.constexpr = 0.0,
 ):
     kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
     segment, tile, _ = find_tile(cu_seqlens_ptr, prefix_len_ptr, tokens, segments, 1, BLOCK_L, BLOCK_S)
@@ -247,19 +266,30 @@ def _key_kernel(
     rows = Rows(grad_ptr, grad_stride, lse_ptr, delta_ptr)
 
     begin, rows_end = first * GROUP, end * GROUP
+    if WINDOW > 0:
+        rows_end = tl.minimum(end, tl.minimum(first + BLOCK_L, end) - 1 + WINDOW) * GROUP
     stop = rows_end
     if IS_LONG:
         after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
         stop = tl.minimum(after, rows_end)
     dk_LH, dv_LX = over_queries(
         dk_LH, dv_LX, keys, row_L, visible_L, begin, stop, rows_end, queries, rows, scale, "causal", GROUP, HEADS,
-        HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P,
+        HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, 0, WINDOW, FACTOR,
     )  # fmt: skip
     if IS_LONG:
+        stop = rows_end
+        if WINDOW > 0:  # rows that see the tile's first key see them all
+            stop = tl.minimum(rows_end, tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M))
         dk_LH, dv_LX = over_queries(
-            dk_LH, dv_LX, keys, row_L, visible_L, after, rows_end, rows_end, queries, rows, scale, "none", GROUP, HEADS,
-            HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P,
+            dk_LH, dv_LX, keys, row_L, visible_L, after, stop, rows_end, queries, rows, scale, "none", GROUP, HEADS,
+            HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, 0, WINDOW, FACTOR,
         )  # fmt: skip
+        if WINDOW > 0:
+            stop = tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M)
+            dk_LH, dv_LX = over_queries(
+                dk_LH, dv_LX, keys, row_L, visible_L, stop, rows_end, rows_end, queries, rows, scale, "causal", GROUP,
+                HEADS, HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, 0, WINDOW, FACTOR,
+            )  # fmt: skip
 
     s = tl.arange(0, BLOCK_S)
     start_S = tl.load(prefix_start_ptr + s, mask=s < segments, other=0)
@@ -274,14 +304,22 @@ def _key_kernel(
         other_S = (s > child) & ((start_S != shared) | (length_S != length))
         run_end = tl.min(tl.where(other_S, s, segments), axis=0)
         visible_L = (row_L >= shared) & (row_L < shared + length)
+        shift = 0
+        if WINDOW > 0:  # each segment's rows have positions of their own
+            run_end = child + 1
         run = tl.load(cu_seqlens_ptr + child) * GROUP
         rows_end = tl.load(cu_seqlens_ptr + run_end) * GROUP
+        if WINDOW > 0:
+            shift = shared + length - run // GROUP
+            rows_end = tl.minimum(rows_end, (tl.minimum(last, shared + length) - 1 + WINDOW - shift) * GROUP)
         rows_end = tl.where((shared < last) & (shared + length > first), rows_end, run)
         dk_LH, dv_LX = over_queries(
             dk_LH, dv_LX, keys, row_L, visible_L, run, rows_end, rows_end, queries, rows, scale, "visible", GROUP,
-            HEADS, HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P,
+            HEADS, HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, shift, WINDOW, FACTOR,
         )  # fmt: skip
         child = run_end
+    if FACTOR > 0:
+        dk_LH = dk_LH * FACTOR
     if ROPE_DIM == 0:
         dk_LH = dk_LH * (scale * LN_2)
     _store_keys(dk_ptr, dk_LH, row_L, row_L < end, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
@@ -297,16 +335,25 @@ def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTi
 
 def packed(x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> tuple[Tensor, ...]:
     """See `attention.operator.attention_packed_backward`."""
-    assert scores == PLAIN
     grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
-    packed_into(grads, x, by)
+    packed_into(grads, x, by, scores)
     return grads
 
 
-def packed_into(grads: tuple[Tensor, ...], x: AttentionGradient, by: Packed) -> None:
-    """`packed`, writing to `grads`, of q, k and v: a token's heads are contiguous in each."""
+def packed_with_sinks(x: AttentionGradient, by: Packed, scores: AttentionScores) -> tuple[Tensor, ...]:
+    """See `attention.operator.attention_sinks_packed_backward`."""
+    grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
+    delta_KTG = packed_into(grads, x, by, scores)
+    assert scores.sinks_N is not None
+    return *grads, sinks_gradient(x, by, scores.sinks_N, delta_KTG)
+
+
+def packed_into(grads: tuple[Tensor, ...], x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
+    """`packed`, writing to `grads`, of q, k and v: a token's heads are contiguous in each. Returns what `launch`
+    does."""
     head_dim = x.q_TNH.shape[2]
-    launch(grads, x, by, head_dim**-0.5, _tiles(by.max_len, head_dim, x.q_TNH.dtype))
+    scale, others = triton_scores.arguments(scores, head_dim)
+    return launch(grads, x, by, scale, _tiles(by.max_len, head_dim, x.q_TNH.dtype), (others, others))
 
 
 def launch(
@@ -315,10 +362,10 @@ def launch(
     by: Packed,
     scale: float,
     tiles: tuple[AttentionTile, AttentionTile],
-    latents: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
-) -> None:
-    """Both kernels, with a tile each and, of latents, with more arguments each: among them the second's heads a
-    group."""
+    others: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+) -> Tensor:
+    """Both kernels, with a tile each and, of latents and of scores, with more arguments each: among a latent's the
+    second's heads a group. Returns `delta`, float32 [K, T, G], which is not set in padding."""
     read = q_TNH, k_TKH, _ = tuple(map(unit_inner, x[1:4]))
     (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], by.prefix_len_S.shape[0]
     grad_TNH, out_TNH = x.grad_TNH.contiguous(), x.out_TNH.contiguous()
@@ -331,7 +378,7 @@ def launch(
         scale * math.log2(math.e),
     )
 
-    def options(tile: AttentionTile, others: dict[str, Any]) -> dict[str, Any]:
+    def options(tile: AttentionTile, more: dict[str, Any]) -> dict[str, Any]:
         return {
             "GROUP": heads // kv_heads,
             "HEAD_DIM": head_dim,
@@ -339,17 +386,18 @@ def launch(
             "BLOCK_L": tile.keys,
             "BLOCK_H": block(head_dim),
             "BLOCK_S": triton.next_power_of_2(segments + 1),
-            "IS_LONG": by.max_len > LONG and not others,
+            "IS_LONG": by.max_len > LONG and "ROPE_DIM" not in more,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
             "enable_fp_fusion": True,
-            **others,
+            **more,
         }
 
-    of_queries, of_keys = map(options, tiles, latents)
+    of_queries, of_keys = map(options, tiles, others)
     rows = tokens * of_queries["GROUP"]
     grid = (kv_heads, triton.cdiv(rows, tiles[0].query_rows) + segments + 1)  # a segment's last tile may be short
     _query_kernel[grid](grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **of_queries)
     grid = (heads // of_keys["GROUP"], triton.cdiv(tokens, tiles[1].keys) + segments + 1)
     strides = dk_TKH.stride(0), dv_TKH.stride(0)
     _key_kernel[grid](grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *strides, **of_keys)
+    return delta_KTG

@@ -28,8 +28,9 @@ from .. import pdl
 from ..records import ALONE, PLAIN, AttentionScores, Contexts, KVPages, PrefixGroups, Rotation
 from ..rope.triton import qk_norm_rope, rotated_heads
 from ..rows import aligned_rows, unit_inner
-from . import triton_prefetch
+from . import triton_prefetch, triton_scores
 from .reference import KEY_SPLIT, KEY_TILE
+from .triton_scores import beside_sinks, first_tile
 from .triton_tiles import Keys, attend, block, empty_state, load_queries, merge_states
 
 STAGES = 3
@@ -110,6 +111,9 @@ def _group_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    context_len_ptr=None,  # [S], if WINDOW > 0
+    WINDOW: tl.constexpr = 0,
+    FACTOR: tl.constexpr = 0.0,
 ):
     """The states of a group's rows after the whole key tiles of one split that the group has in common."""
     pdl.begin(PDL)
@@ -128,13 +132,24 @@ def _group_kernel(
     row_M = tl.program_id(1) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     member_M = row_M // GROUP
     sequence_M = tl.load(group_rows_ptr + member_M, mask=member_M < WIDTH, other=-1)
+    last_M = row_M  # none is needed where all see all
+    lowest = 0
+    if WINDOW > 0:
+        last_M = tl.load(context_len_ptr + sequence_M, mask=sequence_M >= 0, other=end + WINDOW) - 1
+        lowest = tl.maximum(tl.min(last_M, axis=0) - WINDOW + 1, 0)
+        begin = tl.maximum(begin, lowest // BLOCK_L * BLOCK_L)
+        if end <= begin:
+            return
     head_M, mask_M = kv_head * GROUP + row_M % GROUP, sequence_M >= 0
     q_MH = load_queries(q_ptr, sequence_M, head_M, q_stride, q_head_stride, mask_M, HEAD_DIM, BLOCK_H)
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0)
     state = empty_state(BLOCK_M, BLOCK_H)
-    state = attend(state, (q_MH, q_MH), row_M, begin, end, keys, scale, False, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
+    state = attend(
+        state, (q_MH, q_MH), last_M, begin, end, keys, scale, WINDOW > 0, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L, lowest,
+        WINDOW, FACTOR,
+    )  # fmt: skip
     heads = tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
@@ -181,6 +196,9 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    sinks_ptr=None,  # [N], if there is one split
+    WINDOW: tl.constexpr = 0,
+    FACTOR: tl.constexpr = 0.0,
 ):
     """One split of one sequence, from where its group left off."""
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -190,8 +208,11 @@ def _decode_kernel(
     table_ptr += sequence.to(tl.int64) * table_stride
     if AHEAD > 0:
         stored = tl.load(context_len_ptr + sequence, cache_modifier=".cg") - 1
+        wanted = begin
+        if WINDOW > 0:
+            wanted = tl.maximum(begin, first_tile(stored, WINDOW, BLOCK_L))
         triton_prefetch.paged(
-            k_ptr, v_ptr, table_ptr, begin, tl.minimum(stored, begin + SPLIT), table_width, cache_rows, k_stride,
+            k_ptr, v_ptr, table_ptr, wanted, tl.minimum(stored, begin + SPLIT), table_width, cache_rows, k_stride,
             v_stride, PAGE_SIZE, HEAD_DIM, AHEAD,
         )  # fmt: skip
         if NORM:
@@ -205,6 +226,12 @@ def _decode_kernel(
         if begin >= context:
             return
         end = tl.minimum(context, begin + SPLIT)
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(context - WINDOW, 0)
+        begin = tl.maximum(begin, lowest // BLOCK_L * BLOCK_L)
+        if (begin >= end) & SPLITS:
+            return
     h, row_M = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_M)
     sequences, kv_heads = tl.num_programs(1), tl.num_programs(0)
     heads, mask_M, head_M = kv_heads * GROUP, row_M < GROUP, kv_head * GROUP + row_M
@@ -235,9 +262,14 @@ def _decode_kernel(
         start = tl.maximum(start, begin)
         found_M = row_M < tl.where(start > begin, GROUP, 0)
         state = _load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
-    last_M = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
+    last_M = tl.zeros((BLOCK_M,), tl.int32) + ((context if WINDOW > 0 else end) - 1)
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
-    state = attend(state, (q_MH, q_MH), last_M, start, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L)
+    state = attend(
+        state, (q_MH, q_MH), last_M, start, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L, lowest, WINDOW,
+        FACTOR,
+    )  # fmt: skip
+    if sinks_ptr is not None:
+        state = beside_sinks(state, sinks_ptr, head_M, mask_M)
     if SPLITS:
         _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
     else:
@@ -259,6 +291,8 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    sinks_ptr=None,  # [N]
+    WINDOW: tl.constexpr = 0,
 ):
     """A sequence's splits, left to right, for the heads of one kv head."""
     pdl.begin(PDL)
@@ -268,10 +302,17 @@ def _merge_kernel(
     mask_M, state_M = row_M < GROUP, sequence.to(tl.int64) * heads + kv_head * GROUP + row_M
     state = empty_state(BLOCK_M, BLOCK_H)
     split_M = state_M
-    for _ in range(0, tl.load(context_len_ptr + sequence), SPLIT):
+    context = tl.load(context_len_ptr + sequence)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context - WINDOW, 0) // SPLIT * SPLIT
+        split_M += (begin // SPLIT).to(tl.int64) * sequences * heads
+    for _ in range(begin, context, SPLIT):
         found = _load_state(acc_ptr, statistics_ptr, split_M, mask_M, states, HEAD_DIM, BLOCK_H)
         state = merge_states(state, found)
         split_M += sequences * heads
+    if sinks_ptr is not None:
+        state = beside_sinks(state, sinks_ptr, kv_head * GROUP + row_M, mask_M)
     _, sum_M, acc_MH = state
     out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
     mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
@@ -288,12 +329,14 @@ def decode(
     cache: KVPages,
     by: Contexts,
     groups: PrefixGroups = ALONE,
-    rotation: Rotation | None = None,
-    slots_S: Tensor | None = None,
+    scores: AttentionScores = PLAIN,
+    projection: tuple[Rotation, Tensor] | None = None,
 ) -> Tensor:
     """See `attention.operator.attention_paged`: row s of `q` is the query of sequence s's last token, [S, N, H]. Or,
-    with a rotation, see `operator.attention_decode`: it is that token's fused projection, [S, (N + 2K) * H]."""
+    with a rotation and slots, see `operator.attention_decode`: it is that token's fused projection,
+    [S, (N + 2K) * H]."""
     (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, cache.k_cache.shape
+    rotation, slots_S = projection or (None, None)
     projected, group_rows_CW = rotation is not None, groups.group_rows_CW
     heads, device = rotation.num_heads if rotation else q.shape[1], q.device
     group, splits = heads // kv_heads, max(triton.cdiv(by.max_context_len, KEY_SPLIT), 1)
@@ -307,7 +350,9 @@ def decode(
     acc = torch.empty((*stored, head_dim), dtype=torch.float32, device=device)
     statistics = torch.empty((2, *stored), dtype=torch.float32, device=device)
     strides = (block_table.stride(0), *(stride for x in (q, k_RKH, v_RKH) for stride in x.stride()[:2]))
-    scale = head_dim**-0.5 * math.log2(math.e)
+    factor, others = triton_scores.arguments(scores, head_dim)
+    scale, at_end = factor * math.log2(math.e), triton_scores.sinks(scores)
+    merged = {name: x for name, x in others.items() if name == "WINDOW"}
     dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block(head_dim), "SPLIT": KEY_SPLIT, **pdl.options(q)}
     tiles = {**dims, "PAGE_SIZE": page_size, "BLOCK_L": KEY_TILE, "num_stages": STAGES}
     if grouped:
@@ -317,7 +362,8 @@ def decode(
         members = (group_rows_CW.contiguous(), groups.shared_len_S, sequences)
         _group_kernel[grid](
             q, k_RKH, v_RKH, acc, statistics, block_table, *members, *strides, scale, WIDTH=width,
-            BLOCK_M=rows, num_warps=warps, **tiles,
+            BLOCK_M=rows, num_warps=warps, **tiles, **others,
+            **({"context_len_ptr": by.context_len_S} if scores.window else {}),
         )  # fmt: skip
     rows, warps = _rows_and_warps(group + projected)
     lengths = (by.context_len_S, groups.shared_len_S if grouped else by.context_len_S)
@@ -327,12 +373,13 @@ def decode(
         q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(q, rotation, slots_S), *bounds,
         *strides, scale, AHEAD=ahead,
         PROJECTED=projected, NORM=rotation is not None and rotation.q_weight_H is not None,
-        SPLITS=splits > 1, GROUPED=grouped, BLOCK_M=rows, num_warps=warps, **tiles,
+        SPLITS=splits > 1, GROUPED=grouped, BLOCK_M=rows, num_warps=warps, **tiles, **others,
+        **({} if splits > 1 else at_end),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[kv_heads, sequences](
             out_SNH, acc, statistics, by.context_len_S, statistics.numel() // 2, BLOCK_M=triton.next_power_of_2(group),
-            num_warps=1, **dims,
+            num_warps=1, **dims, **merged, **at_end,
         )  # fmt: skip
     return out_SNH
 
@@ -356,10 +403,10 @@ def attention_decode(
     contexts: Contexts,
     groups: PrefixGroups = ALONE,
     scores: AttentionScores = PLAIN,
+    weight_offset: float = 0.0,
 ) -> Tensor:
     """See `operator.attention_decode`."""
-    assert scores == PLAIN
-    if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
-        return decode(qkv_SE, cache, contexts, rotation=by, slots_S=slots_S)
-    q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S)  # each query is in two programs
-    return decode(q_SNH, cache, contexts, groups)
+    if (groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0) and not weight_offset:
+        return decode(qkv_SE, cache, contexts, ALONE, scores, (by, slots_S))
+    q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S, weight_offset)  # each query is in two programs
+    return decode(q_SNH, cache, contexts, groups, scores)

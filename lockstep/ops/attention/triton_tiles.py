@@ -12,6 +12,9 @@ dtype before the second product, their sum is taken before that rounding; the re
 A state is (shift, sum, acc): the row's largest score times `scale` (which holds log2(e)), the sum of exponentials and
 the output before its division, both relative to that shift.
 
+With a window, tiles before it are left out: of a row that sees none of a tile's keys yet, the state stays empty.
+`triton_scores` has what else a layer may want of its scores.
+
 Latent attention has the same expression. There ROPE_DIM > 0: queries and keys have a rotated part of that width beside
 them, whose products are added last to a score, in the same accumulator; and a tile of keys is also that of the values.
 
@@ -27,6 +30,7 @@ import triton
 import triton.language as tl
 
 from .reference import KEY_TILE
+from .triton_scores import tanh
 
 MIN_BLOCK = 16  # tl.dot's smallest side
 LONG = 512  # keys of a sequence above which larger tiles of queries pay
@@ -187,6 +191,9 @@ def attend(
     HEAD_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    lowest=0,  # what no row sees a key before, if WINDOW > 0
+    WINDOW: tl.constexpr = 0,
+    FACTOR: tl.constexpr = 0.0,
 ):
     """The state with the keys at positions `begin` to `end` added: a tile of the online softmax (Milakov and Gimelshein
     2018) after the other."""
@@ -199,9 +206,15 @@ def attend(
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
+        if WINDOW > 0:
+            inside_L = inside_L & (position_L >= lowest)
         k_LH, v_LH, k_LP = load_key_parts(keys, row_L, inside_L, MASKED, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
         visible_ML = position_L[None, :] <= last_M[:, None]
+        if WINDOW > 0:
+            visible_ML = visible_ML & (position_L[None, :] > last_M[:, None] - WINDOW)
         score_ML = scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM)
+        if FACTOR > 0:
+            score_ML = tanh(score_ML * FACTOR)
         if MASKED:
             score_ML = tl.where(visible_ML, score_ML, float("-inf"))
         new_M = tl.maximum(shift_M, tl.max(score_ML, axis=1) * scale)
@@ -253,6 +266,8 @@ def over_keys(
     BLOCK_L: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
+    FACTOR: tl.constexpr = 0.0,
 ):
     """dQ with the keys at positions `begin` to `end` added."""
     BLOCK_H: tl.constexpr = grad_MH.shape[1]
@@ -260,11 +275,19 @@ def over_keys(
         position_L = start + tl.arange(0, BLOCK_L)
         row_L = key_rows(position_L, end, keys.table_ptr, keys.prefix, keys.shared, keys.own, 0)
         k_LH, v_LH, k_LP = load_key_parts(keys, row_L, position_L < end, MASKED, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
-        p_ML = tl.exp2(scores(q[0], q[1], k_LH, k_LP, ROPE_DIM) * scale - lse_M[:, None])
+        score_ML = scores(q[0], q[1], k_LH, k_LP, ROPE_DIM)
+        if FACTOR > 0:
+            score_ML = tanh(score_ML * FACTOR)
+        p_ML = tl.exp2(score_ML * scale - lse_M[:, None])
         if MASKED:
             p_ML = tl.where(position_L[None, :] <= position_M[:, None], p_ML, 0.0)
+            if WINDOW > 0:
+                p_ML = tl.where(position_L[None, :] > position_M[:, None] - WINDOW, p_ML, 0.0)
         dp_ML = tl.dot(grad_MH, tl.trans(v_LH), input_precision="ieee")
-        ds_ML = (p_ML * (dp_ML - delta_M[:, None])).to(k_LH.dtype)
+        ds_ML = p_ML * (dp_ML - delta_M[:, None])
+        if FACTOR > 0:
+            ds_ML = ds_ML * (1.0 - score_ML * score_ML)
+        ds_ML = ds_ML.to(k_LH.dtype)
         dq_MH = tl.dot(ds_ML, k_LH, dq_MH, input_precision="ieee")
         if ROPE_DIM > 0:
             dq_MP = tl.dot(ds_ML, k_LP, dq_MP, input_precision="ieee")
@@ -300,6 +323,9 @@ def over_queries(
     BLOCK_M: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    shift=0,  # of a row's token, to what keys' rows are counted from, if WINDOW > 0
+    WINDOW: tl.constexpr = 0,
+    FACTOR: tl.constexpr = 0.0,
 ):
     """The gradients with the query rows (token * G + head) of the tiles that start in `begin` to `stop` added, those
     below `end`; products are transposed, keys first."""
@@ -315,15 +341,22 @@ def over_queries(
         grad_MH = load_queries(rows.grad_ptr, token_M, head_M, rows.grad_stride, HEAD_DIM, inside_M, HEAD_DIM, BLOCK_H)
         lse_M = tl.load(rows.lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
         delta_M = tl.load(rows.delta_ptr + statistic_M, mask=inside_M, other=0.0)
-        p_LM = tl.exp2(scores(k_LH, k_LP, q_MH, q_MP, ROPE_DIM) * scale - lse_M[None, :])
+        score_LM = scores(k_LH, k_LP, q_MH, q_MP, ROPE_DIM)
+        if FACTOR > 0:
+            score_LM = tanh(score_LM * FACTOR)
+        p_LM = tl.exp2(score_LM * scale - lse_M[None, :])
         if MASK == "causal":
             p_LM = tl.where(row_L[:, None] <= token_M[None, :], p_LM, 0.0)
         if MASK == "visible":
             p_LM = tl.where(visible_L[:, None], p_LM, 0.0)
+        if WINDOW > 0 and MASK != "none":
+            p_LM = tl.where(token_M[None, :] + shift - row_L[:, None] < WINDOW, p_LM, 0.0)
         if ROPE_DIM == 0:
             other_LX = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, other_LX, input_precision="ieee")
         dp_LM = tl.dot(v_LH, tl.trans(grad_MH), input_precision="ieee")
         ds_LM = p_LM * (dp_LM - delta_M[None, :])
+        if FACTOR > 0:
+            ds_LM = ds_LM * (1.0 - score_LM * score_LM)
         if ROPE_DIM > 0:
             ds_LM = ds_LM * (scale * LN_2)  # beside dV, which has no such factor
             dk_LH = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, dk_LH, input_precision="ieee")

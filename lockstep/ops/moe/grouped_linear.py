@@ -30,13 +30,32 @@ def grouped_linear_backward(
 
 
 @operator(
+    "lockstep::grouped_sum",
+    cuda="triton_grouped:grouped_sum",
+    fake=lambda x_RN, offsets: x_RN.new_empty(offsets.shape[0] - 1, x_RN.shape[1]),
+)
+def grouped_sum(x_RN: Tensor, offsets: Tensor) -> Tensor:
+    """The sum of each group's rows, [G, N] in x's dtype, made in float32 (zero for a group without rows); the same
+    every time."""
+    sums_GN = [x_RN[start:end].float().sum(0) for start, end in _spans(offsets)]
+    return torch.stack(sums_GN).to(x_RN.dtype)
+
+
+def _backward(ctx, grad_RN: Tensor):
+    x_RK, weight_GNK, offsets, bias_GN = saved(ctx)
+    grad_RN = grad_RN.contiguous()
+    grad_GN = None if bias_GN is None else grouped_sum(grad_RN, offsets)
+    return *grouped_linear_backward(grad_RN, x_RK, weight_GNK, offsets), None, grad_GN
+
+
+@operator(
     "lockstep::grouped_linear",
     cuda="triton_grouped:grouped_linear",
-    fake=lambda x_RK, weight_GNK, offsets: x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1]),
-    backward=lambda ctx, grad_RN: grouped_linear_backward(grad_RN.contiguous(), *saved(ctx)),
+    fake=lambda x_RK, weight_GNK, *_: x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1]),
+    backward=_backward,
 )
-def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
-    """`x[r] @ weight[g].T` for each row r of group g, [R, N] in x's dtype; the bits of `linear` a row.
+def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor, bias_GN: Tensor | None = None) -> Tensor:
+    """`x[r] @ weight[g].T + bias[g]` for each row r of group g, [R, N] in x's dtype; the bits of `linear` a row.
 
     Args:
         offsets: int32 [G + 1], ascending from 0 to R; group g has the rows `offsets[g]:offsets[g + 1]`, or none.
@@ -44,7 +63,8 @@ def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
     out_RN = x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1])
     for g, (start, end) in enumerate(_spans(offsets)):
         if end > start:
-            out_RN[start:end] = linear(x_RK[start:end], weight_GNK[g])
+            bias_N = None if bias_GN is None else bias_GN[g]
+            out_RN[start:end] = linear(x_RK[start:end], weight_GNK[g], bias_N)
     return out_RN
 
 

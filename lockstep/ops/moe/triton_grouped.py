@@ -27,6 +27,7 @@ _MEDIUM = Choice("grouped", 64, 256, 64, 4, 4)
 _LARGE = Choice("grouped", 128, 256, 64, 8, 4)
 _ODD = Choice("grouped", 64, 128, 64, 4, 3)  # for what has no descriptor
 _SMALL_ROWS, _MEDIUM_ROWS = 16, 96  # mean rows a group that they are for, at most
+_SUM = Choice("grouped", 32, 128, 0, 4)  # rows added at a time, and columns
 _OUTER = Choice("grouped", 64, 128, 128, 8, 3)  # block_m rows contracted at a time, a tile of block_n x block_k
 
 
@@ -56,11 +57,18 @@ def _locate(tile, offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constex
     return group, first, tl.sum(tl.where(is_it, end_G, 0), axis=0)
 
 
+@triton.jit
+def _biased(acc, bias_ptr, n, columns):
+    """An accumulator and the bias of its columns."""
+    return acc + tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+
+
 @triton.jit(do_not_specialize=["tiles_m"])
 def _matmul_kernel(
     x_ptr,
     w_ptr,
     out_ptr,
+    bias_ptr,  # [groups, columns], or None
     offsets_ptr,
     tiles_m,
     columns,
@@ -95,6 +103,8 @@ def _matmul_kernel(
         acc = tl.dot(a, b, acc, input_precision="ieee")
         x += BLOCK_K
         w += BLOCK_K * w_k_stride
+    if bias_ptr is not None:
+        acc = _biased(acc, bias_ptr + group * columns, n, columns)
     out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < columns)[None, :])
 
@@ -104,6 +114,7 @@ def _walking_kernel(
     x_desc,
     w_desc,
     out_ptr,
+    bias_ptr,  # [groups, columns], or None
     offsets_ptr,
     columns,
     depth,
@@ -139,15 +150,18 @@ def _walking_kernel(
             acc = tl.dot(a, b, acc, input_precision="ieee")
         m = first + tl.arange(0, BLOCK_M)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if bias_ptr is not None:
+            acc = _biased(acc, bias_ptr + group * columns, n, columns)
         out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < columns)[None, :])
 
 
-def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor) -> Tensor:
-    """`x[r] @ w[g]` for each row r of group g, [R, N] in x's dtype; `w` may be a transposed view."""
+def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor, bias_GN: Tensor | None = None) -> Tensor:
+    """`x[r] @ w[g] + bias[g]` for each row r of group g, [R, N] in x's dtype; `w` may be a transposed view."""
     x_RK = x_RK.contiguous()
     (rows, depth), (groups, _, columns) = x_RK.shape, w_GKN.shape
     out_RN = torch.empty((rows, columns), dtype=x_RK.dtype, device=x_RK.device)
+    bias_GN = None if bias_GN is None else bias_GN.contiguous()
     c = _config(rows, groups)
     described = None if c is _SMALL else _described(x_RK, w_GKN, c)
     if not described and c is not _SMALL:
@@ -160,10 +174,10 @@ def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor) -> Tensor:
     }
     if described:
         grid = (min(tiles * tiles_n, _multiprocessors(x_RK.device)),)
-        arguments = (*described, out_RN, offsets, columns, depth, groups)
+        arguments = (*described, out_RN, bias_GN, offsets, columns, depth, groups)
         _walking_kernel[grid](*arguments, K_INNERMOST=w_GKN.stride(1) == 1, **constants)
     else:
-        arguments = (x_RK, w_GKN, out_RN, offsets, tiles, columns, depth, groups, *w_GKN.stride())
+        arguments = (x_RK, w_GKN, out_RN, bias_GN, offsets, tiles, columns, depth, groups, *w_GKN.stride())
         _matmul_kernel[(tiles * tiles_n,)](*arguments, EVEN_K=depth % c.block_k == 0, **constants)
     return out_RN
 
@@ -237,9 +251,32 @@ def grouped_outer(a_RN: Tensor, b_RK: Tensor, offsets: Tensor) -> Tensor:
     return out_GNK
 
 
-def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor) -> Tensor:
+@triton.jit
+def _sum_kernel(x_ptr, out_ptr, offsets_ptr, columns, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    group, n = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start, end = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
+    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for first in range(start, end, BLOCK_R):
+        r = (first + tl.arange(0, BLOCK_R))[:, None]
+        x = tl.load(x_ptr + r.to(tl.int64) * columns + n[None, :], mask=(r < end) & (n < columns)[None, :], other=0.0)
+        total += x.to(tl.float32)
+    out = out_ptr + group.to(tl.int64) * columns + n
+    tl.store(out, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=n < columns)
+
+
+def grouped_sum(x_RN: Tensor, offsets: Tensor) -> Tensor:
+    """See `moe.grouped_linear.grouped_sum`."""
+    x_RN, groups, columns = x_RN.contiguous(), offsets.shape[0] - 1, x_RN.shape[1]
+    out_GN = torch.empty((groups, columns), dtype=x_RN.dtype, device=x_RN.device)
+    rows, width = _SUM.block_m, _SUM.block_n
+    grid = triton.cdiv(columns, width), groups
+    _sum_kernel[grid](x_RN, out_GN, offsets, columns, BLOCK_R=rows, BLOCK_N=width, num_warps=_SUM.num_warps)
+    return out_GN
+
+
+def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor, bias_GN: Tensor | None = None) -> Tensor:
     """See `moe.grouped_linear.grouped_linear`."""
-    return grouped_matmul(x_RK, weight_GNK.transpose(1, 2), offsets)
+    return grouped_matmul(x_RK, weight_GNK.transpose(1, 2), offsets, bias_GN)
 
 
 def grouped_linear_backward(

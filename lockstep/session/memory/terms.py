@@ -9,7 +9,6 @@ the captured graph: `tests/session/test_memory_plan.py` holds them to the bytes 
 from __future__ import annotations
 
 from ...generator.kv_cache import bytes_per_token
-from ...models import num_parameters
 from .workload import Workload
 
 GIB = 1 << 30
@@ -26,7 +25,7 @@ HASHES = 256 << 20  # `graph.check.fingerprints` at work
 
 def weights(w: Workload) -> int:
     """`N b`, whole on every rank, as the generator reads them; of several ranks their `shard` is beside them."""
-    return num_parameters(w.model) * w.b
+    return w.parameters * w.b
 
 
 def shard(w: Workload) -> int:
@@ -51,7 +50,7 @@ def gradients(w: Workload) -> int:
 
 def frozen(w: Workload) -> int:
     """`N b` of each model that is only read: the reference, or the teacher."""
-    return sum(num_parameters(model) for model in w.frozen) * w.b
+    return w.frozen_parameters * w.b
 
 
 def cache(w: Workload, tokens: int) -> int:
@@ -163,7 +162,7 @@ def layer_weights(w: Workload) -> int:
     """`b` times the parameters of a layer, the mean of all."""
     c = w.model
     tables = 1 if c.tie_word_embeddings else 2
-    return (num_parameters(c) - tables * c.vocab_size * c.hidden_size) // c.num_layers * w.b
+    return (w.parameters - tables * c.vocab_size * c.hidden_size) // c.num_layers * w.b
 
 
 def working(w: Workload, again: int = 0) -> int:

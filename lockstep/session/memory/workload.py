@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from ...config import RunConfig
-from ...models import Decoder, ModelConfig
+from ...models import Decoder, ModelConfig, num_parameters
 from ...trainer import frozen_parameters
 from ...trainer.parameters import Layout
 from ...trainer.shapes import BatchShape, planned_tokens, train_shapes
@@ -68,9 +68,23 @@ class Workload:
         return self.dtype.itemsize
 
     @cached_property
+    def decoder(self) -> Decoder:
+        """The model, without memory."""
+        return Decoder(self.model, self.dtype, "meta")
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.decoder.parameters())
+
+    @cached_property
+    def frozen_parameters(self) -> int:
+        """Of the models that are only read."""
+        return sum(map(num_parameters, self.frozen))
+
+    @cached_property
     def layout(self) -> Layout:
-        """Where the trained parameters lie, padded and cut; no memory is taken for it."""
-        decoder = Decoder(self.model, self.dtype, "meta")
-        frozen = frozen_parameters(decoder, self.config.optimizer)
-        shapes = [tuple(p.shape) for name, p in decoder.named_parameters() if name not in frozen]
+        """Where the trained parameters lie, padded and cut."""
+        frozen = frozen_parameters(self.decoder, self.config.optimizer)
+        shapes = [tuple(p.shape) for name, p in self.decoder.named_parameters() if name not in frozen]
         return Layout.of(shapes, self.ranks)

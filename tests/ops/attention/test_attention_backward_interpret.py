@@ -10,10 +10,12 @@ import os
 import pytest
 import torch
 from processes import run_interpreted
+from scores_cases import SINKS
+from scores_cases import dense as attended
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops.records import AttentionGradient, Rotation
+from lockstep.ops.records import PLAIN, AttentionGradient, AttentionScores, Rotation
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.attention import triton as attention_triton
@@ -64,26 +66,30 @@ def max_len(segments: list[Segment]) -> int:
     return max(own + length for own, _, length in segments)
 
 
-def dense(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: list[Segment]) -> list[Tensor]:
+def dense(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scores: AttentionScores = PLAIN
+) -> list[Tensor]:
     """float64 gradients by autograd, a segment at a time over the keys it sees."""
-    leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
-    group, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
+    tensors = (q, k, v) if scores.sinks_N is None else (q, k, v, scores.sinks_N)
+    leaves = [x.double().detach().requires_grad_() for x in tensors]
+    if len(leaves) > 3:
+        scores = scores._replace(sinks_N=leaves[3])
     end, total = 0, torch.zeros((), dtype=torch.float64)
     for own, start, length in segments:
         first, end = end, end + own
         rows = torch.cat((torch.arange(start, start + length), torch.arange(first, end)))
-        keys, values = (x[rows].repeat_interleave(group, dim=1) for x in leaves[1:])
-        scores = torch.einsum("qnh,knh->nqk", leaves[0][first:end], keys) * scale
-        hidden = torch.ones(own, length + own, dtype=torch.bool).triu(length + 1)
-        p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        total = total + (torch.einsum("nqk,knh->qnh", p, values) * grad[first:end].double()).sum()
+        out = attended(leaves[0][first:end], leaves[1][rows], leaves[2][rows], scores, length)
+        total = total + (out * grad[first:end].double()).sum()
     return list(torch.autograd.grad(total, leaves))
 
 
-def check(results: tuple[Tensor, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: list[Segment]) -> None:
-    rows = sum(own for own, _, _ in segments)
-    for what, x, exact in zip(("dQ", "dK", "dV"), results, dense(grad, q, k, v, segments), strict=True):
-        assert x.dtype == q.dtype and x.shape == exact.shape
+def check(results: tuple[Tensor, ...], *inputs: Tensor, segments: list[Segment], scores: AttentionScores = PLAIN):
+    rows, all_exact = sum(own for own, _, _ in segments), dense(*inputs, segments, scores)
+    if scores.sinks_N is not None:
+        *results, of_sinks = results
+        torch.testing.assert_close(of_sinks.double(), all_exact.pop(), atol=1e-5, rtol=1e-4)
+    for what, x, exact in zip(("dQ", "dK", "dV"), results, all_exact, strict=True):
+        assert x.dtype == inputs[1].dtype and x.shape == exact.shape
         assert not x[rows:].any(), f"{what}: padding rows must be exactly zero"
         torch.testing.assert_close(
             x[:rows].double(), exact[:rows], atol=1e-5, rtol=1e-4, msg=lambda m, what=what: f"{what}: {m}"
@@ -97,7 +103,7 @@ def test_operator_on_a_cpu(name):
     grad, q, k, v = inputs(name, 4, 2, 16)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = ops.attention_packed(*leaves, ops.Packed(*layout_tensors(segments), max_len(segments)))
-    check(torch.autograd.grad(out, leaves, grad), grad, q, k, v, segments)
+    check(torch.autograd.grad(out, leaves, grad), grad, q, k, v, segments=segments)
 
 
 class Interpreted:
@@ -108,12 +114,13 @@ class Interpreted:
         yield
         torch.use_deterministic_algorithms(False)
 
-    def run(self, name: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    def run(self, name: str, heads: int, kv_heads: int, head_dim: int, scores: AttentionScores = PLAIN) -> None:
         segments = LAYOUTS[name][1]
         packed = ops.Packed(*layout_tensors(segments), max_len(segments))
         grad, q, k, v = inputs(name, heads, kv_heads, head_dim)
-        results = kernels.packed(AttentionGradient(grad, q, k, v, *attention_triton.packed(q, k, v, packed)), packed)
-        check(results, grad, q, k, v, segments)
+        x = AttentionGradient(grad, q, k, v, *attention_triton.packed(q, k, v, packed, scores))
+        backward = kernels.packed if scores.sinks_N is None else kernels.packed_with_sinks
+        check(backward(x, packed, scores), grad, q, k, v, segments=segments, scores=scores)
 
     @pytest.mark.parametrize("name", LAYOUTS)
     def test_layouts(self, name):
@@ -148,6 +155,12 @@ class Interpreted:
     def test_long_sequences(self, name, monkeypatch):
         monkeypatch.setattr(kernels, "LONG", 0)
         self.run(name, 2, 1, 16)
+
+    @pytest.mark.parametrize("long", [512, 0])
+    def test_windows_sinks_and_caps(self, long, monkeypatch):
+        monkeypatch.setattr(kernels, "LONG", long)
+        self.run("groups, one of them split", 1, 1, 16, AttentionScores(window=20))
+        self.run("parts of a prompt", 2, 1, 16, AttentionScores(SINKS[:2], 41, 0.4, 5.0))
 
     @pytest.mark.parametrize(("query_rows", "keys", "long"), [(64, 64, 0), (16, 64, 512), (64, 16, 0), (128, 32, 0)])
     def test_tiles(self, query_rows, keys, long, monkeypatch):

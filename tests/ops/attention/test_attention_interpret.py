@@ -13,7 +13,7 @@ from processes import run_interpreted
 from torch import Tensor
 
 from lockstep.ops.attention import reference as attention_reference
-from lockstep.ops.records import Contexts, KVPages, Packed, Paged, PrefixGroups, Rotation
+from lockstep.ops.records import PLAIN, AttentionScores, Contexts, KVPages, Packed, Paged, PrefixGroups, Rotation
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import triton
@@ -32,6 +32,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 LENGTH, SPLIT, PAGE_SIZE = 300, 128, 16
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+SINKS = torch.tensor([0.5, -3.0, 4.0, 30.0])
+SCORES = {
+    "window of 20": AttentionScores(window=20),
+    "all": AttentionScores(SINKS, 150, 0.4, 5.0),
+}
 ROWS = [0, 63, 64, 127, 128, 129, 200, 255, 256, 257, 299]
 
 
@@ -51,7 +56,8 @@ class Pages:
     """Sequences of wide exponents in shuffled pages, NaN elsewhere; they have their first `shared` positions, and the
     whole pages of those, in common."""
 
-    def __init__(self, sequences: int, shared: int) -> None:
+    def __init__(self, sequences: int, shared: int, scores: AttentionScores = PLAIN) -> None:
+        self.scores = scores
         count = -(-LENGTH // PAGE_SIZE)
         self.table = torch.randperm(sequences * count).int().view(sequences, count)
         self.table[:, : shared // PAGE_SIZE] = self.table[0, : shared // PAGE_SIZE].clone()
@@ -69,7 +75,8 @@ class Pages:
 
     def packed(self, sequence: int = 0) -> Tensor:
         q, k, v = (x[sequence] for x in (self.q, self.k, self.v))
-        return attention_triton.packed(q, k, v, Packed(int32(0, LENGTH), int32(0), int32(0), LENGTH))[0]
+        by = Packed(int32(0, LENGTH), int32(0), int32(0), LENGTH)
+        return attention_triton.packed(q, k, v, by, self.scores)[0]
 
     def prefilled(self, cuts: list[int]) -> Tensor:
         chunks = [
@@ -77,6 +84,7 @@ class Pages:
                 self.q[0, start:end],
                 KVPages(self.k_cache, self.v_cache),
                 Paged(self.table[:1], int32(0, end - start), int32(end), end - start, LENGTH),
+                scores=self.scores,
             )
             for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True)
         ]
@@ -87,7 +95,7 @@ class Pages:
         q = self.q[sequences, rows]
         starts, context = torch.arange(len(rows) + 1).int(), int32(*rows) + 1
         by = Paged(self.table[sequences], starts, context, 1, LENGTH)
-        return attention_triton.paged(q, KVPages(self.k_cache, self.v_cache), by, PrefixGroups(*groups))
+        return attention_triton.paged(q, KVPages(self.k_cache, self.v_cache), by, PrefixGroups(*groups), self.scores)
 
 
 class Interpreted:
@@ -137,6 +145,29 @@ class Interpreted:
         assert same_bits(one_split[:SPLIT], whole[:SPLIT]), "one split needs no merging"
         assert not same_bits(one_split[SPLIT:], whole[SPLIT:]), "CONTROL: other splits are another sum"
 
+    @pytest.mark.parametrize("name", SCORES)
+    def test_windows_sinks_and_caps_are_the_same_everywhere(self, name, monkeypatch):
+        pages = Pages(1, 0, SCORES[name])
+        whole, layout = pages.packed(), Packed(int32(0, LENGTH), int32(0), int32(0), LENGTH)
+        expected = attention_reference.packed(pages.q[0], pages.k[0], pages.v[0], layout, SCORES[name])
+        torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-4)
+        assert same_bits(pages.decoded([0] * len(ROWS), ROWS), whole[ROWS])
+        assert same_bits(pages.prefilled([131, 190]), whole)
+        monkeypatch.setattr(attention_triton, "LONG", 0)  # tiles without masks have a loop of their own
+        monkeypatch.setattr(attention_triton, "SMALL_TILE", attention_triton.AttentionTile(32, 4, 1))
+        assert same_bits(pages.packed(), whole)
+
+        row = 200 + SCORES[name].window % 3
+        pages.table[0, : SCORES[name].first_key(row) // PAGE_SIZE] = 10**6  # those pages are gone
+        assert same_bits(pages.decoded([0], [row]), whole[[row]])
+
+    def test_groups_with_windows_change_no_bit(self):
+        pages = Pages(4, 270, SCORES["all"])
+        sequences, rows = [0, 3, 1, 2, 0], [270, 299, 285, 271, 299]
+        alone = pages.decoded(sequences, rows)
+        groups = torch.tensor([[0, 2, 3, 1, 4, -1]], dtype=torch.int32)
+        assert same_bits(pages.decoded(sequences, rows, groups, int32(*[270] * 5)), alone)
+
     @pytest.mark.parametrize(("shared", "max_rows"), [(63, 64), (145, 16), (270, 64)])
     def test_groups_change_no_bit(self, shared, max_rows, monkeypatch):
         monkeypatch.setattr(triton_decode, "MAX_GROUP_ROWS", max_rows)
@@ -158,8 +189,8 @@ class Interpreted:
         grouped = pages.decoded([0, 1, 2], [299, 280, 200], torch.tensor([[0, 1, 2, -1]]).int(), int32(128, 128, 128))
         assert same_bits(grouped, alone)
 
-    @pytest.mark.parametrize("with_norms", [True, False])
-    def test_a_projection_decodes_as_separate_kernels_do(self, with_norms):
+    @pytest.mark.parametrize(("with_norms", "scores"), [(True, PLAIN), (False, PLAIN), (False, SCORES["all"])])
+    def test_a_projection_decodes_as_separate_kernels_do(self, with_norms, scores):
         """Norm, rotation and the write to the cache inside: the words of the cache and of the output."""
         sequences, positions = [0, 3, 1, 2], [270, 299, 255, 256]
         pages = Pages(4, 0)
@@ -174,9 +205,10 @@ class Interpreted:
         for cache in (*caches, *expected):
             cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = torch.nan
         q = rope_triton.qk_norm_rope(qkv, rotation, expected, slots)
-        alone = attention_triton.paged(q, KVPages(*expected), Paged(table, starts, context, 1, LENGTH))
+        by = Paged(table, starts, context, 1, LENGTH)
+        alone = attention_triton.paged(q, KVPages(*expected), by, PrefixGroups(), scores)
         cache, contexts = KVPages(*caches), Contexts(table, context, LENGTH)
         for _ in range(2):  # writing again changes nothing
-            out = triton_decode.attention_decode(qkv, rotation, cache, slots, contexts)
+            out = triton_decode.attention_decode(qkv, rotation, cache, slots, contexts, PrefixGroups(), scores)
             assert same_bits(out, alone) and not out.isnan().any()
             assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))

@@ -55,4 +55,17 @@ class Interpreted:
         spans = zip(offsets.tolist(), offsets[1:].tolist(), strict=False)
         exact = torch.cat([x[a:b].float() @ w[g].float() for g, (a, b) in enumerate(spans)])
         torch.testing.assert_close(out[own].float(), exact[own], atol=2e-2, rtol=1e-3)
+        bias, group = 100 * torch.randn(len(SIZES), columns).half(), torch.arange(len(SIZES))
+        biased = triton_grouped.grouped_matmul(x, w, offsets, bias)
+        sums = exact + bias.float()[group.repeat_interleave(torch.tensor(SIZES))]
+        torch.testing.assert_close(biased[own].float(), sums[own], atol=2e-3, rtol=2**-11)  # rounded once
         assert out[~own].isnan().all()
+
+    def test_sums_are_those_of_each_group(self):
+        offsets, x = torch.tensor((0, *SIZES)).cumsum(0).int(), torch.randn(sum(SIZES), 130)
+        exact = torch.stack(
+            [x[a:b].double().sum(0) for a, b in zip(offsets.tolist(), offsets.tolist()[1:], strict=False)]
+        )
+        found = triton_grouped.grouped_sum(x, offsets)
+        torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
+        assert not found[1].any(), "a group without rows"

@@ -104,11 +104,13 @@ def test_grouped_products_are_linear_row_by_row(name: str, dtype: torch.dtype) -
         "empty": [0, 0, 0, 1, 1, 37],
     }
     offsets = torch.tensor(bounds[name], dtype=torch.int32)
-    out = grouped_linear.grouped_linear(x, weight, offsets)
+    out, bias = grouped_linear.grouped_linear(x, weight, offsets), wide(5, 40, seed=4).to(dtype)
+    biased = grouped_linear.grouped_linear(x, weight, offsets, bias)
     for g in range(5):
         start, end = bounds[name][g : g + 2]
         for r in range(start, end):
             assert torch.equal(out[r : r + 1], linear(x[r : r + 1], weight[g]))
+            assert torch.equal(biased[r : r + 1], linear(x[r : r + 1], weight[g], bias[g]))
 
 
 def test_gradients_through_dispatch_products_and_combine() -> None:
@@ -117,15 +119,16 @@ def test_gradients_through_dispatch_products_and_combine() -> None:
     experts[:, 1] = (experts[:, 0] + 1) % 4
     order, row, offsets = routing.dispatch_plan(experts, 5)  # the last expert has no rows
     x, w = torch.randn(7, 6, generator=generator), torch.randn(5, 6, 6, generator=generator)
-    weights = torch.rand(7, 2, generator=generator)
+    weights, bias = torch.rand(7, 2, generator=generator), torch.randn(5, 6, generator=generator)
 
-    def ours(x, w, weights):
-        return routing.combine(grouped_linear.grouped_linear(routing.dispatch(x, order, row), w, offsets), row, weights)
+    def ours(x, w, weights, bias):
+        y = grouped_linear.grouped_linear(routing.dispatch(x, order, row), w, offsets, bias)
+        return routing.combine(y, row, weights)
 
-    def plain(x, w, weights):
-        return torch.einsum("tk,tkn->tn", weights, torch.einsum("td,tknd->tkn", x, w[experts]))
+    def plain(x, w, weights, bias):
+        return torch.einsum("tk,tkn->tn", weights, torch.einsum("td,tknd->tkn", x, w[experts]) + bias[experts])
 
-    inputs = [t.requires_grad_() for t in (x, w, weights)]
+    inputs = [t.requires_grad_() for t in (x, w, weights, bias)]
     grad = torch.randn(7, 6, generator=generator)
     torch.testing.assert_close(ours(*inputs), plain(*inputs))
     for found, expected in zip(

@@ -1,0 +1,75 @@
+"""What `AttentionScores` are to the kernels of attention: constants that leave no code where a layer has none of them.
+
+WINDOW is the window. With a soft cap, FACTOR is the scale divided by the cap, and products become tanh(product *
+FACTOR) before a kernel multiplies them with `scale`, which is the cap then. Sinks join a row's state last, after its
+splits are merged, wherever that is done.
+
+Shape suffixes: N query heads, M query rows of a program, L keys of a tile, T tokens, K kv heads, G query heads of one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..records import AttentionGradient, AttentionScores, Packed
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+def arguments(scores: AttentionScores, head_dim: int) -> tuple[float, dict[str, Any]]:
+    """`scale`, without log2(e), and the constants of a kernel: no key where a layer has none of it."""
+    scale = scores.scale or head_dim**-0.5
+    others: dict[str, Any] = {}
+    if scores.window:
+        others["WINDOW"] = scores.window
+    if scores.softcap:
+        scale, others["FACTOR"] = scores.softcap, scale / scores.softcap
+    return scale, others
+
+
+def sinks(scores: AttentionScores) -> dict[str, Tensor]:
+    """What the kernels that end a row are given besides."""
+    return {} if scores.sinks_N is None else {"sinks_ptr": scores.sinks_N.contiguous()}
+
+
+@triton.jit
+def first_tile(position, WINDOW: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Where the first tile begins of which a query at `position` sees a key."""
+    return tl.maximum(position - WINDOW + 1, 0) // BLOCK_L * BLOCK_L
+
+
+@triton.jit
+def tanh(x):
+    """Cephes' `tanhf`."""
+    z = x * x
+    p = -5.70498872745e-3 * z + 2.06390887954e-2
+    p = p * z - 5.37397155531e-2
+    p = p * z + 1.33314422036e-1
+    p = p * z - 3.33332819422e-1
+    size = tl.abs(x)
+    far = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2_E)) + 1.0)
+    return tl.where(size < 0.625, p * z * x + x, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def beside_sinks(state, sinks_ptr, head_M, inside_M):
+    """The state of rows with their heads' sinks joined, which have no value."""
+    shift_M, sum_M, acc_MH = state
+    sink_M = tl.load(sinks_ptr + head_M, mask=inside_M, other=0.0).to(tl.float32) * LOG2_E
+    new_M = tl.maximum(shift_M, sink_M)
+    alpha_M = tl.exp2(shift_M - new_M)
+    return new_M, sum_M * alpha_M + tl.exp2(sink_M - new_M), acc_MH * alpha_M[:, None]
+
+
+def sinks_gradient(x: AttentionGradient, by: Packed, sinks_N: Tensor, delta_KTG: Tensor) -> Tensor:
+    """The gradient for the sinks, [N]: what each took of its rows, times what that cost them."""
+    kv_heads, tokens, group = delta_KTG.shape
+    took_KTG = torch.exp2(sinks_N.float().view(kv_heads, 1, group) * math.log2(math.e) - x.lse_KTG)
+    inside_T1 = (torch.arange(tokens, device=delta_KTG.device) < by.cu_seqlens[-1]).unsqueeze(1)
+    return torch.where(inside_T1, took_KTG * -delta_KTG, 0.0).sum(1).flatten().to(sinks_N.dtype)
