@@ -29,8 +29,8 @@ EAGERLY = {"attn_implementation": "eager", "experts_implementation": "eager"}  #
 TOLERANCE = 2e-5  # of the largest logit
 
 
-def hf_config(family: str, seed: int) -> Any:
-    """A random tiny configuration, always the same for a seed."""
+def hf_config(family: str, seed: int, **changes: Any) -> Any:
+    """A random tiny configuration, always the same for a seed, with these `changes`."""
     rng = random.Random(f"{family} {seed}")
     heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3))
     layers = rng.choice((2, 3, 4))
@@ -50,7 +50,7 @@ def hf_config(family: str, seed: int) -> Any:
         "pad_token_id": None,
     }
     make, more = MAKERS[family]
-    return make(**sizes | more(rng, sizes))
+    return make(**sizes | more(rng, sizes) | changes)
 
 
 def _theta(rng: random.Random, **scaling: Any) -> dict[str, Any]:
@@ -167,9 +167,9 @@ def hf_model(config: Any, seed: int) -> Any:
     return model
 
 
-def folder_of(family: str, seed: int, path: Path) -> Any:
+def folder_of(family: str, seed: int, path: Path, **changes: Any) -> Any:
     """Write a folder of a family's random model, by `transformers`; its model."""
-    model = hf_model(hf_config(family, seed), seed)
+    model = hf_model(hf_config(family, seed, **changes), seed)
     model.save_pretrained(path)
     return model
 

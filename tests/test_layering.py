@@ -87,7 +87,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "models": (
-        "blocks.attention blocks.rope tokenizer",
+        "blocks.attention blocks.rope mxfp4 tokenizer",
         "config tool_calls",
         "blocks weight_slices",
         "families.family",

@@ -23,10 +23,10 @@ _LENGTHS, _PADDING = (3, 1), 2  # completion tokens of each sequence it is tried
 _REWARDS = [[0.0, 1.0], [1.0, 1.0]]
 # Settings that a method of the algorithm's own has to read; what is not here either is read by all, or is a field.
 _BY_METHOD = {
-    **{"gamma": "estimate", "lam": "estimate", "normalize_advantages": "advantages"},
-    **{"overlong_buffer": "penalty", "overlong_penalty": "penalty"},
+    **dict.fromkeys(("gamma", "lam"), "estimate"),
+    **{"normalize_advantages": "advantages", "overlong_penalty": "penalty"},
 }
-_BY_ALL = ("scale_rewards", "dynamic_sampling", "beta", "teacher")
+_BY_ALL = {"scale_rewards", "dynamic_sampling", "beta", "teacher", "overlong_buffer"}  # the last a recipe may have set
 
 
 def user_algorithm(config: LossConfig) -> Algorithm:
@@ -60,8 +60,8 @@ def _unread(algorithm: Algorithm, config: LossConfig) -> Iterator[tuple[str, str
         yield "beta", "has a teacher where the reference would be; remove it"
     if not (algorithm.has_kl or config.use_kl_in_reward):
         yield "beta", "has no KL term in its loss; turn loss.use_kl_in_reward on, or remove it"
-    own = {item.name for item in fields(algorithm)}
-    for name in READ_BY.keys() - own - set(_BY_ALL):
+    own = {item.name for item in fields(algorithm)} | _BY_ALL
+    for name in (name for name in READ_BY if name not in own):
         method = _BY_METHOD.get(name)
         if method is None:
             yield name, "has no field of that name; add one, or remove it"

@@ -24,6 +24,7 @@ from lockstep.config import (
     TaskConfig,
     TrainerConfig,
 )
+from lockstep.config.recipes import RECIPES
 from lockstep.errors import InputError
 from lockstep.run.train import train
 
@@ -265,7 +266,11 @@ class Clipped(DAPO):
         ),
         ("Plain", {"divergence_type": "binary_kl"}, "loss.divergence_type has no effect: .* has no field of that name"),
         ("Plain", {"lam": 0.5}, "loss.lam has no effect: loss_type .*:Plain has no method estimate of its own; write"),
-        ("Plain", {"overlong_buffer": 3}, "loss.overlong_buffer has no effect: .* has no method penalty of its own"),
+        (
+            "Plain",
+            {"overlong_buffer": 3, "overlong_penalty": 2.0},
+            "loss.overlong_penalty has no effect: .* has no method penalty of its own",
+        ),
         (
             "Bare",
             {"beta": 0.1},
@@ -287,6 +292,8 @@ def test_settings_that_one_cannot_read_are_refused(
     tmp_path: Path, name: str, given: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "unread.py").write_text(UNREAD)
+    for recipe in RECIPES.values():  # what one has set for its own algorithm is not in the way
+        assert algorithm_of(replace(recipe(None).loss, loss_type=f"{tmp_path / 'unread.py'}:Plain"))
     config = LossConfig(f"{tmp_path / 'unread.py'}:{name}", **given)
     config.validate()
     if message:

@@ -1,5 +1,5 @@
 """gpt-oss (arXiv 2508.10925): attention with sinks and a window in every second layer, biases, and experts with a
-clamped SwiGLU."""
+clamped SwiGLU. Weights of 4 bits are dequantized on loading."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import mxfp4
 from ..blocks.rope import YarnScaling
 from ..config import ModelConfig, MoEConfig
 from ..weight_slices import LayerSlice, attention_slices
@@ -122,6 +123,7 @@ FAMILY = Family(
     read=_read,
     write=_write,
     layer_kinds=(FULL, SLIDING),
+    quantized=(mxfp4.METHOD,),
     sizes=("num_local_experts", "num_experts_per_tok", "experts_per_token"),
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_parameters": _YARN, "sliding_window": 128},
     golden=odd_words(_TINY),
