@@ -183,7 +183,7 @@ class ModelConfig:
         """Whether the layer's feed-forward is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
-    @property
+    @cached_property
     def moe_layers(self) -> int:
         """Layers whose feed-forward is a mixture of experts."""
         return 0 if self.moe is None else sum(map(self.is_moe, range(self.num_layers)))
