@@ -43,8 +43,11 @@ def random_weights(config: ModelConfig, device: str) -> Decoder:
     model = Decoder(config, torch.float32 if device == "cpu" else torch.bfloat16, device)
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0, INITIALIZER_RANGE)
+        for name, parameter in model.named_parameters():
+            if fill := model.fills.get(name):  # biases, and weights of norms around 0, are small random numbers
+                parameter.fill_(fill)
+            else:
+                parameter.normal_(0, INITIALIZER_RANGE)
         for buffer in model.buffers():  # biases of routers
             buffer.normal_(0, INITIALIZER_RANGE)
     return model

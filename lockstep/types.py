@@ -70,7 +70,8 @@ class Segment:
     what is sampled). `weight_versions` tells what drew each token.
 
     `route_digests` (None: unknown, or a model without experts) tell which experts each given token went to
-    (`ops.route_digest`), and which a sampled one was drawn after.
+    (`ops.route_digest`), and which a sampled one was drawn after. `last_route` tells of a sampled segment which its
+    last token went to (-1: unknown, or nothing was sampled after it).
     """
 
     token_ids: list[int]
@@ -81,6 +82,7 @@ class Segment:
     route_digests: list[int] | None = None
     text: str = ""
     wait_s: float = 0.0  # seconds until an environment gave it
+    last_route: int = -1
 
 
 @dataclass

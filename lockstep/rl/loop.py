@@ -150,7 +150,8 @@ class Loop:
     ) -> Collected:
         run = self.run
         how = run.policy.tokens, lambda *_: run.engine, run.task.rewards, self.config.seed
-        collector = Collector(*how, run.environment, self.limits, self.failures, run.timings, self.world)
+        needed = self.config.loss.needs_rewards
+        collector = Collector(*how, run.environment, self.limits, self.failures, run.timings, self.world, needed)
         return collector.collect(problems, sampling, domain, step, required)
 
     def _advantages(self, groups: list[RolloutGroup], kl: dict[str, list[float]]) -> None:
