@@ -181,7 +181,8 @@ def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:
 class RolloutGroup:
     """The samples of one prompt, which all begin with it.
 
-    `prompt` is the text or messages, `columns` the data row's other columns.
+    `prompt` is the text or messages, `columns` the data row's other columns. `replaced`: dynamic sampling took another
+    prompt's in its place.
     """
 
     rollouts: list[Trajectory]
@@ -189,6 +190,7 @@ class RolloutGroup:
     group: int = 0
     prompt: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
+    replaced: bool = False
 
     @property
     def prompt_ids(self) -> list[int]:

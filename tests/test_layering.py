@@ -64,12 +64,12 @@ ALLOWED: dict[str, set[str]] = {
 # Within a room, from the lowest floor up: modules and folders, relative to the room; "." is its `__init__.py`. A module
 # imports what lies on lower floors, and what its own entry holds. The longest entry that fits a module is its own.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "config": ("random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
+    "config": ("algorithms random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
     "algorithms": (
         "advantage losses",
         "algorithm",
-        "cispo dapo distillation grpo sapo sft user",
-        "dppo dr_grpo gspo ppo reinforce_pp rloo",
+        "cispo distillation grpo sapo sft user",
+        "dapo dppo dr_grpo gspo ppo reinforce_pp rloo",
         ".",
     ),
     "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
@@ -87,7 +87,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "models": (
-        "blocks.attention blocks.rope tokenizer",
+        "blocks.attention blocks.rope mxfp4 tokenizer",
         "config tool_calls",
         "blocks weight_slices",
         "families.family",

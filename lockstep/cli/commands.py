@@ -138,10 +138,10 @@ def _prompts(flags: Generate) -> list[Any]:
 
 
 def _chat(flags: Chat) -> Outcome:
-    sampling = _sampling(flags)
-    variables = _variables(flags)
     if sys.stdin is None:
         raise InputError("standard input is closed; give chat a terminal, or its lines through a pipe")
+    sampling = _sampling(flags)
+    variables = _variables(flags)
     from . import chat
 
     llm = _llm(flags, True, variables)

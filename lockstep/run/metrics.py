@@ -208,8 +208,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
-    """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it. The digest is
-    of the bits of its log-probabilities."""
+    """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it. One that
+    dynamic sampling replaced, and that was not trained on, says so. The digest is of the bits of its
+    log-probabilities."""
     for group in groups:
         samples = [
             {
@@ -227,8 +228,9 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
             }
             for rollout in group.rollouts
         ]
+        replaced = {"replaced": True} if group.replaced else {}
         prompt = {"prompt": group.prompt, "prompt_token_ids": group.prompt_ids}
-        yield {"step": step, "group": group.group, **prompt, "samples": samples}
+        yield {"step": step, "group": group.group, **replaced, **prompt, "samples": samples}
 
 
 def logprobs_digest(rollout: Trajectory) -> str:

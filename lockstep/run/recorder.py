@@ -179,7 +179,11 @@ class Recorder:
         try:
             changed = self._changed_numerics(loop, loaded.state["numerics"])
             if changed and not other_numerics:
-                raise InputError(_other_numerics(loaded, changed))
+                raise InputError(
+                    f"cannot resume with the same bits: since {loaded.path.name} was saved, {'; '.join(changed)}. "
+                    "Resume where the run began (OMP_NUM_THREADS sets the threads), or go on with other bits by "
+                    "--resume-with-other-numerics"
+                )
             with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
                 loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
             loop.certificate = Certificate(**loaded.state["certificate"])
@@ -352,10 +356,3 @@ class Recorder:
     def _total_seconds(self) -> float:
         """Of the whole run so far: this process, and those whose steps it goes on from."""
         return self._earlier + time.perf_counter() - self.began
-
-
-def _other_numerics(loaded: checkpoint.LoadedCheckpoint, changed: list[str]) -> str:
-    return (
-        f"cannot resume with the same bits: since {loaded.path.name} was saved, {'; '.join(changed)}. Resume where the "
-        "run began (OMP_NUM_THREADS sets the threads), or go on with other bits by --resume-with-other-numerics"
-    )

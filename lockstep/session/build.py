@@ -114,7 +114,8 @@ class TrainingSession(Session):
 
     def __init__(self, config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> None:
         device, groups = resolve_device(config.device), config.trainer.prompts_per_step
-        timings = Timings(keep_spans=True, event=_event_of(device), watcher=watcher)
+        event = partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
+        timings = Timings(keep_spans=True, event=event, watcher=watcher)
         loaded_kernels = preload_async(config, device.type, world.size, timings)
         with timings.measured("task"):
             self.task = make_task(config.task, groups)
@@ -268,10 +269,6 @@ def _require_same_tokens(policy: Policy, teacher: Policy, where: str) -> None:
             f"{where}: its vocabulary has {sizes[1]} entries and the model's {sizes[0]}, so the model may sample what "
             "the teacher has no row for; use a teacher with at least as many"
         )
-
-
-def _event_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
-    return partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
 
 
 def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:

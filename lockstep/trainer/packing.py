@@ -200,8 +200,9 @@ class _Draft:
         if share_prefix:
             self.add_prompt(prompt)
         for trajectory in group.rollouts:
-            response = trajectory.response
-            own, routes = _rows_of(response)
+            response = trajectory.response  # of its tokens all but the last take rows; known are routes of given ones
+            own = [token for segment in response for token in segment.token_ids][:-1]
+            routes = [route for segment in response for route in _given_routes(segment)][:-1]
             if share_prefix:
                 row = len(self.tokens)
                 self._segment(own, routes, start, len(prompt.token_ids))
@@ -305,14 +306,6 @@ class _Draft:
             if any(turn.route_digests is None for turn in of_one):
                 raise ValueError(f"{s.name or 'a trajectory'}: parity cannot be checked without its route digests")
         return [route for of_one in turns for turn in of_one for route in turn.route_digests or ()]
-
-
-def _rows_of(response: list[Segment]) -> tuple[list[int], list[int]]:
-    """The tokens of a response that take rows, all but the last; and their digests, known of given ones and of the last
-    before them."""
-    tokens = [token for segment in response for token in segment.token_ids]
-    routes = [route for segment in response for route in _given_routes(segment)]
-    return tokens[:-1], routes[:-1]
 
 
 def _given_routes(segment: Segment) -> list[int]:

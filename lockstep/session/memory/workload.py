@@ -13,6 +13,7 @@ from ...models import Decoder, ModelConfig, num_parameters
 from ...trainer import frozen_parameters
 from ...trainer.parameters import Layout
 from ...trainer.shapes import BatchShape, planned_tokens, train_shapes
+from .layers import decoder_of
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,10 @@ class Workload:
         """Bytes of an element in the compute dtype."""
         return self.dtype.itemsize
 
-    @cached_property
+    @property
     def decoder(self) -> Decoder:
         """The model, without memory."""
-        return Decoder(self.model, self.dtype, "meta")
+        return decoder_of(self.model, self.dtype)
 
     @cached_property
     def parameters(self) -> int:
