@@ -38,6 +38,12 @@ Call with <tool_call>: {{ tools | tojson }}<|im_end|>
 <|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+NOT_RUN = {
+    "trl grpo_agent's data": "on the hub: a database of twenty rows with its columns stands for it",
+    "trl openenv/*": "clients of environments that are packages on the hub and servers of their own",
+    "trl harbor/*, openreward/*": "Docker, or a service",
+    "trl carla_vlm*, browsergym*": "images",
+}
 COLUMNS = ("Alt_IDs_Interactor_A", "Alt_IDs_Interactor_B", "Aliases_Interactor_A", "Aliases_Interactor_B")
 
 
@@ -157,7 +163,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, report: Report) -> bool:
     found: dict[str, dict[str, Any]] = {}
-    report.figures["runs"] = found
+    report.figures |= {"runs": found, "not_run": NOT_RUN}
+    report.path = report.path and report.path.resolve()
     given, here = args.trl and args.trl.resolve(), Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -168,6 +175,7 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
             for number, (name, run) in enumerate(runs.items()):
                 print(name, file=sys.stderr, flush=True)
                 found[name] = outcome(run, work / f"run{number}")
+                report.save()
         finally:
             os.chdir(here)
     rows = [["", "steps", "tokens", "compared", "turns", "reward"]]
