@@ -43,8 +43,11 @@ def random_weights(config: ModelConfig, device: str) -> Decoder:
     model = Decoder(config, torch.float32 if device == "cpu" else torch.bfloat16, device)
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0, INITIALIZER_RANGE)
+        for name, parameter in model.named_parameters():
+            if fill := model.fills.get(name):  # biases, and weights of norms around 0, are small random numbers
+                parameter.fill_(fill)
+            else:
+                parameter.normal_(0, INITIALIZER_RANGE)
         for buffer in model.buffers():  # biases of routers
             buffer.normal_(0, INITIALIZER_RANGE)
     return model
@@ -147,6 +150,7 @@ class Report:
         figures: of the JSON file.
         tables: printed at the end, each with its heads first.
         notes: lines below them.
+        complete: nothing that was to be measured is missing.
     """
 
     name: str
@@ -154,15 +158,16 @@ class Report:
     figures: dict[str, Any] = field(default_factory=dict)
     tables: list[list[list[str]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    complete: bool = True
 
     def save(self) -> None:
         """After every part, so that what ends a long benchmark early costs only the rest."""
         save(self.name, self.figures, self.path)
 
     def finish(self) -> None:
-        """Write the JSON file, marked as complete, and print what there is to say."""
+        """Write the JSON file, marked as complete if it is, and print what there is to say."""
         if self.figures:
-            save(self.name, {**self.figures, "complete": True}, self.path)
+            save(self.name, {**self.figures, "complete": self.complete}, self.path)
         for table in self.tables:
             show(table)
         print("\n".join(self.notes), end="\n" * bool(self.notes))
@@ -171,7 +176,7 @@ class Report:
 def save(name: str, figures: dict[str, Any], path: Path | None) -> None:
     """Write the JSON file."""
     if path is not None:
-        write_json({"benchmark": name, **_provenance(), **figures}, path)
+        write_json({"benchmark": name, **made_by(), **figures}, path)
 
 
 def in_a_process(case: str, *given: object, environment: dict[str, str] | None = None) -> Any:
@@ -199,7 +204,8 @@ def write_json(content: Any, path: Path) -> None:
 
 
 @functools.cache
-def _provenance() -> dict[str, Any]:
+def made_by() -> dict[str, Any]:
+    """When, where and from which commit figures are."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
     given = os.environ.get("LOCKSTEP_COMMIT")  # a copy of the tree has no repository, or an older one
     commit = given or subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"

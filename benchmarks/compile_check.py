@@ -51,7 +51,8 @@ from lockstep.types import SamplingParams
 
 ARCHITECTURES = (
     *("qwen3-0.6b", "qwen3-100m", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "llama3.2-1b"),
-    *("qwen3-30b-a3b", "deepseek-v3-3-layers-32-experts"),
+    *("qwen3-30b-a3b", "deepseek-v3-3-layers-32-experts", "qwen2.5-7b", "gemma3-4b", "mistral-7b", "gpt-oss-20b"),
+    *("olmo2-1b", "olmo3-7b", "glm4.5-air"),
 )
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_KIB = 227  # that a block can have
@@ -144,11 +145,11 @@ _USAGE = {"registers": "REG", "stack": "STACK"}
 
 
 def shortened(config: ModelConfig) -> ModelConfig:
-    """A layer of each kind that the model has."""
-    if config.moe is None:
-        return replace(config, num_layers=1)
-    dense = config.moe.dense_layers[:1]
-    return replace(config, num_layers=1 + len(dense), moe=replace(config.moe, dense_layers=dense))
+    """The first layers, with one of each kind that the model has."""
+    kinds = [(window, config.is_moe(layer)) for layer, window in enumerate(config.windows)]
+    layers = 1 + max(kinds.index(kind) for kind in kinds)
+    sliding = tuple(layer for layer in config.sliding_layers if layer < layers)
+    return replace(config, num_layers=layers, sliding_layers=sliding)
 
 
 def train(model: Decoder) -> None:

@@ -30,6 +30,8 @@ def train(
     resume: bool = False,
     resume_with_other_numerics: bool = False,
     rewards: Sequence[Callable[..., Any]] = (),
+    environment: Callable[[], Any] | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
 ) -> dict[str, Any]:
     """Train and return the summary, with the run's folder under `run_dir`; the same as `lockstep train`.
 
@@ -41,6 +43,9 @@ def train(
         resume_with_other_numerics: go on even where arithmetic gives other words than when the run began; the
             certificate says so.
         rewards: reward functions, defined at the top level of a module or script, in place of `config.task.reward`.
+        environment: an `Environment`, or TRL's `environment_factory`, so defined, in place of
+            `config.task.environment`.
+        tools: functions that the model may call, so defined, in place of `config.task.tools`.
 
     Raises:
         InputError: something given cannot be used.
@@ -48,11 +53,17 @@ def train(
 
     Under `torchrun` every process calls it, with the same arguments, and returns the summary.
     """
+    given: dict[str, Any] = {}
     if rewards:
-        config = replace(config, task=replace(config.task, reward=tuple(map(_spec, rewards))))
+        given["reward"] = tuple(_spec("reward", function) for function in rewards)
+    if environment is not None:
+        given["environment"] = _spec("environment", environment)
+    if tools:
+        given["tools"] = tuple(_spec("tool", tool) for tool in tools)
+    config = replace(config, task=replace(config.task, **given))
     config = validate(yaml_file.checked(config))
-    given = None if run_dir is None else Path(run_dir)
-    if resume and given is None:
+    named = None if run_dir is None else Path(run_dir)
+    if resume and named is None:
         raise InputError("run_dir is missing: name the folder of the run to resume")
     if resume_with_other_numerics and not resume:
         raise InputError("--resume-with-other-numerics has no effect without --resume; remove it")
@@ -61,12 +72,12 @@ def train(
         from .session.signals import ended_by_signals
 
         lock.enter_context(ended_by_signals())
-        if resume and given is not None:
-            world.share(lambda: _require_unchanged(given, config, world))
-            folder = given
+        if resume and named is not None:
+            world.share(lambda: _require_unchanged(named, config, world))
+            folder = named
             world.from_first(lambda: lock.enter_context(run_lock.held(folder)))
         else:
-            folder = world.from_first(lambda: _claim(given, config.recipe, lock))
+            folder = world.from_first(lambda: _claim(named, config.recipe, lock))
         if world.first:
             print(f"run folder: {folder}", file=sys.stderr, flush=True)
         try:
@@ -124,13 +135,13 @@ def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
     _refuse_changes(run_dir, before, now)
 
 
-def _spec(function: Callable[..., Any]) -> str:
+def _spec(kind: str, function: Callable[..., Any]) -> str:
     """How config.yaml names `function`: its module and name."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if getattr(sys.modules.get(module), name, None) is not function:
         raise InputError(
-            f"reward {name or function!r} cannot be named in config.yaml; define it with `def` at the top level of a "
-            "module or script"
+            f"{kind} {name or function!r} cannot be named in config.yaml; define it with `def` or `class` at the top "
+            "level of a module or script"
         )
     return f"{module}:{name}"
 

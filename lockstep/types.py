@@ -70,7 +70,8 @@ class Segment:
     what is sampled). `weight_versions` tells what drew each token.
 
     `route_digests` (None: unknown, or a model without experts) tell which experts each given token went to
-    (`ops.route_digest`), and which a sampled one was drawn after.
+    (`ops.route_digest`), and which a sampled one was drawn after. `last_route` tells of a sampled segment which its
+    last token went to (-1: unknown, or nothing was sampled after it).
     """
 
     token_ids: list[int]
@@ -81,6 +82,7 @@ class Segment:
     route_digests: list[int] | None = None
     text: str = ""
     wait_s: float = 0.0  # seconds until an environment gave it
+    last_route: int = -1
 
 
 @dataclass
@@ -179,7 +181,8 @@ def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:
 class RolloutGroup:
     """The samples of one prompt, which all begin with it.
 
-    `prompt` is the text or messages, `columns` the data row's other columns.
+    `prompt` is the text or messages, `columns` the data row's other columns. `replaced`: dynamic sampling took another
+    prompt's in its place.
     """
 
     rollouts: list[Trajectory]
@@ -187,6 +190,7 @@ class RolloutGroup:
     group: int = 0
     prompt: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
+    replaced: bool = False
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -30,6 +30,19 @@ def load_function(spec: str, what: str, other_forms: str = "", kind: str = "func
     A module may stand in the current folder, as for `python -m`. Raises `InputError` when the spec has another form,
     the file or module cannot be imported, or it has no such function.
     """
+    function = load_named(spec, what, other_forms, kind)
+    source, _, name = spec.rpartition(":")
+    if not callable(function):
+        raise InputError(f"{what}: {source} has no {kind} {name!r}")
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what}: {name} does not say what it takes ({error}); wrap it in a def") from error
+    return function
+
+
+def load_named(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Any:
+    """What `spec` names, of whatever type; otherwise as `load_function`."""
     source, _, name = spec.rpartition(":")
     if not source or not name:
         separator = "," if other_forms else " or"
@@ -42,14 +55,9 @@ def load_function(spec: str, what: str, other_forms: str = "", kind: str = "func
         raise
     except BaseException as error:
         raise InputError(f"{what}: importing {source} raised {type(error).__name__}: {one_line(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
+    if not hasattr(module, name):
         raise InputError(f"{what}: {source} has no {kind} {name!r}")
-    try:
-        inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{what}: {name} does not say what it takes ({error}); wrap it in a def") from error
-    return function
+    return getattr(module, name)
 
 
 def _import_module(name: str) -> ModuleType:

@@ -29,8 +29,8 @@ EAGERLY = {"attn_implementation": "eager", "experts_implementation": "eager"}  #
 TOLERANCE = 2e-5  # of the largest logit
 
 
-def hf_config(family: str, seed: int) -> Any:
-    """A random tiny configuration, always the same for a seed."""
+def hf_config(family: str, seed: int, **changes: Any) -> Any:
+    """A random tiny configuration, always the same for a seed, with these `changes`."""
     rng = random.Random(f"{family} {seed}")
     heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3))
     layers = rng.choice((2, 3, 4))
@@ -50,7 +50,7 @@ def hf_config(family: str, seed: int) -> Any:
         "pad_token_id": None,
     }
     make, more = MAKERS[family]
-    return make(**sizes | more(rng, sizes))
+    return make(**sizes | more(rng, sizes) | changes)
 
 
 def _theta(rng: random.Random, **scaling: Any) -> dict[str, Any]:
@@ -126,6 +126,13 @@ def _glm4_moe(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     return {"head_dim": rng.choice((16, 24, 32))} | flags | rope | _experts(rng)
 
 
+def _gpt_oss(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    experts = {"num_local_experts": 6, "num_experts_per_tok": rng.choice((1, 2, 3))}
+    scaling = {"rope_parameters": YARN | {"rope_theta": 1e4, "truncate": rng.random() < 0.5}}
+    kinds = {"sliding_window": _window(rng), "layer_types": _kinds(rng, sizes)}
+    return experts | scaling | kinds | {"intermediate_size": rng.choice((16, 23))}
+
+
 Maker = tuple[Callable[..., Any], Callable[[random.Random, dict[str, Any]], dict[str, Any]]]
 MAKERS: dict[str, Maker] = {
     "qwen2": (transformers.Qwen2Config, _qwen2),
@@ -133,6 +140,7 @@ MAKERS: dict[str, Maker] = {
     "olmo2": (transformers.Olmo2Config, _olmo2),
     "olmo3": (transformers.Olmo3Config, _olmo3),
     "gemma3_text": (transformers.Gemma3TextConfig, _gemma3_text),
+    "gpt_oss": (transformers.GptOssConfig, _gpt_oss),
     "glm4_moe": (transformers.Glm4MoeConfig, _glm4_moe),
 }
 
@@ -159,9 +167,9 @@ def hf_model(config: Any, seed: int) -> Any:
     return model
 
 
-def folder_of(family: str, seed: int, path: Path) -> Any:
+def folder_of(family: str, seed: int, path: Path, **changes: Any) -> Any:
     """Write a folder of a family's random model, by `transformers`; its model."""
-    model = hf_model(hf_config(family, seed), seed)
+    model = hf_model(hf_config(family, seed, **changes), seed)
     model.save_pretrained(path)
     return model
 

@@ -64,12 +64,12 @@ ALLOWED: dict[str, set[str]] = {
 # Within a room, from the lowest floor up: modules and folders, relative to the room; "." is its `__init__.py`. A module
 # imports what lies on lower floors, and what its own entry holds. The longest entry that fits a module is its own.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "config": ("random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
+    "config": ("algorithms random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
     "algorithms": (
         "advantage losses",
         "algorithm",
-        "cispo dapo distillation grpo sapo sft user",
-        "dppo dr_grpo gspo ppo reinforce_pp rloo",
+        "cispo distillation grpo sapo sft user",
+        "dapo dppo dr_grpo gspo ppo reinforce_pp rloo",
         ".",
     ),
     "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
@@ -87,8 +87,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "models": (
-        "blocks.attention blocks.rope tokenizer",
-        "config",
+        "blocks.attention blocks.rope mxfp4 tokenizer",
+        "config tool_calls",
         "blocks weight_slices",
         "families.family",
         "families",
@@ -133,28 +133,28 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "environments": (
         "rewards",
         "base calls environment",
-        "episodes",
-        "collect data tasks worked",
+        "episodes tools",
+        "adapters collect data tasks worked",
         "loading",
         ".",
     ),
     "session": (
-        "attention certificate golden kernel_lists memory signals",
+        "attention certificate golden kernel_lists memory policy signals",
         "build",
         "warm_up",
         "generate parity_check precompile",
         "evaluation",
     ),
-    "rl": ("critic dynamic_sampling step_metrics", "loop", "sft_warmup"),
+    "rl": ("critic dynamic_sampling step_metrics", "loop", "sample_again sft_warmup"),
     "run": (
         "checkpoint closing crash display lock metrics trackers",
         "faults resume timeline",
         "report",
         "recorder",
-        "train",
+        "replay train",
     ),
     "serve": (
-        "batcher errors metrics settings tool_calls",
+        "batcher errors metrics settings",
         "bodies chat_prompt text",
         "service",
         "events",
@@ -172,6 +172,7 @@ CATALOGUES = {"algorithms": 24, "models/families": 24, "environments/tasks": 24,
 # trainer's, and what Inductor compiles of a user's mask. One that has fewer by now is not to be listed.
 MOST_ARGUMENTS = 6
 LONG_SIGNATURES = {
+    "api.train",
     "ops.attention.operator.attention_decode",
     "ops.attention.triton_decode.attention_decode",
     "ops.attention.triton_flex._attending.attend",

@@ -2,7 +2,7 @@
 
 Eager is one process that is never ended. Each run is `lockstep train` with parity strict, on prompts cut for the seed
 workload; several at once on a CPU. Compared are the final weights and what each step found; of the tokens none may
-differ. On one GPU both runs are of one process.
+differ. On one GPU both runs are of one process. With `--more` what the file of `--json` holds as done is not run again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from cases import seed_workload
+from cases.learning import content
 from cases.settings import TAIL, finished, outcome
-from common import Report
+from common import Report, made_by
 
 from lockstep.algorithms import ALGORITHMS, SUPERVISED
 
@@ -80,7 +81,7 @@ def both(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         ],
     }
     found = {way: trained(commands[way], runs[way], args.limit) for way in runs}
-    return {**found, "wrong": wrong(*found.values())}
+    return {**found, "wrong": wrong(*found.values()), **{key: made_by()[key] for key in ("commit", "torch", "device")}}
 
 
 def wrong(eager: dict[str, Any], resumed: dict[str, Any]) -> list[str]:
@@ -106,6 +107,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=int, help="algorithms at once; default: half as many as cores, one on a GPU"
     )
+    parser.add_argument("--more", action="store_true", help="only what --json does not hold yet")
     parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of a command; default: 300")
 
 
@@ -114,7 +116,9 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
     args.ranks = args.ranks or (2 if on_cpu else min(2, torch.cuda.device_count()))
     processes = args.processes or (max(1, (os.cpu_count() or 1) // 2) if on_cpu else 1)
     names = [n for n in ALGORITHMS if n != SUPERVISED and (not args.only or n in args.only)]
-    found = report.figures["algorithms"] = dict[str, dict[str, Any]]()
+    before = content(args.json) if args.more and args.json else None
+    held: dict[str, dict[str, Any]] = before["algorithms"] if before else {}
+    found = report.figures["algorithms"] = {name: made for name, made in held.items() if not made["wrong"]}
     report.figures |= {"ranks": args.ranks, "steps": STEPS, "arch": args.arch or ("tiny" if on_cpu else "qwen3-100m")}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(processes) as pool:
         folder = Path(scratch)
@@ -128,7 +132,8 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
             print(f"{name}: {how}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             report.save()
 
-        list(pool.map(run, names))
+        list(pool.map(run, [name for name in names if name not in found]))
+    report.complete = found.keys() >= ALGORITHMS.keys() - {SUPERVISED}
     rows = [["algorithm", "tokens checked", "different", "same bits"]]
     for name in names:
         runs = [found[name][way] for way in ("eager", "resumed")]

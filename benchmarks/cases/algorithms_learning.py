@@ -3,27 +3,32 @@
 `lockstep train --loss.loss-type NAME` in a process each, a thread each, several at once, for some seeds. The control is
 the same run with advantages of zero, which must leave the held-out problems as they are. `sft` is the recipe's warm-up
 alone, before it an untrained model. A teacher's pupils come last, once there is a run that learned to be the teacher;
-their control has the teacher that they are themselves. Flags that follow `--` are every run's: with the recipe's one
-update a rollout all ratios are 1, and most losses differ by their means alone. Where the warm-up leaves no room, what
-must rise is the reward of the samples.
+their control has the teacher that they are themselves. Flags that follow `--` are every run's. With the recipe's one
+update a rollout all ratios are 1, and most losses differ by their means alone; `--updates 2` makes others. Where the
+warm-up leaves no room, what must rise is the reward of the samples.
+
+With `--shared` a seed has one warm-up, of its `sft` run, that its other runs begin from. With `--folder` run folders
+stay there, and what the file of `--json` holds as done is not run again, so that several calls fill one file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cases.learning import COMMAND, content, lines
-from common import Report
+from common import Report, made_by
 
 from lockstep.algorithms import ALGORITHMS, SUPERVISED
 from lockstep.ops.native import library
@@ -59,38 +64,66 @@ class Trial:
 
     Attributes:
         control: nothing is to be learned.
+        updates: of a rollout.
+        shared: it begins from what the seed's `sft` run made.
     """
 
     algorithm: str
     seed: int
     control: bool = False
+    updates: int = 1
+    shared: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm}-{self.seed}" + "-control" * self.control
+        more = f"-{self.updates}-updates" if self.updates > 1 else ""
+        return f"{self.algorithm}-{self.seed}{more}" + "-control" * self.control
+
+    @property
+    def begin(self) -> Trial | None:
+        """The run whose model it begins from."""
+        return self.other(SUPERVISED) if self.shared and self.algorithm != SUPERVISED else None
+
+    @property
+    def teacher(self) -> Trial | None:
+        """The run whose model it learns from; a control's is what it is itself."""
+        taught = ALGORITHMS[self.algorithm].has_teacher
+        return self.other(SUPERVISED if self.control else TEACHER) if taught else None
+
+    def other(self, algorithm: str) -> Trial:
+        """Another algorithm's run like this one."""
+        return replace(self, algorithm=algorithm, control=False)
 
     def flags(self, scratch: Path) -> dict[str, str]:
         """Of `lockstep train`."""
         own = {"--seed": str(self.seed)}
         if self.algorithm == SUPERVISED:
             return own | {"--steps": "0"} | ({"--trainer.warmup-steps": "0"} if self.control else {})
+        if self.begin:
+            begin = scratch / self.begin.name
+            own |= {"--config": str(begin / "config.yaml"), "--model": str(begin / "model")}
+            own |= {"--trainer.warmup-steps": "0", "--steps": "120"}
+        own |= {"--trainer.num-iterations": str(self.updates)} if self.updates > 1 else {}
         own["--loss.loss-type"] = self.algorithm
-        if ALGORITHMS[self.algorithm].has_teacher:
-            teacher = Trial(SUPERVISED if self.control else TEACHER, self.seed)
-            return own | {"--loss.teacher": str(scratch / teacher.name / "model")}
+        if self.teacher:
+            return own | {"--loss.teacher": str(scratch / self.teacher.name / "model")}
         if self.control:
             own["--loss.loss-type"] = f"{scratch / 'zeroed.py'}:{self.algorithm}"
             own["--trainer.no-skip-zero-variance"] = ""
         return own
 
 
-def trials(only: list[str] | None, seeds: int) -> list[list[Trial]]:
-    """Those of a wave run side by side; the last wave's teachers are of the one before it."""
+def trials(args: argparse.Namespace) -> list[list[Trial]]:
+    """Those of a wave run side by side; what a run begins from, or learns from, is of a wave before it."""
+    only, how = args.only, {"updates": args.updates, "shared": args.shared}
     taught = [n for n in ALGORITHMS if ALGORITHMS[n].has_teacher and (not only or n in only)]
-    needed = (TEACHER, SUPERVISED) if taught else ()
-    first = [n for n in ALGORITHMS if n not in taught and (not only or n in (*only, *needed))]
-    waves = [[Trial(n, s) for s in range(seeds) for n in names] for names in (first, taught)]
-    return [wave + [Trial(t.algorithm, 0, control=True) for t in wave if t.seed == 0] for wave in waves]
+    needed = [TEACHER] * bool(taught) + [SUPERVISED] * (bool(taught) or args.shared)
+    plain = [n for n in ALGORITHMS if n not in taught and (not only or n in (*only, *needed))]
+    begin = [n for n in plain if n == SUPERVISED and args.shared]
+    groups = begin, [n for n in plain if n not in begin], taught
+    waves = [[Trial(n, s, **how) for s in range(args.seeds) for n in names] for names in groups]
+    controls = 0 if args.no_controls else 1  # of the first seed alone
+    return [wave + [replace(t, control=True) for t in wave if t.seed < controls] for wave in waves]
 
 
 def build_operators() -> None:
@@ -104,7 +137,8 @@ def ran(trial: Trial, scratch: Path, more: dict[str, str], end: float) -> dict[s
     """Run it with `more` flags, for as long as there is time; what it found."""
     run, began, own = scratch / trial.name, time.monotonic(), trial.flags(scratch)
     untrained = own.get("--trainer.warmup-steps") == "0"
-    own = {name: value for name, value in more.items() if not (untrained and "warmup" in name)} | own
+    more = {name: value for name, value in more.items() if not (untrained and "warmup" in name)}
+    own = own | more if trial.shared else more | own
     flags = [word for pair in own.items() for word in pair if word]
     command = [sys.executable, "-c", COMMAND, "train", *flags, "--device", "cpu", "--metrics.no-progress"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
@@ -117,7 +151,9 @@ def ran(trial: Trial, scratch: Path, more: dict[str, str], end: float) -> dict[s
         status = "done" if done.returncode == 0 else f"exit code {done.returncode}: {done.stdout[-500:]}"
     except subprocess.TimeoutExpired:
         status = "there was no more time"
-    return {"status": status, "flags": flags, "seconds": time.monotonic() - began, **outcome(run)}
+    flags = [word.replace(f"{scratch}/", "") for word in flags]
+    found = {"status": status, "flags": flags, "seconds": time.monotonic() - began, **outcome(run)}
+    return found | {name: made_by()[name] for name in ("commit", "torch", "device")}
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -156,8 +192,9 @@ def wrong(name: str, records: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
-def row(name: str, records: dict[str, dict[str, Any]], seeds: int) -> list[str]:
-    mine = [records.get(Trial(name, s).name) for s in range(seeds)] + [records.get(Trial(name, 0, True).name)]
+def row(name: str, records: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    of_seeds = [Trial(name, s, updates=args.updates) for s in range(args.seeds)]
+    mine = [records.get(trial.name) for trial in (*of_seeds, replace(of_seeds[0], control=True))]
     known = [r for r in mine if r is not None]
     cells = ["-" if r is None or r["after"] is None else f"{r['before']:.1%} -> {r['after']:.1%}" for r in mine]
     seconds = statistics.median([r["seconds"] for r in known] or [0.0])
@@ -170,37 +207,76 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at once (default: one a core)")
     parser.add_argument("--budget", type=float, default=560, metavar="SECONDS", help="every run is ended then")
+    parser.add_argument("--updates", type=int, default=1, help="of a rollout (default: 1)")
+    parser.add_argument("--no-controls", action="store_true", help="only what is to learn")
+    parser.add_argument("--shared", action="store_true", help="one warm-up a seed, for all its runs")
+    parser.add_argument("--folder", type=Path, help="run folders stay here; what --json has is not run again")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG VALUE", help="of `lockstep train`, for every run")
     parser.add_argument("--tiny", action="store_true", help="a step of next to nothing: only whether all of it runs")
 
 
 def measure(args: argparse.Namespace, report: Report) -> bool:
     build_operators()
-    began, records = time.monotonic(), dict[str, dict[str, Any]]()
-    report.figures |= {name: getattr(args, name) for name in ("processes", "seeds", "flags")}
+    began, records, waves = time.monotonic(), kept(args), trials(args)
     report.figures["runs"] = records
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as pool:
-        scratch = Path(folder)
+    with contextlib.ExitStack() as stack:
+        scratch = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pool = stack.enter_context(ThreadPoolExecutor(args.processes))
+        scratch.mkdir(parents=True, exist_ok=True)
         (scratch / "zeroed.py").write_text(ZEROED)
         more = (TINY if args.tiny else {}) | dict(zip(args.flags[::2], args.flags[1::2], strict=True))
 
+        again = missing([t for wave in waves for t in wave if not done(records, t)], scratch)
+
         def run(trial: Trial) -> None:
+            before = done(records, trial)
+            if before and trial not in again:
+                return
+            shutil.rmtree(scratch / trial.name, ignore_errors=True)
             found = ran(trial, scratch, more, began + args.budget)
+            if before:
+                return
             records[trial.name] = {"algorithm": trial.algorithm, "control": trial.control, **found}
             print(
                 f"{trial.name}: {found['status']}, {found['before']} -> {found['after']}", file=sys.stderr, flush=True
             )
+            conclude(report, records)
             report.save()
 
-        for wave in trials(args.only, args.seeds):
+        for wave in waves:
             list(pool.map(run, wave))
-    if untrained := records.get(Trial(SUPERVISED, 0, control=True).name):
-        for record in records.values():
-            if record["algorithm"] == SUPERVISED:
-                record["before"] = untrained["after"]
+    conclude(report, records)
+    report.complete = all(r["status"] == "done" for r in records.values())
     names = list(dict.fromkeys(record["algorithm"] for record in records.values()))
-    report.figures |= {"seconds": time.monotonic() - began, "wrong": {n: wrong(n, records) for n in names}}
     heads = ["algorithm", *(f"seed {s}" for s in range(args.seeds)), "control", "tokens different", "seconds"]
-    report.tables.append([heads, *(row(name, records, args.seeds) for name in names)])
+    report.tables.append([heads, *(row(name, records, args) for name in names)])
     report.notes += [line for found in report.figures["wrong"].values() for line in found]
-    return any(r["status"] != "done" for r in records.values()) or (bool(report.notes) and not args.tiny)
+    undone = [t for wave in waves for t in wave if not done(records, t)]
+    return bool(undone) or (bool(report.notes) and not args.tiny)
+
+
+def kept(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What the file holds already, where the run folders are kept too."""
+    before = args.folder and args.json and content(args.json)
+    return dict(before["runs"]) if before else {}
+
+
+def done(records: dict[str, dict[str, Any]], trial: Trial) -> bool:
+    return records.get(trial.name, {}).get("status") == "done"
+
+
+def missing(undone: list[Trial], scratch: Path) -> set[Trial]:
+    """The runs whose models these need, and that are not in the folder: they are run again, and their figures stay."""
+    needed = {other for trial in undone for other in (trial.begin, trial.teacher) if other}
+    gone = [other for other in needed if not (scratch / other.name / "model").is_dir()]
+    return {*gone, *missing(gone, scratch)} if gone else set()
+
+
+def conclude(report: Report, records: dict[str, dict[str, Any]]) -> None:
+    """Note what does not hold of what was run so far."""
+    supervised = [record for record in records.values() if record["algorithm"] == SUPERVISED]
+    for untrained in [record for record in supervised if record["control"]][:1]:
+        for record in supervised:
+            record["before"] = untrained["after"]
+    names = dict.fromkeys(record["algorithm"] for record in records.values())
+    report.figures["wrong"] = {name: wrong(name, records) for name in names}

@@ -1,8 +1,10 @@
-"""Ten RL steps of a dense Llama, a Qwen3 mixture of experts and a DeepSeek-V3, in recorded graphs: bits compared.
+"""Ten RL steps of a model of each family, in recorded graphs: bits compared, and the rate of generation.
 
 Layers have their real widths, weights are random, and the depth is what one GPU trains (float32 masters, gradients and
 moments beside bfloat16 weights: 18 bytes a parameter). Each step: 5 prompts of 145 tokens, 8 samples of 100
-(temperature 0.8, top-p 0.95), alternating advantages, one update. Tokens and choices of experts are compared at each.
+(temperature 0.8, top-p 0.95), alternating advantages, one update; of a long window fewer prompts, which are longer than
+it is. Tokens and choices of experts are compared at each. Beside the tokens a second are those that reading the weights
+once a step, and the keys and values that are seen, would allow.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from typing import Any
 import torch
 from cases.capture import make_runtime
 from cases.generate import Case, random_prompts
-from common import Report, random_weights, seconds
+from common import Report, bandwidth, random_weights, seconds
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.graph import check_against_eager
 from lockstep.models import ModelConfig, num_parameters
-from lockstep.models.init import architecture
+from lockstep.models.init import ARCHITECTURES, architecture
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
 from lockstep.types import RolloutGroup, SampleIdentity
 
@@ -37,6 +39,8 @@ class Family:
     """An architecture at a depth and vocabulary that one GPU trains.
 
     Attributes:
+        case: what is generated; None: as of the others.
+        freeze: what is not trained, by patterns, so that the rest's state fits.
         trusted: the functions whose graphs are held to eager's bits before the first step; of a large model not those
             whose state does not fit twice.
     """
@@ -45,12 +49,16 @@ class Family:
     layers: int
     vocabulary: int
     trusted: tuple[str, ...] = ("forward_backward", "check", "optim_step", "decode", "mixed")
+    case: Case | None = None
+    freeze: tuple[str, ...] = ()
 
     @property
     def config(self) -> ModelConfig:
         """No token ends a completion."""
         found = architecture(self.arch)
-        return replace(found, num_layers=self.layers, vocab_size=self.vocabulary, eos_token_ids=())
+        sliding = tuple(layer for layer in found.sliding_layers if layer < self.layers)
+        sizes = {"num_layers": self.layers, "vocab_size": self.vocabulary, "sliding_layers": sliding}
+        return replace(found, **sizes, eos_token_ids=())  # type: ignore[arg-type]
 
 
 BUT_THE_UPDATE, GENERATION = ("forward_backward", "check", "decode", "mixed"), ("decode", "mixed")
@@ -58,20 +66,32 @@ FAMILIES = {
     "Llama 3.2 1B": Family("llama3.2-1b", 16, 128256),
     "Qwen3-30B-A3B, 4 layers": Family("qwen3-30b-a3b", 4, 151936, BUT_THE_UPDATE),
     "DeepSeek-V3, 3 layers, 32 experts": Family("deepseek-v3-3-layers-32-experts", 3, 32768, GENERATION),
-}
-TINY = {name: Family(name, 2, 512) for name in ("tiny-llama", "tiny-qwen3-moe", "tiny-deepseek-v3")}
+    "Qwen2.5 7B, the last layers trained": Family(
+        "qwen2.5-7b", 28, 152064, GENERATION,
+        freeze=("model.embed_tokens", "lm_head", "model.layers.[0-9]", "model.layers.1[0-9]"),
+    ),
+    "Gemma 3 4B": Family("gemma3-4b", 34, 262208, GENERATION, Case(2, 8, 1200, 100, 0.8, 0.95)),
+    "gpt-oss 20B, 4 layers": Family("gpt-oss-20b", 4, 201088, GENERATION),
+    "Mistral 7B, 8 layers": Family("mistral-7b", 8, 32000, BUT_THE_UPDATE, Case(1, 8, 4400, 100, 0.8, 0.95)),
+    "OLMo 2 1B": Family("olmo2-1b", 16, 100352),
+    "OLMo 3 7B, 8 layers": Family("olmo3-7b", 8, 100278, BUT_THE_UPDATE, Case(1, 8, 4400, 100, 0.8, 0.95)),
+    "GLM-4.5-Air, 2 layers": Family("glm4.5-air", 2, 151552, GENERATION),
+}  # fmt: skip
+TINY = {name: Family(name, 2, 512) for name in ARCHITECTURES if name.startswith("tiny-")}
+TINY["tiny-qwen2"] = replace(TINY["tiny-qwen2"], freeze=("model.embed_tokens", "model.layers.0"))
 CASE, TINY_CASE = Case(5, 8, 145, 100, 0.8, 0.95), Case(2, 4, 20, 12, 0.8, 0.95)
 
 
 class Policy:
     """Trainer and engine on one model, in graphs of one runtime."""
 
-    def __init__(self, config: ModelConfig, case: Case, device: str) -> None:
-        self.case = case
+    def __init__(self, family: Family, case: Case, device: str) -> None:
+        self.case, config = case, family.config
         self.model = random_weights(config, device)
         embed = self.model.embed
         self.runtime = runtime = make_runtime("CUDA graph", embed.device)
-        self.trainer = Trainer(self.model, OptimizerConfig(), LossConfig(), runtime=runtime)
+        optimizer = OptimizerConfig(freeze=family.freeze)
+        self.trainer = Trainer(self.model, optimizer, LossConfig(), runtime=runtime)
         options = GeneratorConfig(max_num_seqs=case.sequences)
         tokens = plan_cache_tokens(options, config, embed.dtype, embed.device, case.sequences, case.prompt + case.new)
         weights = SharedWeights(self.model, lambda: self.trainer.weights_version)
@@ -117,7 +137,8 @@ def trained(family: Family, case: Case, steps: int, device: str) -> dict[str, An
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    policy = Policy(family.config, case, device)
+    case = family.case if family.case and device == "cuda" else case
+    policy = Policy(family, case, device)
     checked = policy.start(family.trusted)
     figures: dict[str, Any] = {
         "arch": family.arch, "layers": family.layers, "vocabulary": family.vocabulary, "case": vars(case),
@@ -138,6 +159,9 @@ def trained(family: Family, case: Case, steps: int, device: str) -> dict[str, An
             figures["choices_checked"] += result.routing.choices_checked
             figures["tokens_routed_differently"] += result.routing.tokens_different
         assert result.applied, f"step {step} was not applied: {result}"
+    generated, rate = case.sequences * case.new, statistics.median(figures["generate_s"][1:] or figures["generate_s"])
+    floor = decode_bytes(family.config, case, policy.model.embed.element_size()) / bandwidth(device)
+    figures |= {"tokens_per_s": generated / rate, "tokens_per_s_floor": generated / floor}
     figures |= {"steps": steps, "texts": len(seen), "recompiles": policy.runtime.recompiles}
     figures["replays"] = dict(policy.runtime.replays)
     figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None
@@ -145,15 +169,30 @@ def trained(family: Family, case: Case, steps: int, device: str) -> dict[str, An
     return figures
 
 
+def decode_bytes(c: ModelConfig, case: Case, size: int) -> float:
+    """Weights once a step, and of the keys and values that a layer sees a group's prompt once and each sequence's own;
+    elements of `size` bytes."""
+    weights = num_parameters(c) - (0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size)
+    heads, key, value = c.cached
+    rows = 0
+    for window in c.windows:
+        for new in range(case.new):
+            own = min(new, window) if window else new
+            prompt = case.prompt if not window else max(0, min(case.prompt, window - own))
+            rows += case.prompts * prompt + case.sequences * own
+    return float(size * (case.new * weights + rows * heads * (key + value)))
+
+
 def row(name: str, f: dict[str, Any]) -> list[str]:
     if "failed" in f:
-        return [name, "FAILED", f["failed"][:80], *[""] * 6]
+        return [name, "FAILED", f["failed"][:80], *[""] * 7]
     times = [f"{1e3 * statistics.median(f[key][1:] or f[key]):.0f}" for key in ("generate_s", "train_s")]
     peak = "-" if f["peak_gib"] is None else f"{f['peak_gib']:.0f}"
     different = f"{f['tokens_different']} of {f['tokens_checked']:,}"
     experts = f"{f['tokens_routed_differently']} of {f['choices_checked']:,}" if f["choices_checked"] else "-"
     billions = f"{f['parameters'] / 1e9:.2f}"
-    return [name, billions, f"{f['startup_s']:.1f}", *times, different, experts, str(f["recompiles"]), peak]
+    rate = f"{f['tokens_per_s']:,.0f} of {f['tokens_per_s_floor']:,.0f}"
+    return [name, billions, f"{f['startup_s']:.1f}", *times, rate, different, experts, str(f["recompiles"]), peak]
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -164,8 +203,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> bool:
     families, case = (TINY, TINY_CASE) if args.device == "cpu" else (FAMILIES, CASE)
     figures = report.figures["families"] = {}
-    rows = [["model", "1e9 parameters", "start-up s", "generate ms", "train ms", "tokens different",
-             "choices of experts different", "recompiles", "peak GiB"]]  # fmt: skip
+    rows = [["model", "1e9 parameters", "start-up s", "generate ms", "train ms", "tokens/s of floor",
+             "tokens different", "choices of experts different", "recompiles", "peak GiB"]]  # fmt: skip
     for name, family in families.items():
         if args.only and name not in args.only:
             continue

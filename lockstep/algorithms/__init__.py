@@ -1,56 +1,39 @@
 """The algorithms of policy optimization, a file each: advantages, weights, and a loss a token."""
 
 from dataclasses import replace
+from importlib import import_module
 
-from ..config import LossConfig
-from ..errors import InputError
+from ..config import SHIPPED, LossConfig
+from ..errors import refuse
 from .algorithm import Algorithm as Algorithm
-from .cispo import CISPO
-from .dapo import DAPO
-from .distillation import Distillation
-from .dppo import DPPO
-from .dr_grpo import DrGRPO
-from .grpo import GRPO
-from .gspo import GSPO
 from .losses import TokenValues as TokenValues
-from .ppo import PPO
-from .reinforce_pp import ReinforcePP, ReinforcePPBaseline
-from .rloo import RLOO
-from .sapo import SAPO
 from .sft import SFT
 from .user import user_algorithm
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    "grpo": GRPO,
-    "dr_grpo": DrGRPO,
-    "dapo": DAPO,
-    "gspo": GSPO,
-    "cispo": CISPO,
-    "sapo": SAPO,
-    "dppo": DPPO,
-    "rloo": RLOO,
-    "reinforce_pp": ReinforcePP,
-    "reinforce_pp_baseline": ReinforcePPBaseline,
-    "ppo": PPO,
-    "distillation": Distillation,
-    "sft": SFT,
-}
+
+def _shipped(where: str) -> type[Algorithm]:
+    """The class that a row of `config.SHIPPED` names."""
+    module, _, name = where.partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), name)
+
+
 SUPERVISED = "sft"  # of the warm-up's steps
+ALGORITHMS: dict[str, type[Algorithm]] = {name: _shipped(row.where) for name, row in SHIPPED.items()} | {
+    SUPERVISED: SFT
+}
 
 
 def algorithm_of(config: LossConfig) -> Algorithm:
     """The algorithm that `loss.loss_type` names, with the settings of `config`; a user's is tried on a few tokens.
 
-    Raises `InputError` for one that cannot be loaded, or that does not do what `Algorithm` says, or without the teacher
-    that it has.
+    Raises `InputError` for one that cannot be loaded, or that does not do what `Algorithm` says, without the teacher
+    that it has, or with settings that it cannot read.
     """
     found = user_algorithm(config) if ":" in config.loss_type else ALGORITHMS[config.algorithm].of(config)
-    if found.has_teacher and config.teacher is None:
-        raise InputError(
-            f"loss.teacher is missing: loss_type {config.loss_type} learns from a model; give its folder or hub id"
-        )
-    if not found.has_teacher and config.teacher is not None:
-        raise InputError(f"loss.teacher has no effect: loss_type {config.loss_type} learns from none; remove it")
+    refuse(
+        found.has_teacher and config.teacher is None,
+        f"loss.teacher is missing: loss_type {config.loss_type} learns from a model; give its folder or hub id",
+    )
     return found
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain
 from statistics import mean, stdev
 
 # Keeps the quotient finite; the value GRPO's implementation in TRL uses.
 _STD_EPSILON = 1e-4
+_VARIANCE_EPSILON = 1e-8  # so with tokens', as PPO's has it
 
 Rewards = Sequence[Sequence[float]]
 
@@ -41,6 +43,14 @@ def whitened(values: Rewards) -> list[list[float]]:
     flat = list(chain.from_iterable(values))
     center, scale = mean(flat), _std(flat) + _STD_EPSILON
     return [[(value - center) / scale for value in group] for group in values]
+
+
+def whiten(advantages: Rewards) -> list[list[float]]:
+    """Tokens' advantages less the mean of all, over the deviation of all, as TRL's `PPOTrainer` has it."""
+    flat = list(chain.from_iterable(advantages))
+    center = math.fsum(flat) / max(len(flat), 1)
+    variance = math.fsum((a - center) ** 2 for a in flat) / max(len(flat) - 1, 1)
+    return [[(a - center) / math.sqrt(variance + _VARIANCE_EPSILON) for a in sample] for sample in advantages]
 
 
 def scaled(rewards: Rewards) -> list[list[float]]:

@@ -19,8 +19,8 @@ class Algorithm:
     """One algorithm of policy optimization: subclass it in a file of its own, as a frozen dataclass.
 
     An object holds all that its loss may read, and is what stored graphs of the loss are found by. A field with the
-    name of one of `LossConfig`'s has that one's value, any other its default. The methods that do not run on the
-    device are given the whole configuration.
+    name of one of `LossConfig`'s has that one's value, or its own default where that is None; any other its default.
+    The methods that do not run on the device are given the whole configuration.
     """
 
     beta: float = 0.0
@@ -39,7 +39,8 @@ class Algorithm:
     @classmethod
     def of(cls, config: LossConfig) -> Self:
         """The algorithm with the settings of a configuration."""
-        return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)})
+        given = {f.name: getattr(config, f.name, None) for f in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def penalty(self, config: LossConfig, length: int, max_completion_length: int) -> float:
         """What to add to the reward of a completion of `length` tokens."""
@@ -54,13 +55,16 @@ class Algorithm:
         return any(reward != rewards[0] for reward in rewards)
 
     def estimate(
-        self, config: LossConfig, rewards: Sequence[float], values: Sequence[Sequence[float]]
+        self, config: LossConfig, rewards: Rewards, values: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], list[list[float]]]:
-        """With a critic: each token's advantage, and what the critic is to say of it, of the step's samples.
+        """Where tokens have advantages of their own (`of_tokens`): each token's, and with a critic what that is to say
+        of it, of the step's samples.
 
         Args:
-            rewards: of the samples that are trained on, all of a step, on every rank.
-            values: for each what the critic said before each of its tokens, before the step's first update.
+            rewards: of each token of the samples that are trained on, all of a step, on every rank: the sample's reward
+                with its last, and with `use_kl_in_reward` less `beta` times each token's estimate.
+            values: for each what the critic said before each of its tokens, before the step's first update; zeros
+                without a critic.
         """
         raise NotImplementedError(f"{type(self).__name__} has a critic and does not say what it is to learn")
 
@@ -101,6 +105,12 @@ class Algorithm:
         return weight_C * loss_C, clipped_C | cut_C
 
     @property
+    def of_tokens(self) -> bool:
+        """Whether each token has an advantage of its own, by `estimate`, and those of `advantages` are for the choice
+        of what is trained on."""
+        return self.has_critic
+
+    @property
     def indexes_sequences(self) -> bool:
         """Whether the loss needs to know which tokens are of one sequence."""
         return self.whole_sequences or (self.importance_sampling_mode or "").startswith("sequence")
@@ -108,12 +118,17 @@ class Algorithm:
     @property
     def reads_reference(self) -> bool:
         """Whether an update needs the log-probs of a second, frozen model."""
-        return self.has_teacher or (self.beta > 0 and self.kl_in_loss)
+        return self.has_teacher or self.kl_in_loss
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the KL divergence from the reference, where there is one, is added to the loss."""
-        return self.has_kl and not self.use_kl_in_reward
+        """Whether the KL divergence from the reference is added to the loss."""
+        return self.has_kl and self.beta > 0 and not self.use_kl_in_reward
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether it is taken off the rewards."""
+        return self.beta > 0 and self.use_kl_in_reward
 
 
 def mean_over_tokens(lengths: Sequence[int]) -> list[float]:

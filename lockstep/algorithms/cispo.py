@@ -12,22 +12,19 @@ from torch import Tensor
 from .algorithm import Algorithm, mean_over_tokens
 from .losses import TokenValues
 
-EPSILON_HIGH = 5.0  # ScaleRL (arXiv 2510.13786)
-
 
 @dataclass(frozen=True)
 class CISPO(Algorithm):
     """`-sg(min(r, epsilon_high)) A logprob`: the weight is cut and has no gradient (`sg`), so no token's gradient is
     lost; the mean over all tokens. `epsilon_high` bounds the ratio itself."""
 
-    epsilon_high: float | None = None
+    epsilon_high: float = 5.0  # ScaleRL (arXiv 2510.13786)
 
     def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
         return mean_over_tokens(lengths)
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
-        most = EPSILON_HIGH if self.epsilon_high is None else self.epsilon_high
-        cap = math.log(most) if most > 0 else -math.inf
+        cap = math.log(self.epsilon_high) if self.epsilon_high > 0 else -math.inf
         log_ratio_C = (values.logprob_C - values.old_logprob_C).detach()
         weight_C = torch.exp(log_ratio_C.clamp(max=cap))
         clipped_C = (log_ratio_C > cap) & (values.advantage_C != 0)

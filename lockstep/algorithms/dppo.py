@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..config import SHIPPED
+from .algorithm import mean_over_tokens
 from .grpo import GRPO
 from .losses import TokenValues
 
@@ -15,21 +19,31 @@ _MOST = 1 - 2**-24  # keeps the logarithm of 1 - p finite
 
 @dataclass(frozen=True)
 class DPPO(GRPO):
-    """`-M r A`, where `M` leaves out a token that moves on from the policy that sampled it once it is far: `A > 0`,
-    `r > 1` and a divergence above `epsilon_high`, or `A < 0`, `r < 1` and one above `epsilon`. The divergence is that
-    of "this token or another": total variation `|p - q|` (binary_tv) or `KL(q || p)` (binary_kl), `q` the probability
-    when sampled; the mean over each sequence, then over sequences."""
+    """`-M sg(min(r, clip_ratio_c)) A logprob`, where `M` leaves out a token that moves on from the policy that sampled
+    it once it is far: `A > 0`, `r > 1` and a divergence above `epsilon_high`, or `A < 0`, `r < 1` and one above
+    `epsilon`. The divergence is that of "this token or another": total variation `|p - q|` (binary_tv) or `KL(q || p)`
+    (binary_kl), `q` the probability when sampled. The ratio is cut and has no gradient (`sg`); the mean over all
+    tokens.
 
+    Names and defaults are those of TRL's experimental `DPPOConfig`, but that `epsilon_high` follows `epsilon` where it
+    is not given, and that there are no divergences over the most likely tokens (`topk_tv`, `topk_kl`), whose
+    log-probs nothing keeps."""
+
+    epsilon: float = SHIPPED["dppo"].epsilon
     divergence_type: str = "binary_tv"
+    clip_ratio_c: float = 20.0
+
+    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
+        return mean_over_tokens(lengths)
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
-        log_ratio_C, advantage_C = values.logprob_C - values.old_logprob_C, values.advantage_C
+        log_ratio_C, advantage_C = (values.logprob_C - values.old_logprob_C).detach(), values.advantage_C
         divergence_C = self.divergence(values)
         above_C = (advantage_C > 0) & (log_ratio_C > 0) & (divergence_C > self.upper)
         below_C = (advantage_C < 0) & (log_ratio_C < 0) & (divergence_C > self.epsilon)
         masked_C = above_C | below_C
-        ratio_C = torch.exp(torch.where(masked_C, 0.0, log_ratio_C))  # never 0 * inf
-        return -advantage_C * torch.where(masked_C, 0.0, ratio_C), masked_C
+        weight_C = torch.exp(log_ratio_C.clamp(max=math.log(self.clip_ratio_c)))
+        return -advantage_C * torch.where(masked_C, 0.0, weight_C) * values.logprob_C, masked_C
 
     def divergence(self, values: TokenValues) -> Tensor:
         """Of the two outcomes, without gradient, [C]."""

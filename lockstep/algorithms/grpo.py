@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..config import SHIPPED
 from .algorithm import Algorithm
 from .losses import TokenValues, clipped_surrogate
 
@@ -16,7 +17,7 @@ class GRPO(Algorithm):
     less the group's mean (over the deviation that `scale_rewards` names); the mean over each sequence, then over
     sequences. The clip is symmetric unless `epsilon_high` is given."""
 
-    epsilon: float = 0.2
+    epsilon: float = SHIPPED["grpo"].epsilon
     epsilon_high: float | None = None
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor
 
 from ..config import LossConfig
-from .advantage import Rewards
+from .advantage import Rewards, whiten
 from .algorithm import mean_over_tokens
 from .grpo import GRPO
 from .losses import TokenValues
-
-_EPSILON = 1e-8  # TRL's, of the variance
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,9 @@ class PPO(GRPO):
     The critic is a value head on the policy's own hidden states, of zeros at first, whose gradient reaches them.
     `v_old` and the advantages are made of the weights before the step's first update, by generalized advantage
     estimation (arXiv 1506.02438): `A_t = d_t + gamma lam A_t+1`, `d_t = r_t + gamma v_t+1 - v_t`, the reward at the
-    last token and nothing after it. `R = A + v_old`; then advantages are whitened over the step's tokens. Names and
-    defaults are those of TRL's `PPOConfig`, and `epsilon` is its `cliprange`."""
+    last token, nothing after it, and with `use_kl_in_reward` less `beta` times each token's KL estimate at that token.
+    `R = A + v_old`; then advantages are whitened over the step's tokens. Names and defaults are those of TRL's
+    `PPOConfig`, where `epsilon` is its `cliprange` and `beta` its `kl_coef`, which is 0 here unless it is given."""
 
     vf_coef: float = 0.1
     cliprange_value: float = 0.2
@@ -45,7 +43,7 @@ class PPO(GRPO):
         return mean_over_tokens(lengths)
 
     def estimate(
-        self, config: LossConfig, rewards: Sequence[float], values: Sequence[Sequence[float]]
+        self, config: LossConfig, rewards: Rewards, values: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], list[list[float]]]:
         pairs = zip(rewards, values, strict=True)
         found = [generalized_advantages(r, v, config.gamma, config.lam) for r, v in pairs]
@@ -64,19 +62,10 @@ class PPO(GRPO):
         return 0.5 * torch.maximum((value_C - return_C).square(), (near_C - return_C).square())
 
 
-def generalized_advantages(reward: float, values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """Of a completion's tokens, given the value before each; the reward comes with the last."""
-    found, advantage = [0.0] * len(values), 0.0
+def generalized_advantages(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """Of a completion's tokens, given the reward of each and the value before it."""
+    found, advantage, following = [0.0] * len(values), 0.0, 0.0
     for t in reversed(range(len(values))):
-        last = t == len(values) - 1
-        advantage = (reward if last else gamma * values[t + 1]) - values[t] + gamma * lam * advantage
-        found[t] = advantage
+        advantage = rewards[t] + gamma * following - values[t] + gamma * lam * advantage
+        found[t], following = advantage, values[t]
     return found
-
-
-def whiten(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Less the mean of all, over the deviation of all."""
-    flat = [a for sample in advantages for a in sample]
-    mean = math.fsum(flat) / max(len(flat), 1)
-    variance = math.fsum((a - mean) ** 2 for a in flat) / max(len(flat) - 1, 1)
-    return [[(a - mean) / math.sqrt(variance + _EPSILON) for a in sample] for sample in advantages]

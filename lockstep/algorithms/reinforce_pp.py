@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ..config import LossConfig
-from .advantage import Rewards, scaled, whitened
+from .advantage import Rewards, scaled, whiten, whitened
 from .algorithm import mean_over_tokens
 from .grpo import GRPO
 
@@ -14,10 +15,24 @@ from .grpo import GRPO
 @dataclass(frozen=True)
 class ReinforcePP(GRPO):
     """`grpo`'s loss, the mean over all tokens; advantages are the rewards less the mean of the whole step's, over their
-    deviation, so one sample a prompt is enough. The paper's KL term is `use_kl_in_reward` with `kl_estimator` k1."""
+    deviation, so one sample a prompt is enough. The paper's KL term is `use_kl_in_reward` with `kl_estimator` k1: then
+    each token has its own, `A_t = R - beta sum_{i >= t} KL_i` less the mean of all the step's tokens', over their
+    deviation."""
+
+    @property
+    def of_tokens(self) -> bool:
+        return self.kl_in_reward
 
     def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
+        if self.of_tokens:
+            return [[1.0] * len(group) for group in rewards]  # no sample is left out
         return whitened(rewards)
+
+    def estimate(
+        self, config: LossConfig, rewards: Rewards, values: Sequence[Sequence[float]]
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        to_come = [list(accumulate(reversed(of_sample)))[::-1] for of_sample in rewards]
+        return whiten(to_come), to_come
 
     def keep(self, rewards: Sequence[float]) -> bool:
         return True

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..config import LossConfig
-from ..errors import InputError
+from ..config import READ_BY, LossConfig
+from ..errors import InputError, refuse
 from ..user_functions import load_function, one_line
 from .algorithm import Algorithm
 from .losses import TokenValues
 
 _LENGTHS, _PADDING = (3, 1), 2  # completion tokens of each sequence it is tried on, and rows beyond
+_REWARDS = [[0.0, 1.0], [1.0, 1.0]]
+# Settings that a method of the algorithm's own has to read; what is not here either is read by all, or is a field.
+_BY_METHOD = {
+    **dict.fromkeys(("gamma", "lam"), "estimate"),
+    **{"normalize_advantages": "advantages", "overlong_penalty": "penalty"},
+}
+_BY_ALL = {"scale_rewards", "dynamic_sampling", "beta", "teacher", "overlong_buffer"}  # the last a recipe may have set
 
 
 def user_algorithm(config: LossConfig) -> Algorithm:
     """The algorithm that `loss.loss_type` names as module:Class or path.py:Class.
 
-    Raises `InputError` when it cannot be loaded, is no `Algorithm`, or returns something else than that says.
+    Raises `InputError` when it cannot be loaded, is no `Algorithm`, returns something else than that says, or cannot
+    read a setting that is given.
     """
     what = f"loss.loss_type {config.loss_type!r}"
     kind = load_function(config.loss_type, what, kind="Class")
@@ -34,24 +46,79 @@ def user_algorithm(config: LossConfig) -> Algorithm:
         raise InputError(f"{what} raised {type(error).__name__}: {one_line(error)}{_remedy(error)}") from error
     if wrong:
         raise InputError(f"{what}: {wrong}")
+    for name, why in _unread(algorithm, config):
+        given = getattr(config, name) != getattr(LossConfig(), name)
+        refuse(given, f"loss.{name} has no effect: loss_type {config.loss_type} {why}")
     return algorithm
+
+
+def _unread(algorithm: Algorithm, config: LossConfig) -> Iterator[tuple[str, str]]:
+    """(field, why) of each setting that the algorithm has no way to read."""
+    if not algorithm.has_teacher:
+        yield "teacher", "learns from none; remove it"
+    elif config.teacher is not None:
+        yield "beta", "has a teacher where the reference would be; remove it"
+    if not (algorithm.has_kl or config.use_kl_in_reward):
+        yield "beta", "has no KL term in its loss; turn loss.use_kl_in_reward on, or remove it"
+    own = {item.name for item in fields(algorithm)} | _BY_ALL
+    for name in (name for name in READ_BY if name not in own):
+        method = _BY_METHOD.get(name)
+        if method is None:
+            yield name, "has no field of that name; add one, or remove it"
+        elif getattr(type(algorithm), method) is getattr(Algorithm, method):
+            yield name, f"has no method {method} of its own; write one, or remove it"
 
 
 def _wrong(algorithm: Algorithm, config: LossConfig) -> str:
     """What it returns that it should not; nothing if all is well."""
-    advantages = algorithm.advantages(config, [[0.0, 1.0], [1.0, 1.0]])
-    if [len(group) for group in advantages] != [2, 2]:
+    advantages = algorithm.advantages(config, _REWARDS)
+    if not _numbers(advantages, [2, 2]):
         return f"advantages of two groups of two samples are {one_line(advantages)}; they must be two lists of two"
     weights = algorithm.weights(_LENGTHS, 2, 3)
-    if len(weights) != 2:
+    if not _numbers([weights], [2]):
         return f"weights of two sequences are {one_line(weights)}; they must be two"
+    if (keep := algorithm.keep(_REWARDS[0])) not in (True, False):
+        return f"keep returns {one_line(keep)}; it must be True or False"
+    penalty = algorithm.penalty(config, 3, 3)
+    if not _numbers([[penalty]], [1]):
+        return f"penalty of three tokens is {one_line(penalty)}; it must be a number"
+    return (_wrong_estimate(algorithm, config) if algorithm.of_tokens else "") or _wrong_loss(algorithm)
+
+
+def _wrong_estimate(algorithm: Algorithm, config: LossConfig) -> str:
+    """`_wrong` of the advantages and returns of tokens."""
+    rewards, values = ([[x] * n for n in _LENGTHS] for x in (0.5, 0.25))
+    found = algorithm.estimate(config, rewards, values)
+    if not isinstance(found, tuple) or len(found) != 2:
+        return f"estimate returns {one_line(found)}; it must return two, the advantages and the returns"
+    for name, of_samples in zip(("advantages", "returns"), found, strict=True):
+        if not _numbers(of_samples, _LENGTHS):
+            shape = " and ".join(map(str, _LENGTHS))
+            return (
+                f"estimate of two samples of {shape} tokens returns {name} {one_line(of_samples)}; they must be a list "
+                "a sample, of a finite number a token"
+            )
+    return ""
+
+
+def _numbers(found: Any, lengths: Sequence[int]) -> bool:
+    """Whether it is a list of lists so long, of finite numbers."""
+    try:
+        return [len(inner) for inner in found] == list(lengths) and all(math.isfinite(x) for x in chain(*found))
+    except TypeError:  # other things
+        return False
+
+
+def _wrong_loss(algorithm: Algorithm) -> str:
+    """`_wrong` of the loss."""
     rows = sum(_LENGTHS) + _PADDING
     logprob_C, ends = torch.linspace(-3, -1, rows).requires_grad_(), [0, *_LENGTHS[:1], sum(_LENGTHS)]
     index = torch.tensor(ends, dtype=torch.int32) if algorithm.indexes_sequences else None
     advantage_C = torch.tensor([1.0] * _LENGTHS[0] + [-1.0] * _LENGTHS[1] + [0.0] * _PADDING)
     then_C = torch.full((rows,), -2.0)
+    value_C = torch.zeros(rows, requires_grad=True)
     reference_C = then_C if algorithm.reads_reference else None
-    of_critic = [then_C if algorithm.has_critic else None] * 3
+    of_critic = (value_C, then_C, then_C) if algorithm.has_critic else (None,) * 3
     values = TokenValues(logprob_C, logprob_C, then_C, advantage_C, index, reference_C, *of_critic)
     with _Traced():
         loss_C, clipped_C = algorithm.corrected_loss(values)
@@ -60,7 +127,11 @@ def _wrong(algorithm: Algorithm, config: LossConfig) -> str:
             return f"its {name} is {_described(found)}; it must be {dtype}, one a token ([{rows}] here)"
     if not loss_C.requires_grad:
         return "its loss has no gradient by the log-probs"
-    (gradient_C,) = torch.autograd.grad(loss_C.sum(), logprob_C)
+    gradient_C, of_value_C = torch.autograd.grad(loss_C.sum(), (logprob_C, value_C), allow_unused=True)
+    if gradient_C is None:
+        return "its loss has no gradient by the log-probs"
+    if algorithm.has_critic and of_value_C is None:
+        return "it has a critic, and its loss has no gradient by the critic's values"
     return "" if gradient_C.isfinite().all() else "its gradient by a log-prob is not finite"
 
 

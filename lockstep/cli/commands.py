@@ -24,7 +24,7 @@ from ..errors import InputError, refuse
 from ..machine import launched, server_key
 from ..run.closing import aligned, closing
 from ..serve.settings import Settings
-from .flags import Chat, Eval, Generate, Init, Parity, Plan, Precompile, Report, Serve, Train
+from .flags import Chat, Eval, Generate, Init, Parity, Plan, Precompile, Replay, Report, Serve, Train
 
 if TYPE_CHECKING:
     from ..session.generate import LLM
@@ -138,10 +138,10 @@ def _prompts(flags: Generate) -> list[Any]:
 
 
 def _chat(flags: Chat) -> Outcome:
-    sampling = _sampling(flags)
-    variables = _variables(flags)
     if sys.stdin is None:
         raise InputError("standard input is closed; give chat a terminal, or its lines through a pipe")
+    sampling = _sampling(flags)
+    variables = _variables(flags)
     from . import chat
 
     llm = _llm(flags, True, variables)
@@ -280,6 +280,13 @@ def _report(flags: Report) -> Outcome:
     return Outcome({"report": str(path)}, [f"{path}\n"])
 
 
+def _replay(flags: Replay) -> Outcome:
+    from ..run.replay import replay
+
+    found = replay(flags.run, flags.trajectory, flags.call_tools, lambda text: print(text, file=sys.stderr, flush=True))
+    return Outcome(found.to_dict(), [found.render() + "\n"], code=1 if found.difference else 0)
+
+
 def _parity(flags: Parity) -> Outcome:
     from ..session.parity_check import check_model
 
@@ -306,4 +313,5 @@ COMMANDS: dict[type, Callable[[Any], Outcome]] = {
     Report: _report,
     Parity: _parity,
     Init: _init,
+    Replay: _replay,
 }

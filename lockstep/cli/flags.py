@@ -307,6 +307,20 @@ class Report:
     """Print one JSON object."""
 
 
+@dataclass(frozen=True)
+class Replay:
+    """Sample a trajectory of a run again, alone, with the weights of its step, and compare it bit by bit."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """Run folder."""
+    trajectory: Annotated[str, tyro.conf.arg(metavar="STEP/GROUP/SAMPLE")]
+    """Which: the numbers that rollouts.jsonl has, such as 0/0/0 for the first."""
+    call_tools: _Switch = False
+    """Ask the environment again; by default what it gave is given as recorded."""
+    json: _Switch = False
+    """Print one JSON object."""
+
+
 @_own_first
 @dataclass(frozen=True, kw_only=True)
 class Parity(_AnswerFlags):

@@ -4,6 +4,7 @@
 `validate` of its own.
 """
 
+from .algorithms import LOSS_TYPES, READ_BY, SHIPPED
 from .run import (
     EARLIER,
     Attention,
@@ -30,7 +31,7 @@ from .sections.compile import (
     resolve_compile,
 )
 from .sections.generator import GeneratorConfig
-from .sections.loss import LOSS_TYPES, READ_BY, LossConfig
+from .sections.loss import LossConfig
 from .sections.metrics import MetricsConfig
 from .sections.optimizer import OptimizerConfig
 from .sections.parallel import ParallelConfig

@@ -101,6 +101,11 @@ class RunConfig(Section):
             "trainer.skip_zero_variance nothing is trained; use 2 or more",
         )
         refuse(
+            lo.importance_sampling_mode is not None and t.num_iterations == 1 and self.parity == "strict",
+            "loss.importance_sampling_mode has no effect with trainer.num_iterations 1: what samples is what "
+            "trains, bit for bit, and every weight exactly 1; use more updates, or remove it",
+        )
+        refuse(
             s.ignore_eos and lo.mask_truncated_completions and not s.stop,
             "loss.mask_truncated_completions leaves out every completion where sampling.ignore_eos lets none end; "
             "remove one of the two",

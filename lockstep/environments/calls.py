@@ -8,7 +8,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -29,6 +30,34 @@ class Answer:
     key: Hashable
     value: Any
     seconds: float
+
+
+@dataclass(eq=False)
+class _Here:
+    """A call that some thread waits for, to be made in the thread that takes answers."""
+
+    function: Callable[[], Any]
+    outcome: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> None:
+        try:
+            self.outcome.set_result(self.function())
+        except BaseException as error:
+            self.outcome.set_exception(error)
+
+
+_own = threading.local()  # of a call's thread: the queue that answers go to
+
+
+def in_the_main_thread(function: Callable[[], Any]) -> Any:
+    """What `function` returns, or raises, in the thread that takes answers: signals work there alone. The generator
+    waits for it."""
+    answers = getattr(_own, "answers", None)
+    if answers is None:  # this is that thread
+        return function()
+    here = _Here(function)
+    answers.put((None, 0, here))
+    return here.outcome.result()
 
 
 class Calls:
@@ -60,14 +89,18 @@ class Calls:
         self._open[key] = (number, began)
         if is_async:
             coroutine = _outcome_of_coroutine(function, arguments)
-            self._running[key] = future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+            self._running[key] = future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
             future.add_done_callback(
                 lambda done: None if done.cancelled() else self._answers.put((key, number, done.result()))
             )
         else:
             threading.Thread(
-                target=lambda: self._answers.put((key, number, _outcome(function, arguments))), daemon=True
+                target=lambda: self._answers.put((key, number, self._beside(function, arguments))), daemon=True
             ).start()
+
+    def _beside(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        _own.answers = self._answers
+        return _outcome(function, arguments)
 
     def answers(self, wait: bool) -> list[Answer]:
         """What has come since the last call, and what is overdue; with `wait` at least one, if any call is open."""
@@ -75,7 +108,9 @@ class Calls:
         while self._open:
             while (taken := self._next(wait and not found)) is not None:
                 key, number, value = taken
-                if key in self._open and self._open[key][0] == number:  # else it came too late
+                if isinstance(value, _Here):
+                    value.run()
+                elif key in self._open and self._open[key][0] == number:  # else it came too late
                     found.append(self._close(key, value))
             found += self._overdue()
             if found or not wait:
@@ -142,7 +177,7 @@ def _failed(error: BaseException) -> Failure:
 
 
 @cache
-def _event_loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     """One that runs in a thread of its own for as long as the process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()

@@ -13,8 +13,8 @@ from ..errors import InputError, LockstepError
 from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 from .base import Problem, draw
-from .environment import Environment, SingleTurn
-from .episodes import Asked, Failures, Limits, Play, Sampler, Tokens
+from .environment import End, Environment, SingleTurn
+from .episodes import Asked, Episode, Failures, Limits, Play, Sampler, Tokens
 from .rewards.calls import Logged
 from .rewards.reward_set import RewardSet, Scoring
 
@@ -42,6 +42,7 @@ class Collector:
     """Plays problems in their environment and scores what was sampled, on all ranks of `world` together.
 
     `seed` is a part of what keys the random numbers (`SampleIdentity`). `timings` measures `encode` and `rewards`.
+    `needs_rewards`: an end without a reward is refused where there are no reward functions either.
     """
 
     tokens: Tokens
@@ -53,6 +54,7 @@ class Collector:
     failures: Failures = field(default_factory=Failures)
     timings: Timings = field(default_factory=Timings)
     world: World = ONE
+    needs_rewards: bool = False
 
     def collect(
         self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
@@ -84,10 +86,19 @@ class Collector:
             return Collected([], [], {})
         asked = [self._asked(*item, domain, step, where) for item in problems]
         play = Play(self.environment, self.tokens, self.sampler, self.limits, self.failures, self.timings)
-        played = play.run(asked, sampling, SampleIdentity(self.seed, domain, step, 0))
+        try:
+            return self._played(play, asked, sampling, SampleIdentity(self.seed, domain, step, 0), where)
+        finally:
+            play.close()
+
+    def _played(
+        self, play: Play, asked: list[Asked], sampling: SamplingParams, identity: SampleIdentity, where: str
+    ) -> Collected:
+        """What was played, scored."""
+        played = play.run(asked, sampling, identity)
         groups: list[RolloutGroup] = []
         failed: list[RolloutGroup] = []
-        for (number, problem), episodes in zip(problems, played, strict=True):
+        for a, episodes in zip(asked, played, strict=True):
             for episode in episodes:
                 if episode.trajectory and episode.end and episode.end.reward is not None:
                     _take(episode.end.reward, episode.trajectory)
@@ -96,17 +107,22 @@ class Collector:
                 well = []
             for into, some in (groups, well), (failed, [episode for episode in episodes if episode not in well]):
                 if rollouts := [e.trajectory for e in some if e.trajectory is not None]:
-                    into.append(RolloutGroup(rollouts, sampling, number, problem.prompt, problem.columns))
+                    into.append(RolloutGroup(rollouts, sampling, a.group, some[0].prompt, a.problem.columns))
         kept = sum(len(r.token_ids) for group in groups + failed for r in group.rollouts)
         if kept != play.sampled_tokens:  # they would not all be compared
             raise LockstepError(f"{where}: {play.sampled_tokens} tokens were sampled, and trajectories have {kept}")
         about = Scoring(
-            f"{where}, groups {problems[0][0]} to {problems[-1][0]}",
-            step=step if domain == TRAIN_DOMAIN else 0,
+            f"{where}, groups {asked[0].group} to {asked[-1].group}",
+            step=identity.step if identity.domain == TRAIN_DOMAIN else 0,
             tell=self.timings.tell,
         )
+        if self.needs_rewards and not self.rewards.rewards and any(not r.rewards for g in groups for r in g.rollouts):
+            raise InputError(
+                f"{where}: the environment ended with End(), which leaves the reward to reward functions, and there "
+                "are none; give End(REWARD), or name one: --reward MODULE:FUNCTION"
+            )
         with self.timings.measured("rewards"):
-            scored = _score(groups, self.rewards, {a.group: a.problem.origin for a in asked}, about)
+            scored = _score(groups, self.rewards, [e for episodes in played for e in episodes], asked, about)
         errors = sum(episode.failure is not None for episodes in played for episode in episodes)
         counts = scored.counts | ({"environment/errors": errors} if errors else {})
         return Collected(scored.groups, scored.without_reward + failed, counts)
@@ -132,16 +148,30 @@ def _take(reward: float | Mapping[str, float], trajectory: Trajectory) -> None:
     trajectory.reward = sum(float(value) for value in named.values())
 
 
-def _score(groups: list[RolloutGroup], rewards: RewardSet, origins: Mapping[int, str], about: Scoring) -> Collected:
-    """Fill in the `rewards` and `reward` of every rollout that its environment has not given any."""
-    rows = [(group, rollout) for group in groups for rollout in group.rollouts if not rollout.rewards]
-    numbers = [group.group for group, _ in rows]
+def _end_of(rollout: Trajectory, of: Mapping[int, Episode]) -> End:
+    end = of[id(rollout)].end
+    assert end is not None, "it is in a group"
+    return end
+
+
+def _score(
+    groups: list[RolloutGroup], rewards: RewardSet, played: Sequence[Episode], asked: Sequence[Asked], about: Scoring
+) -> Collected:
+    """Fill in the `rewards` and `reward` of every rollout whose environment left them to functions, or some of them."""
+    of = {id(episode.trajectory): episode for episode in played}
+    all_rows = [(group, rollout) for group in groups for rollout in group.rollouts]
+    rows = [(group, rollout) for group, rollout in all_rows if not rollout.rewards or _end_of(rollout, of).functions]
+    numbers, origins = [group.group for group, _ in rows], {a.group: a.problem.origin for a in asked}
     scores = rewards.score(
-        [group.prompt for group, _ in rows],
-        [rollout.text for _, rollout in rows],
+        [of[id(rollout)].prompt for _, rollout in rows],
+        [_end_of(rollout, of).completion or rollout.text for _, rollout in rows],
         [rollout.token_ids for _, rollout in rows],
         [group.columns for group, _ in rows],
-        about._replace(origins=[origins[number] for number in numbers], groups=numbers),
+        about._replace(
+            origins=[origins[number] for number in numbers],
+            groups=numbers,
+            environments=[of[id(rollout)].environment.exposed for _, rollout in rows],
+        ),
     )
     logged = rewards.logged if rows else Logged(0)
     for name, column in logged.extra.items():
@@ -149,11 +179,11 @@ def _score(groups: list[RolloutGroup], rewards: RewardSet, origins: Mapping[int,
             rollout.extra[name] = value
     without = set()
     for (group, rollout), values, total in zip(rows, scores.values, scores.totals, strict=True):
-        rollout.rewards = values
-        if total is None:
+        given, rollout.rewards = rollout.rewards, {**values, **rollout.rewards}
+        if total is None and not given:
             without.add(group.group)
         else:
-            rollout.reward = total
+            rollout.reward += total or 0.0
     split: tuple[list[RolloutGroup], list[RolloutGroup]] = [], []
     for group in groups:
         split[group.group in without].append(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any, ClassVar
 
@@ -11,23 +11,34 @@ from ..types import FinishReason, Trajectory
 
 # What a trajectory goes on with: text as it is, chat messages through the model's template, or tokens.
 Given = str | list[dict[str, Any]] | list[int]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What was sampled: its text without special tokens, its tokens, and how it ended."""
+    """What was sampled: its text without special tokens, its tokens, how it ended, and the chat message that it is,
+    with `tool_calls` where the model called `Environment.tools` in the form that its chat template teaches.
+    `malformed`: it began a call that is none. `last`: no other can follow."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    message: Message = field(default_factory=dict)
+    malformed: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True)
 class End:
     """The end of a trajectory. `reward` is one number, or several by name, which are added up; None leaves it to the
-    task's reward functions, which are given all that was sampled as one text."""
+    task's reward functions, and with `functions` they are asked as well, and added.
+
+    What these are given as the completion is all that was sampled as one text, or the chat messages in `completion`.
+    """
 
     reward: float | Mapping[str, float] | None = None
+    functions: bool = False
+    completion: list[Message] | None = None
 
 
 class Environment:
@@ -40,6 +51,22 @@ class Environment:
     """
 
     instant: ClassVar[bool] = False  # `start` and `step` never wait: they are called between the generator's launches
+    begin_alike: ClassVar[bool] = True  # samples of a prompt whose `start` differs are refused
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """What the model may call, for its chat template: JSON schemas, known once `start` has returned."""
+        return ()
+
+    @classmethod
+    def toolsets(cls) -> Sequence[Sequence[Mapping[str, Any]]]:
+        """All that `tools` may be, which plans memory."""
+        return ((),)
+
+    @property
+    def exposed(self) -> Any:
+        """What reward functions that take `environments` are given for this one."""
+        return self
 
     def start(self, row: dict[str, Any], seed: int) -> Given | Awaitable[Given]:
         """The prompt: by default the row's.
@@ -54,9 +81,13 @@ class Environment:
         """What follows a turn. One that ended by "length" or "truncated" is the last, whatever is answered."""
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
-    def cut(self) -> End:
-        """What a trajectory is worth that a limit ended: of its turns, its tokens, or the turn's own."""
+    def cut(self) -> End | Awaitable[End]:
+        """What a trajectory is worth that a limit ended: of its turns, its tokens, or the turn's own. Called as `step`
+        is."""
         return End(0.0)
+
+    def close(self) -> None:
+        """Called once the trajectory was scored, or left out; this object is not used any more."""
 
     @classmethod
     def worked_turns(cls, row: dict[str, Any], worked_example: str) -> Sequence[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import InputError, LockstepError
@@ -18,13 +18,13 @@ from ..types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ..user_functions import one_line
 from .base import Encode, Problem
 from .calls import Answer, Calls, Failure
-from .environment import End, Environment, Turn
+from .environment import End, Environment, Message, Turn
 
 FAILURES = 16  # trajectories in a row that their environment fails end the run
 
 _log = logging.getLogger("lockstep")
 
-Messages = list[dict[str, Any]]
+Messages = list[Message]
 
 
 class NewTokens(Protocol):
@@ -51,11 +51,19 @@ class Sampler(Protocol):
 Continue = Callable[[Messages | None, str | Messages], list[int]]
 
 
+def _said(text: str) -> tuple[Message, bool]:
+    return {"role": "assistant", "content": text}, False
+
+
 class Tokens(NamedTuple):
-    """How given text becomes tokens, once."""
+    """How given text becomes tokens, once; the text of tokens, for people; and sampled text as a message, with whether
+    it began a call that is none. `with_tools`: the same where the model may call these (`Environment.tools`)."""
 
     prompt: Encode
     following: Continue
+    text: Callable[[list[int]], str] = str
+    message: Callable[[str], tuple[Message, bool]] = _said
+    with_tools: Callable[[Sequence[Mapping[str, Any]]], Tokens] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,35 +80,52 @@ class Limits:
 
 @dataclass(eq=False)
 class Episode:
-    """A trajectory in the making. `failure` tells why its environment's answer is missing."""
+    """A trajectory in the making. `prompt` is what its environment began with, `failure` tells why an answer of it is
+    missing."""
 
     environment: Environment
     group: int
     sample: int
+    tokens: Tokens
     trajectory: Trajectory | None = None
+    prompt: str | Messages = ""
     messages: Messages | None = None
     turns: int = 0
+    cut: bool = False
     failure: Failure | None = None
     end: End | None = None
 
 
 @dataclass
 class Failures:
-    """Environments that failed: how many in a row, of those that are allowed to."""
+    """Environments that failed: how many in a row, of those that are allowed to; and what was told of each, until
+    `take` has it."""
 
     allowed: int = FAILURES - 1
     in_a_row: int = 0
     first: Failure | None = None
+    told: list[str] = field(default_factory=list)
 
     def add(self, where: str, failure: Failure) -> None:
-        """Raises `LockstepError`, with the first one's traceback, when there are too many."""
+        """Log it. Raises `LockstepError`, with the first one's traceback as a note, when there are too many."""
+        message = f"{where}: its environment failed: {failure.reason}"
+        self.told.append(f"{failure.traceback}{message}")
+        _log.warning("%s", self.told[-1])
         self.first = self.first or failure
         self.in_a_row += 1
         if self.in_a_row > self.allowed:
-            raise LockstepError(
+            error = LockstepError(
                 f"{where}: the environment failed for {self.in_a_row} trajectories in a row; the first: "
-                f"{one_line(self.first.reason)}\n{self.first.traceback}".rstrip()
+                f"{one_line(self.first.reason)}"
             )
+            if self.first.traceback:
+                error.add_note(self.first.traceback.rstrip())
+            raise error
+
+    def take(self) -> list[str]:
+        """What was told since the last call."""
+        taken, self.told = self.told, []
+        return taken
 
     def forget(self) -> None:
         """One went well."""
@@ -143,15 +168,18 @@ class Play:
         self._sampler: Sampler | None = None
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
         self.sampled_tokens = 0  # by the generator, of all turns
+        self._episodes: list[Episode] = []
         self._prompts: dict[int, list[Any]] = {}  # of each group, as its samples' environments gave them
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
-        """The episodes of each, `sampling.n`; their random numbers are keyed by `identity` with their group's number.
+        """The episodes of each, `sampling.n` from `identity.sample` on; their random numbers are keyed by `identity`
+        with their group's number.
 
         Raises `InputError` for a prompt that is empty or refused, and `LockstepError` when environments fail on and on.
         """
         self._asked, self._sampling, self._identity = {a.group: a for a in asked}, sampling, identity
-        groups = [[Episode(self._made(), a.group, s) for s in range(sampling.n)] for a in asked]
+        samples = range(identity.sample, identity.sample + sampling.n)
+        groups = [[self._made(a.group, s) for s in samples] for a in asked]
         try:
             for a, episodes in zip(asked, groups, strict=True):
                 for episode in episodes:
@@ -170,9 +198,21 @@ class Play:
                 self._sampler.abort(request_id)
         return groups
 
-    def _made(self) -> Environment:
+    def close(self) -> None:
+        """Tell the environments that they are not used any more."""
+        for episode in self._episodes:
+            try:
+                episode.environment.close()
+            except Exception as error:
+                _log.warning("%s: close raised %s: %s", self._where(episode), type(error).__name__, one_line(error))
+
+    def _where(self, episode: Episode) -> str:
+        return f"{self._asked[episode.group].where} sample {episode.sample}"
+
+    def _made(self, group: int, sample: int) -> Episode:
         try:
-            return self._environment()
+            self._episodes.append(Episode(self._environment(), group, sample, self._tokens))
+            return self._episodes[-1]
         except Exception as error:
             kind = f"task.environment: {self._environment.__name__}()"
             raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
@@ -192,6 +232,8 @@ class Play:
                 ready += self._started(episode, answer.value)
             elif isinstance(answer.value, Failure):
                 self._fail(episode, answer.value)
+            elif episode.cut:
+                self._end(episode, answer.value)
             else:
                 self._stepped(episode, answer)
         if ready:
@@ -207,24 +249,30 @@ class Play:
         begun: list[tuple[list[Episode], list[int]]] = []
         for episodes in ready:
             given = [value for _, value in self._prompts.pop(episodes[0].group)]
-            failure = next((value for value in given if isinstance(value, Failure)), None) or _unlike(given)
+            failure = next((value for value in given if isinstance(value, Failure)), None)
+            failure = failure or _unlike(given, self._environment.begin_alike)
             if failure is not None:
                 for episode in episodes:
                     self._fail(episode, failure)
                 continue
-            with self._timings.measured("encode"):
-                begun.append((episodes, self._prompt(self._asked[episodes[0].group], given[0])))
-            chat = _is_chat(given[0])
-            for episode in episodes:
-                episode.messages = list(given[0]) if chat else None
+            alike = all(other == given[0] for other in given)
+            for some in [episodes] if alike else [[episode] for episode in episodes]:
+                with self._timings.measured("encode"):
+                    begun.append((some, self._prompt(some, given[episodes.index(some[0])])))
         if self._sampler is None and begun:
-            self._sampler = self._sampler_of([ids for _, ids in begun], [self._sampling] * len(begun))
+            kinds = [replace(self._sampling, n=len(episodes)) for episodes, _ in begun]
+            self._sampler = self._sampler_of([ids for _, ids in begun], kinds)
         for episodes, prompt_ids in begun:
-            self._request(episodes, prompt_ids, self._sampling)
+            self._request(episodes, prompt_ids, replace(self._sampling, n=len(episodes)))
 
-    def _prompt(self, asked: Asked, given: Any) -> list[int]:
+    def _prompt(self, episodes: list[Episode], given: Any) -> list[int]:
+        """The tokens of what these episodes begin with."""
+        asked, tokens = self._asked[episodes[0].group], self._tokens
         try:
-            ids = given if _is_tokens(given) else self._tokens.prompt(given)
+            if tokens.with_tools is not None:
+                tokens = tokens.with_tools(episodes[0].environment.tools)
+            ids = given if _is_tokens(given) else tokens.prompt(given)
+            text = tokens.text(given) if _is_tokens(given) else given
         except InputError as error:
             raise InputError(f"{asked.where}: {error}") from error
         if not ids:
@@ -233,6 +281,9 @@ class Play:
         if most is not None and len(ids) > most:
             why = f" ({self._limits.prompt_reason})" if self._limits.prompt_reason else ""
             raise InputError(f"{asked.where}: the prompt has {len(ids)} tokens; at most {most} are allowed{why}")
+        for episode in episodes:
+            episode.tokens, episode.prompt = tokens, text
+            episode.messages = list(given) if _is_chat(given) else None
         return ids
 
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:
@@ -258,7 +309,9 @@ class Play:
             episode.trajectory = made
         else:
             segments, routes = episode.trajectory.segments, made.prompt.route_digests
-            segments[-1].route_digests = None if routes is None else routes[-len(segments[-1].token_ids) :]
+            if routes is not None:
+                new = len(segments[-1].token_ids)
+                segments[-1].route_digests, segments[-2].last_route = routes[-new:], routes[-new - 1]
             segments.append(turn)
             episode.trajectory.finish_reason = made.finish_reason
         if made.finish_reason == "length" and len(turn.token_ids) < self._sampling.max_completion_length:
@@ -266,7 +319,9 @@ class Play:
         episode.turns += 1
         if episode.messages is not None:
             episode.messages.append({"role": "assistant", "content": turn.text})
-        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason)
+        said = episode.tokens.message(turn.text)
+        last = episode.trajectory.cut_off or episode.turns >= self._limits.turns
+        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason, *said, last)
         self._calls.call(episode, episode.environment.step, told)
 
     def _stepped(self, episode: Episode, answer: Answer) -> None:
@@ -307,7 +362,7 @@ class Play:
         if _is_tokens(given):
             return list(given), ""
         assert episode.trajectory is not None
-        ids = self._tokens.following(episode.messages, given)
+        ids = episode.tokens.following(episode.messages, given)
         if isinstance(given, str):
             return ids, given
         assert episode.messages is not None
@@ -317,10 +372,8 @@ class Play:
         return ids[ended:], "\n".join(f"{message.get('role')}: {message.get('content')}" for message in given)
 
     def _cut(self, episode: Episode) -> None:
-        try:
-            self._end(episode, episode.environment.cut())
-        except Exception as error:
-            self._fail(episode, Failure(f"cut raised {type(error).__name__}: {error}"))
+        episode.cut = True
+        self._calls.call(episode, episode.environment.cut)
 
     def _end(self, episode: Episode, end: Any) -> None:
         if wrong := _wrong_end(end):
@@ -331,9 +384,7 @@ class Play:
 
     def _fail(self, episode: Episode, failure: Failure) -> None:
         episode.failure = failure
-        where = f"{self._asked[episode.group].where} sample {episode.sample}"
-        _log.warning("%s: its environment failed: %s\n%s", where, failure.reason, failure.traceback)
-        self._failures.add(where, failure)
+        self._failures.add(self._where(episode), failure)
 
 
 def _is_chat(given: Any) -> bool:
@@ -344,13 +395,13 @@ def _is_tokens(given: Any) -> bool:
     return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
 
 
-def _unlike(given: list[Any]) -> Failure | None:
+def _unlike(given: list[Any], alike: bool) -> Failure | None:
     """What is wrong with the prompts of a group's samples; None if all is well."""
-    first = given[0]
-    if not (isinstance(first, str) or _is_chat(first) or _is_tokens(first)):
-        kind = f"{type(first).__name__} {one_line(first, repr)}"
-        return Failure(f"start returned {kind}; it must be text, messages or token ids")
-    if any(other != first for other in given):
+    for one in given:
+        if not (isinstance(one, str) or _is_chat(one) or _is_tokens(one)):
+            kind = f"{type(one).__name__} {one_line(one, repr)}"
+            return Failure(f"start returned {kind}; it must be text, messages or token ids")
+    if alike and any(other != given[0] for other in given):
         return Failure("start returned other prompts for samples of one group; it may depend on row and seed alone")
     return None
 

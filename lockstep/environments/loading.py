@@ -1,27 +1,38 @@
-"""Environments found by name: a ready one, or a class of a user's own."""
+"""Environments found by name: a ready one, one of a user's own, or functions as tools."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..config import TaskConfig
 from ..errors import InputError
-from ..user_functions import load_function
+from ..user_functions import load_function, load_named
+from .adapters.trl import trl_environment
 from .environment import Environment, SingleTurn
 from .tasks.calculator import Calculator
+from .tools import tool_environment
 
 ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator}
 
 
 def make_environment(config: TaskConfig) -> type[Environment]:
-    """What `task.environment` names; without one, what a prompt is completed once in.
+    """What `task.environment` names, with `task.tools`; without either, what a prompt is completed once in.
 
-    Raises `InputError` when it cannot be loaded or is no `Environment`.
+    Raises `InputError` when it cannot be loaded or is no environment.
     """
+    tools = [load_function(tool, f"task.tools {tool!r}") for tool in config.tools]
     if config.environment is None:
-        return SingleTurn
-    if config.environment in ENVIRONMENTS:
-        return ENVIRONMENTS[config.environment]
+        return tool_environment(tools, "task.tools") if tools else SingleTurn
     what = f"task.environment {config.environment!r}"
-    kind = load_function(config.environment, what, f", or one of {', '.join(ENVIRONMENTS)}", kind="Class")
-    if not (isinstance(kind, type) and issubclass(kind, Environment)):
-        raise InputError(f"{what} must be a class, a subclass of lockstep.environments.Environment")
-    return kind
+    kind = ENVIRONMENTS.get(config.environment)
+    kind = kind or load_named(config.environment, what, f", or one of {', '.join(ENVIRONMENTS)}", kind="Class")
+    if isinstance(kind, type) and issubclass(kind, Environment):
+        if tools:
+            raise InputError(f"task.tools has no effect beside {what}, which answers turns itself; remove it")
+        return kind
+    if isinstance(kind, Mapping) or (callable(kind) and (not isinstance(kind, type) or hasattr(kind, "reset"))):
+        return trl_environment(kind, tools, what)
+    raise InputError(
+        f"{what} must be a class, a subclass of lockstep.environments.Environment, or a factory of TRL's, whose "
+        "objects have a method reset"
+    )

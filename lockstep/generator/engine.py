@@ -296,7 +296,8 @@ class Engine:
     def check(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
         """Raise `InputError` when such a request could never run; it is called prompt `group` + 1."""
         vocabulary, context = self.model_config.vocab_size, self.model_config.max_position_embeddings
-        outside = next((t for t in prompt_ids if not 0 <= t < vocabulary), None)
+        ends = (min(prompt_ids), max(prompt_ids)) if prompt_ids else ()
+        outside = next((t for t in ends if not 0 <= t < vocabulary), None)
         new, cache = sampling.max_completion_length, self.cache
         length = len(prompt_ids) + new
         found = (

@@ -110,7 +110,11 @@ class KVCache:
 
     def register(self, tokens: list[int], pages: list[int], version: int) -> None:
         """Make the full pages of a sequence findable; `tokens` are those whose keys and values are in place."""
-        for digest, page in zip(self._digest_chain(tokens, version), pages, strict=False):
+        known = next((i for i, page in enumerate(pages) if self._digests[page] is None), len(pages))
+        new, begin = self._digest_chain(tokens, version), self._digests[pages[known - 1]] if known else None
+        if begin is not None:  # it is of all pages up to there
+            new = self._chain(begin, tokens[known * self.page_size :])
+        for digest, page in zip(new, pages[known if begin else 0 :], strict=False):
             if self._digests[page] is None and digest not in self._by_digest:
                 self._digests[page] = digest
                 self._by_digest[digest] = page
@@ -127,10 +131,13 @@ class KVCache:
         return pages
 
     def _digest_chain(self, tokens: list[int], version: int) -> Iterator[bytes]:
-        digest = version.to_bytes(8, "little", signed=True)
-        for i in range(0, len(tokens) - self.page_size + 1, self.page_size):
-            block = array("q", tokens[i : i + self.page_size]).tobytes()
-            digest = hashlib.blake2b(digest + block, digest_size=16).digest()
+        return self._chain(version.to_bytes(8, "little", signed=True), tokens)
+
+    def _chain(self, digest: bytes, tokens: list[int]) -> Iterator[bytes]:
+        """Of each full page of `tokens`, which come after what has this digest."""
+        data, size = array("q", tokens).tobytes(), 8 * self.page_size
+        for i in range(0, len(data) - size + 1, size):
+            digest = hashlib.blake2b(digest + data[i : i + size], digest_size=16).digest()
             yield digest
 
 

@@ -11,9 +11,10 @@ from ..types import FinishReason, SampleIdentity, SamplingParams, Segment, Traje
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefix:
-    """The first positions of all samples of a prefill, which lie in the same pages."""
+    """The first positions of all samples of a prompt, which lie in the same pages."""
 
     positions: int
+    pages: list[int]
 
 
 @dataclass(eq=False)
@@ -25,7 +26,7 @@ class Sequence:
         cache_version: the weights that made its keys and values; -1: several.
         end: the decode step, counted by the scheduler, after which it has its last token if no stop comes before.
         lease: tells which note of the steps that its pages last for is the valid one; 0: none.
-        shared: what it has in common with the samples that started with it.
+        shared: what it has in common with the other samples of its prompt.
         positions: those that it may come to need: its last token's keys and values are never made.
         routes, prompt_routes: as in `Segment.route_digests`.
     """

@@ -13,9 +13,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..config import GeneratorConfig
+from ..types import SampleIdentity
 from .kv_cache import KVCache
 from .request import Prefill, Sequence, SharedPrefix
 from .running_batch import RunningBatch
@@ -53,6 +54,8 @@ class Scheduler:
         self._ending: list[Prefill] = []  # so do these, which end in the step that is being planned
         self._leases: list[tuple[int, int, Sequence]] = []  # heap: the clock that a sequence's pages last to
         self._lease = itertools.count(1)
+        self._drawn: SampleIdentity | None = None  # the step that what follows is of
+        self._prefixes: dict[int, SharedPrefix] = {}  # by group, those of its prompts
 
     @property
     def busy(self) -> bool:
@@ -127,7 +130,7 @@ class Scheduler:
         self._ending.remove(prefill)
         length = len(prefill.token_ids)  # of each sample too
         full, partial = divmod(length, self.cache.page_size)
-        shared = SharedPrefix(full * self.cache.page_size) if len(prefill.samples) > 1 else None
+        shared = self._shared(prefill, full)
         started: list[Sequence] = []
         copies: list[tuple[int, int]] = []
         for i, sample in enumerate(prefill.samples):
@@ -151,6 +154,17 @@ class Scheduler:
             self._note_lease(sample, self.clock + 1 + held - length)
             started.append(sample)
         return started, copies
+
+    def _shared(self, prefill: Prefill, full: int) -> SharedPrefix | None:
+        """What the samples of a prefill begin with together. One alone, which goes on after a later turn or was
+        preempted, finds that of its prompt, if it lies in the same pages."""
+        identity = prefill.samples[0].identity
+        if (drawn := replace(identity, group=0, sample=0)) != self._drawn:
+            self._drawn, self._prefixes = drawn, {}
+        if len(prefill.samples) > 1:
+            self._prefixes[identity.group] = SharedPrefix(full * self.cache.page_size, prefill.pages[:full])
+        found = self._prefixes.get(identity.group)
+        return found if found and found.pages == prefill.pages[: len(found.pages)] else None
 
     def register(self, tokens: list[int], pages: list[int], version: int) -> None:
         """Pages with the keys and values of these tokens, made by one version of the weights, can be found again."""

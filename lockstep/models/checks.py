@@ -82,8 +82,13 @@ def _check_layers(there: dict[str, Any], refuse: Callable[[str, str], None]) -> 
         refuse("layer_types", f"a list of {' or '.join(map(repr, known))}; other kinds are not supported; {can}")
     if not isinstance(dense, list) or not all(map(_is_integer, dense)):
         refuse("mlp_only_layers", "a list of layers' indices")
-    if there.get("quantization_config"):
-        refuse("quantization_config", "left out: quantized weights are not supported, use a bfloat16 model")
+    how = there.get("quantization_config")
+    if how and not (family and isinstance(how, dict) and how.get("quant_method") in family.quantized):
+        can = "quantized weights are not supported, use a bfloat16 model"
+        refuse(
+            "quantization_config",
+            f"left out: {can}; {nearest(str(there.get('model_type')), 'quantization_config', how)}",
+        )
 
 
 def check_end_of_sequence(ids: Sequence[int], vocab_size: int, where: str) -> None:

@@ -23,6 +23,8 @@ class MoEConfig:
         dense_layers: those that keep the plain feed-forward.
         shared_experts: experts that every token goes through besides, as wide as the routed ones.
         router_bias: whether experts are chosen by score plus a bias an expert (float32, without gradient).
+        activation: of the experts' gates.
+        biases: whether the router's and the experts' products have one.
     """
 
     num_experts: int
@@ -36,6 +38,8 @@ class MoEConfig:
     scale: float = 1.0
     shared_experts: int = 0
     router_bias: bool = False
+    activation: str = "silu"
+    biases: bool = False
 
     def __post_init__(self) -> None:
         sizes = "num_experts", "num_experts_per_token", "intermediate_size", "groups", "kept_groups"

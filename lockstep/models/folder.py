@@ -22,6 +22,7 @@ from .decoder import Decoder
 from .hf_config import end_of_sequence, from_hf, require_family, to_hf, without_nulls
 from .shards import cut, file_names, read_tensors, weights_path
 from .weight_map import HEAD, fused_experts, weight_map
+from .weight_slices import WeightSlice
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -126,7 +127,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
                 head = file, tensor
                 continue
             target = piece.of(tensors) if piece else tensors[fused[name]]
-            _require_form(tensor, target, f"{file}: {name}")
+            _require_form(tensor, target if piece is None else _in_folder(piece, target), f"{file}: {name}")
             target.copy_(piece.from_hf(tensor) if piece else tensor)
             extremes[file, name] = torch.stack(torch.aminmax(target))  # a NaN is both
     if wanted:
@@ -168,6 +169,11 @@ def _require_form(tensor: Tensor, target: Tensor, where: str) -> None:
         raise InputError(f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}")
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         raise InputError(f"{where} is {tensor.dtype}; quantized weights are not supported, use bfloat16")
+
+
+def _in_folder(piece: WeightSlice, rows: Tensor) -> Tensor:
+    """The folder's tensor of these rows, without memory where it is another."""
+    return rows if piece.form is None else piece.to_hf(rows.to("meta"))
 
 
 def _require_tied(file: Path, head: Tensor, embed: Tensor) -> None:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..json_file import read_object
+from . import mxfp4
 from .config import ModelConfig
+from .families import family_of
 from .weight_map import HEAD, fused_experts, is_left_out, weight_map
 
 T = TypeVar("T")
@@ -24,13 +26,14 @@ def weights_path(folder: Path) -> Path:
 
 def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor, Path]]:
     """Name, tensor and file of each tensor: those of `weight_map` or `fused_experts`, and a head beside tied weights.
+    Weights of 4 bits come as bfloat16.
 
     Raises:
         InputError: a file is missing or damaged; a tensor has no place in the model, or is there twice.
     """
     from safetensors import SafetensorError, safe_open
 
-    once = _Once(config)
+    once, pairs = _Once(config), mxfp4.Pairs()
     for file in _files(folder, config):
         if not file.is_file():
             index = weights_path(folder).name
@@ -41,7 +44,8 @@ def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tenso
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
                     if name in once:
                         once.add(name, file)
-                        yield name, tensors.get_tensor(name), file
+                        if found := pairs.whole(name, tensors.get_tensor(name)):
+                            yield *found, file
                     elif not is_left_out(name, config):
                         raise InputError(f"{file}: {name} has no place in the model that config.json describes")
         except SafetensorError as error:
@@ -109,6 +113,9 @@ class _Once:
     def __init__(self, config: ModelConfig) -> None:
         self._fused = fused_experts(config)
         self._parameters = {piece.name: piece.parameter for piece in weight_map(config)} | self._fused | {HEAD: HEAD}
+        if mxfp4.METHOD in family_of(config).quantized:
+            ends = mxfp4.BLOCKS, mxfp4.SCALES
+            self._parameters |= {name + end: owner for name, owner in self._fused.items() for end in ends}
         self._files: dict[str, Path] = {}
         self._forms: dict[tuple[str, bool], str] = {}  # a parameter, whether it came fused, and its first tensor
 

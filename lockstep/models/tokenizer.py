@@ -214,7 +214,9 @@ def render_chat(
             messages, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
         )
     except Exception as error:  # Jinja's errors and whatever the template itself raises
-        raise InputError(f"{_template_file(tokenizer)} refuses the messages: {error}") from error
+        asks = "tools" in str(tokenizer.chat_template) and not (chat_template_kwargs or {}).get("tools")
+        hint = "; it reads tools: give them, as task.chat_template_kwargs do" if asks else ""
+        raise InputError(f"{_template_file(tokenizer)} refuses the messages: {error}{hint}") from error
 
 
 def encode_following(

@@ -41,7 +41,7 @@ from .moe.routing import (
     router_probabilities,
 )
 from .native.library import cpu_backend, cpu_build
-from .norm.operator import rms_norm
+from .norm.operator import norm_add, rms_norm
 from .records import (
     ACTIVATIONS,
     ALONE,

@@ -1,9 +1,10 @@
-"""The critic's part of a step, between packing and the first update: values, and what is learned by them."""
+"""Where each token has an advantage of its own: between packing and the first update what it is, and with a critic its
+values and what it is to learn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -16,15 +17,40 @@ from ..types import PackedBatch, Trajectory
 
 
 def estimate(
-    trainer: Trainer, config: LossConfig, batches: Sequence[PackedBatch], rollouts: Sequence[Trajectory]
+    trainer: Trainer,
+    config: LossConfig,
+    batches: Sequence[PackedBatch],
+    rollouts: Sequence[Trajectory],
+    kl: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """Fill in the batches' advantages, values and returns, of the samples that are trained on; returns the metrics.
+    """Fill in the batches' advantages, values and returns, of the samples that are trained on; returns the metrics of a
+    critic, where there is one.
 
     A rollout's advantage becomes its tokens' mean.
 
     Args:
         rollouts: those of all ranks that are trained on.
+        kl: by a rollout's name what `config.beta` times is taken off each token's reward; empty for nothing.
     """
+    values = _values(trainer, batches) if trainer.algorithm.has_critic else None
+    if values is not None:
+        rollouts = [rollout for rollout in rollouts if rollout.name in values]
+    said = [values[r.name] if values is not None else [0.0] * len(r.token_ids) for r in rollouts]
+    rewards = [token_rewards(r, config.beta, kl.get(r.name)) for r in rollouts]
+    advantages, returns = trainer.algorithm.estimate(config, rewards, said)
+    by_name = {r.name: found for r, *found in zip(rollouts, advantages, returns, strict=True)}
+    for batch in batches:
+        pairs = [by_name.get(s.name, ([0.0] * len(s.token_ids),) * 2) for s in batch.sequences]
+        for i, rows_C in enumerate((batch.advantage_C, batch.return_C)):
+            if rows_C is not None:
+                _fill(rows_C, list(chain.from_iterable(pair[i] for pair in pairs)))
+    for rollout, of_tokens in zip(rollouts, advantages, strict=True):
+        rollout.advantage = math.fsum(of_tokens) / len(of_tokens)
+    return {} if values is None else _metrics(list(chain.from_iterable(said)), list(chain.from_iterable(returns)))
+
+
+def _values(trainer: Trainer, batches: Sequence[PackedBatch]) -> dict[str, list[float]]:
+    """What the critic says before each sampled token, by a rollout's name, of all ranks."""
     values: dict[str, list[float]] = {}
     for batch in batches:
         trainer.values(batch)
@@ -33,18 +59,14 @@ def estimate(
         values |= {sequence.name: found for sequence, found in zip(batch.sequences, of_batch, strict=True)}
     for of_rank in trainer.world.gather(values):
         values |= of_rank
-    rollouts = [rollout for rollout in rollouts if rollout.name in values]
-    said = [values[rollout.name] for rollout in rollouts]
-    advantages, returns = trainer.algorithm.estimate(config, [r.reward for r in rollouts], said)
-    by_name = {r.name: found for r, *found in zip(rollouts, advantages, returns, strict=True)}
-    for batch in batches:
-        assert batch.return_C is not None
-        pairs = [by_name.get(s.name, ([0.0] * len(s.token_ids),) * 2) for s in batch.sequences]
-        for i, rows_C in enumerate((batch.advantage_C, batch.return_C)):
-            _fill(rows_C, list(chain.from_iterable(pair[i] for pair in pairs)))
-    for rollout, of_tokens in zip(rollouts, advantages, strict=True):
-        rollout.advantage = math.fsum(of_tokens) / len(of_tokens)
-    return _metrics(list(chain.from_iterable(said)), list(chain.from_iterable(returns)))
+    return values
+
+
+def token_rewards(rollout: Trajectory, beta: float, kl: Sequence[float] | None) -> list[float]:
+    """The reward of each sampled token: the rollout's with the last, less `beta` times each one's KL estimate."""
+    found = [-beta * estimate for estimate in kl] if kl else [0.0] * len(rollout.token_ids)
+    found[-1] += rollout.reward
+    return found
 
 
 def _fill(rows_C: Tensor, values: list[float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..environments.collect import LOGGED, Collected
 from ..types import RolloutGroup
@@ -37,7 +38,7 @@ def collect_with_signal(
         wanted = [number + prompts for number in wanted if number not in full]
         if not wanted or used + len(wanted) > most:
             break
-        replaced += idle
+        replaced += [replace(group, replaced=True) for group in idle]
     kept += idle
     counts = _together(rounds) | {"dynamic_sampling/prompts": used, "dynamic_sampling/rounds": len(rounds)}
     kept.sort(key=lambda group: group.group % prompts)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from statistics import mean
 from typing import Any
 
@@ -53,6 +54,7 @@ class Loop:
         self.idle_steps = 0
         self.prompts_used = 0  # of the task's, which a checkpoint keeps
         self.spans: list[Span] = []  # of the latest step
+        self.replaced: list[RolloutGroup] = []  # in the latest step, by dynamic sampling
         task = config.task
         response = config.max_response_length, task.turns, task.environment_timeout
         self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason)
@@ -77,19 +79,19 @@ class Loop:
             self._latest = (generated, None)
             tokens = sum(len(r.token_ids) for g in generated for r in g.rollouts)
             sampled = 0 if config.parity == "off" else tokens  # those that are to be compared
-            reference: dict[str, float] = {}
-            if config.loss.beta > 0 and config.loss.use_kl_in_reward:
+            kl: dict[str, list[float]] = {}
+            if self.algorithm.kl_in_reward:
                 with self.world.deadline(f"the reference in step {step + 1}"):
-                    reference["kl"] = self._kl_off_rewards(groups)
+                    kl = self._kl_of(groups)
             with timings.measured("advantages"):
-                self._advantages(groups)
+                self._advantages(groups, kl)
             with timings.measured("pack"):
                 batches, checks = self._pack(groups, without_reward)
             critic: dict[str, Any] = {}
-            if self.algorithm.has_critic:
+            if self.algorithm.of_tokens:
                 with self.world.deadline(f"the critic in step {step + 1}"), timings.measured("critic", on_device=True):
                     counted = [r for g in groups for r in g.rollouts if self._counts(r)]
-                    critic = estimate(trainer, config.loss, batches, counted)
+                    critic = estimate(trainer, config.loss, batches, counted, kl)
             with self.world.deadline(f"training in step {step + 1}"):
                 with timings.measured("forward_backward", on_device=True):
                     for batch in checks:
@@ -107,7 +109,10 @@ class Loop:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
         found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
-        return counts | found | reference | critic, groups
+        if kl:
+            found["kl"] = math.fsum(chain.from_iterable(kl.values())) / sum(map(len, kl.values()))
+        self.replaced = [group for group in without_reward if group.replaced]
+        return counts | found | critic, groups
 
     def _collect(self, step: int) -> Collected:
         prompts = self.config.trainer.prompts_per_step
@@ -145,36 +150,34 @@ class Loop:
     ) -> Collected:
         run = self.run
         how = run.policy.tokens, lambda *_: run.engine, run.task.rewards, self.config.seed
-        collector = Collector(*how, run.environment, self.limits, self.failures, run.timings, self.world)
+        needed = self.config.loss.needs_rewards
+        collector = Collector(*how, run.environment, self.limits, self.failures, run.timings, self.world, needed)
         return collector.collect(problems, sampling, domain, step, required)
 
-    def _advantages(self, groups: list[RolloutGroup]) -> None:
-        """The algorithm's advantages of the rewards, its penalties included."""
+    def _advantages(self, groups: list[RolloutGroup], kl: dict[str, list[float]]) -> None:
+        """The algorithm's advantages of the rewards, its penalties included, less `beta` times the sum of the KL
+        estimates over each rollout, where `kl` has some."""
         loss = self.config.loss
         for group in groups:
             for r in group.rollouts:
                 r.reward += self.algorithm.penalty(loss, len(r.token_ids), self._most_sampled)
-        rewards = [[r.reward for r in group.rollouts] for group in groups]
+        rewards = [[r.reward - loss.beta * math.fsum(kl.get(r.name, ())) for r in group.rollouts] for group in groups]
         for group, advantages in zip(groups, self.algorithm.advantages(loss, rewards), strict=True):
             for r, advantage in zip(group.rollouts, advantages, strict=True):
                 r.advantage = advantage
 
-    def _kl_off_rewards(self, groups: list[RolloutGroup]) -> float:
-        """Take the KL divergence from the reference off each reward, `beta` times its estimates' sum over the
-        completion; returns the mean estimate a token."""
-        found: dict[str, float] = {}
+    def _kl_of(self, groups: list[RolloutGroup]) -> dict[str, list[float]]:
+        """Of each rollout by its name: the estimate of the KL divergence from the reference at each sampled token."""
+        found: dict[str, list[float]] = {}
         for batch in self._batches(groups, {}):
             self.run.trainer.reference_logprobs(batch)
             estimate = KL_ESTIMATORS[self.config.loss.kl_estimator]
             kl_C = estimate(batch.old_model_logprob_C, batch.ref_logprob_C)[batch.valid_C]
             for sequence, tokens in zip(batch.sequences, split(kl_C.tolist(), batch), strict=True):
-                found[sequence.name] = math.fsum(tokens)
+                found[sequence.name] = tokens
         for of_rank in self.world.gather(found):
             found |= of_rank
-        for group in groups:
-            for r in group.rollouts:
-                r.reward -= self.config.loss.beta * found[r.name]
-        return math.fsum(found.values()) / sum(len(r.token_ids) for g in groups for r in g.rollouts)
+        return found
 
     def _pack(
         self, groups: list[RolloutGroup], without_reward: list[RolloutGroup]

@@ -172,13 +172,13 @@ def _finished(target: Path, temporary: Path, written: list[dict[str, Any]], stat
     _fsync(target.parent)
 
 
-def latest(folder: Path) -> LoadedCheckpoint | None:
-    """The newest checkpoint in `folder` whose every file is as it was written, or None.
+def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
+    """The newest checkpoint in `folder`, of at most so many steps, whose every file is as it was written, or None.
 
     A damaged one (a file missing, or of another size or digest, or unreadable JSON) is skipped with a warning that
     names it and what is wrong.
     """
-    for step in reversed(_steps(folder)):
+    for step in reversed([step for step in _steps(folder) if most is None or step <= most]):
         path = folder / f"step_{step}"
         try:
             return _verified(path, step)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,10 +208,13 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
-    """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it."""
+    """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it. One that
+    dynamic sampling replaced, and that was not trained on, says so. The digest is of the bits of its
+    log-probabilities."""
     for group in groups:
         samples = [
             {
+                "sample": rollout.identity.sample,
                 "text": rollout.text,
                 "reward": rollout.reward,
                 "rewards": rollout.rewards,
@@ -218,11 +223,20 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
                 "token_ids": rollout.token_ids,
                 "finish_reason": rollout.finish_reason,
                 "segments": _segments(rollout),
+                "logprobs_digest": logprobs_digest(rollout),
                 **({"extra": rollout.extra} if rollout.extra else {}),
             }
             for rollout in group.rollouts
         ]
-        yield {"step": step, "group": group.group, "prompt": group.prompt, "samples": samples}
+        replaced = {"replaced": True} if group.replaced else {}
+        prompt = {"prompt": group.prompt, "prompt_token_ids": group.prompt_ids}
+        yield {"step": step, "group": group.group, **replaced, **prompt, "samples": samples}
+
+
+def logprobs_digest(rollout: Trajectory) -> str:
+    """16 digits that tell whether the sampled tokens' log-probabilities, both of each, have the same bits."""
+    words = array("f", [*rollout.logprobs, *rollout.model_logprobs]).tobytes()
+    return hashlib.blake2b(words, digest_size=8).hexdigest()
 
 
 def _segments(rollout: Trajectory) -> list[dict[str, Any]]:

@@ -45,6 +45,7 @@ from .timeline import TIMELINE_FILE, Timeline
 from .trackers import Trackers
 
 PARITY_FILE, FAILURE_FILE = "parity.json", "failure.json"
+ENVIRONMENT_ERRORS = "environment_errors.txt"
 
 # Counters of the timeline, and the metrics that they show.
 _COUNTERS = {"reward": "reward/mean", "tokens/s": "perf/tokens_per_s_per_gpu", "memory GiB": "memory/peak_gib"}
@@ -180,7 +181,11 @@ class Recorder:
         try:
             changed = self._changed_numerics(loop, loaded.state["numerics"])
             if changed and not other_numerics:
-                raise InputError(_other_numerics(loaded, changed))
+                raise InputError(
+                    f"cannot resume with the same bits: since {loaded.path.name} was saved, {'; '.join(changed)}. "
+                    "Resume where the run began (OMP_NUM_THREADS sets the threads), or go on with other bits by "
+                    "--resume-with-other-numerics"
+                )
             with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
                 loop.run.trainer.load_state(_loaded(loaded), loaded.state["trainer"])
             loop.certificate = Certificate(**loaded.state["certificate"])
@@ -287,6 +292,7 @@ class Recorder:
         """Greedy completions of held-out problems after `step` steps."""
         with loop.run.timings.measured("validation"):
             metrics = loop.validate()
+        self._keep_failures()
         if metrics:
             self.validations[str(step)] = metrics
             shown = ", ".join(f"{k.removeprefix('validation/')} {v:.3f}" for k, v in metrics.items())
@@ -299,12 +305,21 @@ class Recorder:
         if not self.world.first:
             return
         assert self._metrics is not None and self._rollouts is not None and self._trackers is not None
+        self._keep_failures()
         self._prompt = groups[0].prompt
         self._metrics.write({"step": step, **metrics})
         self._trackers.log(step, metrics)
         if self.config.metrics.rollouts:
             for record in rollout_records(step, groups):
                 self._rollouts.write(record)
+
+    def _keep_failures(self) -> None:
+        """Write the tracebacks of environments that failed since the last call."""
+        told = self._loop.failures.take() if self._loop is not None and self.world.first else []
+        path = self.run_dir / ENVIRONMENT_ERRORS
+        if told:
+            with writing(path), path.open("a", encoding="utf-8", errors="replace") as file:
+                file.writelines(f"{one}\n\n" for one in told)
 
     def _account(self, metrics: dict[str, Any]) -> None:
         """Add a step to the summary; a resumed run's earlier steps come from its metrics."""
@@ -328,6 +343,9 @@ class Recorder:
     def _finish(self, error: BaseException | None) -> None:
         if not self.world.first:
             return
+        self._keep_failures()
+        if isinstance(error, LockstepError) and (self.run_dir / ENVIRONMENT_ERRORS).exists():
+            error.args = (f"{error}; tracebacks are in {self.run_dir / ENVIRONMENT_ERRORS}",)
         if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
             write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
             error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
@@ -361,10 +379,3 @@ def _loaded(found: checkpoint.LoadedCheckpoint) -> dict[str, Any]:
     return {name: tensor[:] for name, tensor in alike.items() if name not in parts[0]} | {
         name: [part[name] for part in parts] for name in parts[0]
     }
-
-
-def _other_numerics(loaded: checkpoint.LoadedCheckpoint, changed: list[str]) -> str:
-    return (
-        f"cannot resume with the same bits: since {loaded.path.name} was saved, {'; '.join(changed)}. Resume where the "
-        "run began (OMP_NUM_THREADS sets the threads), or go on with other bits by --resume-with-other-numerics"
-    )

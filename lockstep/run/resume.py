@@ -55,6 +55,7 @@ def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
     paths = {name: settings[name] for name in _DATA_FIELDS}
     for name in _NAMED:
         paths[name] = (settings[name] or "").rpartition(":")[0] or None
+    paths |= {f"task.tools {tool}": tool.rpartition(":")[0] for tool in settings["task.tools"]}
     return {name: _fingerprint(path) for name, path in paths.items()}
 
 
@@ -68,7 +69,7 @@ def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint |
     done = sum(1 for _ in read_lines(metrics)) if metrics.exists() else 0
     loaded = checkpoint.latest(run_dir / CHECKPOINTS)
     if loaded is not None:
-        _require_same(run_dir, loaded, now)
+        require_same(run_dir, loaded, now)
         _require_records(run_dir, loaded.step)
     elif done or (run_dir / FINAL_MODEL).exists():
         raise InputError(
@@ -127,12 +128,14 @@ def _was(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"{name} was {then.get(name)!r} and is {now[name]!r}"
 
 
-def _require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mapping[str, Any]) -> None:
+def require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mapping[str, Any]) -> None:
+    """Raise `InputError` when what the run is given `now` (see `inputs`) is not what the checkpoint was made with."""
     then = loaded.state.get("inputs")
     if then is None:
         raise InputError(f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
     _require_same_config(run_dir, loaded, then["config"], now["config"])
     pairs = {f"{name} {now['config'][name]}": (then["data"].get(name), now["data"][name]) for name in _DATA_FIELDS}
+    pairs |= {name: (then["data"].get(name), found) for name, found in now["data"].items() if name not in _DATA_FIELDS}
     for name, field in _MODELS.items():
         if then.get(name) is not None and then[name] != now[name]:
             pairs |= _model_files(f"{field} {now['config'][field]}", then[name], now[name])

@@ -75,10 +75,11 @@ def _train(
                 metrics, groups = loop.step(step)
             finally:
                 recorder.certify(loop)
-            if _is_due(step + 1, config.task.validation_interval, config.steps):
+            every = config.task.validation_interval
+            if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
                 metrics |= recorder.validate(loop, display, step + 1)
             with loop.run.timings.measured("log"):
-                recorder.step(step, metrics, groups)
+                recorder.step(step, metrics, groups + loop.replaced)
                 display.update(step, metrics)
             recorder.checkpoint(loop, step + 1)
             if recorded(step + 1):
@@ -94,7 +95,3 @@ def _checked(config: RunConfig, world: World) -> RunConfig:
     """`config` for this machine and so many processes, with all that it needs installed."""
     require_packages(config.metrics.trackers)
     return resolve(config, world.size)
-
-
-def _is_due(done: int, interval: int, steps: int) -> bool:
-    return done == steps or (interval > 0 and done % interval == 0)

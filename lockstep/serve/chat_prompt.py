@@ -14,9 +14,9 @@ from os.path import commonprefix
 from typing import Any
 
 from ..models.tokenizer import check_size, encode_text, render_chat
-from ..session.build import Policy
+from ..models.tool_calls import ToolFormat
+from ..session.policy import Policy
 from .errors import refused
-from .tool_calls import ToolFormat
 
 Message = dict[str, Any]
 _ROLES = {"system", "developer", "user", "assistant", "tool"}

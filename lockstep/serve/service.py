@@ -19,15 +19,15 @@ from fastapi import Request
 
 from ..errors import InputError, LockstepError
 from ..generator import Engine
-from ..session.build import Policy
+from ..models.tool_calls import tool_format
 from ..session.generate import require_numbers
+from ..session.policy import Policy
 from ..types import GENERATE_DOMAIN, SampleIdentity, Trajectory
 from .batcher import Batcher, Job, News, Update
 from .bodies import SamplingFields
 from .errors import ApiError, ClientLeft, closing, refused
 from .metrics import ServerMetrics
 from .settings import Settings
-from .tool_calls import tool_format
 
 TOKEN_TEXTS = 1 << 16  # that are remembered: decoding one takes longer than drawing it
 EXACT = 1 << 53  # whole numbers below are themselves in every language's JSON

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..models.tokenizer import TextStream
+from ..models.tool_calls import ToolCall, ToolFormat, before
 from ..types import Trajectory
 from .batcher import Update
-from .tool_calls import ToolCall, ToolFormat, before
 
 
 def visible(text: str, stop: Iterable[str], form: ToolFormat | None) -> tuple[str, list[ToolCall]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..config import (
     template_variables,
 )
 from ..distributed import ONE, World
-from ..environments import Problem, PromptLimit, Task, Tokens, make_environment, make_task
+from ..environments import PromptLimit, make_environment, make_task
 from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
@@ -32,13 +32,8 @@ from ..models.checks import require_memory
 from ..models.init import architecture, initialize
 from ..models.tokenizer import (
     byte_tokenizer,
-    check_size,
     check_vocabulary,
-    encode_following,
-    encode_prompt,
-    encode_text,
     load_tokenizer,
-    longest_token,
 )
 from ..timings import Timings, Watcher
 from ..trainer import Trainer
@@ -47,49 +42,7 @@ from ..types import SamplingParams
 from .attention import set_attention, whole_tiles
 from .kernel_lists import kernel_list, preload_async
 from .memory import MemoryPlan, Workload, adapted, memory_at_hand, model_config, require_room, workload
-
-PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
-
-
-@dataclass
-class Policy:
-    """A model with its tokenizer, in its compute dtype on its device."""
-
-    model: Decoder
-    tokenizer: Any
-    template_variables: dict[str, Any] = field(default_factory=dict)
-
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """Token ids of a prompt (text, or chat messages through the model's template)."""
-        check_size(prompt, self.model.config.max_position_embeddings, self.longest_token)
-        return encode_prompt(self.tokenizer, prompt, self.template_variables)
-
-    @cached_property
-    def longest_token(self) -> int:
-        """Bytes of the longest text that one token stands for, at most."""
-        return longest_token(self.tokenizer)
-
-    def encode_completion(self, text: str) -> list[int]:
-        """Token ids of a completion, end-of-sequence token included."""
-        return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
-
-    def encode_following(self, messages: list[dict[str, Any]] | None, given: str | list[dict[str, Any]]) -> list[int]:
-        """Token ids of what is given after an answer, the last of `messages` (None: the prompt was no chat): text as it
-        is, or messages through the model's template."""
-        if isinstance(given, str):
-            return encode_text(self.tokenizer, given)
-        if messages is None:
-            raise InputError("the environment gave messages after a text prompt; give text, or begin with messages")
-        return encode_following(self.tokenizer, messages, given, self.template_variables)
-
-    @property
-    def tokens(self) -> Tokens:
-        """How the environments' text becomes tokens."""
-        return Tokens(self.encode, self.encode_following)
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of a completion, without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+from .policy import Policy
 
 
 class Session:
@@ -161,7 +114,8 @@ class TrainingSession(Session):
 
     def __init__(self, config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> None:
         device, groups = resolve_device(config.device), config.trainer.prompts_per_step
-        timings = Timings(keep_spans=True, event=_event_of(device), watcher=watcher)
+        event = partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
+        timings = Timings(keep_spans=True, event=event, watcher=watcher)
         loaded_kernels = preload_async(config, device.type, world.size, timings)
         with timings.measured("task"):
             self.task = make_task(config.task, groups)
@@ -177,7 +131,7 @@ class TrainingSession(Session):
         self.prompt_limit = prompt_limit(config, model.config, self.teacher)
         with timings.measured("prompts"):
             self.task.check_lengths(encode, self.prompt_limit)
-            longest = max(world.share(lambda: longest_prompt(encode, self.task, groups)))
+            longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))
         w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
         self.plan = world.share(lambda: _planned(w, memory, device))[world.rank]
         if (config := adapted(w, self.plan)) is not self.config:
@@ -232,7 +186,7 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     policy.template_variables = template_variables(config.task.chat_template_kwargs)
     task, limit = make_task(config.task, config.trainer.prompts_per_step), prompt_limit(config, model)
-    longest = longest_prompt(policy.encode, task, config.trainer.prompts_per_step)
+    longest = policy.longest_prompt(task, make_environment(config.task), config.trainer.prompts_per_step)
     w = workload(config, ranks, on_gpu, model, longest_prompt=longest, prompt_limit=limit.tokens)
     return require_room(w, int(memory_gib * 2**30) or memory_at_hand(device))
 
@@ -317,10 +271,6 @@ def _require_same_tokens(policy: Policy, teacher: Policy, where: str) -> None:
         )
 
 
-def _event_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
-    return partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
-
-
 def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     """`config` with what depends on the device and the number of ranks filled in.
 
@@ -379,19 +329,6 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
     if 0 < config.task.max_prompt_length <= size - completion:
         return PromptLimit(config.task.max_prompt_length, "task.max_prompt_length")
     return PromptLimit(size - completion, f"{holder} less {what} of {completion}")
-
-
-def longest_prompt(encode: Callable[[Any], list[int]], task: Task, groups: int) -> int:
-    """Tokens of the longest prompt among the first step's and the validation problems."""
-    problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
-    return max(_length(encode, problem) for problem in problems)
-
-
-def _length(encode: Callable[[Any], list[int]], problem: Problem) -> int:
-    try:
-        return len(encode(problem.prompt))
-    except InputError as error:
-        raise InputError(f"{problem.origin}: {error}" if problem.origin else str(error)) from error
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

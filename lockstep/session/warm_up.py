@@ -54,10 +54,11 @@ def warm_up(run: TrainingSession) -> None:
     prepare_machine(run)
     _share_overrides(run)
     kernels = run.kernel_list(*_steps(run))
+    cases = partial(run.trainer.trust_cases, run.shapes, run.sampling, **_batches(run.config))
     run.verdicts = make_ready(
         run,
         partial(_make_graphs, run),
-        partial(_trust_cases, run),
+        lambda: [*cases(), *run.engine.trust_cases()],
         kernels,
         rehearse_check=partial(_rehearse_check, run),
         check_machine=partial(_check_machine, run),
@@ -136,11 +137,6 @@ def _batches(config: RunConfig) -> dict[str, Any]:
         "num_iterations": config.trainer.num_iterations,
         "with_checks": check_parity and (skips or masks or config.loss.dynamic_sampling),
     }
-
-
-def _trust_cases(run: TrainingSession) -> Work:
-    own = run.trainer.trust_cases(run.shapes, run.sampling, **_batches(run.config))
-    return [*own, *run.engine.trust_cases()]
 
 
 def _precompile(

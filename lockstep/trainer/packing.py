@@ -200,8 +200,9 @@ class _Draft:
         if share_prefix:
             self.add_prompt(prompt)
         for trajectory in group.rollouts:
-            response = trajectory.response
-            own, routes = _rows_of(response)
+            response = trajectory.response  # of its tokens all but the last take rows; known are routes of given ones
+            own = [token for segment in response for token in segment.token_ids][:-1]
+            routes = [route for segment in response for route in _given_routes(segment)][:-1]
             if share_prefix:
                 row = len(self.tokens)
                 self._segment(own, routes, start, len(prompt.token_ids))
@@ -307,16 +308,10 @@ class _Draft:
         return [route for of_one in turns for turn in of_one for route in turn.route_digests or ()]
 
 
-def _rows_of(response: list[Segment]) -> tuple[list[int], list[int]]:
-    """The tokens of a response that take rows, all but the last; and their digests, known of given ones."""
-    tokens = [token for segment in response for token in segment.token_ids]
-    routes = [route for segment in response for route in _given_routes(segment)]
-    return tokens[:-1], routes[:-1]
-
-
 def _given_routes(segment: Segment) -> list[int]:
-    unknown = segment.sampled or segment.route_digests is None
-    return [-1] * len(segment.token_ids) if unknown else segment.route_digests or []
+    if segment.route_digests is None:
+        return [-1] * len(segment.token_ids)
+    return [-1] * (len(segment.token_ids) - 1) + [segment.last_route] if segment.sampled else segment.route_digests
 
 
 _TYPE_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}

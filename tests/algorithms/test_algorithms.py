@@ -3,9 +3,12 @@ batch, and against TRL's own loss; ragged, with ratios other than 1, and with co
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections import defaultdict
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import lockstep
 from lockstep.algorithms import ALGORITHMS, SUPERVISED, Algorithm, TokenValues, algorithm_of, supervised
 from lockstep.algorithms.ppo import generalized_advantages
 from lockstep.config import LOSS_TYPES, READ_BY, LossConfig
 from lockstep.errors import InputError
+from lockstep.rl.critic import token_rewards
+from lockstep.types import Segment, Trajectory
 
 LENGTHS = [1, 7, 4, 12, 3, 9]
 GROUPS = [[0, 1, 2], [3, 4, 5]]
@@ -84,24 +90,30 @@ class Case:
         logp = rows(self.logp, -3.0)
         values = TokenValues(logp, logp, rows(self.old), per_token[0], cu, rows(self.ref))
         self.criticized = algorithm.has_critic
-        if self.criticized:
-            values = self.with_critic(algorithm, config, values, rows)
+        if algorithm.of_tokens:
+            values = self.of_tokens(algorithm, config, values, rows)
         loss, clipped = algorithm.corrected_loss(values)
         assert not clipped[-5:].any(), "padding is clipped"
-        if config.beta:
+        if algorithm.kl_in_loss:
             loss = loss + config.beta * algorithm.kl(values, rows(self.ref))
         self.clipped = clipped
         return (per_token[1] * loss).sum()
 
-    def with_critic(self, algorithm: Algorithm, config: LossConfig, values: TokenValues, rows: Any) -> TokenValues:
-        """With each token's own advantage and return, of the samples that count."""
+    def of_tokens(self, algorithm: Algorithm, config: LossConfig, values: TokenValues, rows: Any) -> TokenValues:
+        """With each token's own advantage, and a critic's return, of the samples that count."""
         kept = [i for i in range(len(LENGTHS)) if i not in self.masked]
         said = [self.old_value[i, : LENGTHS[i]].tolist() for i in kept]
-        both = algorithm.estimate(config, [self.rewards[i].item() for i in kept], said)
+        rewards = [rollout_of(i, self.rewards[i].item()) for i in kept]
+        estimates = (self.old - self.ref).tolist()
+        kl = [estimates[i][: LENGTHS[i]] if algorithm.kl_in_reward else None for i in kept]
+        given = [token_rewards(r, config.beta, k) for r, k in zip(rewards, kl, strict=True)]
+        both = algorithm.estimate(config, given, said)
         found = torch.zeros(2, len(LENGTHS), LIMIT)
         for which, of_samples in zip(found, both, strict=True):
             for i, of_tokens in zip(kept, of_samples, strict=True):
                 which[i, : LENGTHS[i]] = torch.tensor(of_tokens)
+        if not algorithm.has_critic:
+            return values._replace(advantage_C=rows(found[0]))
         critic = {"value_C": rows(self.value), "old_value_C": rows(self.old_value), "return_C": rows(found[1])}
         return values._replace(advantage_C=rows(found[0]), **critic)
 
@@ -109,13 +121,12 @@ class Case:
 def plain(name: str, c: Case, config: LossConfig, advantage: Tensor) -> Tensor:
     """The papers' formulas over a padded batch."""
     log_ratio, n = c.logp - c.old, c.real.sum(1, keepdim=True)
+    low, high = bounds(name, config)
     if name == "gspo":
         log_ratio = ((log_ratio * c.real).sum(1, keepdim=True) / n).expand_as(c.logp)
     if name == "rloo":
         log_ratio = (log_ratio * c.real).sum(1, keepdim=True).expand_as(c.logp)
     r, a = log_ratio.exp(), advantage[:, None].float()
-    low, high = config.epsilon, config.epsilon if config.epsilon_high is None else config.epsilon_high
-    high = 0.28 if name == "dapo" and config.epsilon_high is None else high
     if name == "distillation":  # the sampled token's own log-ratio is its advantage
         token = r * (c.logp - c.ref).detach()
     elif name == "cispo":
@@ -128,39 +139,60 @@ def plain(name: str, c: Case, config: LossConfig, advantage: Tensor) -> Tensor:
         far = (p - q).abs()
         if config.divergence_type == "binary_kl":
             far = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
-        masked = ((a > 0) & (r > 1) & (far > high)) | ((a < 0) & (r < 1) & (far > low))
-        token = -(r * a) * ~masked
+        masked = torch.where(a > 0, (r > 1) & (far > high), (r < 1) & (far > low))
+        token = (
+            -a * r.detach().clamp(max=config.clip_ratio_c) * ~masked * c.logp
+        )  # as TRL's experimental trainer has it
     else:
         token = -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
     token = token * c.mask
+    if name == "reinforce_pp" and config.use_kl_in_reward:
+        to_come = plain_rewards(c, config).flip(1).cumsum(1).flip(1)
+        advantage = plain_whitened(c, to_come)
+        token = -torch.minimum(r * advantage, r.clamp(1 - low, 1 + high) * advantage) * c.mask
     if name == "ppo":
         advantage, returns = plain_gae(c, config)
         near = torch.clamp(c.value, c.old_value - config.cliprange_value, c.old_value + config.cliprange_value)
         worse = torch.maximum((c.value - returns) ** 2, (near - returns) ** 2)
         token = -torch.minimum(r * advantage, r.clamp(1 - low, 1 + high) * advantage)
         token = (token + config.vf_coef * 0.5 * worse) * c.mask
-    if name in ("dapo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "distillation", "ppo"):
+    if name in ("dapo", "cispo", "dppo", "reinforce_pp", "reinforce_pp_baseline", "distillation", "ppo"):
         return token.sum() / c.mask.sum()
     if name == "dr_grpo":
         return token.sum() / (LIMIT * len(LENGTHS))
     return (token.sum(1) / n[:, 0]).mean()
 
 
+def bounds(name: str, config: LossConfig) -> tuple[float, float]:
+    """The clip range below and above, with each algorithm's defaults."""
+    low = config.epsilon if config.epsilon is not None else {"dppo": 0.15}.get(name, 0.2)
+    high = config.epsilon_high if config.epsilon_high is not None else {"dapo": 0.28}.get(name, low)
+    return low, high
+
+
+def plain_rewards(c: Case, config: LossConfig) -> Tensor:
+    """Of each token, in double: the sample's with its last, and in the reward k1 of the divergence with each."""
+    rewards = torch.zeros_like(c.old_value, dtype=torch.float64)
+    rewards[torch.arange(len(c.lengths)), c.lengths - 1] = c.rewards
+    return rewards - config.beta * (c.old - c.ref).double() * c.real
+
+
+def plain_whitened(c: Case, advantage: Tensor) -> Tensor:
+    counted = advantage[c.mask]
+    return ((advantage - counted.mean()) * torch.rsqrt(counted.var() + 1e-8)).float()
+
+
 def plain_gae(c: Case, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Whitened advantages and returns over a padded batch, as TRL's `PPOTrainer` has them, in double."""
-    values, n = c.old_value.double() * c.real, c.lengths
-    rewards = torch.zeros_like(values)
-    rewards[torch.arange(len(n)), n - 1] = c.rewards
-    last, reversed_ = torch.zeros(len(n), dtype=torch.float64), []
+    values, rewards = c.old_value.double() * c.real, plain_rewards(c, config)
+    last, reversed_ = torch.zeros(len(values), dtype=torch.float64), []
     for t in reversed(range(LIMIT)):
         following = values[:, t + 1] if t < LIMIT - 1 else 0.0
         delta = rewards[:, t] + config.gamma * following - values[:, t]
         last = delta + config.gamma * config.lam * last
         reversed_.append(last)
     advantage = torch.stack(reversed_[::-1], 1)
-    counted = advantage[c.mask]
-    whitened = (advantage - counted.mean()) * torch.rsqrt(counted.var() + 1e-8)
-    return whitened.float(), (advantage + values).float()
+    return plain_whitened(c, advantage), (advantage + values).float()
 
 
 def plain_advantages(name: str, rewards: Tensor) -> Tensor:
@@ -184,6 +216,10 @@ def assert_same(c: Case, ours: Tensor, other: Tensor) -> None:
         assert want.norm() > 0 and (have - want).norm() <= 1e-5 * want.norm()
 
 
+def rollout_of(i: int, reward: float) -> Trajectory:
+    return Trajectory([Segment([1]), Segment([2] * LENGTHS[i], True)], reward=reward)
+
+
 def config_of(name: str, **changes: Any) -> LossConfig:
     config = LossConfig(name, **SETTINGS.get(name, {}))
     return replace(config, **changes)
@@ -198,6 +234,24 @@ def test_the_loss_is_the_papers(transformers_logits: Tensor, name: str, seed: in
     assert c.clipped.any() == (name not in ("sapo", "distillation"))
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_supervised_steps_have_the_cross_entropy(transformers_logits: Tensor, seed: int) -> None:
+    c = Case(transformers_logits, seed)
+    labels = torch.where(c.mask, c.ids, -100)  # what `transformers` leaves out
+    plain = torch.nn.functional.cross_entropy(c.logits.flatten(0, 1), labels.flatten())
+    assert_same(c, c.ours(supervised(LossConfig()), LossConfig()), plain)
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce_pp"])
+def test_a_token_is_credited_with_the_divergence_from_there_on(transformers_logits: Tensor, name: str) -> None:
+    """In the reward, for what has an advantage a token; the second sample's rewards are not those of the first."""
+    c, config = Case(transformers_logits, 1), config_of(name, beta=0.4, use_kl_in_reward=True, kl_estimator="k1")
+    ours = c.ours(algorithm_of(config), config)
+    assert_same(c, ours, plain(name, c, config, plain_advantages(name, c.rewards)))
+    without = plain(name, c, replace(config, beta=0.0), plain_advantages(name, c.rewards))
+    assert abs(without - ours) > 1e-3
+
+
 def test_dppo_by_kl(transformers_logits: Tensor) -> None:
     c, config = Case(transformers_logits, 0), config_of("dppo", divergence_type="binary_kl")
     assert_same(c, c.ours(algorithm_of(config), config), plain("dppo", c, config, plain_advantages("dppo", c.rewards)))
@@ -206,8 +260,7 @@ def test_dppo_by_kl(transformers_logits: Tensor) -> None:
 def trl_loss(c: Case, config: LossConfig, name: str, advantage: Tensor) -> Tensor:
     """What TRL's trainers compute of the same log-probs; `self` has what their method reads."""
     trl = pytest.importorskip("trl")
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    high = 0.28 if name == "dapo" and config.epsilon_high is None else high
+    low, high = bounds(name, config)
     accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
     model = SimpleNamespace(training=False)
     trainer = SimpleNamespace(
@@ -219,7 +272,7 @@ def trl_loss(c: Case, config: LossConfig, name: str, advantage: Tensor) -> Tenso
             sapo_temperature_pos=config.sapo_temperature_pos,
             sapo_temperature_neg=config.sapo_temperature_neg,
         ),
-        accelerator=accelerator, beta=config.beta, epsilon_low=config.epsilon, epsilon_high=high,
+        accelerator=accelerator, beta=config.beta, epsilon_low=low, epsilon_high=high,
         loss_type="grpo" if name == "gspo" else name,
         importance_sampling_level="sequence" if name == "gspo" else "token",
         top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, max_completion_length=LIMIT,
@@ -291,9 +344,12 @@ def test_every_setting_is_read_by_those_who_are_said_to() -> None:
     settings = {f.name for f in fields(LossConfig)}
     in_loss = READ_BY.keys() - {"scale_rewards", "overlong_buffer", "overlong_penalty", "normalize_advantages"}
     in_loss -= {"dynamic_sampling", "teacher", "beta", "gamma", "lam"}
+    help = inspect.getsource(LossConfig).split('"""')[3]
+    page = (Path(lockstep.__file__).parents[1] / "docs/algorithms.md").read_text()
     for name in LOSS_TYPES:
         own = {f.name for f in fields(ALGORITHMS[name])} - shared
         assert own <= settings and own == {setting for setting in in_loss if name in READ_BY[setting]}
+        assert re.search(rf"\b{name}\b", help) and f"| `{name}` |" in page
 
 
 @pytest.mark.parametrize(
@@ -313,6 +369,19 @@ def test_every_setting_is_read_by_those_who_are_said_to() -> None:
         (LossConfig(kl_estimator="k1"), "loss.kl_estimator has no effect without loss.beta"),
         (LossConfig(use_kl_in_reward=True), "loss.use_kl_in_reward has no effect without loss.beta"),
         (LossConfig(importance_sampling_clip_max=2.0), "loss.importance_sampling_clip_max has no effect without"),
+        (
+            LossConfig(importance_sampling_mode="token_mask", epsilon=0.3),
+            "loss.epsilon has no effect beside loss.importance_sampling_mode, which is in place of the loss's own",
+        ),
+        (
+            LossConfig("sapo", importance_sampling_mode="token_mask", sapo_temperature_neg=2.0),
+            "loss.sapo_temperature_neg has no effect beside loss.importance_sampling_mode",
+        ),
+        (
+            LossConfig(beta=0.1, use_kl_in_reward=True, use_bias_correction_kl=False),
+            "loss.use_bias_correction_kl has no effect beside loss.use_kl_in_reward",
+        ),
+        (LossConfig(clip_ratio_c=5.0), "loss.clip_ratio_c has no effect on loss_type grpo; use dppo, or remove it"),
         (LossConfig("sapo", sapo_temperature_pos=0.0), "loss.sapo_temperature_pos is 0.0; it must be between"),
     ],
 )
@@ -399,6 +468,26 @@ def test_in_the_mean_distillation_is_trls_reverse_kl(temperature: float, moved: 
     torch.testing.assert_close(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, exact)))
 
 
+def test_the_bound_above_is_not_below_the_one_below() -> None:
+    for name, low in (("grpo", 0.2), ("dapo", 0.2), ("dppo", 0.15)):
+        with pytest.raises(InputError, match=f"loss.epsilon_high is below loss.epsilon, which is {low}; it must be"):
+            LossConfig(name, epsilon_high=low - 0.01).validate()
+        LossConfig(name, epsilon_high=low).validate()
+        assert getattr(algorithm_of(LossConfig(name)), "epsilon", None) == low
+    assert algorithm_of(LossConfig("dppo", epsilon_high=0.15)) == replace(
+        algorithm_of(LossConfig("dppo")), epsilon_high=0.15
+    )
+
+
+def test_a_ratio_of_dppo_is_cut_at_its_cap() -> None:
+    logp = torch.tensor([-0.1, -0.1]).requires_grad_()
+    values = TokenValues(logp, logp, torch.tensor([-0.1 - math.log(8), -9.0]), torch.tensor([-1.0, -1.0]))
+    loss, masked = algorithm_of(LossConfig("dppo")).loss(values)
+    (gradient,) = torch.autograd.grad(loss.sum(), logp)
+    torch.testing.assert_close(gradient, torch.tensor([8.0, 20.0]))
+    assert not masked.any()  # both come back to what sampled them
+
+
 def test_a_teacher_that_is_not_there_is_missed() -> None:
     with pytest.raises(InputError, match="loss.teacher is missing: loss_type distillation learns from a model; give"):
         algorithm_of(LossConfig("distillation"))
@@ -406,11 +495,15 @@ def test_a_teacher_that_is_not_there_is_missed() -> None:
 
 def test_generalized_advantages_by_hand() -> None:
     """The reward comes with the last token; with lambda 1 the return is the discounted reward, with 0 one step's."""
-    values = [0.5, 0.25, 1.0]
-    assert generalized_advantages(2.0, values, 1.0, 1.0) == [1.5, 1.75, 1.0]
-    assert generalized_advantages(2.0, values, 0.5, 1.0) == [0.0, 0.75, 1.0]
-    assert generalized_advantages(2.0, values, 1.0, 0.0) == [-0.25, 0.75, 1.0]
-    assert generalized_advantages(2.0, values, 1.0, 0.5) == [-0.25 + 0.5 * 1.25, 1.25, 1.0]
+    rewards, values = token_rewards(rollout_of(4, 2.0), 1.0, None), [0.5, 0.25, 1.0]
+    assert rewards == [0.0, 0.0, 2.0]
+    assert generalized_advantages(rewards, values, 1.0, 1.0) == [1.5, 1.75, 1.0]
+    assert generalized_advantages(rewards, values, 0.5, 1.0) == [0.0, 0.75, 1.0]
+    assert generalized_advantages(rewards, values, 1.0, 0.0) == [-0.25, 0.75, 1.0]
+    assert generalized_advantages(rewards, values, 1.0, 0.5) == [-0.25 + 0.5 * 1.25, 1.25, 1.0]
+    rewards = token_rewards(rollout_of(4, 2.0), 0.5, [1.0, -2.0, 4.0])
+    assert rewards == [-0.5, 1.0, 0.0]
+    assert generalized_advantages(rewards, values, 1.0, 1.0) == [0.0, 0.75, -1.0]
     config = LossConfig("ppo", lam=1.0)
-    advantages, returns = algorithm_of(config).estimate(config, [2.0, 0.0], [[1.0], [0.5]])
+    advantages, returns = algorithm_of(config).estimate(config, [[2.0], [0.0]], [[1.0], [0.5]])
     assert returns == [[2.0], [0.0]] and advantages == [[pytest.approx(0.5**0.5)], [pytest.approx(-(0.5**0.5))]]

@@ -350,7 +350,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        ("trian", ["trian", "train, precompile, plan, generate, eval, chat, serve, report, parity, init"]),
+        ("trian", ["trian", "train, precompile, plan, generate, eval, chat, serve, report, parity, init, replay"]),
         ("train sum-digit", ["unknown recipe 'sum-digit'", "did you mean sum-digits"]),
         ("train zzz", ["unknown recipe 'zzz'", "allowed: sum-digits, word-arithmetic, gsm8k, dataset"]),
         ("train sum-digits gsm8k", ["gsm8k"]),
@@ -407,6 +407,8 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("eval --model m --task sum-digits --chat-template-kwargs a=1", ["task.chat_template_kwargs has no effect on"]),
         ("report", ["RUN_DIR"]),
         ("report nowhere", ["nowhere is not a run folder"]),
+        ("replay nowhere --trajectory 0/0/0", ["nowhere is not a run folder"]),
+        ("replay done --trajectory 0/0/0", ["done has no rollouts.jsonl"]),
         ("train --metrics.trackers tensorboard tensorboard", ["metrics.trackers names one twice"]),
         ("train --metrics.trackers mlflow", ["mlflow", "tensorboard"]),
         ("train --metrics.project p", ["metrics.project has no effect without wandb"]),
@@ -418,7 +420,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ),
         ("report done done --out nosuch/x.html", ["nosuch/x.html: there is no folder nosuch"]),
         ("init tiny", ["--out"]),
-        ("", ["train, precompile, plan, generate, eval, chat, serve, report, parity, init"]),
+        ("", ["train, precompile, plan, generate, eval, chat, serve, report, parity, init, replay"]),
     ],
 )
 def test_bad_input(run: Recorder, capsys: pytest.CaptureFixture[str], arguments: str, messages: list[str]) -> None:

@@ -34,6 +34,18 @@ ROWS = "train dataset --data d.jsonl --reward math --model m"
         ),
         ("train --trainer.warmup-steps 0 --trainer.warmup-loss 1", "trainer.warmup_loss has no effect with trainer.wa"),
         ("train --loss.no-use-bias-correction-kl", "loss.use_bias_correction_kl has no effect without loss.beta"),
+        (
+            "train --loss.importance-sampling-mode token_mask",
+            "loss.importance_sampling_mode has no effect with trainer.num_iterations 1: what samples is what trains",
+        ),
+        (
+            "train --trainer.num-iterations 2 --loss.importance-sampling-mode token_mask --loss.epsilon 0.2",
+            "loss.epsilon has no effect beside loss.importance_sampling_mode, which is in place of the loss's own",
+        ),
+        (
+            "train --loss.beta 0.1 --loss.use-kl-in-reward --loss.use-bias-correction-kl",
+            "loss.use_bias_correction_kl has no effect beside loss.use_kl_in_reward",
+        ),
         ("train --parallel.timeout 60", "parallel.timeout has no effect in one process; start several with torchrun"),
         (
             "train --sampling.ignore-eos --loss.mask-truncated-completions",

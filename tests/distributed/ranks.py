@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,17 @@ from fake_recorder import FakeRecorder
 from small import train_groups
 
 from lockstep import distributed, machine
-from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
+from lockstep.config import (
+    CompileConfig,
+    GeneratorConfig,
+    LossConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+)
 from lockstep.distributed import ONE, World, join
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
@@ -30,6 +41,8 @@ from lockstep.graph import GraphError, Runtime, check_against_eager, digest
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
+from lockstep.rl.loop import Loop
+from lockstep.session.build import build, resolve
 from lockstep.trainer import BatchShape, Packing, Trainer, pack_shards
 from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingParams
 
@@ -194,6 +207,62 @@ def a_critic(world: World) -> Any:
     found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world)
     runtime.close()
     return on_all(world, different(found, one))
+
+
+@check
+def whole_steps(world: World) -> Any:
+    """Two steps of two updates: a critic whose rewards are less the divergence a token, and dynamic sampling."""
+    if DEVICE.type != "cpu":
+        return None  # it is of what the host decides; the device's part the others hold
+    losses = {
+        "ppo": LossConfig("ppo", beta=0.2, use_kl_in_reward=True, kl_estimator="k1"),
+        "reinforce_pp": LossConfig("reinforce_pp", beta=0.2, use_kl_in_reward=True, kl_estimator="k1"),
+        "dapo": LossConfig("dapo", dynamic_sampling=True, max_num_gen_batches=4),
+    }
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        config = of_a_run(Path(folder))
+        for name, loss in losses.items():
+            made = replace(config, loss=loss)
+            both = [stepped(made, others) for others in (ONE, world)]
+            metrics, replaced = both[0][:2]
+            found[name] = on_all(world, [different(*both), sum(map(len, replaced)), metrics[1]["kl"]])
+    return found
+
+
+def of_a_run(folder: Path) -> RunConfig:
+    """Every second prompt's samples are all rewarded alike."""
+    (folder / "rewards.py").write_text(
+        "def some(prompts, completion_ids, **_):\n"
+        "    pairs = zip(prompts, completion_ids)\n"
+        "    return [bool(len(p) % 4) * sum(t % 2 for t in ids) / len(ids) for p, ids in pairs]\n"
+    )
+    lines = [json.dumps({"prompt": "hello " * (1 + i % 4)}) for i in range(64)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    data, reward = str(folder / "data.jsonl"), f"{folder / 'rewards.py'}:some"
+    return RunConfig(
+        recipe="dataset",
+        device=DEVICE.type,
+        task=TaskConfig("dataset", data=data, reward=(reward,), validation_prompts=0),
+        sampling=SamplingConfig(num_generations=4, max_completion_length=8, temperature=0.8),
+        trainer=TrainerConfig(prompts_per_step=4, num_iterations=2, max_tokens_per_micro_batch=80),
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        compile=CompileConfig("none"),
+        parallel=ParallelConfig(batch_shards=2),
+    )
+
+
+def stepped(config: RunConfig, world: World) -> list[Any]:
+    """What two steps found, the groups that were replaced in each, what was sampled, and then the weights."""
+    loop = Loop(config, build(resolve(config, world.size), world))
+    metrics, replaced, sampled = [], [], []
+    for step in range(2):
+        found, groups = loop.step(step)
+        metrics.append({k: v for k, v in found.items() if k.partition("/")[0] not in ("time", "perf", "memory")})
+        metrics[-1].pop("padding_waste")
+        replaced.append([asdict(group) for group in loop.replaced])
+        sampled.append([asdict(group) for group in groups])
+    return [metrics, replaced, sampled, *(p.detach().cpu() for p in loop.run.policy.model.parameters())]
 
 
 @check

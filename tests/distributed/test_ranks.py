@@ -29,6 +29,14 @@ def test_gradients_updates_and_statistics_are_those_of_one_process(found: dict[s
     assert found[kind] == [[], []]
 
 
+@pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "dapo"])
+def test_steps_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
+    """With the divergence in the reward of tokens, and with prompts that are replaced."""
+    (unlike, replaced, kl), second = found["whole_steps"][name]
+    assert unlike == [] and second == [unlike, replaced, kl]
+    assert replaced >= 4 if name == "dapo" else kl and not replaced
+
+
 def test_frozen_parameters_and_groups_are_those_of_one_process(found: dict[str, Any]) -> None:
     first, second = found["parameter_groups"]
     layer = ("attention_norm", "qkv", "q_norm", "k_norm", "o", "mlp_norm", "gate_up", "down")

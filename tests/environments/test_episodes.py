@@ -18,8 +18,9 @@ from lockstep.environments import collect as collecting
 from lockstep.environments.collect import Collected
 from lockstep.environments.episodes import FAILURES
 from lockstep.environments.rewards.reward_set import Reward
-from lockstep.errors import LockstepError
+from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
+from lockstep.generator.request import SharedPrefix
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, encode_prompt
 from lockstep.types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
@@ -143,19 +144,23 @@ def test_every_sampled_token_of_every_turn_is_the_trainers(config: ModelConfig) 
     sampled = sum(len(r.token_ids) for g in groups for r in g.rollouts)
     assert (result.tokens_checked, result.tokens_different) == (sampled, 0)
     if result.routing is not None:
-        between = sum(len(s.token_ids) for g in groups for r in g.rollouts for s in r.response if not s.sampled)
-        given = sum(len(g.prompt_ids) for g in groups) + between
-        assert (result.routing.prompt_tokens_checked, result.routing.prompt_tokens_different) == (given, 0)
+        given = [s for g in groups for r in g.rollouts for s in r.response if not s.sampled]
+        between = sum(len(s.token_ids) + 1 for s in given)  # and the sampled token before, which draws nothing
+        held = sum(len(g.prompt_ids) for g in groups) + between
+        assert (result.routing.prompt_tokens_checked, result.routing.prompt_tokens_different) == (held, 0)
 
 
 def test_a_prompt_is_run_once_and_pages_of_earlier_turns_are_found_again(model: Decoder) -> None:
     engine = engine_of(model, page_size=4)
     run: list[int] = []
+    shared: dict[tuple[int, int], set[SharedPrefix | None]] = {}
     start = engine.scheduler.schedule_prefill
 
     def counted(version: int) -> Any:
         chunks = start(version)
         run.extend(chunk.count for chunk in chunks)
+        for sequence in engine.scheduler.running:
+            shared.setdefault((sequence.identity.group, sequence.identity.sample), set()).add(sequence.shared)
         return chunks
 
     engine.scheduler.schedule_prefill = counted  # type: ignore[method-assign]
@@ -163,6 +168,9 @@ def test_a_prompt_is_run_once_and_pages_of_earlier_turns_are_found_again(model: 
     prompts = sum(len(g.prompt_ids) for g in groups)
     later = [len(s.token_ids) for g in groups for r in g.rollouts for s in r.response if not s.sampled]
     assert len(later) > 6
+    prefixes = {group: set.union(*(shared[group, sample] for sample in range(3))) for group in (0, 4)}
+    assert [len(found) for found in prefixes.values()] == [1, 1] and set.isdisjoint(*prefixes.values())
+    assert all(p is not None and p.positions == len(p.pages) * 4 for found in prefixes.values() for p in found)
     assert sum(run) <= prompts + sum(later) + (4 + 1) * len(later), "what is new, a page in part and a drawn token"
 
 
@@ -253,7 +261,7 @@ def test_a_failure_leaves_its_trajectory_out(
     assert (failed.identity.group, failed.identity.sample, len(failed.turns)) == (4, 1, 2)
     assert bits(found.groups) == [e for e in expected if e[0][1] != failed.identity]
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("step 4 group 4 sample 1: its environment failed: ") and message in told
+    assert told.splitlines()[-1].startswith("step 4 group 4 sample 1: its environment failed: ") and message in told
     assert compare(model, found.without_reward).tokens_different == 0
 
 
@@ -264,11 +272,17 @@ def test_many_failures_in_a_row_end_the_run_with_the_first_ones_traceback(model:
 
     failures, engine = Failures(), engine_of(model)
     rounds = 0
-    with pytest.raises(LockstepError, match=f"failed for {FAILURES} trajectories in a row(.|\n)*return self.nothing"):
+    pattern = f"failed for {FAILURES} trajectories in a row(.|\n)*return self.nothing"
+    with pytest.raises(LockstepError, match=pattern) as ended:
         while rounds < FAILURES:
             assert collect(engine, Broken, failures=failures).counts["environment/errors"] == 6
             rounds += 1
     assert rounds == 2 and not engine.scheduler.busy
+    (traceback,) = ended.value.__notes__
+    assert "return self.nothing" in traceback and len(str(ended.value).splitlines()) == 1
+    told = failures.take()
+    assert len(told) == FAILURES and traceback in told[0] and failures.take() == []
+    assert all(" sample " in one.splitlines()[-1] for one in told), "what happened stands last"
 
 
 def test_samples_of_a_group_begin_alike(model: Decoder) -> None:
@@ -297,6 +311,9 @@ def test_functions_score_what_an_environment_leaves_to_them(model: Decoder) -> N
 
     rewards = RewardSet([Reward("length", lambda completions, **_: [float(len(text.split())) for text in completions])])
     found = collect(engine_of(model), Unscored, rewards=rewards)
+    parts = TOKENS, lambda *_: engine_of(model), RewardSet([]), 7, Unscored, LIMITS
+    with pytest.raises(InputError, match=r"step 4: the environment ended with End\(\), .* are none; give End"):
+        Collector(*parts, needs_rewards=True).collect(PROBLEMS, SAMPLING, TRAIN_DOMAIN, 3)
     kinds = {tuple(r.rewards) for g in found.groups for r in g.rollouts}
     assert kinds <= {("even", "turns"), ("length",)} and ("length",) in kinds
 
@@ -316,6 +333,7 @@ def test_text_tokens_and_the_seed_are_as_given(model: Decoder) -> None:
     problems = [(0, Problem("a", {"extra": 5})), (1, Problem("b", {"extra": 6}))]
     groups = collect(engine_of(model), Tokens_, problems=problems).groups
     assert [g.prompt_ids for g in groups] == [[1, 2, 3, 5], [1, 2, 3, 6]]
+    assert [g.prompt for g in groups] == ["[1, 2, 3, 5]", "[1, 2, 3, 6]"]
     several = [r for g in groups for r in g.rollouts if len(r.turns) == 2]
     assert several and all([s.token_ids for s in r.segments if not s.sampled][1:] == [[7, 8, 9]] for r in several)
     assert [len(found) for found in seeds.values()] == [1, 1] and len(set.union(*seeds.values())) == 2

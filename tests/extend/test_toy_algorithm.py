@@ -24,6 +24,7 @@ from lockstep.config import (
     TaskConfig,
     TrainerConfig,
 )
+from lockstep.config.recipes import RECIPES
 from lockstep.errors import InputError
 from lockstep.run.train import train
 
@@ -119,6 +120,48 @@ class Reading(Algorithm):
 
 def function(values):
     return values
+
+class Sound(Algorithm):
+    def loss(self, values):
+        return -values.advantage_C * values.logprob_C, values.logprob_C > 0
+
+class Unfinite(Sound):
+    def advantages(self, config, rewards):
+        return [[r / 0.0 if r else float("nan") for r in group] for group in [[0.0, 0.0], [0.0, 0.0]]]
+
+class Penalty(Sound):
+    def penalty(self, config, length, max_completion_length):
+        return None
+
+class Undecided(Sound):
+    def keep(self, rewards):
+        return None
+
+class Silent(Sound):
+    has_critic = True
+
+class Deaf(Silent):
+    def estimate(self, config, rewards, values):
+        return rewards, values
+
+class Short(Deaf):
+    def loss(self, values):
+        return Sound.loss(self, values)[0] + values.value_C, values.logprob_C > 0
+
+    def estimate(self, config, rewards, values):
+        return [r[:-1] for r in rewards], values
+
+class Scalar(Short):
+    def estimate(self, config, rewards, values):
+        return 1.0, values
+
+class Alone(Short):
+    def estimate(self, config, rewards, values):
+        return rewards
+
+class OutOfRange(Short):
+    def estimate(self, config, rewards, values):
+        return values[0][5], values
 """
 
 
@@ -128,6 +171,27 @@ def function(values):
         ("NoLoss", "raised NotImplementedError: NoLoss has no loss"),
         ("Total", r"its loss is torch.float32 \[\]; it must be torch.float32, one a token \(\[6\] here\)"),
         ("Still", "its loss has no gradient by the log-probs"),
+        (
+            "Unfinite",
+            r"advantages of two groups of two samples are \[\[nan, nan\], \[nan, nan\]\]; they must be",
+        ),
+        ("Penalty", "penalty of three tokens is None; it must be a number"),
+        ("Undecided", "keep returns None; it must be True or False"),
+        ("Silent", "raised NotImplementedError: Silent has a critic and does not say what it is to learn"),
+        ("Deaf", "it has a critic, and its loss has no gradient by the critic's values"),
+        (
+            "Short",
+            r"estimate of two samples of 3 and 1 tokens returns advantages \[\[0.5, 0.5\], \[\]\]; they must be",
+        ),
+        (
+            "Scalar",
+            "estimate of two samples of 3 and 1 tokens returns advantages 1.0; they must be a list",
+        ),
+        (
+            "Alone",
+            r"estimate returns \[\[0.5, 0.5, 0.5\], \[0.5\]\]; it must return two",
+        ),
+        ("OutOfRange", "raised IndexError: list index out of range"),
         (
             "Broken",
             r"raised AttributeError: 'TokenValues' object has no attribute 'nothing' \(wrong.py, line 18\); "
@@ -170,6 +234,75 @@ def test_one_may_have_a_critic_or_a_teacher(tmp_path: Path) -> None:
         algorithm_of(replace(pupil, teacher=None))
     with pytest.raises(InputError, match=r"loss\.teacher has no effect: loss_type .*own\.py:Critic learns from none"):
         algorithm_of(replace(pupil, loss_type=f"{tmp_path / 'own.py'}:Critic"))
+
+
+UNREAD = """
+from lockstep.algorithms import Algorithm
+from lockstep.algorithms.dapo import DAPO
+from lockstep.algorithms.distillation import Distillation
+
+class Plain(Algorithm):
+    def loss(self, values):
+        return -values.advantage_C * values.logprob_C, values.logprob_C > 0
+
+class Bare(Plain):
+    has_kl = False
+
+class Taught(Plain):
+    has_teacher = True
+
+class Clipped(DAPO):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        (
+            "Plain",
+            {"epsilon": 0.3},
+            "loss.epsilon has no effect: loss_type .*:Plain has no field of that name",
+        ),
+        ("Plain", {"divergence_type": "binary_kl"}, "loss.divergence_type has no effect: .* has no field of that name"),
+        ("Plain", {"lam": 0.5}, "loss.lam has no effect: loss_type .*:Plain has no method estimate of its own; write"),
+        (
+            "Plain",
+            {"overlong_buffer": 3, "overlong_penalty": 2.0},
+            "loss.overlong_penalty has no effect: .* has no method penalty of its own",
+        ),
+        (
+            "Bare",
+            {"beta": 0.1},
+            "loss.beta has no effect: loss_type .*:Bare has no KL term in its loss; turn",
+        ),
+        (
+            "Taught",
+            {"beta": 0.1, "teacher": "t"},
+            "loss.beta has no effect: .* has a teacher where the",
+        ),
+        ("Plain", {"teacher": "t"}, "loss.teacher has no effect: loss_type .*:Plain learns from none; remove it"),
+        ("Bare", {"beta": 0.1, "use_kl_in_reward": True}, ""),
+        ("Plain", {"beta": 0.1, "scale_rewards": "group", "dynamic_sampling": True}, ""),
+        ("Clipped", {"epsilon": 0.1, "epsilon_high": 0.2, "overlong_buffer": 3, "overlong_penalty": 2.0}, ""),
+        ("Taught", {"teacher": "t"}, ""),
+    ],
+)
+def test_settings_that_one_cannot_read_are_refused(
+    tmp_path: Path, name: str, given: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "unread.py").write_text(UNREAD)
+    for recipe in RECIPES.values():  # what one has set for its own algorithm is not in the way
+        assert algorithm_of(replace(recipe(None).loss, loss_type=f"{tmp_path / 'unread.py'}:Plain"))
+    config = LossConfig(f"{tmp_path / 'unread.py'}:{name}", **given)
+    config.validate()
+    if message:
+        with pytest.raises(InputError, match=message):
+            algorithm_of(config)
+    else:
+        algorithm = algorithm_of(config)
+        assert not algorithm.kl_in_loss or given["beta"] > 0
+        assert all(getattr(algorithm, key, value) == value for key, value in given.items())
 
 
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from lockstep.config import (
 )
 from lockstep.environments import End, Environment, Turn, make_environment
 from lockstep.errors import InputError
+from lockstep.run.replay import replay
 from lockstep.run.train import train
 
 
@@ -46,6 +48,11 @@ class Toy(Environment):
 
     def cut(self) -> End:
         return End({"e": float(sum("e" in text for text in self.said)), "turns": 0.01 * len(self.said)})
+
+
+class Broken(Toy):
+    async def step(self, turn: Turn) -> Any:
+        raise KeyError(f"nothing for {len(turn.token_ids)} tokens")
 
 
 @pytest.fixture
@@ -83,11 +90,39 @@ def test_it_is_played_trained_and_resumed_with_the_same_bits(config: RunConfig, 
     certificate = json.loads((tmp_path / "whole" / "parity.json").read_text())
     assert sampled == sum(len(sample["token_ids"]) for sample in samples)
     assert (certificate["identical"], certificate["tokens_checked"]) == (True, sampled)
+    assert all(re.fullmatch(r"(?s).{1,12} word \d: ", line["prompt"]) for line in rollouts), "as it was given"
     several = [sample for sample in samples if len(sample["segments"]) > 2]
     assert several and all(sample["segments"][2]["text"].startswith("\nword") for sample in several)
+    assert_replayed(tmp_path, samples)
     metrics = lines(tmp_path / "whole", "metrics.jsonl")
     assert all(1 < m["environment/turns"] <= 3 and m["environment/given_tokens"] > 0 for m in metrics)
     assert "validation/rewards/e/mean" in json.dumps(json.loads((tmp_path / "whole/summary.json").read_text()))
+
+
+def assert_replayed(folder: Path, samples: list[Any]) -> None:
+    """Trajectories sampled again alone: from a checkpoint, from the beginning, with new answers; not after an edit."""
+    found = replay(folder / "whole", "1/1/2", call_tools=True)
+    assert (found.difference, found.steps_redone, found.logprobs_compared) == ("", 0, True)
+    assert found.tokens == len(samples[14]["token_ids"]) and "bitwise identical" in found.render()
+    (folder / "parts" / "checkpoints" / "step_1").rename(folder / "aside")
+    path = folder / "parts" / "rollouts.jsonl"
+    first, second, third, *rest = path.read_text().splitlines()
+    record, token = json.loads(third), samples[9]["token_ids"][0]
+    record["samples"][1]["token_ids"][0] = 7
+    path.write_text("\n".join([first, second, json.dumps(record), *rest, ""]))
+    again = replay(folder / "parts", "1/0/1")
+    assert (again.difference, again.steps_redone) == (f"turn 1, token 1: 7 is recorded, {token} came now", 1)
+    for trajectory, message in (("9/0/0", "has no trajectory 9/0/0"), ("1", "must be STEP/GROUP/SAMPLE")):
+        with pytest.raises(InputError, match=message):
+            replay(folder / "whole", trajectory)
+
+
+def test_tracebacks_are_kept_in_the_run_folder(config: RunConfig, tmp_path: Path) -> None:
+    broken = replace(config, task=replace(config.task, environment=f"{tmp_path / 'toy.py'}:Broken"))
+    with pytest.raises(InputError, match=r"failed for 2 trajectories, .*; tracebacks are in .*environment_errors.txt$"):
+        train(broken, tmp_path / "broken", resume=False)
+    kept = (tmp_path / "broken" / "environment_errors.txt").read_text()
+    assert kept.count("raise KeyError(") == kept.count("environment failed: KeyError: 'nothing for ") == 2
 
 
 def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:

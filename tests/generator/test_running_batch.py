@@ -98,7 +98,7 @@ def test_wider_tables_hold_the_pages_of_before() -> None:
 
 def test_samples_of_a_prompt_are_grouped_until_they_leave() -> None:
     rows = make(32)
-    long, short = SharedPrefix(128), SharedPrefix(32)
+    long, short = SharedPrefix(128, []), SharedPrefix(32, [])
     placed = fill(rows, 20)
     for i, s in enumerate(placed):
         s.shared = long if i < 10 else short if i < 18 else None
@@ -121,6 +121,6 @@ def test_samples_of_a_prompt_are_grouped_until_they_leave() -> None:
 def test_groups_beyond_the_room_for_them_read_for_themselves() -> None:
     rows = make(8)
     for i, s in enumerate(fill(rows, 6)):
-        s.shared = s.shared or SharedPrefix(64) if i % 2 == 0 else rows.sequences[i - 1].shared
+        s.shared = s.shared or SharedPrefix(64, []) if i % 2 == 0 else rows.sequences[i - 1].shared
     rows.group(8)
     assert rows.tensors(8)["shared_len"].tolist() == [64] * 4 + [0] * 4

@@ -193,10 +193,16 @@ def test_write_kv_inside_is_write_kv_after(census, norms):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "norms"),
-    [(16, 8, 128, True), (32, 8, 64, False), (5, 1, 24, True), (16, 1, 128, True)],
+    ("heads", "kv_heads", "head_dim", "norms", "offset"),
+    [
+        (16, 8, 128, True, 0.0),
+        (32, 8, 64, False, 0.0),
+        (5, 1, 24, True, 0.0),
+        (16, 1, 128, True, 0.0),
+        (8, 4, 256, True, 1.0),
+    ],
 )
-def test_decode_is_its_parts(census, heads, kv_heads, head_dim, norms):
+def test_decode_is_its_parts(census, heads, kv_heads, head_dim, norms, offset):
     """Norm, rotation and cache write inside attention, across splits, beside them apart."""
     contexts = [1, 16, 17, 63, 64, 65, 200, 700, 4095, 4096, 4097, 8200]
     count, page, pages = len(contexts), 16, -(-max(contexts) // 16)
@@ -214,8 +220,9 @@ def test_decode_is_its_parts(census, heads, kv_heads, head_dim, norms):
             own = ops.Rotation(*weights, rotation[2][:rows], *rotation[3:])
             with torch.no_grad():
                 contexts = ops.Contexts(table[:rows], context[:rows], bound)
-                out = ops.attention_decode(qkv[:rows], own, ops.KVPages(*caches), slots[:rows], contexts)
-                q = ops.qk_norm_rope_write_kv(qkv[:rows], own, ops.KVPages(*expected), slots[:rows])
+                cache, scores = ops.KVPages(*caches), (ops.ALONE, ops.PLAIN, offset)
+                out = ops.attention_decode(qkv[:rows], own, cache, slots[:rows], contexts, *scores)
+                q = ops.qk_norm_rope_write_kv(qkv[:rows], own, ops.KVPages(*expected), slots[:rows], offset)
                 apart = ops.attention_paged(
                     q, ops.KVPages(*expected), ops.Paged(table[:rows], starts[: rows + 1], context[:rows], 1, bound)
                 )

@@ -131,6 +131,10 @@ def test_norm_weights_beside_1(census, width):
     assert census("rms_norm: 1 + weight", ops.rms_norm(x, weight, 1e-6, 1.0), expected) == 0
     for n in (1, 7, 64):
         assert census("rms_norm: 1 + weight, n rows", ops.rms_norm(x[-n:], weight, 1e-6, 1.0), expected[-n:]) == 0
+    residual = wide(700, 2 * width)[:, width:]
+    with torch.no_grad():
+        added = ops.norm_add(x, weight, residual, 1e-6, 1.0)
+    assert census("norm_add = norm, add", added, residual + expected) == 0
     if width != 256:
         return
     qkv, angles = wide(257, 16 * width), torch.randn(257, width, device=DEVICE)

@@ -133,6 +133,47 @@ def test_a_template_that_refuses_is_named_with_its_file(tmp_path: Path) -> None:
         encode_prompt(tokenizer, MESSAGES)
 
 
+# As families write them: turns that must alternate (Gemma, Mistral), a date, an effort and channels (gpt-oss), thinking
+# that is switched off by an empty thought (Qwen3, GLM), and tools without which there is nothing to render.
+ALTERNATE = """{{ bos_token }}{% for m in messages %}
+{%- set mine = loop.index0 % 2 == 0 %}
+{%- if (m.role == 'user') != mine %}{{ raise_exception('roles must alternate user and model') }}{% endif %}
+{{- '<start>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end>\n' }}{% endfor %}"""
+EFFORT = """{{ 'Date: ' + strftime_now('%Y')[:2] + ' Reasoning: ' + (reasoning_effort or 'medium') if true }}
+{%- for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}{% endfor %}"""
+SWITCHED = """{{ messages[-1].content }}<think>
+{%- if enable_thinking is defined and not enable_thinking %}</think>{% endif %}"""
+TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ messages[-1].content }}"
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "expected"),
+    [
+        (ALTERNATE, {}, "<start>user\nhi<end>\n"),
+        (EFFORT, {"reasoning_effort": "low"}, "Date: 20 Reasoning: low<|start|>user<|message|>hi"),
+        (SWITCHED, {}, "hi<think>"),
+        (SWITCHED, {"enable_thinking": False}, "hi<think></think>"),
+        (TOOLS, {"tools": [TOOL]}, '{"type": "function", "function": {"name": "add"}}hi'),
+    ],
+)
+def test_templates_of_the_families_render(template: str, variables: dict, expected: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    assert tokenizer.decode(encode_prompt(tokenizer, [{"role": "user", "content": "hi"}], variables)) == expected
+
+
+def test_templates_of_the_families_say_what_they_want() -> None:
+    tokenizer = byte_tokenizer()
+    for template, message in {
+        ALTERNATE: "refuses the messages: roles must alternate user and model$",
+        TOOLS: r"refuses the messages: .*; it reads tools: give them, as task\.chat_template_kwargs do$",
+    }.items():
+        tokenizer.chat_template = template
+        with pytest.raises(InputError, match=message):
+            encode_prompt(tokenizer, MESSAGES)
+
+
 def test_text_that_is_not_unicode_is_refused_in_either_form() -> None:
     for prompt in ("h\udcff", [{"role": "user", "content": "h\udcff"}]):
         with pytest.raises(InputError, match="the prompt is not valid Unicode: surrogates not allowed"):

@@ -158,6 +158,13 @@ class Interpreted:
         one_more = norm_triton.rms_norm(x, weight, 1e-6, 1.0)
         assert same_bits(one_more, norm_triton.rms_norm(x, weight.float() + 1, 1e-6)), "the sum is float32"
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # it does not round to bfloat16 as a GPU does
+    def test_norm_add(self, dtype):
+        x, weight, residual = (torch.randn(*shape).to(dtype) for shape in ((5, 96), (96,), (5, 192)))
+        residual = residual[:, 96:]
+        expected = residual + norm_triton.rms_norm(x, weight, 1e-6, 1.0)
+        assert same_bits(norm_triton.norm_add(x, weight, residual, 1e-6, 1.0), expected)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "norm"), [(4, 2, 32, True), (3, 1, 24, False)])
     def test_qk_norm_rope(self, dtype, heads, kv_heads, head_dim, norm):

@@ -109,17 +109,32 @@ def test_graphs_and_a_resumption_change_no_bit(config: RunConfig, tmp_path: Path
     assert all(m["parity/tokens_different"] == 0 < m["parity/tokens_checked"] and m["updates"] == 2 for m in found)
 
 
-def test_kl_in_the_reward(config: RunConfig) -> None:
-    """In the first step the reference is the policy; after it rewards are less by beta times the estimates' sum."""
-    loss = LossConfig(beta=0.5, use_kl_in_reward=True, kl_estimator="k1")
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
+def test_kl_in_the_reward(config: RunConfig, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In the first step the reference is the policy; after it what is learned from is less by beta times the
+    estimates, of a whole completion or from each token on. The reward that is reported is what was given."""
+    loss = LossConfig(name, beta=0.5, use_kl_in_reward=True, kl_estimator="k1")
     made = replace(config, loss=loss, parallel=replace(config.parallel, batch_shards=3))
-    loop = Loop(made, build(made))
+    loop, found = Loop(made, build(made)), dict[str, list[float]]()
+    of_groups = loop._kl_of
+    monkeypatch.setattr(loop, "_kl_of", lambda groups: found.update(kl := of_groups(groups)) or kl)
     first, groups = loop.step(0)
-    assert first["kl"] == 0 and all(r.reward == r.rewards["letters"] for g in groups for r in g.rollouts)
+    assert first["kl"] == 0 and not any(x for kl in found.values() for x in kl)
+    found.clear()
     second, groups = loop.step(1)
-    taken = sum(r.rewards["letters"] - r.reward for g in groups for r in g.rollouts)
-    tokens = sum(len(r.token_ids) for g in groups for r in g.rollouts)
-    assert second["kl"] != 0 and taken == pytest.approx(0.5 * second["kl"] * tokens, rel=1e-6)
+    rollouts = [r for g in groups for r in g.rollouts]
+    assert all(r.reward == r.rewards["letters"] and len(found[r.name]) == len(r.token_ids) for r in rollouts)
+    kl = [torch.tensor(found[r.name], dtype=torch.float64) for r in rollouts]
+    assert second["kl"] == pytest.approx(torch.cat(kl).mean().item(), rel=1e-6) and second["kl"] != 0
+    if name == "grpo":
+        net = torch.stack([r.reward - 0.5 * x.sum() for r, x in zip(rollouts, kl, strict=True)]).view(3, 4)
+        expected = (net - net.mean(1, keepdim=True)).flatten()
+    else:  # what is still to come, of each token
+        tails = [r.reward - 0.5 * x.flip(0).cumsum(0).flip(0) for r, x in zip(rollouts, kl, strict=True)]
+        flat = torch.cat(tails)
+        expected = torch.stack([((x - flat.mean()) / (flat.var() + 1e-8).sqrt()).mean() for x in tails])
+    torch.testing.assert_close(torch.tensor([r.advantage for r in rollouts], dtype=torch.float64), expected)
+    assert second["reward/mean"] == pytest.approx(sum(r.reward for r in rollouts) / len(rollouts))
     assert second["parity/tokens_different"] == 0 == second["parity/tokens_not_covered"]
 
 
@@ -161,7 +176,14 @@ def test_a_resumption_goes_on_with_the_next_prompt(config: RunConfig, tmp_path: 
     train(replace(made, steps=1), tmp_path / "parts", resume=False)
     train(made, tmp_path / "parts", resume=True)
     assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
-    assert (tmp_path / "whole/rollouts.jsonl").read_text() == (tmp_path / "parts/rollouts.jsonl").read_text()
+    text = (tmp_path / "whole/rollouts.jsonl").read_text()
+    assert text == (tmp_path / "parts/rollouts.jsonl").read_text()
+    groups = [json.loads(line) for line in text.splitlines()]
+    used = sum(m["dynamic_sampling/prompts"] for m in metrics(tmp_path / "whole"))
+    assert sum("replaced" not in g for g in groups) == 6 < len(groups) == used
+    for group in groups:  # what was not trained on says so
+        alike = len({sample["reward"] for sample in group["samples"]}) == 1
+        assert group.get("replaced", False) == alike == (not any(s["advantage"] for s in group["samples"]))
 
 
 def test_a_step_without_signals_ends_at_the_bound(config: RunConfig) -> None:

@@ -52,7 +52,8 @@ def test_a_reward_that_ends_the_process(tmp_path: Path, reward: str, code: int, 
 
 def test_a_thread_that_a_reward_left_does_not_hold_up_the_end(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(REWARDS)
-    done = finished([*TRAIN, "--reward", "r.py:linger", "--json"], cwd=tmp_path)
+    soon = "from lockstep.cli import main as cli\ncli._GRACE = 0.2\ncli.entry()"  # seconds, not five
+    done = finished([sys.executable, "-c", soon, *TRAIN[3:], "--reward", "r.py:linger", "--json"], cwd=tmp_path)
     assert json.loads(done.stdout)["steps_done"] == 1 and "a grader\n" in done.stderr
     assert done.returncode == 0 and "threads that still ran were left" in done.stderr and "linger" in done.stderr
     assert not (tmp_path / "run" / crash.CRASH_FILE).exists() and (tmp_path / "run" / "report.html").exists()

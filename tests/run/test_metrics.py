@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from lockstep.run.metrics import (
     SUMMARY_FILE,
     MetricsWriter,
     listed,
+    logprobs_digest,
     read_lines,
     rollout_records,
     title_of,
@@ -161,13 +163,17 @@ def test_rollout_records() -> None:
     made = Trajectory(segments, "stop", SampleIdentity(0, 0, 2, 7), reward=1.0, advantage=0.25)
     made.rewards = {"f": 1.0, "g": None}
     group = RolloutGroup([made], SamplingParams(), 7, "prompt")
+    other = replace(made, segments=[segments[0], replace(segments[1], logprobs=[-0.5, -1.0 + 2**-24])])
+    assert len({logprobs_digest(made), logprobs_digest(other)}) == 2 == len(logprobs_digest(made)) / 8
     assert list(rollout_records(2, [group])) == [
         {
             "step": 2,
             "group": 7,
             "prompt": "prompt",
+            "prompt_token_ids": [1, 2],
             "samples": [
                 {
+                    "sample": 0,
                     "text": "hi",
                     "reward": 1.0,
                     "rewards": {"f": 1.0, "g": None},
@@ -176,6 +182,7 @@ def test_rollout_records() -> None:
                     "token_ids": [5, 6],
                     "finish_reason": "stop",
                     "segments": [{"kind": "given", "tokens": 2}, {"kind": "sampled", "tokens": 2}],
+                    "logprobs_digest": logprobs_digest(made),
                 }
             ],
         }

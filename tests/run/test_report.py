@@ -124,7 +124,9 @@ def test_one_sample_is_shown_once(tmp_path: Path) -> None:
     make_run(tmp_path)
     with MetricsWriter(tmp_path / "rollouts.jsonl") as rollouts:
         rollouts.write({"step": 0, "group": 0, "prompt": "p", "samples": [{"text": "alone"}]})
-    assert read(tmp_path).text.count("alone") == 1
+        rollouts.write({"step": 0, "group": 1, "replaced": True, "prompt": "p", "samples": [{"text": "untrained"}]})
+    text = read(tmp_path).text
+    assert text.count("alone") == 1 and "untrained" not in text
 
 
 def test_nothing_executes_and_nothing_is_fetched(tmp_path: Path) -> None:

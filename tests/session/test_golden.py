@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -114,51 +115,41 @@ def test_fixed_numbers_are_exact() -> None:
     assert x.unique().numel() > 1900 and 0.4 < (x > 0).float().mean() < 0.6
 
 
-_PRODUCTS = """
+_WORDS = """
 import hashlib, torch
 from lockstep.session import golden; from lockstep import ops
+def said(*tensors):
+    return hashlib.sha256(b"".join(x.contiguous().numpy().tobytes() for x in tensors)).hexdigest()
 torch.manual_seed(0)
 x, w = torch.randn(16, 512).bfloat16(), torch.randn(512, 512).bfloat16()
 w[:, ::2], x[:, ::2] = w[:, 1::2], -x[:, 1::2]
-product = hashlib.sha256(ops.linear(x, w).view(torch.int16).numpy().tobytes()).hexdigest()
-print(torch.backends.cpu.get_cpu_capability(), product, golden.words(torch.device("cpu"), torch.bfloat16)["product"])
+cpu, y = torch.device("cpu"), torch.randn(8, 250, 250)
+print(torch.backends.cpu.get_cpu_capability())
+print(said(ops.linear(x, w).view(torch.int16)), golden.words(cpu, torch.bfloat16)["product"])
+print(said(torch.bmm(y, y.transpose(1, 2)), y.sum(-1)), golden.words(cpu, torch.float32)["gradients"])
 """
+
+
+@cache
+def told(setting: str) -> list[list[str]]:
+    """Of a process with this in its environment: the CPU's capability; a product and its words; sums and theirs."""
+    done = finished([sys.executable, "-c", _WORDS], env=os.environ | dict([setting.split("=")]))
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 def test_a_library_told_to_use_other_instructions_is_seen() -> None:
     """At the same name of the CPU's capability."""
-
-    def outcome(**environment: str) -> list[str]:
-        done = finished([sys.executable, "-c", _PRODUCTS], env=os.environ | environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
-
-    capability, product, words = outcome()
-    other_capability, other_product, other_words = outcome(ONEDNN_MAX_CPU_ISA="AVX2")
+    capability, (product, words), _ = told("NOTHING=1")
+    other_capability, (other_product, other_words), _ = told("ONEDNN_MAX_CPU_ISA=AVX2")
     assert other_capability == capability
     if other_product != product:  # where the CPU has such instructions
         assert other_words != words
 
 
-_SUMS = """
-import hashlib, torch
-from lockstep.session import golden
-torch.manual_seed(0)
-x = torch.randn(8, 250, 250)
-sums = hashlib.sha256(torch.cat((torch.bmm(x, x.transpose(1, 2)).flatten(), x.sum(-1).flatten())).numpy().tobytes())
-found = golden.words(torch.device("cpu"), torch.float32)
-print(sums.hexdigest(), found["gradients"])
-"""
-
-
 @pytest.mark.parametrize("setting", ["ATEN_CPU_CAPABILITY=avx2", "MKL_CBWR=COMPATIBLE"])
 def test_a_library_told_to_differentiate_by_other_instructions_is_seen(setting: str) -> None:
-    def outcome(**environment: str) -> list[str]:
-        done = finished([sys.executable, "-c", _SUMS], env=os.environ | environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
-
-    (sums, words), (other_sums, other_words) = outcome(), outcome(**dict([setting.split("=")]))
+    (sums, words), (other_sums, other_words) = told("NOTHING=1")[2], told(setting)[2]
     if other_sums != sums:  # where the CPU has other instructions
         assert other_words != words
 

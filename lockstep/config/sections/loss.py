@@ -5,32 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...errors import refuse
+from ..algorithms import LOSS_TYPES, OF_THE_RATIO, READ_BY, SHIPPED
 from .section import Section, at_least, between
-
-LOSS_TYPES = (
-    *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
-    *("ppo", "distillation"),
-)
-_CLIPPED = "grpo", "dr_grpo", "dapo", "gspo", "dppo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
-_UNREWARDED = ("distillation",)  # they learn from something else, and rewards are only reported
-_REWARDED = tuple(name for name in LOSS_TYPES if name not in _UNREWARDED)
-_OF_GROUPS = tuple(name for name in _REWARDED if name not in ("reinforce_pp", "ppo"))  # they compare a prompt's samples
-# Settings that some algorithms read; each of the others is read by all.
-READ_BY: dict[str, tuple[str, ...]] = {
-    "epsilon": _CLIPPED,
-    "epsilon_high": (*_CLIPPED, "cispo"),
-    "scale_rewards": ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo"),
-    "overlong_buffer": ("dapo",),
-    "sapo_temperature_pos": ("sapo",),
-    "sapo_temperature_neg": ("sapo",),
-    "divergence_type": ("dppo",),
-    "normalize_advantages": ("rloo",),
-    "dynamic_sampling": _OF_GROUPS,
-    "beta": _REWARDED,
-    "teacher": ("distillation",),
-    **dict.fromkeys(("gamma", "lam", "vf_coef", "cliprange_value"), ("ppo",)),
-}
-
 
 ImportanceSampling = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -44,9 +20,9 @@ class LossConfig(Section):
     distillation; or one of your own, as module:Class or path.py:Class."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """sequence makes gspo of grpo: one ratio of probabilities a sequence."""
-    epsilon: float = at_least(0, default=0.2)
-    """Clip range below (and above unless epsilon_high is given); dppo: the divergence that is too far. gspo's
-    ratios are close to 1: its paper has 3e-4, and 4e-4 above."""
+    epsilon: float | None = at_least(0, default=None)
+    """Clip range below (and above unless epsilon_high is given), 0.2 by default; dppo: the divergence that is too far,
+    0.15 by default. gspo's ratios are close to 1: its paper has 3e-4, and 4e-4 above."""
     epsilon_high: float | None = at_least(0, default=None)
     """Clip range above; 0.28 by default for dapo. cispo: the largest weight, 5 by default."""
     sapo_temperature_pos: float = between(1e-3, 1e3, default=1.0)
@@ -55,6 +31,8 @@ class LossConfig(Section):
     """sapo: the same where it is not."""
     divergence_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
     """dppo: total variation, or KL divergence (the paper's epsilon for that is 0.05)."""
+    clip_ratio_c: float = at_least(1, default=20.0)
+    """dppo: the largest ratio of probabilities that counts."""
     gamma: float = between(0, 1, default=1.0)
     """ppo: the discount a token."""
     lam: float = between(0, 1, default=0.95)
@@ -72,7 +50,8 @@ class LossConfig(Section):
     """The estimate of that divergence from a token's log-probs: their difference d (k1), d^2 / 2 (k2), or e^-d - 1 + d
     (k3)."""
     use_kl_in_reward: bool = False
-    """Take beta times the sum of the estimates over a completion off its reward, instead of adding it to the loss."""
+    """Take beta times the estimates off the reward, instead of adding them to the loss: their sum over a completion;
+    ppo and reinforce_pp, which have an advantage a token, take each off where it is."""
     importance_sampling_mode: ImportanceSampling | None = None
     """For the updates after a rollout's first: weigh the loss by the ratio of the weights of now to those that sampled,
     of tokens or of whole sequences, cut at importance_sampling_clip_max or left out above it, in place of the loss's
@@ -111,12 +90,12 @@ class LossConfig(Section):
     @property
     def of_groups(self) -> bool:
         """Whether advantages compare a prompt's samples with each other; of your own algorithm it is taken so."""
-        return self.algorithm in _OF_GROUPS or self.algorithm not in LOSS_TYPES
+        return self.algorithm not in SHIPPED or SHIPPED[self.algorithm].of_groups
 
     @property
     def needs_rewards(self) -> bool:
         """Whether there is nothing to learn from without reward functions; of your own algorithm it is taken so."""
-        return self.algorithm not in _UNREWARDED
+        return self.algorithm not in SHIPPED or SHIPPED[self.algorithm].rewarded
 
     @property
     def kl_in_loss(self) -> bool:
@@ -134,24 +113,32 @@ class LossConfig(Section):
             f"loss.importance_sampling_level is sequence, which makes gspo of grpo, and loss.loss_type is "
             f"{self.loss_type}; use loss_type gspo, or remove it",
         )
+        high, clips = self.epsilon_high, self.algorithm in READ_BY["epsilon"]
+        low = SHIPPED[self.algorithm].epsilon if clips and self.epsilon is None else self.epsilon
         refuse(
-            self.epsilon_high is not None and self.algorithm in READ_BY["epsilon"] and self.epsilon_high < self.epsilon,
-            "loss.epsilon_high is below loss.epsilon; it must be at least as large",
+            clips and high is not None and low is not None and high < low,
+            f"loss.epsilon_high is below loss.epsilon, which is {low}; it must be at least as large",
         )
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.overlong_buffer == 0:
+            yield "overlong_penalty", "without loss.overlong_buffer; set that above 0, or remove the penalty"
         for name, readers in READ_BY.items():
-            if self.algorithm in LOSS_TYPES and self.algorithm not in readers:
+            if self.algorithm in SHIPPED and self.algorithm not in readers:
                 yield name, f"on loss_type {self.algorithm}; use {' or '.join(readers)}, or remove it"
+        if self.algorithm in SHIPPED and self.importance_sampling_mode is not None:
+            mode = "loss.importance_sampling_mode"
+            for name in OF_THE_RATIO:
+                yield name, f"beside {mode}, which is in place of the loss's own ratio; remove one"
         if self.beta == 0:
             yield "kl_estimator", "without loss.beta; set that above 0, or remove it"
             yield "use_kl_in_reward", "without loss.beta; set that above 0, or remove it"
+        if self.use_kl_in_reward:
+            yield "use_bias_correction_kl", "beside loss.use_kl_in_reward: it is of the loss's estimate; remove one"
         if not self.dynamic_sampling:
             yield "max_num_gen_batches", "without loss.dynamic_sampling; turn that on, or remove it"
         if self.importance_sampling_mode is None:
             yield "importance_sampling_clip_max", "without loss.importance_sampling_mode; give one, or remove it"
-        if self.overlong_buffer == 0:
-            yield "overlong_penalty", "without loss.overlong_buffer; set that above 0, or remove the penalty"
 
     def unread(self) -> Iterator[tuple[str, str]]:
         yield from super().unread()

@@ -28,7 +28,7 @@ class TaskConfig(Section):
     name: Literal["sum-digits", "word-arithmetic", "gsm8k", "dataset"] = "sum-digits"
     """Prompt source. `dataset` reads --data and needs at least one --reward, but for distillation."""
     data: str | None = None
-    """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
+    """JSON lines, parquet, a Hugging Face dataset folder or hub id, or reasoning_gym:NAME."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
     prompt_column: str = "prompt"
@@ -44,8 +44,8 @@ class TaskConfig(Section):
     filter_overlong_prompts: bool = False
     """Leave out rows whose prompt is longer than that, and say how many; otherwise they are refused."""
     reward: tuple[str, ...] = ()
-    """Reward functions as module:function or path.py:function, or the ready ones math and gsm8k; empty for the task's
-    own."""
+    """Reward functions as module:function or path.py:function, or the ready ones math, gsm8k and reasoning_gym; empty
+    for the task's own."""
     reward_weights: tuple[float, ...] = ()
     """One weight a reward function; empty for all ones."""
     reward_on_error: Literal["raise", "zero", "skip"] = "raise"
@@ -56,8 +56,10 @@ class TaskConfig(Section):
     reward_timeout: float = between(0, 86400, default=0.0)
     """Seconds a call may take (needs reward_workers); 0 is no limit."""
     environment: str | None = None
-    """What answers the model, turn by turn: calculator, or one of your own as module:Class or path.py:Class. Left out:
-    nothing does, a prompt is completed once."""
+    """What answers the model, turn by turn: calculator, or one of your own as module:Class or path.py:Class, which may
+    be an environment_factory of TRL's. Left out: nothing does, a prompt is completed once."""
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call, as module:function or path.py:function; their docstrings describe them."""
     max_turns: int = at_least(1, default=8)
     """Completions that a trajectory may have in an environment; what would follow the last ends it, as truncated."""
     max_response_length: int = at_least(0, default=0)
@@ -97,10 +99,10 @@ class TaskConfig(Section):
     @property
     def turns(self) -> int:
         """The most completions of a trajectory."""
-        return 1 if self.environment is None else self.max_turns
+        return self.max_turns if self.environment or self.tools else 1
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        if self.environment is None:
+        if self.environment is None and not self.tools:
             for name in ("max_turns", "max_response_length", "environment_timeout"):
                 yield name, "without task.environment; remove it, or name one"
         if self.name not in DATA_TASKS:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from .reasoning_gym import SCHEME, ProceduralRows
 
 Row = dict[str, Any]
 
@@ -27,13 +28,16 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def open_source(data: str, split: str, field: str = "task.data") -> JsonLines | ArrowRows:
+def open_source(data: str, split: str, field: str = "task.data") -> Source:
     """The rows of a JSON lines, JSON, CSV or parquet file, of a folder (saved by `datasets`, or of data files), or of a
-    hub id, which may name its configuration as "id:configuration"; `split` is for the last two.
+    hub id, which may name its configuration as "id:configuration"; `split` is for the last two. Or a task of
+    reasoning-gym.
 
     Raises `InputError` naming `field`, the setting that `data` is of, when they cannot be read.
     """
     path, label = Path(data).expanduser(), f"{field} {data}"
+    if data.startswith(SCHEME):
+        return ProceduralRows(data, label)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InputError(f"{label} is not a regular file")  # a pipe or a device, which may have no end
     if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir() and not _is_array(path):
@@ -52,7 +56,7 @@ def has_splits(data: str) -> bool:
     path = Path(data).expanduser()
     if path.is_dir():
         return not (path / "state.json").is_file()
-    return not path.exists() and path.suffix not in _FILE_SUFFIXES
+    return not path.exists() and path.suffix not in _FILE_SUFFIXES and not data.startswith(SCHEME)
 
 
 def _is_array(path: Path) -> bool:
@@ -192,7 +196,7 @@ def _require_data_files(label: str, folder: Path) -> None:
     )
 
 
-Source = JsonLines | ArrowRows
+Source = JsonLines | ArrowRows | ProceduralRows
 
 
 class _RepeatedKey(ValueError):

@@ -38,7 +38,7 @@ _HERE = Path(__file__).parents[1]
 RESERVED_NAMES = ("prompts", "completions", "completion_ids")
 
 # TRL's further arguments, for a function that names them.
-TRAINER_NAMES = ("trainer_state", "log_metric", "log_extra")
+TRAINER_NAMES = ("trainer_state", "log_metric", "log_extra", "environments")
 
 
 @dataclass(frozen=True)

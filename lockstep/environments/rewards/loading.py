@@ -15,6 +15,7 @@ from .workers import RewardWorkers
 READY = {
     "math": "lockstep.environments.rewards.mathematics:math_reward",
     "gsm8k": "lockstep.environments.tasks.gsm8k:gsm8k_reward",
+    "reasoning_gym": "lockstep.environments.rewards.reasoning_gym:reasoning_gym",
 }
 
 

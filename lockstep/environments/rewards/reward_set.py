@@ -52,6 +52,7 @@ class Scoring(NamedTuple):
         where: says in messages what they are of, for example "step 3". origins: which data row each is of.
         groups: equal for the completions of one prompt, which stand together; divides the calls among workers.
         step: `trainer_state.global_step`.
+        environments: what functions that take `environments` are given, one a completion.
         tell: is given the names of the functions that are being called.
     """
 
@@ -59,6 +60,7 @@ class Scoring(NamedTuple):
     origins: Sequence[str] = ()
     groups: Sequence[int] = ()
     step: int = 0
+    environments: Sequence[Any] = ()
     tell: Callable[[str], None] = lambda names: None
 
 
@@ -113,7 +115,8 @@ class RewardSet:
         """Raise `InputError` when a function requires a column that is not one of `columns`."""
         columns = list(columns)
         for reward in self.rewards:
-            logs = {"log_metric", "log_extra"} & set(accepted(reward.name, reward.function, columns)) - {*columns}
+            logs = {"log_metric", "log_extra", "environments"} & set(accepted(reward.name, reward.function, columns))
+            logs -= {*columns}
             if logs and self._workers is not None:
                 raise InputError(f"reward {reward.name} takes {min(logs)}, which needs task.reward_workers 0")
 
@@ -128,7 +131,7 @@ class RewardSet:
     def score(
         self,
         prompts: Sequence[str | list[dict[str, Any]]],
-        completions_text: Sequence[str],
+        completions_text: Sequence[str | list[dict[str, Any]]],
         completion_ids: Sequence[list[int]],
         columns_rows: Sequence[dict[str, Any]],
         about: Scoring | None = None,
@@ -149,7 +152,7 @@ class RewardSet:
         arguments: Arguments = {name: [row[name] for row in columns_rows] for name in columns}
         arguments["prompts"] = list(prompts)
         arguments["completions"] = [  # in the prompt's form
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, completions_text, strict=True)
         ]
         arguments["completion_ids"] = list(completion_ids)
@@ -158,6 +161,7 @@ class RewardSet:
             "trainer_state": TrainerState(about.step),
             "log_metric": self.logged.log_metric,
             "log_extra": self.logged.log_extra,
+            "environments": about.environments,
         }
         batches = self._batches(arguments, len(prompts), about)
         errors: Counter[str] = Counter()

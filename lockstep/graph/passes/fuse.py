@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
-from ...ops.records import AttentionGradient, Packed, Rotation
+from ...ops.records import PLAIN, AttentionGradient, Packed, Rotation
 from ..ir.captured import Captured, op_name
 from ..torch_private import trace as torch_trace
 from .rewrite import rewritten
@@ -41,8 +41,8 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
 
 
 def _join_rotation(rotation: fx.Node) -> bool:
-    if op_name(rotation) != "lockstep.qk_norm_rope_backward" or len(rotation.args) > ROTATION_ARGS:
-        return False  # of a norm with an offset: apart
+    if op_name(rotation) != "lockstep.qk_norm_rope_backward":
+        return False
     laid, first = _call(rotation.args[0], "aten.cat"), _item(rotation, 0)
     total = first and _only_user(first, "aten.add")
     if not (laid and first and total and _is_alone(laid)):
@@ -59,8 +59,11 @@ def _join_rotation(rotation: fx.Node) -> bool:
     heads, kv_heads = cast(tuple[int, int], rotation.args[5:7])
     if set(total.args) != {viewed, first} or padded.args[2:] != (1, heads + kv_heads, heads + 2 * kv_heads, 1):
         return False
-    needed, others = attention.args[:ATTENTION_ARGS], attention.args[ATTENTION_ARGS:]
-    _replace(rotation, "lockstep.rotated_attention_packed_backward", [*needed, *rotation.args[1:], *others])
+    needed, scores = attention.args[:ATTENTION_ARGS], attention.args[ATTENTION_ARGS:]
+    own, offset = rotation.args[1:ROTATION_ARGS], rotation.args[ROTATION_ARGS:]
+    if offset:  # it comes after all of the scores, of which those at the end may have been left out
+        scores = (*scores, *PLAIN[len(scores) :])
+    _replace(rotation, "lockstep.rotated_attention_packed_backward", [*needed, *own, *scores, *offset])
     total.replace_all_uses_with(first)
     _erase(total, viewed, padded, values, rotation, laid, *parts, attention)
     return True

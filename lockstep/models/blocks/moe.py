@@ -35,6 +35,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.config = config
         self.router = weight(config.num_experts, hidden_size)
+        self.router_offset = weight(config.num_experts, fill=0.0) if config.biases else None
         bias = torch.zeros(config.num_experts, device=self.router.device) if config.router_bias else None
         self.register_buffer("router_bias", bias)
         self.dispatch = Dispatch(config)
@@ -44,7 +45,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, routes: list[Routing] | None = None) -> Tensor:
         """The sum of each token's experts' outputs, weighted, and of the shared experts' outputs, [T, D]."""
-        x_RD, plan, weights_TK, routing = self.dispatch(x_TD, self.router, self.router_bias)
+        x_RD, plan, weights_TK, routing = self.dispatch(x_TD, self.router, self.router_bias, self.router_offset)
         if routes is not None:
             routes.append(routing)
         y_TD = self.combine(self.experts(x_RD, plan[2]), plan[1], weights_TK)
@@ -59,30 +60,39 @@ class Dispatch(nn.Module):
         self.config = config
 
     def forward(
-        self, x_TD: Tensor, router_ED: Tensor, bias_E: Tensor | None
+        self, x_TD: Tensor, router_ED: Tensor, bias_E: Tensor | None, offset_E: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Routing]:
         """Rows sorted by expert, their plan (`ops.dispatch_plan`), the tokens' weights, and where both come from."""
         c = self.config
         settings = c.sigmoid, c.groups, c.kept_groups, c.normalize, c.scale
         logits_TE = ops.router_logits(x_TD, router_ED)
+        if offset_E is not None:
+            logits_TE = logits_TE + offset_E.float()
         weights_TK, experts_TK = ops.route(logits_TE, bias_E, ops.RouteSettings(c.num_experts_per_token, *settings))
         plan = ops.dispatch_plan(experts_TK, c.num_experts)
         return ops.dispatch(x_TD, plan[0], plan[1]), plan, weights_TK, Routing(logits_TE, experts_TK)
 
 
 class Experts(nn.Module):
-    """SiLU-gated feed-forwards, one an expert, as grouped products."""
+    """Gated feed-forwards, one an expert, as grouped products. Biases are vectors, the experts' one after the other."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
         super().__init__()
-        width = config.intermediate_size
+        count, width = config.num_experts, config.intermediate_size
+        self.config = config
         fused = Placement(ep=0, tp=1, blocks=(width, width))
-        self.gate_up = weight(config.num_experts, 2 * width, hidden_size, on=fused)
-        self.down = weight(config.num_experts, hidden_size, width, on=Placement(ep=0, tp=1))
+        self.gate_up = weight(count, 2 * width, hidden_size, on=fused)
+        self.gate_up_bias = weight(count * 2 * width, on=Placement(ep=0), fill=0.0) if config.biases else None
+        self.down = weight(count, hidden_size, width, on=Placement(ep=0, tp=1))
+        self.down_bias = weight(count * hidden_size, on=Placement(ep=0), fill=0.0) if config.biases else None
 
     def forward(self, x_RD: Tensor, offsets: Tensor) -> Tensor:
         """Each row through its expert, [R, D]."""
-        return ops.grouped_linear(ops.silu_mul(ops.grouped_linear(x_RD, self.gate_up, offsets)), self.down, offsets)
+        up_bias, down_bias = self.gate_up_bias, self.down_bias
+        if up_bias is not None and down_bias is not None:
+            up_bias, down_bias = (bias.unflatten(0, (self.config.num_experts, -1)) for bias in (up_bias, down_bias))
+        gated_RF = ops.silu_mul(ops.grouped_linear(x_RD, self.gate_up, offsets, up_bias), self.config.activation)
+        return ops.grouped_linear(gated_RF, self.down, offsets, down_bias)
 
 
 class Combine(nn.Module):

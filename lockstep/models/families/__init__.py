@@ -4,7 +4,7 @@ import difflib
 from typing import Any
 
 from ..config import ModelConfig
-from . import deepseek_v3, gemma3_text, glm4_moe, llama, mistral, olmo2, olmo3, qwen2, qwen3, qwen3_moe
+from . import deepseek_v3, gemma3_text, glm4_moe, gpt_oss, llama, mistral, olmo2, olmo3, qwen2, qwen3, qwen3_moe
 from .family import Family, Raw
 
 FAMILIES: dict[str, Family] = {
@@ -16,6 +16,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": gemma3_text.FAMILY,
     "olmo2": olmo2.FAMILY,
     "olmo3": olmo3.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
 }

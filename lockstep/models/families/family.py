@@ -66,6 +66,7 @@ class Family:
         also: fields of config.json that the family reads and most do not.
         sizes: further fields of config.json that are integers above 0.
         layer_kinds: what may be in config.json's `layer_types`.
+        quantized: methods whose weights are dequantized on loading.
         check: raises `InputError` for a configuration, made in code or read, that the layers cannot be made of.
         norm_offset: added to the weights of the last norm.
         embedding_scale: what embeddings are multiplied by.
@@ -86,6 +87,7 @@ class Family:
     also: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     layer_kinds: tuple[str, ...] = (FULL,)
+    quantized: tuple[str, ...] = ()
     check: Callable[[ModelConfig], None] = lambda config: None
     norm_offset: float = 0.0
     embedding_scale: Callable[[ModelConfig], float] = lambda config: 1.0
@@ -96,6 +98,8 @@ class Family:
 
     def takes(self, name: str, value: Any) -> bool:
         """Whether a config.json may have this value in a field that only some families read."""
+        if name == "quantization_config":
+            return isinstance(value, dict) and value.get("quant_method") in self.quantized
         if name == "layer_types":
             return isinstance(value, list) and all(kind in self.layer_kinds for kind in value)
         return value in self.fixed[name] if name in self.fixed else name in self.also

@@ -35,9 +35,9 @@ class NormAfterLayer(Layer):
         """See `Layer`."""
         eps = self.config.rms_norm_eps
         attended_TD = ops.linear(self.attention(index, x_TD, rope_TH, attend), self.o)
-        x_TD = x_TD + ops.rms_norm(attended_TD, self.attention_norm, eps)
+        x_TD = ops.norm_add(attended_TD, self.attention_norm, x_TD, eps)
         gated_TF = ops.silu_mul(ops.linear(x_TD, self.gate_up))
-        return x_TD + ops.rms_norm(ops.linear(gated_TF, self.down), self.mlp_norm, eps)
+        return ops.norm_add(ops.linear(gated_TF, self.down), self.mlp_norm, x_TD, eps)
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """See `Layer`."""

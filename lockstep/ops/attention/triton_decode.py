@@ -199,6 +199,7 @@ def _decode_kernel(
     sinks_ptr=None,  # [N], if there is one split
     WINDOW: tl.constexpr = 0,
     FACTOR: tl.constexpr = 0.0,
+    OFFSET: tl.constexpr = 0.0,  # of the norms' weights
 ):
     """One split of one sequence, from where its group left off."""
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -242,7 +243,7 @@ def _decode_kernel(
         qkv_ptr = q_ptr + sequence.to(tl.int64) * q_stride
         q_MH = rotated_heads(
             qkv_ptr, cos_sin_ptr + sequence.to(tl.int64) * cos_sin_stride, head_M, is_key_M, mask_M | is_key_M,
-            q_weight_ptr, k_weight_ptr, eps, NORM, HEAD_DIM, BLOCK_M, BLOCK_H,
+            q_weight_ptr, k_weight_ptr, eps, NORM, HEAD_DIM, BLOCK_M, BLOCK_H, OFFSET,
         )  # fmt: skip
         value_ptr = qkv_ptr + (heads + kv_heads + kv_head) * HEAD_DIM
         _store_token(
@@ -330,13 +331,13 @@ def decode(
     by: Contexts,
     groups: PrefixGroups = ALONE,
     scores: AttentionScores = PLAIN,
-    projection: tuple[Rotation, Tensor] | None = None,
+    projection: tuple[Rotation, Tensor, float] | None = None,
 ) -> Tensor:
     """See `attention.operator.attention_paged`: row s of `q` is the query of sequence s's last token, [S, N, H]. Or,
-    with a rotation and slots, see `operator.attention_decode`: it is that token's fused projection,
-    [S, (N + 2K) * H]."""
+    with a rotation, slots and an offset of norms' weights, see `operator.attention_decode`: it is that token's fused
+    projection, [S, (N + 2K) * H]."""
     (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, cache.k_cache.shape
-    rotation, slots_S = projection or (None, None)
+    rotation, slots_S, offset = projection or (None, None, 0.0)
     projected, group_rows_CW = rotation is not None, groups.group_rows_CW
     heads, device = rotation.num_heads if rotation else q.shape[1], q.device
     group, splits = heads // kv_heads, max(triton.cdiv(by.max_context_len, KEY_SPLIT), 1)
@@ -374,7 +375,7 @@ def decode(
         *strides, scale, AHEAD=ahead,
         PROJECTED=projected, NORM=rotation is not None and rotation.q_weight_H is not None,
         SPLITS=splits > 1, GROUPED=grouped, BLOCK_M=rows, num_warps=warps, **tiles, **others,
-        **({} if splits > 1 else at_end),
+        **({} if splits > 1 else at_end), **({"OFFSET": offset} if offset else {}),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[kv_heads, sequences](
@@ -406,7 +407,7 @@ def attention_decode(
     weight_offset: float = 0.0,
 ) -> Tensor:
     """See `operator.attention_decode`."""
-    if (groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0) and not weight_offset:
-        return decode(qkv_SE, cache, contexts, ALONE, scores, (by, slots_S))
+    if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
+        return decode(qkv_SE, cache, contexts, ALONE, scores, (by, slots_S, weight_offset))
     q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S, weight_offset)  # each query is in two programs
     return decode(q_SNH, cache, contexts, groups, scores)

@@ -36,7 +36,12 @@ def rms_norm_add(  # type: ignore[empty-body]
     fake=lambda x, by, qkv_TE, rotation, *_: torch.ops.lockstep.qk_norm_rope_backward(x.grad_TNH, qkv_TE, *rotation),
 )
 def rotated_attention_packed(  # type: ignore[empty-body]
-    x: AttentionGradient, by: Packed, qkv_TE: Tensor, rotation: Rotation, scores: AttentionScores = PLAIN
+    x: AttentionGradient,
+    by: Packed,
+    qkv_TE: Tensor,
+    rotation: Rotation,
+    scores: AttentionScores = PLAIN,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention over rotated queries and keys for the fused projection that these and the values are of,
     [T, E], and for both norms' weights: the arguments of `attention.operator.attention_packed_backward`, then those of

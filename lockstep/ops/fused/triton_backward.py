@@ -15,7 +15,12 @@ ADD_BLOCK, ADD_WARPS = 4096, 8
 
 
 def rotated_attention(
-    x: AttentionGradient, by: Packed, qkv_TE: Tensor, rotation: Rotation, scores: AttentionScores = PLAIN
+    x: AttentionGradient,
+    by: Packed,
+    qkv_TE: Tensor,
+    rotation: Rotation,
+    scores: AttentionScores = PLAIN,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `fused.backward.rotated_attention_packed`. Values' gradients are written where they stay, those of queries
     and keys where the rotation reads them."""
@@ -25,7 +30,7 @@ def rotated_attention(
     dq_TNH, dk_TKH = grad_qk.split((num_heads, kv_heads), dim=1)
     dv_TKH = grad_qkv_TE.unflatten(1, (-1, head_dim)).narrow(1, num_heads + kv_heads, kv_heads)
     attention_triton_backward.packed_into((dq_TNH, dk_TKH, dv_TKH), x, by, scores)
-    return rope_triton.qk_norm_rope_backward(grad_qk, qkv_TE, rotation, grad_qkv_TE)
+    return rope_triton.qk_norm_rope_backward(grad_qk, qkv_TE, rotation, grad_qkv_TE, weight_offset)
 
 
 @triton.jit

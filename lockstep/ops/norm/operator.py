@@ -41,6 +41,20 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
 
 
 @operator(
+    "lockstep::norm_add",
+    cuda="triton:norm_add",
+    fake=lambda x_TD, *_: torch.empty_like(x_TD),
+    composed=lambda x_TD, weight_D, residual_TD, eps, weight_offset=0.0: (
+        residual_TD + rms_norm(x_TD, weight_D, eps, weight_offset)
+    ),
+)
+def norm_add(x_TD: Tensor, weight_D: Tensor, residual_TD: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """`residual + rms_norm(x, weight, eps, weight_offset)`, of layers with a norm behind: both the norm and the sum are
+    rounded. With gradients enabled the separate operators run."""
+    return rms_norm.on_cpu[x_TD.dtype](x_TD, weight_D, eps, weight_offset).add_(residual_TD)
+
+
+@operator(
     "lockstep::rms_norm_backward",
     gpu_only=True,
     cuda="triton:rms_norm_backward",

@@ -24,8 +24,10 @@ NORM_TILE, NORM_THREAD = 2048, 16  # elements that it does at a time, and a thre
 def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
+    residual_ptr,  # added to the rounded norm; or None
     out_ptr,
     x_stride,
+    residual_stride,
     eps,
     OFFSET: tl.constexpr,  # of the weights
     WIDTH: tl.constexpr,
@@ -41,19 +43,34 @@ def _rms_norm_kernel(
     if OFFSET != 0.0:
         weight += OFFSET
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    tl.store(out_ptr + row * WIDTH + column, (x * rstd * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    out_ptr += row * WIDTH + column
+    out = (x * rstd * weight).to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
+        out = (residual + out.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr, out, mask=mask)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """See `norm.operator.rms_norm`."""
+    return norm_add(x_TD, weight_D, None, eps, weight_offset)
+
+
+def norm_add(
+    x_TD: Tensor, weight_D: Tensor, residual_TD: Tensor | None, eps: float, weight_offset: float = 0.0
+) -> Tensor:
+    """See `norm.operator.norm_add`; None: nothing is added."""
     x_TD, weight_D = aligned_rows(x_TD), aligned_rows(weight_D)
+    residual_TD = None if residual_TD is None else aligned_rows(residual_TD)
     rows, width = x_TD.shape
     out_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     _rms_norm_kernel[(rows,)](
         x_TD,
         weight_D,
+        residual_TD,
         out_TD,
         x_TD.stride(0),
+        None if residual_TD is None else residual_TD.stride(0),
         eps,
         OFFSET=weight_offset,
         WIDTH=width,

@@ -35,7 +35,8 @@ def rollouts(record: Record) -> dict[int, list[Sample]]:
 
 
 def _chosen(groups: list[dict[str, Any]]) -> list[Sample]:
-    samples = [(group, sample) for group in groups for sample in group.get("samples", [])]
+    trained = [group for group in groups if not group.get("replaced")]  # by dynamic sampling
+    samples = [(group, sample) for group in trained for sample in group.get("samples", [])]
     found = []
     for title, by, sign in (("Best", "reward", 1), ("Worst", "reward", -1), ("Longest", "tokens", 1)):
         if samples:

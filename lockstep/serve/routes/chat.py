@@ -11,6 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ...config import TEMPLATE_ARGUMENTS
+from ...models.tool_calls import ToolCall, ToolFormat
 from ...types import Trajectory
 from ..batcher import Job, Update
 from ..bodies import ChatBody, read_body
@@ -19,7 +20,6 @@ from ..errors import refused
 from ..events import EventStream, answered
 from ..service import Service, Ticket, streamed
 from ..text import GrowingText, chat_logprobs, visible
-from ..tool_calls import ToolCall, ToolFormat
 from .common import head, usage
 
 

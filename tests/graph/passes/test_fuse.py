@@ -22,8 +22,11 @@ from lockstep.graph import Captured, Inputs, Runtime, capture, pipeline, run_pas
 from lockstep.graph.ir.captured import op_name
 from lockstep.models import ModelConfig
 from lockstep.ops.attention.operator import attention_packed_backward
+from lockstep.ops.linear import operator as linear_operator
+from lockstep.ops.norm import operator as norm_operator
 from lockstep.ops.operator import recording_gradients
 from lockstep.ops.records import AttentionGradient
+from lockstep.ops.rope import operator as rope_operator
 from lockstep.trainer import Trainer, pack
 from lockstep.trainer.graph_inputs import statics_of
 from lockstep.types import PackedBatch, SamplingParams
@@ -37,13 +40,14 @@ def by_autograd(function, leaves: list[Tensor | None], grad: Tensor) -> list[Ten
         return list(torch.autograd.grad(function(*own), own, grad))
 
 
-def rms_norm(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
-    return tuple(by_autograd(lambda x, w: ops.rms_norm(x, w, eps), [x, weight], grad))
+def rms_norm(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, ...]:
+    return tuple(by_autograd(lambda x, w: norm_operator.rms_norm(x, w, eps, offset), [x, weight], grad))
 
 
-def qk_norm_rope(grad: Tensor, qkv: Tensor, q_weight, k_weight, cos_sin, heads, kv_heads, eps) -> tuple[Tensor, ...]:
+def qk_norm_rope(grad: Tensor, qkv: Tensor, q_weight, k_weight, *others: Any) -> tuple[Tensor, ...]:
     def function(qkv: Tensor, *weights: Tensor) -> Tensor:
-        return ops.qk_norm_rope(qkv, ops.Rotation(*(weights or (None, None)), cos_sin, heads, kv_heads, eps))
+        by = ops.Rotation(*(weights or (None, None)), *others[:4])
+        return rope_operator.qk_norm_rope(qkv, by, *others[4:])
 
     found = by_autograd(function, [qkv, q_weight, k_weight], grad)
     return tuple(found) if len(found) == 3 else (found[0], qkv.new_empty(0), qkv.new_empty(0))
@@ -53,14 +57,16 @@ def gather_rows(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
     return by_autograd(lambda table: ops.gather_rows(table, rows), [grad.new_zeros(table_rows, grad.shape[1])], grad)[0]
 
 
-def rms_norm_add(grad: Tensor, x: Tensor, weight: Tensor, eps: float, other: Tensor) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight = rms_norm(grad, x, weight, eps)
+def rms_norm_add(grad: Tensor, x: Tensor, weight: Tensor, eps: float, other: Tensor, *offset: float):
+    grad_x, grad_weight = rms_norm(grad, x, weight, eps, *offset)
     return other + grad_x, grad_weight
 
 
 def rotated_attention(*args: Any) -> tuple[Tensor, ...]:
     dq, dk, dv = attention_packed_backward(AttentionGradient(*args[:6]), ops.Packed(*args[6:10]))
-    grad_qkv, *weights = qk_norm_rope(torch.cat((dq, dk), 1), *args[10:])
+    scores, offset = args[17:21], args[21:]
+    assert scores in ((), tuple(ops.PLAIN))
+    grad_qkv, *weights = qk_norm_rope(torch.cat((dq, dk), 1), *args[10:17], *offset)
     grad_qkv[:, -dv[0].numel() :] += dv.flatten(1)
     return (grad_qkv, *weights)
 
@@ -142,6 +148,25 @@ def test_a_train_step(joint: bool, tied: bool, norms: bool) -> None:
     assert not any(have[name] for name in SEPARATE[:2])
     found, expected = gradients(after, inputs), gradients(before, inputs)
     assert all(map(torch.equal, found, expected)) and all(grad.any() for grad in found)
+
+
+def test_norms_with_an_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes with the calls that are put together."""
+    monkeypatch.setattr(ops, "rms_norm", lambda x, w, eps: norm_operator.rms_norm(x, w, eps, 1.0))
+    monkeypatch.setattr(
+        ops, "norm_linear", lambda x, n, w, eps, b=None: linear_operator.norm_linear(x, n, w, eps, b, 1.0)
+    )
+    monkeypatch.setattr(ops, "qk_norm_rope", lambda qkv, by: rope_operator.qk_norm_rope(qkv, by, 1.0))
+    before, inputs = traced(CONFIG)
+    after = run_passes(before, pipeline(CompileConfig(), on_gpu=True))
+    have = calls(after)
+    assert have["lockstep.rotated_attention_packed_backward"] == CONFIG.num_layers
+    assert have["lockstep.rms_norm_backward_add"] == 2 * CONFIG.num_layers
+    found, expected = gradients(after, inputs), gradients(before, inputs)
+    assert all(map(torch.equal, found, expected)) and all(grad.any() for grad in found)
+    monkeypatch.undo()
+    plain, inputs = traced(CONFIG)
+    assert not all(map(torch.equal, found, gradients(plain, inputs)))
 
 
 def test_totals_that_are_read_or_added_to_twice_stay_in_place() -> None:

@@ -48,7 +48,7 @@ OTHER = {"qwen3": "llama", "qwen3_moe": "llama", "deepseek_v3": "qwen3", "llama3
     "k3": "k2",
 }
 
-LOSS, ADAMW = LossConfig(beta=0.1), OptimizerConfig()
+LOSS, ADAMW = LossConfig(beta=0.1, epsilon=0.2), OptimizerConfig()
 WANTED = ("forward_backward", "optim_step")
 Key = tuple[str, str]  # the file that a graph is kept in, and the graph's digest
 

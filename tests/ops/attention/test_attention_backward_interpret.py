@@ -130,8 +130,8 @@ class Interpreted:
     def test_heads(self, heads, kv_heads, head_dim):
         self.run("a group", heads, kv_heads, head_dim)
 
-    @pytest.mark.parametrize("norm", [True, False])
-    def test_joined_with_the_rotation(self, norm):
+    @pytest.mark.parametrize(("norm", "offset"), [(True, 0.0), (True, 1.0), (False, 0.0)])
+    def test_joined_with_the_rotation(self, norm, offset):
         """The bits of the separate kernels, their gradients added up as autograd does."""
         padding, segments = LAYOUTS["a group"]
         tokens, head_dim, heads, kv_heads = padding + sum(own for own, _, _ in segments), 16, 4, 2
@@ -139,14 +139,14 @@ class Interpreted:
         qkv, cos_sin = torch.randn(tokens, heads + 2 * kv_heads, head_dim).flatten(1), torch.randn(tokens, head_dim)
         weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else (None, None)
         rotation = Rotation(*weights, cos_sin, heads, kv_heads, 1e-6)
-        q, k = rope_triton.qk_norm_rope(qkv, rotation).split((heads, kv_heads), 1)
+        q, k = rope_triton.rotated(qkv, rotation, offset).split((heads, kv_heads), 1)
         v = qkv.unflatten(1, (-1, head_dim))[:, heads + kv_heads :]
         out, lse = attention_triton.packed(q, k, v, packed)
         gradient = AttentionGradient(torch.randn_like(out), q, k, v, out, lse)
         dq, dk, dv = kernels.packed(gradient, packed)
-        expected, *of_weights = rope_triton.qk_norm_rope_backward(torch.cat((dq, dk), 1), qkv, rotation)
+        expected, *of_weights = rope_triton.rotated_backward(torch.cat((dq, dk), 1), qkv, rotation, offset)
         expected = expected + torch.nn.functional.pad(dv.flatten(1), ((heads + kv_heads) * head_dim, 0))
-        found, *joined_weights = fused_triton_backward.rotated_attention(gradient, packed, qkv, rotation)
+        found, *joined_weights = fused_triton_backward.rotated_attention(gradient, packed, qkv, rotation, PLAIN, offset)
         assert all(map(torch.equal, joined_weights, of_weights))
         assert torch.equal(expected.view(torch.int32), (found + 0).view(torch.int32))  # a -0 is 0 in a sum
         assert not found[-padding:].any() and found[-padding:].signbit().any(), "some zeros of the padding are -0"

@@ -189,8 +189,11 @@ class Interpreted:
         grouped = pages.decoded([0, 1, 2], [299, 280, 200], torch.tensor([[0, 1, 2, -1]]).int(), int32(128, 128, 128))
         assert same_bits(grouped, alone)
 
-    @pytest.mark.parametrize(("with_norms", "scores"), [(True, PLAIN), (False, PLAIN), (False, SCORES["all"])])
-    def test_a_projection_decodes_as_separate_kernels_do(self, with_norms, scores):
+    @pytest.mark.parametrize(
+        ("with_norms", "scores", "offset"),
+        [(True, PLAIN, 0.0), (False, PLAIN, 0.0), (False, SCORES["all"], 0.0), (True, SCORES["all"], 1.0)],
+    )
+    def test_a_projection_decodes_as_separate_kernels_do(self, with_norms, scores, offset):
         """Norm, rotation and the write to the cache inside: the words of the cache and of the output."""
         sequences, positions = [0, 3, 1, 2], [270, 299, 255, 256]
         pages = Pages(4, 0)
@@ -204,11 +207,11 @@ class Interpreted:
         caches, expected = ([pages.k_cache.clone(), pages.v_cache.clone()] for _ in range(2))
         for cache in (*caches, *expected):
             cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = torch.nan
-        q = rope_triton.qk_norm_rope(qkv, rotation, expected, slots)
+        q = rope_triton.qk_norm_rope(qkv, rotation, expected, slots, offset)
         by = Paged(table, starts, context, 1, LENGTH)
         alone = attention_triton.paged(q, KVPages(*expected), by, PrefixGroups(), scores)
         cache, contexts = KVPages(*caches), Contexts(table, context, LENGTH)
         for _ in range(2):  # writing again changes nothing
-            out = triton_decode.attention_decode(qkv, rotation, cache, slots, contexts, PrefixGroups(), scores)
+            out = triton_decode.attention_decode(qkv, rotation, cache, slots, contexts, PrefixGroups(), scores, offset)
             assert same_bits(out, alone) and not out.isnan().any()
             assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError
-from ..models.tokenizer import render_chat
+from .tokenizer import render_chat
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ToolCall:
     arguments: str
 
 
-Tool = dict[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": a JSON schema}}
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": a JSON schema}}
 Parsed = tuple[str, list[ToolCall]]  # the text without the calls in it, and these
 
 
@@ -41,6 +41,16 @@ class ToolFormat:
     def parse(self, text: str) -> Parsed:
         """The text and the calls of a whole completion."""
         return self.parser(text, self.tools)
+
+    def message(self, text: str) -> tuple[dict[str, Any], bool]:
+        """The chat message that a whole completion is, and whether it began a call that is none."""
+        said, calls = self.parse(text)
+        message: dict[str, Any] = {"role": "assistant", "content": said}
+        if calls:
+            named = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
+            message["tool_calls"] = [{"type": "function", "function": function} for function in named]
+        starts = said.lstrip().startswith if self.only_first else said.__contains__
+        return message, not calls and any(map(starts, self.starts))
 
     def safe(self, text: str) -> int:
         """Characters of a growing text that no call can begin in: they may be shown already."""

@@ -1,0 +1,113 @@
+"""Environments as TRL's `environment_factory` takes them (TRL 1.16, experimental there): no base class, `reset(**row)`
+once a trajectory, every other public method a tool, and `get_reward()` if the environment rewards itself.
+
+Instances are made when more are needed at once than there are, and are reset for each trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from ...errors import InputError
+from ..calls import event_loop
+from ..environment import End
+from ..tools import Tool, ToolEnvironment, as_chat, schema
+
+Factory = Callable[[], Any]
+
+
+class TrlEnvironment(ToolEnvironment):
+    """Plays what one of `factories` makes, by the row's column `environment` where there are several."""
+
+    begin_alike: ClassVar[bool] = False  # `reset` may draw what it likes
+    factories: ClassVar[Mapping[str | None, Factory]]
+    described: ClassVar[Mapping[str | None, Sequence[Mapping[str, Any]]]]
+    free: ClassVar[Mapping[str | None, deque[Any]]]  # instances that nobody uses
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.instance: Any = None
+        self._name: str | None = None
+        self._ended = False
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self.described[self._name]
+
+    @classmethod
+    def toolsets(cls) -> Sequence[Sequence[Mapping[str, Any]]]:
+        return list(cls.described.values())
+
+    @property
+    def exposed(self) -> Any:
+        return self.instance
+
+    def callables(self) -> dict[str, Tool]:
+        return super().callables() | dict(_methods(self.instance))
+
+    def start(self, row: dict[str, Any], seed: int) -> Any:
+        if None not in self.factories:
+            self._name = row.get("environment")
+            row = {name: value for name, value in row.items() if name != "environment"}
+            if self._name not in self.factories:
+                names = ", ".join(map(str, self.factories))
+                raise InputError(f"the row's environment is {self._name!r}; it must be one of {names}")
+        try:
+            self.instance = self.free[self._name].popleft()
+        except IndexError:
+            self.instance = self.factories[self._name]()
+        observation = self.instance.reset(**row)
+        messages = as_chat(row["prompt"])
+        if observation is None:
+            return messages
+        if not isinstance(observation, str):
+            raise InputError(f"reset returned {type(observation).__name__}; it must be text or None")
+        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + observation}]
+
+    def ended(self) -> End:
+        self._ended, own = True, getattr(type(self.instance), "get_reward", None)
+        if own is None:
+            return super().ended()
+        reward = self.instance.get_reward()
+        if inspect.iscoroutine(reward):
+            reward = asyncio.run_coroutine_threadsafe(reward, event_loop()).result()
+        return End({type(self.instance).__name__: reward}, functions=True, completion=self.said)
+
+    def close(self) -> None:
+        if self._ended:  # of another a call may hang
+            self.free[self._name].append(self.instance)
+
+
+def _methods(instance: Any) -> list[tuple[str, Tool]]:
+    """The tools among an instance's methods. They are looked up in the class, as instances may have properties."""
+    names = [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
+    own = [name for name in names if not name.startswith("_") and name not in ("reset", "get_reward")]
+    return [(name, getattr(instance, name)) for name in own]
+
+
+def trl_environment(factory: Any, tools: Sequence[Tool], what: str) -> type[TrlEnvironment]:
+    """An environment that plays what `factory`, or each of a dict of factories, makes, with further functions as tools.
+
+    One instance of each is made here, to learn its tools. Raises `InputError` naming `what` is wrong.
+    """
+    factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
+    standalone = [schema(tool, what) for tool in tools]
+    described, free = {}, {}
+    for name, make in factories.items():
+        try:
+            instance = make()
+        except Exception as error:
+            raise InputError(f"{what}: making one raised {type(error).__name__}: {error}") from error
+        if not callable(getattr(type(instance), "reset", None)):
+            raise InputError(
+                f"{what} must be a subclass of lockstep.environments.Environment, or make objects with a method reset, "
+                "as TRL's environment_factory does"
+            )
+        described[name] = [*standalone, *(schema(tool, what) for _, tool in _methods(instance))]
+        free[name] = deque([instance])
+    fields = {"factories": factories, "described": described, "free": free, "functions": tuple(tools)}
+    return type("Trl", (TrlEnvironment,), fields)

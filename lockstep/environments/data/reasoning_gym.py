@@ -1,0 +1,63 @@
+"""Tasks of the `reasoning-gym` package as data: `reasoning_gym:NAME`, or with settings `reasoning_gym:NAME,KEY=VALUE`.
+
+A row is a function of the settings and its number, made when it is asked for. `size` is the number of rows, `seed` that
+of the task, and all other keys are of the task's own configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors import InputError
+from ...user_functions import one_line
+
+SCHEME = "reasoning_gym:"
+_SIZE, _SEED = 1000, 42
+
+
+class ProceduralRows:
+    """Rows with `prompt`, the question; `answer`; and `metadata`, which the reward `reasoning_gym` scores by."""
+
+    def __init__(self, data: str, label: str) -> None:
+        """Raises `InputError` naming `label` when the package is missing, or knows no such task or setting."""
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise InputError(f"{label} needs a package: pip install 'lockstep-rl[reasoning-gym]' ({error})") from error
+        self._data = data
+        name, *settings = data.removeprefix(SCHEME).split(",")
+        given = {"size": _SIZE, "seed": _SEED} | dict(_setting(one, label) for one in settings)
+        if type(given["size"]) is not int or given["size"] < 1:
+            raise InputError(f"{label}: size is {given['size']!r}; it must be a whole number of at least 1")
+        self._size = given["size"]
+        try:
+            self._rows = reasoning_gym.create_dataset(name, **given)
+        except Exception as error:  # the task's own checks raise what they like
+            raise InputError(f"{label} cannot be made: {type(error).__name__}: {one_line(error)}") from error
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self.row, range(self._size))
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index`, made anew."""
+        entry = self._rows[index]
+        return {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]}
+
+    def origin(self, index: int) -> str:
+        """The task and the row, counted from 0."""
+        return f"{self._data} row {index}"
+
+
+def _setting(text: str, label: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    try:
+        if equals and name.isidentifier():
+            return name, json.loads(value)
+    except ValueError:
+        pass
+    raise InputError(f"{label} has the setting {text!r}; each must be NAME=VALUE with a value in JSON, as in size=500")

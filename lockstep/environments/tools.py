@@ -1,0 +1,147 @@
+"""Tools: Python functions that the model may call, described by their docstrings and answered with what they return."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from ..errors import InputError
+from .calls import event_loop, in_the_main_thread
+from .environment import End, Environment, Message, Turn
+
+Tool = Callable[..., Any]
+
+_MALFORMED = {"error": "the call is malformed: it is not in the form that was asked for"}
+_OF_MAIN = "signal only works in main thread"  # how Python begins to say so
+
+_in_main: set[Tool] = set()  # functions that have asked for signals
+
+
+def schema(tool: Tool, what: str) -> dict[str, Any]:
+    """The JSON schema of a function, from its type hints and its docstring in Google's style.
+
+    Raises `InputError`, naming `what`, when they do not say enough.
+    """
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # the library raises several types, and the function's own annotations may
+        raise InputError(
+            f"{what}: {_name(tool)} cannot be described to the model: {error}; give each argument a type hint and a "
+            "line under Args in the docstring"
+        ) from error
+
+
+class ToolEnvironment(Environment):
+    """Answers the calls of a turn with what the functions return; a turn without a call is the last. The task's reward
+    functions score the conversation. A function that raises, is not there, or is called in a malformed way is answered
+    with the error."""
+
+    functions: ClassVar[Sequence[Tool]] = ()
+    schemas: ClassVar[Sequence[Mapping[str, Any]]] = ()
+
+    def __init__(self) -> None:
+        self.said: list[Message] = []  # after the prompt
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self.schemas
+
+    @classmethod
+    def toolsets(cls) -> Sequence[Sequence[Mapping[str, Any]]]:
+        return (cls.schemas,)
+
+    def callables(self) -> dict[str, Tool]:
+        """The functions that may be called, by name."""
+        return {_name(tool): tool for tool in self.functions}
+
+    def start(self, row: dict[str, Any], seed: int) -> Any:
+        return as_chat(row["prompt"])
+
+    def step(self, turn: Turn) -> Any:
+        self.said.append(turn.message)
+        calls = turn.message.get("tool_calls", [])
+        if not calls and not turn.malformed:
+            return self.ended()
+        if turn.last:
+            return ""  # nobody would read an answer: the trajectory is cut
+        answers = [("", _MALFORMED)] if not calls else self._results([call["function"] for call in calls])
+        said = [{"role": "tool", "name": name, "content": _content(result)} for name, result in answers]
+        self.said += said
+        return [{**message, "content": _text(message["content"])} for message in said]
+
+    def cut(self) -> Any:
+        return self.ended()
+
+    def ended(self) -> End:
+        """The end of the trajectory."""
+        return End(completion=self.said)
+
+    def _results(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+        """What the functions return, in the order of the calls; coroutines run together."""
+        known = self.callables()
+        results = [_called(known.get(call["name"]), call) for call in calls]
+        waiting = [i for i, result in enumerate(results) if inspect.iscoroutine(result)]
+
+        async def gathered() -> list[Any]:
+            return await asyncio.gather(*(results[i] for i in waiting), return_exceptions=True)
+
+        if waiting:
+            found = asyncio.run_coroutine_threadsafe(gathered(), event_loop()).result()
+            for i, result in zip(waiting, found, strict=True):
+                results[i] = {"error": str(result)} if isinstance(result, BaseException) else result
+        return [(call["name"], result) for call, result in zip(calls, results, strict=True)]
+
+
+def _called(tool: Tool | None, call: Mapping[str, Any]) -> Any:
+    if tool is None:
+        return {"error": f"Tool {call['name']} not found."}
+    try:
+        if _of(tool) in _in_main:
+            return in_the_main_thread(lambda: tool(**call["arguments"]))
+        return tool(**call["arguments"])
+    except Exception as error:
+        if not str(error).startswith(_OF_MAIN) or _of(tool) in _in_main:
+            return {"error": str(error)}
+        _in_main.add(_of(tool))
+        return _called(tool, call)
+
+
+def _of(tool: Tool) -> Tool:
+    """The function of a method."""
+    return getattr(tool, "__func__", tool)
+
+
+def _name(tool: Tool) -> str:
+    return getattr(tool, "__name__", type(tool).__name__)
+
+
+def _content(result: Any) -> Any:
+    """What reward functions see: lists as they are, anything else as text."""
+    return result if isinstance(result, list) else str(result)
+
+
+def _text(content: Any) -> str:
+    """What the chat template shows. Raises `InputError` for an image."""
+    if isinstance(content, str):
+        return content
+    if not content or not all(isinstance(part, dict) and "type" in part for part in content):
+        return str(content)
+    other = next((part["type"] for part in content if part["type"] != "text"), None)
+    if other is not None:
+        raise InputError(f"a tool returned a part of type {other}; only text can be shown to the model")
+    return "".join(str(part.get("text", "")) for part in content)
+
+
+def as_chat(prompt: Any) -> list[Message]:
+    """A prompt as messages: a text is the user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def tool_environment(tools: Sequence[Tool], what: str) -> type[ToolEnvironment]:
+    """An environment of these functions alone. Raises `InputError` as `schema`."""
+    schemas = [schema(tool, what) for tool in tools]
+    return type("Tools", (ToolEnvironment,), {"functions": tuple(tools), "schemas": schemas})

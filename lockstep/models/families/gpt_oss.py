@@ -1,0 +1,136 @@
+"""gpt-oss (arXiv 2508.10925): attention with sinks and a window in every second layer, biases, and experts with a
+clamped SwiGLU. Weights of 4 bits are dequantized on loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from .. import mxfp4
+from ..blocks.rope import YarnScaling
+from ..config import ModelConfig, MoEConfig
+from ..weight_slices import LayerSlice, attention_slices
+from . import qwen3
+from .family import FULL, SLIDING, Family, Raw, alternating, odd_words, write_alternating
+
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_YARN |= {"original_max_position_embeddings": 4096}
+_BIASES = ("qkv", "o")
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """A folder's experts are by inputs, [E, D, 2F], or vectors, [E, 2F], with the gate's and the other outputs in turn;
+    the decoder's rows are outputs, all of the gate's first."""
+
+    outputs: int
+
+    def from_hf(self, tensor: Tensor) -> Tensor:
+        """See `Form`."""
+        rows = tensor.transpose(1, -1).unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 2)
+        return rows
+
+    def to_hf(self, rows: Tensor) -> Tensor:
+        """See `Form`."""
+        return rows.unflatten(0, (-1, 2, self.outputs // 2)).transpose(1, 2).flatten(1, 2).transpose(1, -1)
+
+
+@dataclass(frozen=True)
+class ByInput:
+    """A folder's experts are by inputs, [E, F, D], or vectors, [E, D]; the decoder's rows are outputs."""
+
+    outputs: int
+
+    def from_hf(self, tensor: Tensor) -> Tensor:
+        """See `Form`."""
+        return tensor.transpose(1, -1).flatten(0, 1)
+
+    def to_hf(self, rows: Tensor) -> Tensor:
+        """See `Form`."""
+        return rows.unflatten(0, (-1, self.outputs)).transpose(1, -1)
+
+
+def _moe(experts: int, slots: int, width: int) -> MoEConfig:
+    return MoEConfig(experts, slots, width, activation="swiglu_clamped", biases=True)
+
+
+def _read(raw: Raw) -> dict[str, Any]:
+    moe = _moe(
+        raw.integer("num_local_experts", "num_experts"),
+        raw.integer("num_experts_per_tok", "experts_per_token"),
+        raw.integer("intermediate_size"),
+    )
+    return {"moe": moe, "biases": _BIASES, "attention_sinks": True, **alternating(raw, 2)}
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None
+    return {
+        **write_alternating(config),
+        "intermediate_size": moe.intermediate_size,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_token,
+        "experts_per_token": moe.num_experts_per_token,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    }
+
+
+def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    experts, width = moe.num_experts, moe.intermediate_size
+    yield LayerSlice("input_layernorm.weight", "attention_norm", 0, hidden)
+    yield from attention_slices(config)
+    yield LayerSlice("self_attn.sinks", "sinks", 0, config.num_heads)
+    yield LayerSlice("post_attention_layernorm.weight", "mlp_norm", 0, hidden)
+    yield LayerSlice("mlp.router.weight", "moe.router", 0, experts)
+    yield LayerSlice("mlp.router.bias", "moe.router_offset", 0, experts)
+    up, down, all_up, all_down = InTurn(2 * width), ByInput(hidden), 2 * experts * width, experts * hidden
+    yield LayerSlice("mlp.experts.gate_up_proj", "moe.experts.gate_up", 0, all_up, up)
+    yield LayerSlice("mlp.experts.gate_up_proj_bias", "moe.experts.gate_up_bias", 0, all_up, up)
+    yield LayerSlice("mlp.experts.down_proj", "moe.experts.down", 0, all_down, down)
+    yield LayerSlice("mlp.experts.down_proj_bias", "moe.experts.down_bias", 0, all_down, down)
+
+
+def _size(layers: int, experts: int) -> ModelConfig:
+    return ModelConfig(
+        201088, 2880, 2880, layers, 64, 8, 64, 131072, 1e-5, 150000.0, False, family="gpt_oss",
+        rope_scaling=YarnScaling(32.0, 4096, truncate=False), moe=_moe(experts, 4, 2880), biases=_BIASES,
+        attention_sinks=True, sliding_window=128, sliding_layers=tuple(range(0, layers, 2)),
+    )  # fmt: skip
+
+
+_TINY = replace(
+    qwen3.TINY, family="gpt_oss", tie_word_embeddings=False, intermediate_size=192, moe=_moe(8, 2, 192),
+    biases=_BIASES, attention_sinks=True, sliding_window=48, sliding_layers=(0, 2),
+    rope_scaling=YarnScaling(8.0, 256, truncate=False),
+)  # fmt: skip
+
+FAMILY = Family(
+    "GptOssForCausalLM",
+    slices=_slices,
+    fixed={
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (True,),
+        "swiglu_alpha": (1.702,),
+        "swiglu_limit": (7.0,),
+    },
+    read=_read,
+    write=_write,
+    layer_kinds=(FULL, SLIDING),
+    quantized=(mxfp4.METHOD,),
+    sizes=("num_local_experts", "num_experts_per_tok", "experts_per_token"),
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_parameters": _YARN, "sliding_window": 128},
+    golden=odd_words(_TINY),
+    architectures={
+        "tiny-gpt-oss": _TINY,
+        "gpt-oss-20b": _size(24, 32),
+        "gpt-oss-20b-4-layers": _size(4, 32),
+        "gpt-oss-120b": _size(36, 128),
+    },
+)

@@ -1,0 +1,105 @@
+"""`lockstep replay`: a trajectory of a run's record, sampled again alone, and compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...config import EARLIER, RunConfig, yaml_file
+from ...errors import refuse
+from ...rl.loop import Loop
+from ...rl.sample_again import sample_again
+from ...rl.sft_warmup import sft_warmup
+from ...session.build import build, resolve
+from ...session.signals import ended_by_signals, raise_received
+from ...session.warm_up import warm_up
+from ...types import TRAIN_DOMAIN, SampleIdentity
+from .. import checkpoint
+from .. import resume as resuming
+from ..recorder import Recorder
+from ..resume import CHECKPOINTS
+from .record import difference, given_tokens, numbers, recorded_sample
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What was compared, and the first difference in words, if there is one.
+
+    Attributes:
+        steps_redone: that were trained again to have the weights.
+        logprobs_compared: whether the record tells of the log-probabilities' bits.
+    """
+
+    trajectory: str
+    turns: int
+    tokens: int
+    steps_redone: int
+    logprobs_compared: bool
+    difference: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {**asdict(self), "identical": not self.difference}
+
+    def render(self) -> str:
+        """As the command prints it."""
+        what = f"trajectory {self.trajectory}: {self.turns} turns, {self.tokens} sampled tokens"
+        if self.difference:
+            return f"{what}: DIFFERENT: {self.difference}"
+        compared = "tokens and log-probabilities" if self.logprobs_compared else "tokens"
+        return f"{what}: bitwise identical ({compared})"
+
+
+@ended_by_signals()
+def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note = lambda text: None) -> Replayed:
+    """Sample STEP/GROUP/SAMPLE of `rollouts.jsonl` again, with the weights of that step: those of a checkpoint, or what
+    training from an earlier one, or from the beginning, makes of it.
+
+    Args:
+        call_tools: ask the environment again; otherwise what it gave is given as recorded.
+        note: is told what is done.
+
+    Raises:
+        InputError: there is no such trajectory, or the run cannot be gone on with as it was. Nothing is written.
+    """
+    step, group, sample = numbers(trajectory)
+    record, recorded = recorded_sample(run_dir, step, group, sample)
+    config = resolve(yaml_file.load(run_dir / "config.yaml", begin=EARLIER))
+    refuse(
+        call_tools and config.loss.dynamic_sampling,
+        "--call-tools needs to know the data row, which loss.dynamic_sampling does not record; leave it out",
+    )
+    loop, redone = _with_weights(config, run_dir, step, note)
+    identity = SampleIdentity(config.seed, TRAIN_DOMAIN, step, group, sample)
+    found = sample_again(loop, identity, None if call_tools else given_tokens(loop, record, recorded))
+    return Replayed(
+        trajectory,
+        len(found.turns),
+        len(found.token_ids),
+        redone,
+        "logprobs_digest" in recorded,
+        difference(recorded, found),
+    )
+
+
+def _with_weights(config: RunConfig, run_dir: Path, step: int, note: Note) -> tuple[Loop, int]:
+    """A loop with the weights that `step` sampled with, and the steps that were done again for that."""
+    recorder, loaded = Recorder(config, run_dir), checkpoint.latest(run_dir / CHECKPOINTS, step)
+    if loaded is not None:
+        resuming.require_same(run_dir, loaded, recorder.inputs)
+    loop, start = Loop(config, build(config)), 0
+    if loaded is not None:
+        start = recorder.restore(loop, loaded)
+    elif config.trainer.warmup_steps:
+        note("no checkpoint is that old: supervised steps are done again")
+        sft_warmup(loop, note)
+    warm_up(loop.run)
+    for redone in range(start, step):
+        raise_received()
+        note(f"step {redone + 1} is done again, of {step} before the trajectory's")
+        loop.step(redone)
+    return loop, step - start

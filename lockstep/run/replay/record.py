@@ -1,0 +1,67 @@
+"""What a run's record says of one trajectory, and where another differs from it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError, refuse
+from ...rl.loop import Loop
+from ...types import Trajectory
+from ..metrics import ROLLOUTS_FILE, logprobs_digest, read_lines
+
+
+def numbers(trajectory: str) -> tuple[int, int, int]:
+    found = re.fullmatch(r"(\d{1,12})/(\d{1,12})/(\d{1,12})", trajectory)
+    if found is None:
+        raise InputError(
+            f"--trajectory is {trajectory!r}; it must be STEP/GROUP/SAMPLE with the numbers of rollouts.jsonl: 0/0/0 "
+            "is the first sample"
+        )
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The group's record and the sample's in it."""
+    refuse(not (run_dir / "config.yaml").is_file(), f"{run_dir} is not a run folder (it has no config.yaml)")
+    path = run_dir / ROLLOUTS_FILE
+    refuse(not path.is_file(), f"{run_dir} has no {ROLLOUTS_FILE}: the run was told not to record rollouts")
+    lines = (line for line in read_lines(path) if line["step"] == step)
+    record = next((line for line in lines if line.get("group") == group), None)
+    for place, found in enumerate(record.get("samples", []) if record is not None else []):
+        if record is not None and found.get("sample", place) == sample:  # one that failed is not there
+            return record, found
+    raise InputError(f"{path} has no trajectory {step}/{group}/{sample}")
+
+
+def given_tokens(loop: Loop, record: dict[str, Any], recorded: dict[str, Any]) -> list[list[int]]:
+    """The tokens of the prompt and of what was given after it; of older runs the prompt is encoded again."""
+    first, *rest = recorded["segments"]
+    prompt = first.get("token_ids") or record.get("prompt_token_ids") or loop.run.policy.encode(record["prompt"])
+    return [prompt, *(segment["token_ids"] for segment in rest if segment["kind"] == "given")]
+
+
+def difference(recorded: dict[str, Any], found: Trajectory) -> str:
+    """The first token that is another, in words; without one, whether log-probabilities are."""
+    tokens, turn = list(recorded["token_ids"]), 0
+    before = []  # kind, tokens
+    for segment in recorded["segments"][1:]:
+        sampled = segment["kind"] == "sampled"
+        count = segment["tokens"]
+        before.append((sampled, tokens[:count] if sampled else segment["token_ids"]))
+        tokens = tokens[count:] if sampled else tokens
+    now = [(segment.sampled, segment.token_ids) for segment in found.segments[1:]]
+    for (sampled, then), (_, again) in zip(before, now, strict=False):
+        turn += sampled
+        if then != again:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(then, again, strict=False)) if a != b), min(len(then), len(again))
+            )
+            what = f"turn {turn}" if sampled else f"what was given after turn {turn}"
+            shown = [ids[at] if at < len(ids) else "none" for ids in (then, again)]
+            return f"{what}, token {at + 1}: {shown[0]} is recorded, {shown[1]} came now"
+    if len(before) != len(now):
+        return f"{len(before)} segments after the prompt are recorded, {len(now)} came now"
+    digest = recorded.get("logprobs_digest", logprobs_digest(found))
+    return "" if digest == logprobs_digest(found) else "the tokens are the same, and log-probabilities differ"

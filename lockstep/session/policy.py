@@ -1,0 +1,101 @@
+"""A model with its tokenizer: what text becomes for it, with tools and without, and what its tokens say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from ..environments import Environment, Problem, Task, Tokens
+from ..errors import InputError
+from ..models import Decoder
+from ..models.tokenizer import check_size, encode_following, encode_prompt, encode_text, longest_token
+from ..models.tool_calls import Tool, ToolFormat, tool_format
+
+PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
+
+
+@dataclass
+class Policy:
+    """A model with its tokenizer, in its compute dtype on its device."""
+
+    model: Decoder
+    tokenizer: Any
+    template_variables: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = ()) -> list[int]:
+        """Token ids of a prompt (text, or chat messages through the model's template, which shows these tools)."""
+        check_size(prompt, self.model.config.max_position_embeddings, self.longest_token)
+        return encode_prompt(self.tokenizer, prompt, self._variables(tools))
+
+    def _variables(self, tools: Sequence[Tool]) -> dict[str, Any]:
+        return self.template_variables | ({"tools": list(tools)} if tools else {})
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest text that one token stands for, at most."""
+        return longest_token(self.tokenizer)
+
+    def encode_completion(self, text: str) -> list[int]:
+        """Token ids of a completion, end-of-sequence token included."""
+        return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+
+    def encode_following(
+        self,
+        messages: list[dict[str, Any]] | None,
+        given: str | list[dict[str, Any]],
+        tools: Sequence[Tool] = (),
+    ) -> list[int]:
+        """Token ids of what is given after an answer, the last of `messages` (None: the prompt was no chat): text as it
+        is, or messages through the model's template."""
+        if isinstance(given, str):
+            return encode_text(self.tokenizer, given)
+        if messages is None:
+            raise InputError("the environment gave messages after a text prompt; give text, or begin with messages")
+        return encode_following(self.tokenizer, messages, given, self._variables(tools))
+
+    @property
+    def tokens(self) -> Tokens:
+        """How the environments' text becomes tokens."""
+        return Tokens(self.encode, self.encode_following, self.tokenizer.decode, with_tools=self.tokens_with)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model's chat template teaches to call tools; None if it teaches none that is known."""
+        return tool_format(self.tokenizer)
+
+    def tokens_with(self, tools: Sequence[Tool]) -> Tokens:
+        """`tokens` where the model may call these. Raises `InputError` when its template teaches no calls."""
+        if not tools:
+            return self.tokens
+        if self.tool_format is None:
+            raise InputError(
+                "the model's chat template teaches no form of tool calls that is known (Hermes and Qwen, Qwen-Coder, "
+                "Llama 3), so it cannot call tools; use another model, or an environment that reads calls itself"
+            )
+        form = replace(self.tool_format, tools=tuple(tools))
+        encode, following = partial(self.encode, tools=tools), partial(self.encode_following, tools=tools)
+        return Tokens(encode, following, self.tokenizer.decode, form.message, self.tokens_with)
+
+    def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> int:
+        """Tokens of the longest prompt among the first step's and the validation problems, with its tools."""
+        shown = [self.tokens_with(tools).prompt for tools in environment.toolsets()]
+        return max(longest_prompt(encode, task, groups) for encode in shown)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of a completion, without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def longest_prompt(encode: Callable[[Any], list[int]], task: Task, groups: int) -> int:
+    """Tokens of the longest prompt among the first step's and the validation problems."""
+    problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
+    return max(_length(encode, problem) for problem in problems)
+
+
+def _length(encode: Callable[[Any], list[int]], problem: Problem) -> int:
+    try:
+        return len(encode(problem.prompt))
+    except InputError as error:
+        raise InputError(f"{problem.origin}: {error}" if problem.origin else str(error)) from error

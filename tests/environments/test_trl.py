@@ -1,0 +1,198 @@
+"""Tools, and environments as TRL takes them: what is asked of them, what they answer, and a run that trains on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import scripted_folder
+
+from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from lockstep.environments import End, Turn, make_environment
+from lockstep.environments.calls import Calls
+from lockstep.errors import InputError
+from lockstep.run.train import train
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first one.
+        b: The second one.
+
+    Returns:
+        Their sum.
+    """
+    return a + b
+
+
+def timed(query: str) -> list[tuple[str, int]]:
+    """Look something up, for a second at most.
+
+    Args:
+        query: What to look up.
+    """
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(1)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    return [(query, len(query))]
+
+
+class Counter:
+    """As TRL's `environment_factory` takes them: no base class."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.count = 0
+
+    def reset(self, start: int = 0, **row: Any) -> str | None:
+        self.count, self.row = start, row
+        return f" It is {start}."
+
+    def add(self, a: int, b: int) -> str:
+        """Count up.
+
+        Args:
+            a: By so much.
+            b: And so much.
+        """
+        self.count += a + b
+        if self.count > 20:
+            raise ValueError("Too far.")
+        return f"now {self.count}"
+
+    async def wait(self, turns: int) -> str:
+        """Wait.
+
+        Args:
+            turns: So long.
+        """
+        await asyncio.sleep(0.01 * turns)
+        return "waited"
+
+    def _hidden(self) -> None: ...
+
+    @property
+    def broken(self) -> int:
+        raise AssertionError("nobody asked for it")
+
+
+class Judge(Counter):
+    async def get_reward(self) -> float:
+        return self.count / 10
+
+
+BOTH = {"plain": Counter, "judge": Judge}
+
+
+def counted(environments: list[Any], completions: list[Any], prompts: list[Any], **kwargs: Any) -> list[float]:
+    """What a reward function of TRL's is given: its environments, and conversations."""
+    for environment, completion, prompt in zip(environments, completions, prompts, strict=True):
+        assert completion[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2}}
+        answers = [message["content"] for message in completion if message["role"] == "tool"]
+        assert answers[0] == f"now {environment.row['start_']}" and prompt[-1]["content"].endswith(" It is 2.")
+        assert completion[-1]["role"] == "assistant" and len(answers) == len(completion) - 1 - len(answers)
+    return [float(environment.count) for environment in environments]
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def turn(*calls: dict[str, Any], **about: Any) -> Turn:
+    return Turn("said", [1], "stop", {"role": "assistant", "content": "said", "tool_calls": list(calls)}, **about)
+
+
+def made(name: str, tools: tuple[str, ...] = ()) -> Any:
+    return make_environment(TaskConfig(environment=f"{__file__}:{name}" if name else None, tools=tools))()
+
+
+def test_calls_are_answered_and_what_is_wrong_with_them_is() -> None:
+    environment = made("Counter", (f"{__file__}:add",))
+    begun = environment.start({"prompt": "Count.", "start": 3, "more": 1}, 0)
+    assert begun == [{"role": "user", "content": "Count. It is 3."}] and environment.instance.row == {
+        "prompt": "Count.",
+        "more": 1,
+    }
+    names = [tool["function"]["name"] for tool in environment.tools]
+    assert names == ["add", "add", "wait"] and "hidden" not in str(environment.tools)
+    asked = (call("add", a=1, b=2), call("wait", turns=1), call("none"), call("add", a=1), call("add", a=50, b=1))
+    answers = environment.step(turn(*asked))
+    assert [(message["role"], message["name"]) for message in answers] == [
+        ("tool", c["function"]["name"]) for c in asked
+    ]
+    told = [message["content"] for message in answers]
+    assert told[:3] == ["now 6", "waited", "{'error': 'Tool none not found.'}"] and "missing 1 required" in told[3]
+    assert told[4] == "{'error': 'Too far.'}"
+    (malformed,) = environment.step(turn(malformed=True))
+    assert "malformed" in malformed["content"] and environment.step(turn()) == End(completion=environment.said)
+    assert [message["role"] for message in environment.said] == ["assistant", *["tool"] * 5, "assistant", "tool"] + [
+        "assistant"
+    ]
+
+
+def test_an_environment_that_rewards_itself_and_instances_are_reset() -> None:
+    kind = make_environment(TaskConfig(environment=f"{__file__}:BOTH"))
+    before = Judge.made
+    for start in (1, 2):
+        environment: Any = kind()
+        environment.start({"prompt": "p", "environment": "judge", "start": start}, 0)
+        environment.step(turn(call("add", a=0, b=4)))
+        assert environment.cut() == End({"Judge": (4 + start) / 10}, True, environment.said)
+        environment.close()
+    assert Judge.made == before, "one was made to learn its tools, and is reset"
+    with pytest.raises(InputError, match="the row's environment is 'other'; it must be one of plain, judge"):
+        kind().start({"prompt": "p", "environment": "other"}, 0)
+
+
+def test_a_function_that_needs_signals_is_called_in_the_main_thread() -> None:
+    environment, calls = made("", (f"{__file__}:timed",)), Calls(5.0, False)
+    for i in range(2):
+        calls.call(i, environment.step, turn(call("timed", query="abc")))
+        (answer,) = calls.answers(wait=True)
+        assert [message["content"] for message in answer.value] == ["[('abc', 3)]"]
+    assert environment.said[1]["content"] == [("abc", 3)], "for reward functions as it is"
+
+
+def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("def bare(x): return x\ndef make(): raise OSError('no server')\n")
+    with pytest.raises(InputError, match="task.tools: bare cannot be described to the model: .*; give each argument"):
+        make_environment(TaskConfig(tools=(f"{tmp_path / 'other.py'}:bare",)))
+    with pytest.raises(InputError, match="making one raised OSError: no server"):
+        make_environment(TaskConfig(environment=f"{tmp_path / 'other.py'}:make"))
+
+
+def test_a_run_trains_on_calls_that_the_model_made(tmp_path: Path) -> None:
+    """Every sampled token of every turn is compared, none is encoded again, and functions see the conversation."""
+    rows = [{"prompt": [{"role": "user", "content": f"Row {i}."}], "start": 2, "start_": 5} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = RunConfig(
+        steps=2,
+        model=str(scripted_folder(tmp_path / "scripted")),
+        task=TaskConfig(
+            name="dataset",
+            data=str(tmp_path / "rows.jsonl"),
+            environment=f"{__file__}:Counter",
+            reward=(f"{__file__}:counted",),
+            max_turns=2,
+            validation_prompts=0,
+        ),
+        sampling=SamplingConfig(num_generations=2, max_completion_length=24),
+        trainer=TrainerConfig(prompts_per_step=2, skip_zero_variance=False),
+    )
+    train(config, tmp_path / "run", resume=False)
+    certificate = json.loads((tmp_path / "run" / "parity.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    samples = [sample for line in lines for sample in line["samples"]]
+    assert certificate["identical"] and certificate["tokens_checked"] == sum(len(s["token_ids"]) for s in samples)
+    assert [len(sample["segments"]) for sample in samples] == [4] * 8
+    assert all("\ntool\nnow 5" in f"\n{sample['segments'][2]['text']}".replace(": ", "\n") for sample in samples)
+    assert {sample["reward"] for sample in samples} == {5.0} and "Call with <tool_call>" not in str(lines[0]["prompt"])
