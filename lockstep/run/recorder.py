@@ -217,7 +217,7 @@ class Recorder:
             self._save(loop, step)
 
     def _save(self, loop: Loop, step: int) -> None:
-        with self.world.deadline("writing a checkpoint"):
+        with self.world.deadline("writing a checkpoint", timeouts=10):
             tensors, counters = self._tensors(loop)
             state = self._state(loop, counters) if self.world.first else {}
             folder, keep_last = self.run_dir / CHECKPOINTS, self.config.checkpoint.keep_last
