@@ -108,7 +108,7 @@ def test_what_a_micro_batch_keeps(arch: str) -> None:
     assert terms.head(w) >= 151936 * hidden * 2 + scored * hidden * 6
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "llama", "olmo2"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "olmo2"])
 def test_a_trace_keeps_as_much(family: str) -> None:
     model, shape = FAMILIES.get(family) or architecture(f"tiny-{family}"), BatchShape(64, 48, 5, 40)
     w = replace(workload("tiny", 1), model=model)
