@@ -145,7 +145,7 @@ class _ModelFlags:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
     attention: Attention = "native"
-    """flex: FlexAttention, for models with sliding windows and for --attention-mask."""
+    """flex: FlexAttention, for --attention-mask."""
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -274,6 +274,14 @@ class Eval(_AnswerFlags):
     """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
     """Reward functions; a dataset task needs one."""
+    environment: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """What answers the model, as task.environment of train."""
+    tools: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
+    """Functions that the model may call, as task.tools."""
+    max_turns: int = 8
+    """Completions that a trajectory may have in an environment."""
+    max_response_length: int = 0
+    """Tokens after the prompt that one may have there; 0 is max_turns times max_completion_length."""
     prompts: int | None = None
     """Prompts to evaluate, at most; the recipe's number by default."""
     n: int = 1

@@ -42,7 +42,7 @@ class RunConfig(Section):
     parity: Literal["strict", "warn", "off"] = "strict"
     """What a difference between generator and trainer does."""
     attention: Attention = "native"
-    """Of both roles. native: a token attends to all before it. flex: FlexAttention, for models with sliding windows and
+    """Of both roles. native: a token attends to all before it, or to those of the model's windows. flex: FlexAttention,
     for attention_mask."""
     attention_mask: str | None = None
     """flex only: which keys a query attends to, of those up to its own, as module:function or path.py:function of the

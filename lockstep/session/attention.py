@@ -36,6 +36,11 @@ def set_attention(model: Decoder, attention: Attention, mask: str | None) -> Non
             f"attention is flex, and {config.family} has latent attention, whose heads read one latent in another way; "
             "use --attention native"
         )
+    elif not config.plain_scores:
+        raise InputError(
+            f"attention is flex, and {config.family} has sinks or a scale of its own on attention's scores, which flex "
+            "has not; use --attention native"
+        )
     elif config.num_heads // config.num_kv_heads > _MOST_QUERIES or config.head_dim < _LEAST_HEAD:
         raise InputError(
             f"attention is flex, which takes at most {_MOST_QUERIES} query heads a key head and heads of at least "

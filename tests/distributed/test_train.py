@@ -163,11 +163,11 @@ def test_ranks_with_other_data_are_refused(config: RunConfig, tmp_path: Path) ->
 def test_ranks_with_other_numerics_are_refused(config: RunConfig) -> None:
     class Others(World):
         def gather(self, value: Any) -> list[Any]:
-            return [value, value]
+            return [value] * 2
 
         def share(self, make: Callable[[], Any]) -> list[Any]:
-            made = make()
-            return [made, {**made, "threads": 99} if isinstance(made, dict) else made]
+            value = make()
+            return [value, {**value, "threads": 99} if isinstance(value, dict) else value]
 
     torch.set_num_threads(1)
     with pytest.raises(InputError, match="threads is 99 on rank 1 and 1 on rank 0"):

@@ -160,6 +160,12 @@ def test_pages_are_whole_key_tiles_with_flex() -> None:
         (CONFIG, "native", "m:f", "attention_mask has no effect on attention native"),
         (CONFIG, "paged", None, "attention is 'paged'; it must be native or flex"),
         (DEEPSEEK, "flex", None, "attention is flex, and deepseek_v3 has latent attention"),
+        (
+            replace(CONFIG, attention_scale=0.3),
+            "flex",
+            None,
+            "attention is flex, and qwen3 has sinks or a scale of its own",
+        ),
         (replace(CONFIG, num_heads=65, num_kv_heads=1), "flex", None, "at most 64 query heads a key head"),
         (
             replace(CONFIG, head_dim=8),

@@ -28,7 +28,7 @@ class Masks:
 
     def of(self, layer: int, tiles: dict[int, list[Tensor]], scores: ops.AttentionScores) -> ops.FlexMask:
         """A layer's, with the tiles of its window."""
-        assert scores._replace(window=0) == ops.PLAIN, "flex attention has a window and a mask, and nothing else"
+        assert scores.sinks_N is None and not scores.softcap, "flex attention has a window and a mask"
         return ops.FlexMask(self.windows[layer], self.name, tiles[self.windows[layer]])
 
 
