@@ -145,12 +145,11 @@ _USAGE = {"registers": "REG", "stack": "STACK"}
 
 
 def shortened(config: ModelConfig) -> ModelConfig:
-    """A layer of each kind that the model has."""
-    dense = config.moe.dense_layers[:1] if config.moe else ()
-    sliding = config.sliding_layers[:1] and (0,)
-    mixed = 0 < len(config.sliding_layers) < config.num_layers
-    moe = replace(config.moe, dense_layers=dense) if config.moe else None
-    return replace(config, num_layers=1 + max(len(dense), mixed), sliding_layers=sliding, moe=moe)
+    """The first layers, with one of each kind that the model has."""
+    kinds = [(window, config.is_moe(layer)) for layer, window in enumerate(config.windows)]
+    layers = 1 + max(kinds.index(kind) for kind in kinds)
+    sliding = tuple(layer for layer in config.sliding_layers if layer < layers)
+    return replace(config, num_layers=layers, sliding_layers=sliding)
 
 
 def train(model: Decoder) -> None:

@@ -149,14 +149,10 @@ class FlatParameters:
         """`inputs` with statistics to add a micro-batch's own to; in the end, those of all ranks are added."""
         yield inputs
 
-    def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """`add` each gradient to its total, such as `grads`, in order."""
-        for name, total, grad in zip(self.names, totals, grads, strict=True):
-            self.add(name, total, grad)
-
-    def add(self, name: str, total: Tensor, grad: Tensor) -> None:
-        """Add the gradient of one parameter to its total, in the total's precision."""
-        total.add_(grad)
+    def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
+        """Add each gradient to its total, such as `grads`, in the total's precision, in order; by default of all."""
+        for total, grad in zip(totals, grads, strict=True):
+            total.add_(grad)
 
     def square_sums(self, sums: Tensor, norm_order: Tensor | None) -> Tensor:
         """The blocks' sums of squares of the whole gradient, in order, from those of `grad`."""
@@ -239,11 +235,12 @@ class ShardedParameters(FlatParameters):
         for i, value in zip(maxima, largest, strict=True):
             values[i].copy_(value)
 
-    def add(self, name: str, total: Tensor, grad: Tensor) -> None:
-        """Add the whole gradients of all ranks to this rank's part of the total, float32, rank by rank."""
-        with _serving(name), graph.backward():
-            for part in distributed.exchange(grad, total.numel(), self.axis).unbind():
-                total.add_(part)
+    def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
+        """Add whole gradients of all ranks to this rank's part of the totals, float32, rank by rank."""
+        for name, total, grad in zip(names or self.names, totals, grads, strict=True):
+            with _serving(name), graph.backward():
+                for part in distributed.exchange(grad, total.numel(), self.axis).unbind():
+                    total.add_(part)
 
     def square_sums(self, sums: Tensor, norm_order: Tensor | None) -> Tensor:
         assert norm_order is not None

@@ -93,7 +93,8 @@ class Trainer:
         self._expected: int | None = None  # what `sampled` holds; None: unknown
         size = len(STATISTICS) + statistics_of(model.config)
         self._values = torch.zeros(size, dtype=torch.float64, device=device)
-        self._results = Results(len(found_names(self._values)), device)
+        self._found = found_names(self._values)
+        self._results = Results(len(self._found), device)
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
         state = UpdateState(self._values, self._results.rows, lr, sampled, enforce_parity, balanced)
         self._runtime = runtime
@@ -273,7 +274,7 @@ class Trainer:
 
     def _result(self, lr: float, sampled: int, found: Sequence[float], scored: Checked) -> StepResult:
         """What the numbers of an update say, and those of its checked batches that differ."""
-        s = dict(zip(found_names(self._values), found, strict=True))
+        s = dict(zip(self._found, found, strict=True))
         self.weights_version += int(s["applied"])
         tokens = max(s["tokens"], 1.0)
         return StepResult(

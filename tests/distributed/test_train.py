@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +153,10 @@ def test_ranks_with_other_data_are_refused(config: RunConfig, tmp_path: Path) ->
 def test_ranks_with_other_numerics_are_refused(config: RunConfig) -> None:
     class Others(World):
         def gather(self, value: Any) -> list[Any]:
+            return [value] * 2
+
+        def share(self, make: Callable[[], Any]) -> list[Any]:
+            value = make()
             return [value, {**value, "threads": 99} if isinstance(value, dict) else value]
 
     torch.set_num_threads(1)

@@ -424,7 +424,7 @@ def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130 and "Traceback" not in errors
     lines = errors.splitlines()
-    assert lines[0] == f"run folder: {run}"
+    assert [line for line in lines if not line.startswith("still ")][0] == f"run folder: {run}"  # on a busy machine
     assert lines[-5:-1] == [
         "lockstep: interrupted",
         f"folder  {run}",

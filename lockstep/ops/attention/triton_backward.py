@@ -33,21 +33,9 @@ from torch import Tensor
 from ..records import PLAIN, AttentionGradient, AttentionScores, Packed
 from ..rows import unit_inner
 from . import triton_scores
+from .triton_gradient_tiles import LN_2, Rows, find_tile, over_keys, over_queries, store_keys
 from .triton_scores import first_tile, sinks_gradient
-from .triton_tiles import (
-    LN_2,
-    LONG,
-    AttentionTile,
-    Keys,
-    Queries,
-    Rows,
-    block,
-    find_tile,
-    load_key_parts,
-    load_query_parts,
-    over_keys,
-    over_queries,
-)
+from .triton_tiles import LONG, AttentionTile, Keys, Queries, block, load_key_parts, load_query_parts
 
 DQ_TILE, DKV_TILE = AttentionTile(64, 4, 2, keys=32), AttentionTile(64, 4, 2, keys=64)
 LONG_DQ_TILE, LONG_DKV_TILE = AttentionTile(128, 8, 3, keys=64), AttentionTile(64, 8, 2, keys=128)  # above `LONG` keys
@@ -177,18 +165,6 @@ def _query_kernel(
         tl.store(dq_rope_ptr + offset_MP, (dq_MP * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MP)
 
 
-@triton.jit
-def _store_keys(ptr, grad_LX, row_L, inside_L, tokens, stride, WIDTH: tl.constexpr, ROPE_DIM: tl.constexpr):
-    """A gradient of a kv head's rows; if ROPE_DIM > 0, what a group of heads found, which lies apart."""
-    x = tl.arange(0, grad_LX.shape[1])
-    if ROPE_DIM > 0:
-        offset_L = (tl.program_id(0).to(tl.int64) * tokens + row_L) * WIDTH
-    else:
-        offset_L = row_L.to(tl.int64) * stride + tl.program_id(0) * WIDTH
-    mask_LX = inside_L[:, None] & (x < WIDTH)[None, :]
-    tl.store(ptr + (offset_L[:, None] + x[None, :]), grad_LX.to(ptr.dtype.element_ty), mask=mask_LX)
-
-
 @triton.jit(do_not_specialize=["tokens", "segments"])
 def _key_kernel(
     grad_ptr,  # [T, N, H], contiguous
@@ -241,8 +217,8 @@ def _key_kernel(
     dk_LH = tl.zeros((BLOCK_L, BLOCK_H), tl.float32)
     dv_LX = tl.zeros((BLOCK_L, BLOCK_P if ROPE_DIM > 0 else BLOCK_H), tl.float32)
     if segment == segments:
-        _store_keys(dk_ptr, dk_LH, row_L, row_L < tokens, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
-        _store_keys(dv_ptr, dv_LX, row_L, row_L < tokens, tokens, dv_stride, WIDTH, ROPE_DIM)
+        store_keys(dk_ptr, dk_LH, row_L, row_L < tokens, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
+        store_keys(dv_ptr, dv_LX, row_L, row_L < tokens, tokens, dv_stride, WIDTH, ROPE_DIM)
         return
 
     end = tl.load(cu_seqlens_ptr + segment + 1)
@@ -322,8 +298,8 @@ def _key_kernel(
         dk_LH = dk_LH * FACTOR
     if ROPE_DIM == 0:
         dk_LH = dk_LH * (scale * LN_2)
-    _store_keys(dk_ptr, dk_LH, row_L, row_L < end, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
-    _store_keys(dv_ptr, dv_LX, row_L, row_L < end, tokens, dv_stride, WIDTH, ROPE_DIM)
+    store_keys(dk_ptr, dk_LH, row_L, row_L < end, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
+    store_keys(dv_ptr, dv_LX, row_L, row_L < end, tokens, dv_stride, WIDTH, ROPE_DIM)
 
 
 def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTile, AttentionTile]:

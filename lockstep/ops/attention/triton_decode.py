@@ -31,7 +31,7 @@ from ..rows import aligned_rows, unit_inner
 from . import triton_prefetch, triton_scores
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_scores import beside_sinks, first_tile
-from .triton_tiles import Keys, attend, block, empty_state, load_queries, merge_states
+from .triton_tiles import Keys, attend, block, empty_state, load_queries, load_state, merge_states, store_state
 
 STAGES = 3
 MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
@@ -60,27 +60,6 @@ def _store_token(
         key_MH = tl.broadcast_to((k_ptr + slot * k_stride + h)[None, :], (BLOCK_M, BLOCK_H))
         tl.store(key_MH, q_MH, mask=is_key_M[:, None] & inside[None, :])
         tl.debug_barrier()
-
-
-@triton.jit
-def _load_state(acc_ptr, statistics_ptr, row_M, mask_M, states, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
-    """States of rows (split * S + sequence) * N + head; empty where masked."""
-    h = tl.arange(0, BLOCK_H)
-    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
-    shift_M = tl.load(statistics_ptr + row_M, mask=mask_M, other=float("-inf"))
-    sum_M = tl.load(statistics_ptr + states + row_M, mask=mask_M, other=0.0)
-    acc_MH = tl.load(acc_ptr + row_M[:, None] * HEAD_DIM + h[None, :], mask=mask_MH, other=0.0)
-    return shift_M, sum_M, acc_MH
-
-
-@triton.jit
-def _store_state(acc_ptr, statistics_ptr, row_M, mask_M, states, state, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
-    shift_M, sum_M, acc_MH = state
-    h = tl.arange(0, BLOCK_H)
-    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
-    tl.store(statistics_ptr + row_M, shift_M, mask=mask_M)
-    tl.store(statistics_ptr + states + row_M, sum_M, mask=mask_M)
-    tl.store(acc_ptr + row_M[:, None] * HEAD_DIM + h[None, :], acc_MH, mask=mask_MH)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -153,7 +132,7 @@ def _group_kernel(
     heads = tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
-    _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
+    store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
 
 
 @triton.jit(do_not_specialize=["table_width", "cache_rows"])
@@ -262,7 +241,7 @@ def _decode_kernel(
         start = tl.minimum(tl.load(shared_len_ptr + sequence) // BLOCK_L * BLOCK_L, end)
         start = tl.maximum(start, begin)
         found_M = row_M < tl.where(start > begin, GROUP, 0)
-        state = _load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
+        state = load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
     last_M = tl.zeros((BLOCK_M,), tl.int32) + ((context if WINDOW > 0 else end) - 1)
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
     state = attend(
@@ -272,7 +251,7 @@ def _decode_kernel(
     if sinks_ptr is not None:
         state = beside_sinks(state, sinks_ptr, head_M, mask_M)
     if SPLITS:
-        _store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
+        store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
     else:
         _, sum_M, acc_MH = state
         out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
@@ -309,7 +288,7 @@ def _merge_kernel(
         begin = tl.maximum(context - WINDOW, 0) // SPLIT * SPLIT
         split_M += (begin // SPLIT).to(tl.int64) * sequences * heads
     for _ in range(begin, context, SPLIT):
-        found = _load_state(acc_ptr, statistics_ptr, split_M, mask_M, states, HEAD_DIM, BLOCK_H)
+        found = load_state(acc_ptr, statistics_ptr, split_M, mask_M, states, HEAD_DIM, BLOCK_H)
         state = merge_states(state, found)
         split_M += sequences * heads
     if sinks_ptr is not None:

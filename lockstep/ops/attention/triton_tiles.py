@@ -1,5 +1,4 @@
-"""The expression that every attention kernel evaluates: key tiles, their online softmax, and the merging of splits. And
-the sums of its gradients, over keys and over queries.
+"""The expression that every attention kernel evaluates: key tiles, their online softmax, and the merging of splits.
 
 Keys come in tiles of `KEY_TILE` at absolute positions, ascending; at every multiple of `KEY_SPLIT` a fresh online
 softmax begins, and the splits' states are merged left to right. A tile that is masked for a row multiplies its
@@ -18,12 +17,11 @@ With a window, tiles before it are left out: of a row that sees none of a tile's
 Latent attention has the same expression. There ROPE_DIM > 0: queries and keys have a rotated part of that width beside
 them, whose products are added last to a score, in the same accumulator; and a tile of keys is also that of the values.
 
-Shape suffixes: H head dim, P rotated dim, M query rows of a program, L keys of a tile, S segments.
+Shape suffixes: H head dim, P rotated dim, M query rows of a program, L keys of a tile.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import triton
@@ -34,7 +32,6 @@ from .triton_scores import tanh
 
 MIN_BLOCK = 16  # tl.dot's smallest side
 LONG = 512  # keys of a sequence above which larger tiles of queries pay
-LN_2 = tl.constexpr(math.log(2))
 
 
 class AttentionTile(NamedTuple):
@@ -249,151 +246,24 @@ def merge_states(state, next_state):
 
 
 @triton.jit
-def over_keys(
-    dq_MH,
-    dq_MP,  # if ROPE_DIM > 0
-    q,  # [M, H], and [M, P] if ROPE_DIM > 0
-    grad_MH,
-    lse_M,
-    delta_M,
-    position_M,
-    begin,
-    end,
-    keys,
-    scale,
-    MASKED: tl.constexpr,  # some row does not see some of the keys
-    HEAD_DIM: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    WINDOW: tl.constexpr = 0,
-    FACTOR: tl.constexpr = 0.0,
-):
-    """dQ with the keys at positions `begin` to `end` added."""
-    BLOCK_H: tl.constexpr = grad_MH.shape[1]
-    for start in range(begin, end, BLOCK_L):
-        position_L = start + tl.arange(0, BLOCK_L)
-        row_L = key_rows(position_L, end, keys.table_ptr, keys.prefix, keys.shared, keys.own, 0)
-        k_LH, v_LH, k_LP = load_key_parts(keys, row_L, position_L < end, MASKED, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
-        score_ML = scores(q[0], q[1], k_LH, k_LP, ROPE_DIM)
-        if FACTOR > 0:
-            score_ML = tanh(score_ML * FACTOR)
-        p_ML = tl.exp2(score_ML * scale - lse_M[:, None])
-        if MASKED:
-            p_ML = tl.where(position_L[None, :] <= position_M[:, None], p_ML, 0.0)
-            if WINDOW > 0:
-                p_ML = tl.where(position_L[None, :] > position_M[:, None] - WINDOW, p_ML, 0.0)
-        dp_ML = tl.dot(grad_MH, tl.trans(v_LH), input_precision="ieee")
-        ds_ML = p_ML * (dp_ML - delta_M[:, None])
-        if FACTOR > 0:
-            ds_ML = ds_ML * (1.0 - score_ML * score_ML)
-        ds_ML = ds_ML.to(k_LH.dtype)
-        dq_MH = tl.dot(ds_ML, k_LH, dq_MH, input_precision="ieee")
-        if ROPE_DIM > 0:
-            dq_MP = tl.dot(ds_ML, k_LP, dq_MP, input_precision="ieee")
-    return dq_MH, dq_MP
-
-
-class Rows(NamedTuple):
-    """In a kernel: what the forward and the first kernel left of a kv head's query rows."""
-
-    grad_ptr: Any
-    grad_stride: Any
-    lse_ptr: Any
-    delta_ptr: Any
+def load_state(acc_ptr, statistics_ptr, row_M, mask_M, states, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
+    """States of rows (split * S + sequence) * N + head; empty where masked."""
+    h = tl.arange(0, BLOCK_H)
+    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
+    shift_M = tl.load(statistics_ptr + row_M, mask=mask_M, other=float("-inf"))
+    sum_M = tl.load(statistics_ptr + states + row_M, mask=mask_M, other=0.0)
+    acc_MH = tl.load(acc_ptr + row_M[:, None] * HEAD_DIM + h[None, :], mask=mask_MH, other=0.0)
+    return shift_M, sum_M, acc_MH
 
 
 @triton.jit
-def over_queries(
-    dk_LH,
-    other_LX,  # dV; if ROPE_DIM > 0, dK of the rotated part
-    keys,  # [L, H], values [L, H], and the rotated part [L, P] if ROPE_DIM > 0
-    row_L,
-    visible_L,
-    begin,
-    stop,
-    end,
-    queries,
-    rows,
-    scale,
-    MASK: tl.constexpr,  # "causal": a query sees keys up to its row; "visible": those of visible_L; "none": all
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,  # if ROPE_DIM > 0
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    shift=0,  # of a row's token, to what keys' rows are counted from, if WINDOW > 0
-    WINDOW: tl.constexpr = 0,
-    FACTOR: tl.constexpr = 0.0,
-):
-    """The gradients with the query rows (token * G + head) of the tiles that start in `begin` to `stop` added, those
-    below `end`; products are transposed, keys first."""
-    k_LH, v_LH, k_LP = keys
-    BLOCK_H: tl.constexpr = k_LH.shape[1]
-    for start in range(begin, stop, BLOCK_M):
-        row_M = start + tl.arange(0, BLOCK_M)
-        token_M, head_M = row_M // GROUP, row_M % GROUP
-        inside_M, statistic_M = row_M < end, row_M
-        if ROPE_DIM > 0:
-            statistic_M = token_M.to(tl.int64) * HEADS + head_M
-        q_MH, q_MP = load_query_parts(queries, token_M, head_M, inside_M, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
-        grad_MH = load_queries(rows.grad_ptr, token_M, head_M, rows.grad_stride, HEAD_DIM, inside_M, HEAD_DIM, BLOCK_H)
-        lse_M = tl.load(rows.lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
-        delta_M = tl.load(rows.delta_ptr + statistic_M, mask=inside_M, other=0.0)
-        score_LM = scores(k_LH, k_LP, q_MH, q_MP, ROPE_DIM)
-        if FACTOR > 0:
-            score_LM = tanh(score_LM * FACTOR)
-        p_LM = tl.exp2(score_LM * scale - lse_M[None, :])
-        if MASK == "causal":
-            p_LM = tl.where(row_L[:, None] <= token_M[None, :], p_LM, 0.0)
-        if MASK == "visible":
-            p_LM = tl.where(visible_L[:, None], p_LM, 0.0)
-        if WINDOW > 0 and MASK != "none":
-            p_LM = tl.where(token_M[None, :] + shift - row_L[:, None] < WINDOW, p_LM, 0.0)
-        if ROPE_DIM == 0:
-            other_LX = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, other_LX, input_precision="ieee")
-        dp_LM = tl.dot(v_LH, tl.trans(grad_MH), input_precision="ieee")
-        ds_LM = p_LM * (dp_LM - delta_M[None, :])
-        if FACTOR > 0:
-            ds_LM = ds_LM * (1.0 - score_LM * score_LM)
-        if ROPE_DIM > 0:
-            ds_LM = ds_LM * (scale * LN_2)  # beside dV, which has no such factor
-            dk_LH = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, dk_LH, input_precision="ieee")
-            other_LX = tl.dot(ds_LM.to(q_MH.dtype), q_MP, other_LX, input_precision="ieee")
-        dk_LH = tl.dot(ds_LM.to(q_MH.dtype), q_MH, dk_LH, input_precision="ieee")
-    return dk_LH, other_LX
-
-
-@triton.jit
-def find_tile(
-    cu_seqlens_ptr,
-    prefix_len_ptr,
-    tokens,
-    segments,
-    ROWS: tl.constexpr,  # rows a token
-    BLOCK: tl.constexpr,  # rows a tile
-    BLOCK_S: tl.constexpr,
-):
-    """The segment of tile number `program_id(1)`, the tile's place in it and the segment's tiles.
-
-    Segment `segments` is the padding, a larger one means that no tile is left. Segments without a prefix come first:
-    their keys may be a shared prompt's, whose programs run longest.
-    """
-    index = tl.program_id(1)
-    s = tl.arange(0, BLOCK_S)
-    first_S = tl.load(cu_seqlens_ptr + s, mask=s <= segments, other=tokens)
-    end_S = tl.load(cu_seqlens_ptr + s + 1, mask=s < segments, other=tokens)
-    prefix_S = tl.load(prefix_len_ptr + s, mask=s < segments, other=1)
-    tiles_S = tl.cdiv((end_S - first_S) * ROWS, BLOCK)
-    root_tiles_S = tl.where(prefix_S == 0, tiles_S, 0)
-    root_tiles = tl.sum(root_tiles_S, axis=0)
-    is_root = index < root_tiles
-    tiles_S = tl.where(is_root, root_tiles_S, tiles_S - root_tiles_S)
-    index = tl.where(is_root, index, index - root_tiles)
-    segment = tl.sum((tl.cumsum(tiles_S, axis=0) <= index).to(tl.int32), axis=0)
-    tile = index - tl.sum(tl.where(s < segment, tiles_S, 0), axis=0)
-    return segment, tile, tl.sum(tl.where(s == segment, tiles_S, 0), axis=0)
+def store_state(acc_ptr, statistics_ptr, row_M, mask_M, states, state, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
+    shift_M, sum_M, acc_MH = state
+    h = tl.arange(0, BLOCK_H)
+    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
+    tl.store(statistics_ptr + row_M, shift_M, mask=mask_M)
+    tl.store(statistics_ptr + states + row_M, sum_M, mask=mask_M)
+    tl.store(acc_ptr + row_M[:, None] * HEAD_DIM + h[None, :], acc_MH, mask=mask_MH)
 
 
 def block(width: int) -> int:

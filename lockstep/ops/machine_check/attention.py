@@ -16,20 +16,24 @@ from torch import Tensor
 
 from ..attention.operator import KEY_TILE, attention_packed, attention_paged
 from ..mla.operator import mla_packed, mla_paged
-from ..records import KVPages, Latent, Packed, Paged
+from ..records import ALONE, PLAIN, AttentionScores, KVPages, Latent, Packed, Paged
 from .inputs import cancel, pairs, same_bits, wide
 from .shapes import HeadShape, LatentHeadShape
 
 KINDS = ("ordinary", "scores", "values")
 TOKENS, PAGE = KEY_TILE + 6, 16
 PAIRED = KEY_TILE // 2
+WINDOW, SCALE = KEY_TILE - 3, 0.3  # of a layer that has such: some queries see no key of the first ones
 LARGE = 256.0  # of queries and keys whose products cancel: errors of scores are then no smaller than bfloat16's
 
 
 def attention_agrees(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether decoding, a token at a time and all in one batch, has the bits of one packed pass; so for a prompt's
     second chunk."""
-    return all(_heads_agree(*inputs) for inputs in _probes(shape, device, dtype))
+    kinds = [PLAIN]
+    if shape.scored:
+        kinds.append(AttentionScores(torch.randn(shape.heads, device=device).to(dtype), WINDOW, SCALE))
+    return all(_heads_agree(*inputs, scores) for scores in kinds for inputs in _probes(shape, device, dtype))
 
 
 def latent_agrees(shape: LatentHeadShape, device: torch.device, dtype: torch.dtype) -> bool:
@@ -42,7 +46,7 @@ def _probes(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Itera
     for kind in KINDS if device.type == "cpu" else KINDS[:1]:
         qk = torch.randn(TOKENS, shape.heads + shape.kv_heads, shape.head_dim, device=device).to(dtype)
         q, k = qk[:, : shape.heads], qk[:, shape.heads :]
-        v = wide(TOKENS, *shape[1:], device=device, dtype=dtype)
+        v = wide(TOKENS, shape.kv_heads, shape.head_dim, device=device, dtype=dtype)
         if kind == "scores":
             cancel(q, k)
             qk *= LARGE
@@ -77,11 +81,11 @@ def _cancel_values(k: Tensor, v: Tensor) -> None:
     v[PAIRED:] = 0
 
 
-def _heads_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _heads_agree(q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores) -> bool:
     cache = KVPages(_paged(k), _paged(v))
     return _roles_agree(
-        lambda by: attention_packed(q, k, v, by),
-        lambda rows, by: attention_paged(q[rows], cache, by),
+        lambda by: attention_packed(q, k, v, by, scores),
+        lambda rows, by: attention_paged(q[rows], cache, by, ALONE, scores),
         q.device,
     )
 

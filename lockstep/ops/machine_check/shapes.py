@@ -22,14 +22,15 @@ class Product(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """The shape of an attention layer."""
+    """The shape of attention layers, and whether some have a window, sinks or a scale of their own."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    scored: bool = False
 
     def __str__(self) -> str:
-        return f"attention {self.heads}/{self.kv_heads}x{self.head_dim}"
+        return f"attention {self.heads}/{self.kv_heads}x{self.head_dim}{', windows and sinks' if self.scored else ''}"
 
 
 class LatentHeadShape(NamedTuple):

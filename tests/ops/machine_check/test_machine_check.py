@@ -80,15 +80,20 @@ def test_rows_that_change_with_the_batch_are_found(folder, monkeypatch):
 def test_attention_that_depends_on_the_batch_is_found(folder, monkeypatch):
     paged = machine_check_attention.attention_paged
 
-    def decode_differs(q, cache, by):
-        out = paged(q, cache, by)
+    def decode_differs(q, cache, by, *others):
+        out = paged(q, cache, by, *others)
         return torch.nextafter(out, out + 1) if by.max_query_len == 1 else out
 
     monkeypatch.setattr(machine_check_attention, "attention_paged", decode_differs)
     assert check(folder).broken == ("attention 4/2x8",)
 
 
-ODD_HEADS = (HeadShape(5, 5, 6), HeadShape(6, 2, 10), LatentHeadShape(3, 5, 7, 6, 9), LatentHeadShape(2, 9, 6, 2, 3))
+ODD_HEADS = (
+    HeadShape(5, 5, 6),
+    HeadShape(6, 2, 10, True),
+    LatentHeadShape(3, 5, 7, 6, 9),
+    LatentHeadShape(2, 9, 6, 2, 3),
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
