@@ -89,7 +89,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "models": (
         "blocks.attention blocks.rope mxfp4 tokenizer",
         "config",
-        "blocks weight_slices",
+        "blocks",
         "families.family",
         "families",
         "decoder hf_config weight_map",
