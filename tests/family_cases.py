@@ -120,7 +120,7 @@ def _experts(rng: random.Random) -> dict[str, Any]:
 
 
 def _glm4_moe(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
-    flags = {"attention_bias": rng.random() < 0.5, "use_qk_norm": rng.random() < 0.5}
+    flags = {"use_qk_norm": rng.choice((True, False)), "attention_bias": rng.choice((True, False))}
     rope = _theta(rng)
     rope["rope_parameters"]["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
     return {"head_dim": rng.choice((16, 24, 32))} | flags | rope | _experts(rng)

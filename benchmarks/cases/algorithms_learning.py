@@ -236,7 +236,8 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
             found = ran(trial, scratch, more, began + args.budget)
             if before:
                 return
-            records[trial.name] = {"algorithm": trial.algorithm, "control": trial.control, **found}
+            about = {"algorithm": trial.algorithm, "control": trial.control, "updates": trial.updates}
+            records[trial.name] = about | found
             print(
                 f"{trial.name}: {found['status']}, {found['before']} -> {found['after']}", file=sys.stderr, flush=True
             )
@@ -246,7 +247,7 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
         for wave in waves:
             list(pool.map(run, wave))
     conclude(report, records)
-    report.complete = all(r["status"] == "done" for r in records.values())
+    report.complete = not report.figures["missing"]
     names = list(dict.fromkeys(record["algorithm"] for record in records.values()))
     heads = ["algorithm", *(f"seed {s}" for s in range(args.seeds)), "control", "tokens different", "seconds"]
     report.tables.append([heads, *(row(name, records, args) for name in names)])
@@ -280,3 +281,15 @@ def conclude(report: Report, records: dict[str, dict[str, Any]]) -> None:
             record["before"] = untrained["after"]
     names = dict.fromkeys(record["algorithm"] for record in records.values())
     report.figures["wrong"] = {name: wrong(name, records) for name in names}
+    report.figures["missing"] = lacking(records)
+
+
+def lacking(records: dict[str, dict[str, Any]]) -> list[str]:
+    """The runs that were not done, and the algorithms without one of as many updates as others have, or a control."""
+    found = [name for name, record in records.items() if record["status"] != "done"]
+    well = [record for record in records.values() if record["status"] == "done"]
+    for updates in sorted({record["updates"] for record in records.values()}):
+        had = {r["algorithm"] for r in well if r["updates"] == updates and not r["control"]}
+        found += [f"{name}, updates {updates}" for name in ALGORITHMS if name not in had]
+    controlled = {r["algorithm"] for r in well if r["control"]}
+    return found + [f"{name}, control" for name in ALGORITHMS if name not in controlled]

@@ -158,20 +158,28 @@ class World:
         finally:
             timer.cancel()
 
-    def when_stuck(self, told: Callable[[str], str]) -> None:
-        """Before a deadline ends this process, `told` makes its message; an empty one is not told."""
+    @contextlib.contextmanager
+    def told_by(self, told: Callable[[str], str]) -> Iterator[None]:
+        """Within, what a deadline says as it ends this process is what `told` makes of it; nothing, where that is
+        empty."""
         self._tellers.append(told)
+        try:
+            yield
+        finally:
+            self._tellers.pop()
 
     def _give_up(self, doing: str, seconds: float) -> None:
         message = (
             f"rank {self.rank} of {self.size}: {doing} did not end within {seconds:g} s "
             f"(parallel.timeout is {self.timeout:g}); another process of the run is gone or stuck"
         )
-        for told in self._tellers[-1:]:
-            message = told(message)
-        if message:
-            print(f"lockstep: failed: {message}", file=sys.stderr, flush=True)
-        os._exit(1)
+        try:
+            for told in self._tellers[-1:]:
+                message = told(message)
+            if message:
+                print(f"lockstep: failed: {message}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(1)
 
     def closes(self, holder: Closes) -> None:
         """Close `holder`, which recorded collectives, before this process leaves, unless it is gone by then.

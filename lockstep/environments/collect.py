@@ -13,7 +13,7 @@ from ..errors import InputError, LockstepError
 from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 from .base import Problem, draw
-from .environment import End, Environment, SingleTurn
+from .environment import Environment, SingleTurn
 from .episodes import Asked, Episode, Failures, Limits, Play, Sampler, Tokens
 from .rewards.calls import Logged
 from .rewards.reward_set import RewardSet, Scoring
@@ -148,23 +148,18 @@ def _take(reward: float | Mapping[str, float], trajectory: Trajectory) -> None:
     trajectory.reward = sum(float(value) for value in named.values())
 
 
-def _end_of(rollout: Trajectory, of: Mapping[int, Episode]) -> End:
-    end = of[id(rollout)].end
-    assert end is not None, "it is in a group"
-    return end
-
-
 def _score(
     groups: list[RolloutGroup], rewards: RewardSet, played: Sequence[Episode], asked: Sequence[Asked], about: Scoring
 ) -> Collected:
     """Fill in the `rewards` and `reward` of every rollout whose environment left them to functions, or some of them."""
     of = {id(episode.trajectory): episode for episode in played}
+    ends = {number: episode.end for number, episode in of.items() if episode.end is not None}  # so in all groups
     all_rows = [(group, rollout) for group in groups for rollout in group.rollouts]
-    rows = [(group, rollout) for group, rollout in all_rows if not rollout.rewards or _end_of(rollout, of).functions]
+    rows = [(group, rollout) for group, rollout in all_rows if not rollout.rewards or ends[id(rollout)].functions]
     numbers, origins = [group.group for group, _ in rows], {a.group: a.problem.origin for a in asked}
     scores = rewards.score(
         [of[id(rollout)].prompt for _, rollout in rows],
-        [_end_of(rollout, of).completion or rollout.text for _, rollout in rows],
+        [ends[id(rollout)].completion or rollout.text for _, rollout in rows],
         [rollout.token_ids for _, rollout in rows],
         [group.columns for group, _ in rows],
         about._replace(

@@ -111,10 +111,9 @@ class KVCache:
     def register(self, tokens: list[int], pages: list[int], version: int) -> None:
         """Make the full pages of a sequence findable; `tokens` are those whose keys and values are in place."""
         known = next((i for i, page in enumerate(pages) if self._digests[page] is None), len(pages))
-        new, begin = self._digest_chain(tokens, version), self._digests[pages[known - 1]] if known else None
-        if begin is not None:  # it is of all pages up to there
-            new = self._chain(begin, tokens[known * self.page_size :])
-        for digest, page in zip(new, pages[known if begin else 0 :], strict=False):
+        begin = self._digests[pages[known - 1]] if known else None  # of all pages up to there
+        new = self._digest_chain(tokens[known * self.page_size :], version, begin)
+        for digest, page in zip(new, pages[known:], strict=False):
             if self._digests[page] is None and digest not in self._by_digest:
                 self._digests[page] = digest
                 self._by_digest[digest] = page
@@ -130,11 +129,9 @@ class KVCache:
         self.share(pages)
         return pages
 
-    def _digest_chain(self, tokens: list[int], version: int) -> Iterator[bytes]:
-        return self._chain(version.to_bytes(8, "little", signed=True), tokens)
-
-    def _chain(self, digest: bytes, tokens: list[int]) -> Iterator[bytes]:
-        """Of each full page of `tokens`, which come after what has this digest."""
+    def _digest_chain(self, tokens: list[int], version: int, after: bytes | None = None) -> Iterator[bytes]:
+        """Of each full page of `tokens`, which come after what has the digest `after`, or first."""
+        digest = after or version.to_bytes(8, "little", signed=True)
         data, size = array("q", tokens).tobytes(), 8 * self.page_size
         for i in range(0, len(data) - size + 1, size):
             digest = hashlib.blake2b(digest + data[i : i + size], digest_size=16).digest()

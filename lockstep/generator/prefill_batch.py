@@ -65,8 +65,9 @@ class MixedBatch(NamedTuple):
 
 def lay_out(chunks: list[Chunk], sizes: MixedSizes, null_row: int, pinned: bool) -> Tensor:
     """The batch of these chunks, a host tensor int64 [sum of `sizes.fields`]."""
-    flat = torch.zeros(sum(sizes.fields), dtype=torch.int64, pin_memory=pinned)
-    batch = MixedBatch.view(flat, sizes)
+    fields = sizes.fields
+    flat = torch.zeros(sum(fields), dtype=torch.int64, pin_memory=pinned)
+    batch = MixedBatch(*flat.split(fields))
     batch.row.fill_(null_row)
     torch.arange(sizes.rows, out=batch.source)
     segments: list[tuple[int, int, int]] = []

@@ -120,7 +120,8 @@ class RunningBatch:
         """Put a sequence into its row. The next step draws its next token, at the position after its last one."""
         assert self.sequences[row] is None
         sequence.row, self.sequences[row], self._grouped = row, sequence, 0
-        self._count(sequence.sampling, 1)
+        self.truncated += sequence.sampling.truncated
+        self.greedy += sequence.sampling.temperature == 0
         stops = list(sequence.stop_ids) if len(sequence.stop_ids) <= STOP_IDS else []
         stops += [-1] * (STOP_IDS - len(stops))
         filters = _words(sequence.sampling)
@@ -134,7 +135,8 @@ class RunningBatch:
         """Make a row idle and free."""
         sequence = self.sequences[row]
         if sequence is not None:
-            self._count(sequence.sampling, -1)
+            self.truncated -= sequence.sampling.truncated
+            self.greedy -= sequence.sampling.temperature == 0
             self.sequences[row], sequence.row, self._grouped = None, -1, 0
         self._changed[row] = _IDLE
         self._pages.pop(row, None)
@@ -207,10 +209,6 @@ class RunningBatch:
         self._shared_len[:rows].copy_(flat[:rows])
         self._groups[: groups(rows)].copy_(flat[rows:].view(-1, GROUP))
         self._grouped = rows
-
-    def _count(self, sampling: SamplingParams, change: int) -> None:
-        self.truncated += change * sampling.truncated
-        self.greedy += change * (sampling.temperature == 0)
 
 
 def groups(rows: int) -> int:

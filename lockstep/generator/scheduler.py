@@ -74,11 +74,12 @@ class Scheduler:
                 break
             if prefill.cache_version != version:
                 prefill.cache_version = -1
-            count = min(budget, prefill.remaining)
+            remaining = prefill.remaining
+            count = min(budget, remaining)
             chunks.append(Chunk(prefill, prefill.num_cached, count))
             prefill.num_cached += count
             budget -= count
-            self._active = prefill if prefill.remaining else None
+            self._active = prefill if count < remaining else None
             if self._active is None:
                 self._ending.append(prefill)
             slots -= len(prefill.samples)

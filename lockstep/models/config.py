@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 
 from ..errors import InputError, refuse
 from .blocks.rope import RopeScaling, YarnScaling
@@ -165,7 +166,7 @@ class ModelConfig:
         """Whether attention's scores are what flex makes them: scaled by the heads' size, and nothing else."""
         return self.attention_scale in (0.0, self.head_dim**-0.5) and not self.attention_sinks
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int, ...]:
         """Each layer's sliding window; 0: the whole context."""
         return tuple(self.sliding_window if i in self.sliding_layers else 0 for i in range(self.num_layers))
@@ -182,7 +183,7 @@ class ModelConfig:
         """Whether the layer's feed-forward is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
-    @property
+    @cached_property
     def moe_layers(self) -> int:
         """Layers whose feed-forward is a mixture of experts."""
         return 0 if self.moe is None else sum(map(self.is_moe, range(self.num_layers)))

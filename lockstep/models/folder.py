@@ -16,13 +16,13 @@ from torch import Tensor
 from ..cache.file_hashes import fingerprints
 from ..errors import InputError, LockstepError
 from ..json_file import read_object
+from .blocks.weight_slices import WeightSlice
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
 from .hf_config import end_of_sequence, from_hf, require_family, to_hf, without_nulls
 from .shards import cut, file_names, read_tensors, weights_path
 from .weight_map import HEAD, fused_experts, weight_map
-from .weight_slices import WeightSlice
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 MAX_SHARD_BYTES = 5 * 10**9

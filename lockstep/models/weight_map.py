@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .blocks.weight_slices import WeightSlice
 from .config import ModelConfig
 from .families import family_of
-from .weight_slices import WeightSlice
 
 HEAD = "lm_head.weight"  # the output's weights; those of the embedding where they are tied
 

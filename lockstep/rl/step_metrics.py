@@ -32,6 +32,7 @@ def step_metrics(
         version: of the weights that the step was sampled from.
     """
     rollouts = [r for g in groups for r in g.rollouts]
+    turns = [r.turns for r in rollouts]
     spent = {"sync": 0.0} | totals(spans)  # in one process the generator reads the trainer's weights
     seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
     zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
@@ -47,9 +48,9 @@ def step_metrics(
         "kl": result.kl,
         "entropy": result.entropy,
         "clip_ratio": result.clip_ratio,
-        "response_length/mean": mean(len(r.token_ids) for r in rollouts),
+        "response_length/mean": mean(sum(len(turn.token_ids) for turn in of_one) for of_one in turns),
         "response_length/clip_ratio": mean(float(r.cut_off) for r in rollouts),
-        "policy_age": version - min(v for r in rollouts for turn in r.turns for v in turn.weight_versions or ()),
+        "policy_age": version - min(v for of_one in turns for turn in of_one for v in turn.weight_versions or ()),
         "logprob_diff/max": result.logprob_diff_max,
         "parity/tokens_checked": result.tokens_checked,
         "parity/tokens_different": result.tokens_different,

@@ -59,9 +59,8 @@ def told_once(run_dir: Path, world: World) -> Iterator[None]:
     with _stack_file(folder / f"rank-{world.rank}.txt", world.first) as file:
         own = _Rank(world.rank, platform.node(), os.getpid())
         faults = _Faults(folder, file, own, [r for r in world.gather(own) if r.host == own.host and r != own])
-        world.when_stuck(faults.told)
         try:
-            with world.peers():
+            with world.told_by(faults.told), world.peers():
                 yield
         except BaseException as error:
             faults.handle(error)

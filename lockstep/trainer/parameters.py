@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate as running_totals
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,10 +67,22 @@ class Layout:
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """The buffer of a rank, from that of a single process."""
         buffer = whole.new_zeros(self.size)
-        for size, at, wide, begin in self._spans():
-            part = whole[begin : begin + wide][rank * size :][:size]
-            buffer[at : at + part.numel()] = part
+        for at, count, _, begin in self.overlaps(rank, self.one_rank):
+            buffer[at : at + count] = whole[begin : begin + count]
         return buffer
+
+    def overlaps(self, rank: int, other: Layout) -> Iterator[tuple[int, int, int, int]]:
+        """What of a rank's buffer lies where in those of another layout of the same parameters, in order: where it
+        begins here, its size, the other rank, and where it begins there. Padding is left out where the other has none.
+        """
+        spans = zip(self.shapes, self.sizes, self.offsets, other.sizes, other.offsets, strict=False)
+        for shape, size, at, width, begin in spans:
+            first, last = rank * size, min((rank + 1) * size, prod(shape))
+            while first < last:
+                source, inside = divmod(first, width)
+                count = min(last - first, width - inside)
+                yield at + first - rank * size, count, source, begin + inside
+                first += count
 
     def norm_order(self) -> Tensor:
         """Where each block of a single process's buffer stands among the blocks of all ranks' buffers, int64."""
@@ -85,6 +98,15 @@ class Layout:
         """For each parameter the size and offset of its part, here and in a single process."""
         one = self.one_rank
         return list(zip(self.sizes, self.offsets, one.sizes, one.offsets, strict=False))
+
+
+class Buffer(Protocol):
+    """A flat tensor, perhaps in a file, that is read in pieces."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, part: slice) -> Tensor: ...
 
 
 class FlatParameters:
@@ -149,14 +171,10 @@ class FlatParameters:
         """`inputs` with statistics to add a micro-batch's own to; in the end, those of all ranks are added."""
         yield inputs
 
-    def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """`add` each gradient to its total, such as `grads`, in order."""
-        for name, total, grad in zip(self.names, totals, grads, strict=True):
-            self.add(name, total, grad)
-
-    def add(self, name: str, total: Tensor, grad: Tensor) -> None:
-        """Add the gradient of one parameter to its total, in the total's precision."""
-        total.add_(grad)
+    def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
+        """Add each gradient to its total, such as `grads`, in the total's precision, in order; by default of all."""
+        for total, grad in zip(totals, grads, strict=True):
+            total.add_(grad)
 
     def square_sums(self, sums: Tensor, norm_order: Tensor | None) -> Tensor:
         """The blocks' sums of squares of the whole gradient, in order, from those of `grad`."""
@@ -167,9 +185,23 @@ class FlatParameters:
         result, on the host where it came from several ranks, and the others an empty tensor."""
         return local
 
-    def local(self, whole: Tensor) -> Tensor:
-        """This rank's part of what `whole` returned."""
-        return whole
+    def fill(self, own: Tensor, parts: Sequence[Buffer]) -> None:
+        """Fill this rank's part of a flat tensor from what any number of ranks have of it, by rank.
+
+        Raises:
+            ValueError: theirs are not of the parameters' size.
+        """
+        theirs = Layout.of(self.layout.shapes, len(parts))
+        for buffer in parts:
+            if list(buffer.shape) != [theirs.size]:
+                raise ValueError(f"expected shape [{theirs.size}], found {list(buffer.shape)}")
+        for at, count, source, begin in self.layout.overlaps(self.rank, theirs):
+            own[at : at + count].copy_(parts[source][begin : begin + count])
+
+    @property
+    def rank(self) -> int:
+        """Whose part it is."""
+        return 0
 
 
 class ShardedParameters(FlatParameters):
@@ -239,11 +271,12 @@ class ShardedParameters(FlatParameters):
         for i, value in zip(maxima, largest, strict=True):
             values[i].copy_(value)
 
-    def add(self, name: str, total: Tensor, grad: Tensor) -> None:
-        """Add the whole gradients of all ranks to this rank's part of the total, float32, rank by rank."""
-        with _serving(name), graph.backward():
-            for part in distributed.exchange(grad, total.numel(), self.axis).unbind():
-                total.add_(part)
+    def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
+        """Add whole gradients of all ranks to this rank's part of the totals, float32, rank by rank."""
+        for name, total, grad in zip(names or self.names, totals, grads, strict=True):
+            with _serving(name), graph.backward():
+                for part in distributed.exchange(grad, total.numel(), self.axis).unbind():
+                    total.add_(part)
 
     def square_sums(self, sums: Tensor, norm_order: Tensor | None) -> Tensor:
         assert norm_order is not None
@@ -258,8 +291,9 @@ class ShardedParameters(FlatParameters):
                 whole[at : at + size] = parts[:size]
         return whole
 
-    def local(self, whole: Tensor) -> Tensor:
-        return self.layout.cut(whole, self.axis.rank)
+    @property
+    def rank(self) -> int:
+        return self.axis.rank
 
 
 def flat_parameters(model: Decoder, mesh: Mesh, frozen: Collection[str] = ()) -> FlatParameters:

@@ -180,7 +180,7 @@ class TrainerPrograms:
         def taking(name: str) -> Callable[[Tensor], None]:
             def take(parameter: Tensor) -> None:
                 assert parameter.grad is not None
-                self.flat.add(name, totals[name], parameter.grad)
+                self.flat.accumulate([totals[name]], [parameter.grad], [name])
                 parameter.grad = None
 
             return take

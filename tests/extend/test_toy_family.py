@@ -23,9 +23,9 @@ from lockstep.models import Decoder, ModelConfig, by_pattern, load_model, save_m
 from lockstep.models.blocks.attention import Attend
 from lockstep.models.blocks.layer import Layer
 from lockstep.models.blocks.moe import Routing
+from lockstep.models.blocks.weight_slices import LayerSlice, attention_slices, feed_forward_slices
 from lockstep.models.families import FAMILIES, Family, Raw
 from lockstep.models.init import initialize
-from lockstep.models.weight_slices import LayerSlice, attention_slices, feed_forward_slices
 
 
 class SideBySideLayer(Layer):

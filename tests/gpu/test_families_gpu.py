@@ -3,6 +3,7 @@ generator's bits, before and after an update.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,18 @@ from lockstep.graph import Runtime
 from lockstep.models.init import ARCHITECTURES
 
 DEVICE = torch.device("cuda")
+WINDOW: dict[str, Any] = {"sliding_window": 40, "sliding_layers": (0,)}  # shorter than a prompt, in one of two layers
+WINDOWS = WINDOW | {"sliding_layers": (0, 1)}
 MODELS = {
     "qwen3-30b-a3b, 2 layers": replace(ARCHITECTURES["qwen3-30b-a3b"], num_layers=2, vocab_size=4096),
     "deepseek-v3, 3 layers, 32 experts": replace(ARCHITECTURES["deepseek-v3-3-layers-32-experts"], vocab_size=4096),
+    "qwen2.5-7b, 2 layers": replace(ARCHITECTURES["qwen2.5-7b"], num_layers=2, vocab_size=4096),
+    "mistral-7b, 2 layers": replace(ARCHITECTURES["mistral-7b"], num_layers=2, vocab_size=4096, **WINDOWS),
+    "gemma3-4b, 2 layers": replace(ARCHITECTURES["gemma3-4b"], num_layers=2, vocab_size=4099, **WINDOW),
+    "olmo2-1b, 2 layers": replace(ARCHITECTURES["olmo2-1b"], num_layers=2, vocab_size=4096),
+    "olmo3-7b, 2 layers": replace(ARCHITECTURES["olmo3-7b"], num_layers=2, vocab_size=4096, **WINDOW),
+    "gpt-oss-20b, 2 layers": replace(ARCHITECTURES["gpt-oss-20b"], num_layers=2, vocab_size=4096, **WINDOW),
+    "glm4.5-air, 2 layers": replace(ARCHITECTURES["glm4.5-air"], num_layers=2, vocab_size=4096),
 }
 
 

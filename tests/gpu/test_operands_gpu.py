@@ -123,11 +123,16 @@ def test_activations_are_separate_ones(census, activation, n, k):
     torch.testing.assert_close(ops.silu_mul(rows, activation).cpu(), on_cpu, rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("width", [256, 2560, 5376])
+def beside_1(width: int) -> Tensor:
+    """Weights whose sums with 1 are bfloat16 numbers."""
+    return torch.randint(-60, 60, (width,), device=DEVICE).bfloat16() / 64
+
+
+@pytest.mark.parametrize("width", [256, 1152, 2560, 4096, 5376])
 def test_norm_weights_beside_1(census, width):
-    """The bits of float32 weights that hold the sum; of heads too, in both roles."""
-    x, weight = wide(700, width), wide(width)
-    expected = ops.rms_norm(x, weight.float() + 1, 1e-6)
+    """The bits of weights that hold the sum; of heads too, in both roles. A residual is added as it is apart."""
+    x, weight = wide(700, width), beside_1(width)
+    expected = ops.rms_norm(x, weight + 1, 1e-6)
     assert census("rms_norm: 1 + weight", ops.rms_norm(x, weight, 1e-6, 1.0), expected) == 0
     for n in (1, 7, 64):
         assert census("rms_norm: 1 + weight, n rows", ops.rms_norm(x[-n:], weight, 1e-6, 1.0), expected[-n:]) == 0
@@ -138,9 +143,9 @@ def test_norm_weights_beside_1(census, width):
     if width != 256:
         return
     qkv, angles = wide(257, 16 * width), torch.randn(257, width, device=DEVICE)
-    q, k = wide(width), wide(width)
+    q, k = beside_1(width), beside_1(width)
     own = ops.Rotation(q, k, angles, 8, 4, 1e-6)
-    summed = ops.Rotation(q.float() + 1, k.float() + 1, angles, 8, 4, 1e-6)
+    summed = ops.Rotation(q + 1, k + 1, angles, 8, 4, 1e-6)
     rotated = ops.qk_norm_rope(qkv, summed)
     assert census("qk_norm_rope: 1 + weight", ops.qk_norm_rope(qkv, own, 1.0), rotated) == 0
     caches, slots = [torch.zeros(40, 16, 4, width, device=DEVICE).bfloat16() for _ in range(2)], torch.arange(257)

@@ -18,6 +18,9 @@ from lockstep.errors import InputError
 from lockstep.models import load_model
 from lockstep.models.families import FAMILIES
 
+# Seeds of models of two layers; windows of 7 (smaller than a page), 20 and 70 (larger than a key tile) are among them.
+ROLES = {"qwen2": 2, "mistral": 0, "olmo2": 0, "olmo3": 2, "gemma3_text": 3, "gpt_oss": 0, "glm4_moe": 4}
+
 
 def test_every_family_has_cases_here_or_beside() -> None:
     assert FAMILIES.keys() - MAKERS.keys() == {"qwen3", "qwen3_moe", "llama", "deepseek_v3"}  # test_model_folder
@@ -31,7 +34,7 @@ def test_a_folder_is_the_model_that_transformers_makes_of_it(family: str, tmp_pa
 
 @pytest.mark.parametrize("family", MAKERS)
 def test_both_roles_agree_over_updates_captured_or_not(family: str, tmp_path: Path) -> None:
-    assert_roles_agree(family, 0, tmp_path, torch.bfloat16)
+    assert_roles_agree(family, ROLES[family], tmp_path, torch.bfloat16)
 
 
 def test_weights_of_4_bits_are_read_as_transformers_reads_them(tmp_path: Path) -> None:

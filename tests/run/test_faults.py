@@ -49,8 +49,15 @@ def run_into(error: BaseException, run: Path, rank: int = 1) -> Any:
     return raised.value
 
 
+def ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a deadline ends the process."""
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="1"):
+        patch.setattr(os, "_exit", sys.exit)
+        world._give_up("a step", 13.0)
+
+
 def test_the_first_to_fail_tells_and_the_others_do_not(
-    tmp_path: Path, dead: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, dead: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stacks = tmp_path / "stacks"
     assert isinstance(run_into(ZeroDivisionError("odd"), tmp_path), ZeroDivisionError)
@@ -67,7 +74,10 @@ def test_the_first_to_fail_tells_and_the_others_do_not(
     assert (stacks / "fault.txt").read_text().startswith("ZeroDivisionError: odd\n")
     stuck = Beside(1, 2, timeout=3.0)
     with told_once(tmp_path, stuck):
-        assert [told("late") for told in stuck._tellers] == [""]
+        ends(stuck, monkeypatch)
+    assert capsys.readouterr().err == ""  # the first has told of it
+    ends(stuck, monkeypatch)
+    assert capsys.readouterr().err.startswith("lockstep: failed: rank 1 of 2: a step did not end within 13 s")
     first = run_into(LockstepError("no room"), tmp_path, rank=0)  # of another start
     assert first.args[0].startswith("no room\nrank 1 on") and not first.reported
 

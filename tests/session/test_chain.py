@@ -123,7 +123,7 @@ def test_parity_holds_after_every_update(dtype: torch.dtype) -> None:
 def test_a_stale_prefix_page_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache whose digests forget the weights' version serves pages of the weights before the update."""
     chain = KVCache._digest_chain
-    monkeypatch.setattr(KVCache, "_digest_chain", lambda self, tokens, version: chain(self, tokens, 0))
+    monkeypatch.setattr(KVCache, "_digest_chain", lambda self, tokens, version, *after: chain(self, tokens, 0, *after))
     model = make_model(torch.float32)
     trainer = Trainer(model, OptimizerConfig(), LossConfig())
     engine = Engine(SharedWeights(model, lambda: trainer.weights_version), GeneratorConfig(page_size=4), 16384)

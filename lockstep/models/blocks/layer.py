@@ -78,17 +78,14 @@ class Layer(nn.Module):
         """Of the normalized stream, before the output's projection."""
         norm, eps = self.attention_norm, self.config.rms_norm_eps
         qkv_TE = ops.norm_linear(x_TD, norm, self.qkv, eps, self.qkv_bias, self.norm_offset)
-        return self.attend(index, qkv_TE, self.rotation(rope_TH), attend)
+        return self.attend(index, qkv_TE, rope_TH, attend)
 
-    def attend(self, index: int, qkv_TE: Tensor, by: ops.Rotation, attend: Attend) -> Tensor:
-        """Attention of queries, keys and values."""
+    def attend(self, index: int, qkv_TE: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
+        """Attention of queries, keys and values, which are normalized a head where `qk_norm` says so, and rotated."""
+        c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm) if self.qk_norm else (None, None)
+        by = ops.Rotation(q_norm, k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
         scores = self.scores._replace(sinks_N=self.sinks)
         return attend(index, qkv_TE, by, scores, self.norm_offset).flatten(1)
-
-    def rotation(self, rope_TH: Tensor) -> ops.Rotation:
-        """How the projection becomes rotated queries and keys."""
-        c = self.config
-        return ops.Rotation(self.q_norm, self.k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
 
 
 class QKNormLayer(Layer):

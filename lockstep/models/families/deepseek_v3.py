@@ -8,8 +8,8 @@ from typing import Any
 
 from ..blocks.mla import LatentLayer
 from ..blocks.rope import YarnScaling, rope_of_hf, scaling_from_hf
+from ..blocks.weight_slices import Interleaved, LayerSlice, feed_forward_slices
 from ..config import MLAConfig, ModelConfig, MoEConfig
-from ..weight_slices import Interleaved, LayerSlice, feed_forward_slices
 from . import qwen3, qwen3_moe
 from .family import EXPERT_SIZES, PLAIN, Family, Raw, no_windows
 

@@ -11,9 +11,9 @@ from torch import nn
 from ...errors import InputError, refuse
 from ..blocks.layer import Layer
 from ..blocks.rope import rope_of_hf, scaling_from_hf, scaling_to_hf
+from ..blocks.weight_slices import LayerSlice, slices_of_layer
 from ..blocks.weights import Weight
 from ..config import ModelConfig
-from ..weight_slices import LayerSlice, slices_of_layer
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 

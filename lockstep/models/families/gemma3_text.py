@@ -14,9 +14,9 @@ from ..blocks.attention import Attend
 from ..blocks.layer import QKNormLayer
 from ..blocks.moe import Routing
 from ..blocks.rope import RopeScaling
+from ..blocks.weight_slices import LayerSlice, attention_slices, feed_forward_slices, qk_norm_slices
 from ..blocks.weights import Weight
 from ..config import ModelConfig
-from ..weight_slices import LayerSlice, attention_slices, feed_forward_slices, qk_norm_slices
 from . import qwen3
 from .family import (
     FULL,

@@ -9,9 +9,9 @@ from typing import Any
 from ...errors import refuse
 from ..blocks.layer import Layer, QKNormLayer
 from ..blocks.rope import YarnScaling, scaling_to_hf
+from ..blocks.weight_slices import LayerSlice, slices_of_layer, slices_with_qk_norm
 from ..blocks.weights import Weight
 from ..config import ModelConfig, MoEConfig
-from ..weight_slices import LayerSlice, slices_of_layer, slices_with_qk_norm
 from . import qwen3
 from .deepseek_v3 import grouped_experts, predicts_further, write_grouped_experts
 from .family import EXPERT_SIZES, PARTLY, Family, Raw, no_windows, odd_words, rope

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import mxfp4
 from ..blocks.rope import YarnScaling
+from ..blocks.weight_slices import LayerSlice, attention_slices
 from ..config import ModelConfig, MoEConfig
-from ..weight_slices import LayerSlice, attention_slices
 from . import qwen3
 from .family import FULL, SLIDING, Family, Raw, alternating, odd_words, write_alternating
 

@@ -12,9 +12,9 @@ from ... import ops
 from ..blocks.attention import Attend
 from ..blocks.layer import Layer
 from ..blocks.moe import Routing
+from ..blocks.weight_slices import LayerSlice, attention_slices, feed_forward_slices
 from ..blocks.weights import Weight
 from ..config import ModelConfig
-from ..weight_slices import LayerSlice, attention_slices, feed_forward_slices
 from . import qwen3
 from .family import PLAIN, Family, no_windows, odd_words
 
@@ -46,11 +46,7 @@ class NormAfterLayer(Layer):
         q, k, v = ops.linear(x_TD, self.qkv).split((len(q_norm), len(k_norm), len(k_norm)), dim=1)
         q = ops.rms_norm(q.contiguous(), q_norm, c.rms_norm_eps)
         k = ops.rms_norm(k.contiguous(), k_norm, c.rms_norm_eps)
-        return self.attend(index, torch.cat((q, k, v), dim=1), self.rotation(rope_TH), attend)
-
-    def rotation(self, rope_TH: Tensor) -> ops.Rotation:
-        """Without norms a head."""
-        return super().rotation(rope_TH)._replace(q_weight_H=None, k_weight_H=None)
+        return self.attend(index, torch.cat((q, k, v), dim=1), rope_TH, attend)
 
 
 def slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..blocks.layer import QKNormLayer
+from ..blocks.weight_slices import slices_with_qk_norm
 from ..config import ModelConfig
-from ..weight_slices import slices_with_qk_norm
 from .family import FULL, PLAIN, SLIDING, Family, windows_by_layer, write_windows_by_layer
 
 TINY = ModelConfig(

@@ -7,8 +7,8 @@ from typing import Any
 
 from ...errors import refuse
 from ..blocks.layer import QKNormLayer
+from ..blocks.weight_slices import slices_with_qk_norm
 from ..config import ModelConfig, MoEConfig
-from ..weight_slices import slices_with_qk_norm
 from . import qwen3
 from .family import EXPERT_SIZES, PLAIN, Family, Raw, switched_windows, write_switched_window
 

@@ -261,6 +261,7 @@ def _attention(
     assert all(x is None or x.shape[0] == sequences for x in at[2:4])
     assert scores.sinks_N is None or scores.sinks_N.shape == (heads,)
     out = q_TNH.new_empty(tokens, heads, head_dim)
+    *layout, sinks = _addresses(torch.int32, *at, FLOAT, scores.sinks_N)
     job = library.AttentionArguments(
         out.data_ptr(),
         q_TNH.data_ptr(),
@@ -275,9 +276,9 @@ def _attention(
         heads,
         kv_heads,
         head_dim,
-        *_addresses(torch.int32, *at),
+        *layout,
         *((0, 0) if block_table is None else (k.shape[1], block_table.shape[1])),
-        *_addresses(FLOAT, scores.sinks_N),
+        sinks,
         scores.window,
         scores.scale or 1 / math.sqrt(head_dim),
         scores.softcap,

@@ -18,7 +18,8 @@ def _backward(ctx, grad_TD: Tensor):
         return rms_norm_backward(grad_TD, x_TD, weight_D, eps, offset)
     if in_c(x_TD):
         out_TD, x_TD = torch.empty(x_TD.shape), x_TD.contiguous()
-        weight_1D = _factors(weight_D, offset).unsqueeze(0)
+        weight_1D = weight_D.unsqueeze(0)
+        weight_1D = weight_1D + offset if offset else weight_1D
         grad_w = native.norm_backward(x_TD, weight_1D, grad_TD.unsqueeze(1), eps, out_TD)
         return out_TD, grad_w.squeeze(1).sum(0)
     grad_x, grad_w = _norm_backward(x_TD.float(), _factors(weight_D, offset), grad_TD.float(), eps)

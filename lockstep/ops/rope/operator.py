@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..norm.operator import _factors, _norm_backward, _normed
+from ..norm.operator import _norm_backward, _normed
 from ..operator import in_c, operator, saved
 from ..records import Rotation
 
@@ -105,7 +105,7 @@ def _head_weights(by: Rotation, offset: float) -> Tensor:
     """What normalized heads are multiplied by, float32 [N + K, H]."""
     assert by.q_weight_H is not None and by.k_weight_H is not None
     weights = torch.cat((by.q_weight_H.expand(by.num_heads, -1), by.k_weight_H.expand(by.num_kv_heads, -1)))
-    return _factors(weights, offset)
+    return weights.float() + offset if offset else weights.float()
 
 
 def _backward_fake(grad, qkv_TE, by, *_):

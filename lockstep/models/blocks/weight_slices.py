@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .config import ModelConfig, MoEConfig
+from ..config import ModelConfig, MoEConfig
 
 
 class Form(Protocol):
