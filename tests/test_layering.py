@@ -88,7 +88,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "models": (
         "blocks.attention blocks.rope mxfp4 tokenizer",
-        "config tool_calls",
+        "config",
         "blocks",
         "families.family",
         "families",
@@ -139,7 +139,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "session": (
-        "attention certificate golden kernel_lists memory policy signals",
+        "attention certificate golden kernel_lists memory signals text",
         "build",
         "warm_up",
         "generate parity_check precompile",

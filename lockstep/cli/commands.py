@@ -243,6 +243,10 @@ def _eval(flags: Eval) -> Outcome:
         system_prompt=flags.system_prompt,
         chat_template_kwargs=flags.chat_template_kwargs,
         reward=flags.reward,
+        environment=flags.environment,
+        tools=flags.tools,
+        max_turns=flags.max_turns,
+        max_response_length=flags.max_response_length,
         validation_prompts=prompts,
     )
     length = flags.max_completion_length or base.sampling.max_completion_length

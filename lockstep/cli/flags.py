@@ -274,6 +274,14 @@ class Eval(_AnswerFlags):
     """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
     """Reward functions; a dataset task needs one."""
+    environment: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """What answers the model, as task.environment of train."""
+    tools: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
+    """Functions that the model may call, as task.tools."""
+    max_turns: int = 8
+    """Completions that a trajectory may have in an environment."""
+    max_response_length: int = 0
+    """Tokens after the prompt that one may have there; 0 is max_turns times max_completion_length."""
     prompts: int | None = None
     """Prompts to evaluate, at most; the recipe's number by default."""
     n: int = 1

@@ -40,26 +40,6 @@ _WITH_TORCH = {
     "worked_trajectories": "worked",
 }
 
-__all__ = [
-    "Collector",
-    "End",
-    "Environment",
-    "Failures",
-    "Limits",
-    "Problem",
-    "PromptLimit",
-    "Reward",
-    "RewardSet",
-    "RowFormat",
-    "Task",
-    "Tokens",
-    "Turn",
-    "make_environment",
-    "make_task",
-    "read_problems",
-    "worked_trajectories",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name not in _WITH_TORCH:

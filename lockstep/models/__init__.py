@@ -6,20 +6,3 @@ from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .folder import TEMPLATES, describe_folder, load_model, load_value_head, resolve_folder, save_model
 from .patterns import by_pattern
-
-__all__ = [
-    "Decoder",
-    "Masks",
-    "ModelConfig",
-    "PackedAttention",
-    "PagedAttention",
-    "Routing",
-    "by_pattern",
-    "TEMPLATES",
-    "describe_folder",
-    "load_model",
-    "load_value_head",
-    "num_parameters",
-    "resolve_folder",
-    "save_model",
-]

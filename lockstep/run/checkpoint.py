@@ -5,7 +5,8 @@ size and SHA-256. Nothing in it executes. A checkpoint is written in a hidden fo
 fsynced, the manifest last, then renamed; a process killed at any instant leaves the checkpoints before it untouched.
 
 Integrity: SHA-256 of each shard, on one thread a shard (hashing releases the interpreter lock, so the rate is that of
-the cores together). Shards also bound the memory that tensors on a GPU take on their way to disk.
+the cores together). Shards also bound the memory that tensors on a GPU take on their way to disk. Of several ranks each
+writes what it has, under a name with its number, and any number of them reads the ranges that it needs (`slices`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..cache.file_hashes import fingerprints
+from ..distributed import ONE, World
 from ..errors import LockstepError
 from ..json_file import read_json
 from ..models.shards import cut
@@ -56,6 +59,22 @@ class LoadedCheckpoint:
             raise LockstepError(f"{self.path} holds no tensors named {name!r}; it holds {known}")
         return self._read(shards, str(device))
 
+    def slices(self, name: str) -> dict[str, TensorInFile]:
+        """The tensors that were saved under `name`, to be read in pieces."""
+        from safetensors import safe_open
+
+        found: dict[str, TensorInFile] = {}
+        for file in self.files:
+            if _name_of(file) == _stem(name):
+                opened = safe_open(self.path / file, framework="pt", device="cpu").__enter__()
+                found |= {key: TensorInFile(opened, key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+        return found
+
+    def parts(self, name: str) -> list[dict[str, TensorInFile]]:
+        """What each rank saved of `name` beside what all have alike, by rank; of one process, all of it."""
+        ranks = {found[1] for file in self.files if (found := re.fullmatch(rf"{name}\.(\d+)-\d+{_SUFFIX}", file))}
+        return [self.slices(part_of(name, rank)) for rank in range(len(ranks))] or [self.slices(name)]
+
     def _read(self, shards: list[str], device: str) -> Iterator[tuple[str, Tensor]]:
         from safetensors import safe_open
 
@@ -65,8 +84,32 @@ class LoadedCheckpoint:
                     yield key, opened.get_tensor(key)
 
 
-def save(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], keep_last: int) -> Path:
-    """Write checkpoint `folder/step_N` and return its path; then delete what it makes superfluous.
+def part_of(name: str, rank: int) -> str:
+    """The name under which a rank saves what it has of `name`."""
+    return f"{name}.{rank}"
+
+
+class TensorInFile:
+    """A tensor in a safetensors file, of which a slice is read when it is asked for."""
+
+    def __init__(self, opened: Any, key: str) -> None:
+        self._rows = opened.get_slice(key)
+        self.shape: list[int] = self._rows.get_shape()
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return self._rows[part]
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: dict[str, dict[str, Tensor]],
+    state: dict[str, Any],
+    keep_last: int,
+    world: World = ONE,
+) -> Path:
+    """Write checkpoint `folder/step_N` and return its path; then delete what it makes superfluous. Every rank of
+    `world` calls it and writes tensors of its own, under names that no other has; the first does all else.
 
     `tensors` maps a file name (with or without `.safetensors`) to the tensors it holds, on any device. `state` must
     survive JSON unchanged: string keys, no tuples, no NaN. Deleted are checkpoints beyond the `keep_last` newest, those
@@ -74,28 +117,59 @@ def save(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: 
 
     Raises `LockstepError` when the disk refuses; earlier checkpoints are then as they were.
     """
+    target = folder / f"step_{step}"
+    with _telling(target):
+        temporary = world.from_first(lambda: _begun(folder, step))
+        try:
+            written = world.share(lambda: _written(temporary, tensors))
+            world.from_first(lambda: _finished(target, temporary, written, state))
+            if world.first:
+                _prune(folder, step, keep_last)
+        except BaseException:
+            if world.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return target
+
+
+@contextmanager
+def _telling(target: Path) -> Iterator[None]:
+    """What a disk refuses, as a `LockstepError`."""
     from safetensors import SafetensorError
 
-    target = folder / f"step_{step}"
-    temporary = folder / f".tmp-step_{step}-{os.getpid()}"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for name, group in tensors.items():
-            _write_tensors(temporary, _stem(name), group)
-        _write_json(temporary / _STATE, state)
-        files = fingerprints(temporary, sorted(path.name for path in temporary.iterdir()))
-        _write_json(temporary / _MANIFEST, _sealed({"format": _FORMAT, "step": step, "files": files}))
-        _fsync(temporary)
-        if target.exists():  # of the same step: a damaged one, usually
-            _retire(target)
-        os.rename(temporary, target)
-        _fsync(folder)
-        _prune(folder, step, keep_last)
+        yield
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise LockstepError(f"could not write checkpoint {target}: {error}") from error
-    return target
+
+
+def _begun(folder: Path, step: int) -> Path:
+    """A hidden folder beside the checkpoint's place."""
+    temporary = folder.absolute() / f".tmp-step_{step}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def _written(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    """Write tensors into the folder; the files' sizes and digests by name."""
+    names = [file for name, group in tensors.items() for file in _write_tensors(folder, _stem(name), group)]
+    return fingerprints(folder, names)
+
+
+def _finished(target: Path, temporary: Path, written: list[dict[str, Any]], state: dict[str, Any]) -> None:
+    """Write what tells of all ranks' files, and bring the folder to its place."""
+    _write_json(temporary / _STATE, state)
+    files = fingerprints(temporary, [_STATE]) | {name: entry for of_rank in written for name, entry in of_rank.items()}
+    for name in files:  # another machine may have a folder of the same name
+        (temporary / name).stat()
+    step = int(target.name.removeprefix("step_"))
+    _write_json(temporary / _MANIFEST, _sealed({"format": _FORMAT, "step": step, "files": dict(sorted(files.items()))}))
+    _fsync(temporary)
+    if target.exists():  # of the same step: a damaged one, usually
+        _retire(target)
+    os.rename(temporary, target)
+    _fsync(target.parent)
 
 
 def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
@@ -126,14 +200,18 @@ def _name_of(file: str) -> str | None:
     return file.rsplit("-", 1)[0] if file.endswith(_SUFFIX) else None
 
 
-def _write_tensors(folder: Path, stem: str, tensors: dict[str, Tensor]) -> None:
+def _write_tensors(folder: Path, stem: str, tensors: dict[str, Tensor]) -> list[str]:
+    """Write one name's tensors; the names of the files."""
     from safetensors.torch import save_file
 
+    names = []
     sizes = ((key, tensor.nbytes) for key, tensor in tensors.items())
     for index, keys in enumerate(cut(sizes, _SHARD_BYTES), start=1):
         path = folder / f"{stem}-{index:05d}{_SUFFIX}"
         save_file(_on_host({key: tensors[key] for key in keys}), path)
         _fsync(path)
+        names.append(path.name)
+    return names
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

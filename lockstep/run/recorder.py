@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from .. import __version__, ops
 from ..config import RunConfig, yaml_file
 from ..distributed import ONE, World
@@ -185,7 +187,7 @@ class Recorder:
                     "--resume-with-other-numerics"
                 )
             with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
-                loop.run.trainer.load_state(dict(loaded.tensors("trainer")), loaded.state["trainer"])
+                loop.run.trainer.load_state(_loaded(loaded), loaded.state["trainer"])
             loop.certificate = Certificate(**loaded.state["certificate"])
             if changed:
                 resumed = loop.certificate.settings.setdefault("resumed_with_other_numerics", [])
@@ -215,11 +217,26 @@ class Recorder:
             self._save(loop, step)
 
     def _save(self, loop: Loop, step: int) -> None:
-        with self.world.deadline("gathering a checkpoint"):
-            tensors, counters = loop.run.trainer.state()
-        if not self.world.first:
-            return
-        state = {
+        with self.world.deadline("writing a checkpoint", timeouts=10):
+            tensors, counters = self._tensors(loop)
+            state = self._state(loop, counters) if self.world.first else {}
+            folder, keep_last = self.run_dir / CHECKPOINTS, self.config.checkpoint.keep_last
+            checkpoint.save(folder, step, tensors, state, keep_last, self.world)
+
+    def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
+        """What this rank writes of a checkpoint, and the trainer's numbers. Where not all see the run's folder, the
+        first has all tensors."""
+        trainer, world = loop.run.trainer, self.world
+        folder = world.from_first(lambda: self.run_dir)
+        if world.size == 1 or not all(world.gather(folder.is_dir())):
+            tensors, counters = trainer.state()
+            return ({"trainer": tensors} if world.first else {}), counters
+        own, alike = trainer.local_state()
+        written = {checkpoint.part_of("trainer", world.rank): own}
+        return written | ({"trainer": alike} if world.first else {}), {"weights_version": trainer.weights_version}
+
+    def _state(self, loop: Loop, counters: dict[str, int]) -> dict[str, Any]:
+        return {
             "trainer": counters,
             "certificate": vars(loop.certificate),
             "idle_steps": loop.idle_steps,
@@ -231,8 +248,6 @@ class Recorder:
             "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
             | {"total_s": self._total_seconds()},
         }
-        keep_last = self.config.checkpoint.keep_last
-        checkpoint.save(self.run_dir / CHECKPOINTS, step, {"trainer": tensors}, state, keep_last)
 
     def _numerics_of(self, loop: Loop) -> dict[str, Any]:
         """What the run's bits depend on besides its configuration: names, versions, and words of its arithmetic."""
@@ -356,3 +371,11 @@ class Recorder:
     def _total_seconds(self) -> float:
         """Of the whole run so far: this process, and those whose steps it goes on from."""
         return self._earlier + time.perf_counter() - self.began
+
+
+def _loaded(found: checkpoint.LoadedCheckpoint) -> dict[str, Any]:
+    """The trainer's tensors in a checkpoint, by rank where each saved its part; they are read as they are copied."""
+    parts, alike = found.parts("trainer"), found.slices("trainer")
+    return {name: tensor[:] for name, tensor in alike.items() if name not in parts[0]} | {
+        name: [part[name] for part in parts] for name in parts[0]
+    }

@@ -14,8 +14,8 @@ from os.path import commonprefix
 from typing import Any
 
 from ..models.tokenizer import check_size, encode_text, render_chat
-from ..models.tool_calls import ToolFormat
-from ..session.policy import Policy
+from ..session.text.policy import Policy
+from ..session.text.tool_calls import ToolFormat
 from .errors import refused
 
 Message = dict[str, Any]

@@ -19,9 +19,9 @@ from fastapi import Request
 
 from ..errors import InputError, LockstepError
 from ..generator import Engine
-from ..models.tool_calls import tool_format
 from ..session.generate import require_numbers
-from ..session.policy import Policy
+from ..session.text.policy import Policy
+from ..session.text.tool_calls import tool_format
 from ..types import GENERATE_DOMAIN, SampleIdentity, Trajectory
 from .batcher import Batcher, Job, News, Update
 from .bodies import SamplingFields

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..models.tokenizer import TextStream
-from ..models.tool_calls import ToolCall, ToolFormat, before
+from ..session.text.tool_calls import ToolCall, ToolFormat, before
 from ..types import Trajectory
 from .batcher import Update
 

@@ -42,7 +42,7 @@ from ..types import SamplingParams
 from .attention import set_attention, whole_tiles
 from .kernel_lists import kernel_list, preload_async
 from .memory import MemoryPlan, Workload, adapted, memory_at_hand, model_config, require_room, workload
-from .policy import Policy
+from .text.policy import Policy
 
 
 class Session:

@@ -11,9 +11,10 @@ from statistics import mean, stdev
 from typing import IO, Any
 
 from ..config import RunConfig, of_generation, template_variables, validate
-from ..environments import Collector, Limits, make_task
+from ..environments import Collector, Limits, make_environment, make_task
 from ..errors import InputError
 from ..generator import Grown
+from ..trainer.shapes import PROMPT_MARGIN
 from ..types import VALIDATION_DOMAIN, RolloutGroup, SamplingParams
 from .build import training_sampling
 from .generate import LLM, check_sampling, require_numbers
@@ -58,10 +59,10 @@ def evaluate(
     problems = list(enumerate(task.validation_problems()))
     if not problems:
         raise InputError(f"task {config.task.name} has no validation problems; give --data or task.validation_prompts")
+    environment = make_environment(config.task)
     names = [reward.name for reward in task.rewards.rewards]
-    decides = names[0] if pass_reward is None else pass_reward
-    if decides not in names:
-        raise InputError(f"--pass-reward {decides}: the task's reward functions are {', '.join(names)}")
+    if pass_reward is not None and pass_reward not in names and config.task.turns == 1:
+        raise InputError(f"--pass-reward {pass_reward}: the task's reward functions are {', '.join(names)}")
     if temperature is None:
         temperature = 0.0 if n == 1 else config.sampling.temperature
     if n > 1 and temperature == 0:
@@ -78,11 +79,20 @@ def evaluate(
     sampling = replace(trained, n=n, temperature=temperature)
     check_sampling(sampling, config.seed)
     with llm:
-        parts = llm.policy.tokens, partial(_Reporting, llm, progress), task.rewards, config.seed
-        collector = Collector(*parts, limits=Limits(config.task.max_prompt_length or None))
-        groups, *_ = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
+        sampler = partial(_Reporting, llm, progress, config, len(problems) * n)
+        parts = llm.policy.tokens, sampler, task.rewards, config.seed
+        response = config.max_response_length, config.task.turns, config.task.environment_timeout
+        limits = Limits(config.task.max_prompt_length or None, *response)
+        collector = Collector(*parts, environment, limits, needs_rewards=True)
+        groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
+    found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
+    decides = found[0] if pass_reward is None else pass_reward
+    if decides not in found:
+        raise InputError(f"--pass-reward {decides}: the rewards are {', '.join(found)}")
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
-    return settings | _measures(groups, ks, decides, pass_threshold)
+    played = environment.metrics([r for group in groups for r in group.rollouts])
+    failed = {name: count for name, count in counts.items() if name == "environment/errors"}
+    return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
 
 
 def _checked_ks(n: int, k: Sequence[int]) -> list[int]:
@@ -95,13 +105,25 @@ def _checked_ks(n: int, k: Sequence[int]) -> list[int]:
 
 
 class _Reporting:
-    """The model's engine for some prompts; says on `progress`, now and then, how many completions are finished."""
+    """The model's engine for `total` trajectories, of which these prompts are the first; says on `progress`, now and
+    then, how many completions are finished."""
 
     def __init__(
-        self, llm: LLM, progress: IO[str] | None, prompt_ids: list[list[int]], sampling: list[SamplingParams]
+        self,
+        llm: LLM,
+        progress: IO[str] | None,
+        config: RunConfig,
+        total: int,
+        prompt_ids: list[list[int]],
+        sampling: list[SamplingParams],
     ) -> None:
-        self._engine, self._progress = llm.engine(prompt_ids, sampling), progress
-        self._total, self._finished, self._said = sum(s.n for s in sampling), 0, time.monotonic()
+        if config.task.turns == 1:
+            self._engine = llm.engine(prompt_ids, sampling)
+        else:  # other prompts may come later, and be longer
+            longest = PROMPT_MARGIN * max(map(len, prompt_ids)) + config.max_response_length
+            self._engine = llm.engine_for(total, min(longest, llm.context), sampling)
+        self._progress, self._total = progress, total if config.task.turns == 1 else 0
+        self._finished, self._said = 0, time.monotonic()
         self.add_request, self.abort = self._engine.add_request, self._engine.abort
 
     def advance(self) -> list[Grown]:
@@ -113,19 +135,22 @@ class _Reporting:
                 self._finished += 1
         if self._progress is not None and time.monotonic() - self._said > _SECONDS_A_REPORT:
             self._said = time.monotonic()
-            print(f"{self._finished} of {self._total} completions", file=self._progress, flush=True)
+            of = f" of {self._total}" * bool(self._total)  # of turns nobody knows how many there will be
+            print(f"{self._finished}{of} completions", file=self._progress, flush=True)
         return grown
 
 
-def _measures(groups: list[RolloutGroup], ks: Sequence[int], decides: str, threshold: float) -> dict[str, Any]:
+def _measures(
+    groups: list[RolloutGroup], ks: Sequence[int], decides: str, threshold: float, names: Sequence[str]
+) -> dict[str, Any]:
     rewards = [mean(r.reward for r in group.rollouts) for group in groups]
     completions = [r for group in groups for r in group.rollouts]
     result: dict[str, Any] = {"reward/mean": mean(rewards), "reward/ci95": normal_interval(rewards)}
-    for name in groups[0].rollouts[0].rewards:
-        values = [v for g in groups for r in g.rollouts if (v := r.rewards[name]) is not None]
+    for name in names:
+        values = [v for g in groups for r in g.rollouts if (v := r.rewards.get(name)) is not None]
         if values:
             result[f"rewards/{name}/mean"] = mean(values)
-    scored = [[r.rewards[decides] for r in group.rollouts] for group in groups]
+    scored = [[r.rewards.get(decides) for r in group.rollouts] for group in groups]
     counts = [[v >= threshold for v in row if v is not None] for row in scored if None not in row]
     if counts:
         for k in ks:
@@ -136,7 +161,7 @@ def _measures(groups: list[RolloutGroup], ks: Sequence[int], decides: str, thres
         "pass_reward": decides,
         "pass_threshold": threshold,
         "response_length/mean": mean(len(c.token_ids) for c in completions),
-        "response_length/clip_ratio": mean(float(c.finish_reason == "length") for c in completions),
+        "response_length/clip_ratio": mean(float(c.cut_off) for c in completions),
         "per_problem": [
             {"n": len(row), "passed": sum(v is not None and v >= threshold for v in row)} for row in scored
         ],
@@ -176,7 +201,7 @@ def render(result: dict[str, Any]) -> str:
     sampled = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
     lines = [f"{result['task']}: {problems} problems, {n} {'completion' if n == 1 else 'completions'} each, {sampled}"]
     names = [name for name in result if name == "reward/mean" or (name.startswith("pass@") and "/" not in name)]
-    others = [name for name in result if name.startswith(("rewards/", "response_length/"))]
+    others = [name for name in result if name.startswith(("rewards/", "response_length/", "environment/"))]
     width = max(map(len, names + others))
     for name in names:
         low, high = result[f"{name.removesuffix('/mean')}/ci95"]

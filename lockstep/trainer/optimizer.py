@@ -4,7 +4,7 @@ the very weights that a colocated generator reads."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Self
 
@@ -15,7 +15,7 @@ from .. import ops
 from ..config import OptimizerConfig
 from ..errors import refuse
 from ..models import Decoder, by_pattern
-from .parameters import FlatParameters
+from .parameters import Buffer, FlatParameters
 
 
 class AdamWTensors(NamedTuple):
@@ -151,25 +151,35 @@ class AdamW:
     def state(self) -> dict[str, Tensor]:
         """Masters, moments and step counts: what an exact resumption needs, on any number of ranks. In one process the
         live tensors. Every rank calls it, and the first gets them whole (`FlatParameters.whole`)."""
-        return {name: x if name == "steps" else self.flat.whole(x) for name, x in self._local().items()}
+        return {name: x if name == "steps" else self.flat.whole(x) for name, x in self.local_state().items()}
 
-    def _local(self) -> dict[str, Tensor]:
+    def local_state(self) -> dict[str, Tensor]:
+        """What this rank has of it: the live tensors."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "steps": self.steps}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` returned, bit for bit, compute weights included.
+    def load_state(self, state: Mapping[str, Tensor | Sequence[Buffer]]) -> None:
+        """Take over what `state` returned, or the ranks' `local_state`, bit for bit, compute weights included.
 
         Raises:
             ValueError: a tensor is missing or of another size (another model).
         """
-        size = self.flat.layout.one_rank.size
-        for name, own in self._local().items():
-            expected = [2] if name == "steps" else [size]
-            if name not in state or list(state[name].shape) != expected:
-                found = list(state[name].shape) if name in state else "nothing"
-                raise ValueError(f"optimizer state {name!r}: expected shape {expected}, found {found}")
-            own.copy_(state[name] if name == "steps" else self.flat.local(state[name]))
+        for name, own in self.local_state().items():
+            try:
+                self._take_over(own, state[name])
+            except (KeyError, ValueError) as error:
+                size = [2] if name == "steps" else [self.flat.layout.one_rank.size]
+                found = error if isinstance(error, ValueError) else f"expected shape {size}, found nothing"
+                raise ValueError(f"optimizer state {name!r}: {found}") from error
         self.flat.data.copy_(self.master)
+
+    def _take_over(self, own: Tensor, given: Tensor | Sequence[Buffer]) -> None:
+        parts = [given] if isinstance(given, Tensor) else given
+        if own is not self.steps:
+            self.flat.fill(own, parts)
+        elif list(parts[0].shape) != list(own.shape):
+            raise ValueError(f"expected shape {list(own.shape)}, found {list(parts[0].shape)}")
+        else:
+            own.copy_(parts[0][:])
 
 
 def adamw_step(t: AdamWTensors, by: AdamW, lr: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:

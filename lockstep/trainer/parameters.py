@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate as running_totals
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,10 +67,22 @@ class Layout:
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """The buffer of a rank, from that of a single process."""
         buffer = whole.new_zeros(self.size)
-        for size, at, wide, begin in self._spans():
-            part = whole[begin : begin + wide][rank * size :][:size]
-            buffer[at : at + part.numel()] = part
+        for at, count, _, begin in self.overlaps(rank, self.one_rank):
+            buffer[at : at + count] = whole[begin : begin + count]
         return buffer
+
+    def overlaps(self, rank: int, other: Layout) -> Iterator[tuple[int, int, int, int]]:
+        """What of a rank's buffer lies where in those of another layout of the same parameters, in order: where it
+        begins here, its size, the other rank, and where it begins there. Padding is left out where the other has none.
+        """
+        spans = zip(self.shapes, self.sizes, self.offsets, other.sizes, other.offsets, strict=False)
+        for shape, size, at, width, begin in spans:
+            first, last = rank * size, min((rank + 1) * size, prod(shape))
+            while first < last:
+                source, inside = divmod(first, width)
+                count = min(last - first, width - inside)
+                yield at + first - rank * size, count, source, begin + inside
+                first += count
 
     def norm_order(self) -> Tensor:
         """Where each block of a single process's buffer stands among the blocks of all ranks' buffers, int64."""
@@ -85,6 +98,15 @@ class Layout:
         """For each parameter the size and offset of its part, here and in a single process."""
         one = self.one_rank
         return list(zip(self.sizes, self.offsets, one.sizes, one.offsets, strict=False))
+
+
+class Buffer(Protocol):
+    """A flat tensor, perhaps in a file, that is read in pieces."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, part: slice) -> Tensor: ...
 
 
 class FlatParameters:
@@ -163,9 +185,23 @@ class FlatParameters:
         result, on the host where it came from several ranks, and the others an empty tensor."""
         return local
 
-    def local(self, whole: Tensor) -> Tensor:
-        """This rank's part of what `whole` returned."""
-        return whole
+    def fill(self, own: Tensor, parts: Sequence[Buffer]) -> None:
+        """Fill this rank's part of a flat tensor from what any number of ranks have of it, by rank.
+
+        Raises:
+            ValueError: theirs are not of the parameters' size.
+        """
+        theirs = Layout.of(self.layout.shapes, len(parts))
+        for buffer in parts:
+            if list(buffer.shape) != [theirs.size]:
+                raise ValueError(f"expected shape [{theirs.size}], found {list(buffer.shape)}")
+        for at, count, source, begin in self.layout.overlaps(self.rank, theirs):
+            own[at : at + count].copy_(parts[source][begin : begin + count])
+
+    @property
+    def rank(self) -> int:
+        """Whose part it is."""
+        return 0
 
 
 class ShardedParameters(FlatParameters):
@@ -255,8 +291,9 @@ class ShardedParameters(FlatParameters):
                 whole[at : at + size] = parts[:size]
         return whole
 
-    def local(self, whole: Tensor) -> Tensor:
-        return self.layout.cut(whole, self.axis.rank)
+    @property
+    def rank(self) -> int:
+        return self.axis.rank
 
 
 def flat_parameters(model: Decoder, mesh: Mesh, frozen: Collection[str] = ()) -> FlatParameters:

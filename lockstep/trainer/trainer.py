@@ -7,7 +7,7 @@ optimizer writes. The host looks once an update, at its result.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .graph_inputs import complete
 from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
 from .optimizer import AdamW, frozen_parameters, parameter_groups
 from .packing import blank_batch
-from .parameters import flat_parameters
+from .parameters import Buffer, flat_parameters
 from .programs import TrainerPrograms, UpdateState
 from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
@@ -257,13 +257,21 @@ class Trainer:
         one process they are the live ones."""
         return {**self.optimizer.state(), **self._biases}, {"weights_version": self.weights_version}
 
-    def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
-        """Take over what `state` returned; `ValueError` when it belongs to another model."""
+    def local_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What of `state` each rank has a part of, this rank's, and what all have alike: the live tensors."""
+        own = self.optimizer.local_state()
+        return own, {"steps": own.pop("steps"), **self._biases}
+
+    def load_state(self, tensors: Mapping[str, Tensor | Sequence[Buffer]], numbers: dict[str, int]) -> None:
+        """Take over what `state` returned, or the `local_state` of any number of ranks, by rank; `ValueError` when it
+        belongs to another model."""
         self.optimizer.load_state(tensors)
         for name, bias in self._biases.items():
-            if name not in tensors or tensors[name].shape != bias.shape:
+            given = tensors.get(name)
+            found = given if given is None or isinstance(given, Tensor) else given[0]
+            if found is None or list(found.shape) != list(bias.shape):
                 raise ValueError(f"trainer state: {name!r} is missing or of another shape than {list(bias.shape)}")
-            bias.copy_(tensors[name])
+            bias.copy_(found[:])
         self.weights_version = numbers["weights_version"]
         self.gather_weights()
 

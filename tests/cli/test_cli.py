@@ -188,6 +188,8 @@ def test_eval(run: Recorder) -> None:
     assert command(f"eval --model m --task dataset --data d --reward math {template}") == 0
     task = run.calls[3][0].task
     assert (task.system_prompt, task.chat_template_kwargs) == ("brief", ("enable_thinking=false",))
+    assert command("eval --model m --task word-arithmetic --environment calculator --max-turns 3") == 0
+    assert (run.calls[4][0].task.environment, run.calls[4][0].task.turns) == ("calculator", 3)
     config, arguments = run.calls[2]
     assert config.seed == 3
     chosen = {"n": 8, "k": (1, 8), "temperature": 0.5, "pass_reward": "tagged"}

@@ -118,6 +118,13 @@ def saved(trainer: Trainer) -> Any:
     return trainer.world.gather(({name: tensor.cpu().clone() for name, tensor in tensors.items()}, numbers))[0]
 
 
+def parts(trainer: Trainer) -> dict[str, Any]:
+    """What each rank has of them, by rank, and what all have alike."""
+    own, alike = trainer.local_state()
+    found = trainer.world.gather({name: tensor.cpu().clone() for name, tensor in own.items()})
+    return {name: [part[name] for part in found] for name in own} | {n: x.cpu().clone() for n, x in alike.items()}
+
+
 def different(a: list[Any], b: list[Any]) -> list[int]:
     assert len(a) == len(b)
     pairs = enumerate(zip(a, b, strict=True))
@@ -354,10 +361,11 @@ def state_in_one_process(world: World) -> Any:
 
     first = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world)
     run(first, world, steps=1)
-    state = saved(first)
+    state, apart = saved(first), parts(first)
     one = go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, state)
     two = go_on(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, state)
-    return on_all(world, different(one, two))
+    read = go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, (apart, state[1]))
+    return on_all(world, different(one, two) + different(one, read))
 
 
 @check

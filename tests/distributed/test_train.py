@@ -86,6 +86,11 @@ def without_times(file: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(measured)} for line in lines(file)]
 
 
+def sizes(run: Path) -> dict[str, int]:
+    """Bytes of the files of the last checkpoint."""
+    return {file.name: file.stat().st_size for file in (run / "checkpoints" / "step_4").iterdir()}
+
+
 def weights(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
@@ -113,6 +118,11 @@ def test_two_processes_write_what_one_does_and_one_goes_on(config: RunConfig, tw
     certificates = [json.loads((run / "parity.json").read_text()) for run in (two, tmp_path / "one")]
     assert certificates[0] == certificates[1]
     assert certificates[0]["identical"] and certificates[0]["tokens_checked"] > 500
+    saved = {run: sizes(run) for run in (two, tmp_path / "one")}
+    whole = saved[tmp_path / "one"]["trainer-00001.safetensors"]
+    for rank in range(2):  # each rank has written its part
+        assert saved[two][f"trainer.{rank}-00001.safetensors"] < 1.2 * whole / 2
+    assert saved[two]["trainer-00001.safetensors"] < 1024  # what all have alike
     both = shutil.copytree(two, tmp_path / "both")
     api.train(replace(config, steps=6), tmp_path / "six")
     api.train(replace(config, steps=6), both, resume=True)

@@ -230,7 +230,7 @@ def test_the_hubs_revision_is_recorded_and_compared(
     with pytest.raises(
         InputError, match="model org/name was the hub's revision 0123abcd when .* the hub's revision 89"
     ):
-        resume._require_same(small_run, loaded, now)
+        resume.require_same(small_run, loaded, now)
 
 
 def test_chat_templates_that_an_earlier_version_did_not_record(
@@ -248,7 +248,7 @@ def test_chat_templates_that_an_earlier_version_did_not_record(
     def going_on(recorded: dict[str, Any]) -> list[str]:
         state = {"inputs": {**now, "model": recorded}, "numerics": numerics}
         loaded = checkpoint.LoadedCheckpoint(tmp_path / "step_2", 0, state, ())
-        resume._require_same(small_run, loaded, now)
+        resume.require_same(small_run, loaded, now)
         return resume.remarks(small_run, loaded)
 
     assert going_on({"files": {}}) == [f"step_2 does not record {templates}: its files were not compared"]

@@ -15,7 +15,7 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError
-from lockstep.session.evaluation import evaluate, normal_interval, pass_at_k, wilson_interval
+from lockstep.session.evaluation import evaluate, normal_interval, pass_at_k, render, wilson_interval
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -66,6 +66,24 @@ def config(model: Path, tmp_path: Path) -> RunConfig:
     specs = tuple(f"{tmp_path / 'own.py'}:{name}" for name in ("spread", "never", "sometimes"))
     task = TaskConfig(name="dataset", data=str(rows), validation_data=str(rows), validation_prompts=6, reward=specs)
     return RunConfig(model=str(model), device="cpu", task=task, sampling=SamplingConfig(max_completion_length=6))
+
+
+def test_an_environment_is_played(config: RunConfig, tmp_path: Path) -> None:
+    """Its turns are sampled greedily, and its rewards stand beside the functions'."""
+    (tmp_path / "asks.py").write_text(
+        "from lockstep.environments import End, Environment\n\n\nclass Asks(Environment):\n    turns = 0\n\n"
+        "    def step(self, turn):\n        self.turns += 1\n"
+        "        return ' and?' if self.turns == 1 else self.cut()\n"
+        "\n    def cut(self):\n        return End({'own': float(self.turns)}, functions=True)\n"
+    )
+    task = replace(config.task, environment=f"{tmp_path / 'asks.py'}:Asks", max_turns=3)
+    stops = tuple(map(chr, range(32, 127)))
+    result = evaluate(replace(config, task=task, sampling=replace(config.sampling, stop=stops)), pass_reward="own")
+    assert 1 < result["environment/turns"] <= 2 and result["rewards/own/mean"] == result["environment/turns"]
+    assert result["pass@1"] == 1.0 and result["rewards/never/mean"] == 0.0
+    assert result["reward/mean"] > result["rewards/own/mean"] and "environment/given_tokens" in render(result)
+    with pytest.raises(InputError, match="--pass-reward other: the rewards are spread, never, sometimes, own"):
+        evaluate(replace(config, task=task), pass_reward="other")
 
 
 def test_an_evaluation_counts_what_passed(config: RunConfig) -> None:

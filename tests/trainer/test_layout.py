@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +34,22 @@ def test_buffers_are_cut_and_normed_alike(shapes: list[tuple[int, ...]], ranks: 
     assert torch.equal(sums[layout.norm_order()], ops.square_sums(whole))
 
 
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, st.integers(1, 5), st.integers(1, 5))
+def test_any_number_of_ranks_reads_what_any_number_wrote(shapes: list[tuple[int, ...]], then: int, now: int) -> None:
+    one, wrote, reads = Layout.of(shapes), Layout.of(shapes, then), Layout.of(shapes, now)
+    whole = torch.zeros(one.size)
+    for i, view in enumerate(one.views(whole)):
+        view.copy_(torch.arange(view.numel()).view(view.shape) + 1000 * i + 1)
+    buffers = [wrote.cut(whole, rank) for rank in range(then)]
+    for rank in range(now):
+        own, read = torch.zeros(reads.size), 0
+        for at, count, source, begin in reads.overlaps(rank, wrote):
+            own[at : at + count] = buffers[source][begin : begin + count]
+            read += count
+        assert torch.equal(own, reads.cut(whole, rank)) and read <= reads.size
+
+
 def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model) -> None:
     model: Decoder = make_model(torch.bfloat16)
     before = [p.clone() for p in model.parameters()]
@@ -41,3 +58,9 @@ def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model) -> None
     assert all(torch.equal(flat.data, flat.layout.cut(whole, rank)) for rank, flat in enumerate(flats))
     assert all(map(torch.equal, before, model.parameters()))
     assert all(flat.data.numel() < whole.numel() / 2 for flat in flats)
+    for flat in flats:
+        flat.data.zero_()
+        flat.fill(flat.data, [whole])
+        assert torch.equal(flat.data, flat.layout.cut(whole, flat.rank))
+    with pytest.raises(ValueError, match=r"expected shape \[\d+\], found \[5\]"):
+        flats[0].fill(flats[0].data, [torch.zeros(5)] * 3)

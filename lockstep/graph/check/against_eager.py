@@ -118,6 +118,7 @@ def _first_fault(
         trial = Comparison(runtime, function, case)
         if fault := trial.fault(interpret=first) if runtime.peers.size == 1 else trial.fault_of_any(runtime.peers):
             return f"{captured.title}, case {case.name!r}: {fault}", known
+        del trial  # its copies, before the next one's
         if verdicts:
             verdicts.add(this, {"function": captured.title, "level": level, "case": case.name})
     return None, known

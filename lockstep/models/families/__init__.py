@@ -34,6 +34,3 @@ def nearest(name: str, field: str = "", value: Any = None) -> str:
     able = [other for other, family in FAMILIES.items() if not field or family.takes(field, value)]
     closest = difflib.get_close_matches(name, able, n=1, cutoff=0.0)
     return f"the nearest family that can is {closest[0]}" if closest else "no family here can"
-
-
-__all__ = ["FAMILIES", "Family", "Raw", "family_of", "nearest"]

@@ -43,13 +43,20 @@ def _chosen(groups: list[dict[str, Any]]) -> list[Sample]:
             ranks = [sign * _value(sample, by) for _, sample in samples]
             group, sample = samples.pop(ranks.index(max(ranks)))
             prompt = _messages(group.get("prompt"))
-            found.append(Sample(title, group.get("group"), _facts(sample), prompt, _turns(sample)))
+            facts = ", ".join(filter(None, (_name(group, sample), _facts(sample))))
+            found.append(Sample(title, group.get("group"), facts, prompt, _turns(sample)))
     return found
 
 
 def _value(sample: dict[str, Any], name: str) -> float:
     value = as_float(sample.get(name))
     return 0.0 if value is None or math.isnan(value) else value
+
+
+def _name(group: dict[str, Any], sample: dict[str, Any]) -> str:
+    """What `lockstep replay --trajectory` calls it; nothing where the record does not tell."""
+    numbers = [group.get("step"), group.get("group"), sample.get("sample")]
+    return f"trajectory {'/'.join(map(str, numbers))}" if all(type(n) is int for n in numbers) else ""
 
 
 def _facts(sample: dict[str, Any]) -> str:

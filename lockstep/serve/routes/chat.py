@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ...config import TEMPLATE_ARGUMENTS
-from ...models.tool_calls import ToolCall, ToolFormat
+from ...session.text.tool_calls import ToolCall, ToolFormat
 from ...types import Trajectory
 from ..batcher import Job, Update
 from ..bodies import ChatBody, read_body

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from ...session.policy import Policy
+from ...session.text.policy import Policy
 from ...types import Trajectory
 from ..batcher import Job, Update
 from ..bodies import CompletionBody, read_body

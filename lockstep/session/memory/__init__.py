@@ -4,18 +4,3 @@ from .fitting import adapted, refusal, remedies
 from .plan import MemoryPlan, plan
 from .usage import memory_at_hand, model_config, require_room, running_out_named, used, workload
 from .workload import Workload
-
-__all__ = [
-    "MemoryPlan",
-    "Workload",
-    "adapted",
-    "memory_at_hand",
-    "model_config",
-    "plan",
-    "refusal",
-    "remedies",
-    "require_room",
-    "running_out_named",
-    "used",
-    "workload",
-]

@@ -25,6 +25,7 @@ STAYS: dict[str, Callable[[Workload], int]] = {
 }
 CACHE, KEPT, WORKING, GATHERED = "KV cache", "activations", "head and backward", "gathered weights"
 GENERATION, CHECK, ALLOCATOR = "generation", "start-up check", "allocator"
+COPIES = "copies while checking"
 POOL = KEPT, WORKING, GATHERED, GENERATION, CHECK  # what the pool of CUDA graphs grows to, and the machine's check
 
 
@@ -82,7 +83,11 @@ def plan(w: Workload, memory: int) -> MemoryPlan:
             break
     tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
     done = _with(w, memory, again, max(tokens, 0))
-    return replace(done, fits=done.total <= memory and tokens >= _least_cache(w))
+    done = replace(done, fits=done.total <= memory and tokens >= _least_cache(w))
+    copies = terms.state_copies(w) if _checks(w) and w.on_gpu else 0
+    if 2 * copies >= memory - done.total:  # as `graph.check` decides: then they are on the host
+        return done
+    return replace(done, terms={**done.terms, COPIES: max(0, copies - _machine_check(w))})  # they take turns
 
 
 def _again(w: Workload) -> tuple[int, int]:
@@ -113,8 +118,7 @@ def _with(w: Workload, memory: int, again: int, tokens: int) -> MemoryPlan:
 
 def _pool(w: Workload, again: int) -> dict[str, int]:
     """What the two roles' steps take at one time; of what takes turns with them, what is more."""
-    compile = w.config.compile
-    graphs = compile.capture is not None and compile.chosen[0].graphs
+    graphs = _graphs(w)
     found = {KEPT: terms.kept(w, again), WORKING: terms.working(w, again), GATHERED: terms.gathered(w)}
     if not graphs:  # autograd has all gradients at once, and all gathered weights
         whole = w.layout.one_rank.size * w.b
@@ -122,11 +126,24 @@ def _pool(w: Workload, again: int) -> dict[str, int]:
         found[GATHERED] = whole * w.sharded
     held = sum(found.values())
     found[GENERATION] = max(0, terms.prefill(w) - held)
-    check = terms.eager(w) if graphs and compile.verify != "off" else 0
+    check = terms.eager(w) if _checks(w) else 0
     found[CHECK] = max(0, check - held - found[GENERATION])
-    if w.on_gpu and w.config.parity != "off":
-        found[CHECK] += terms.machine_check(w)
+    found[CHECK] += _machine_check(w)
     return found
+
+
+def _machine_check(w: Workload) -> int:
+    return terms.machine_check(w) if w.on_gpu and w.config.parity != "off" else 0
+
+
+def _graphs(w: Workload) -> bool:
+    """Whether steps are graphs."""
+    return w.config.compile.capture is not None and w.config.compile.chosen[0].graphs
+
+
+def _checks(w: Workload) -> bool:
+    """Whether they are held to eager's bits."""
+    return _graphs(w) and w.config.compile.verify != "off"
 
 
 def _wanted(w: Workload) -> int:

@@ -9,7 +9,6 @@ the captured graph: `tests/session/test_memory_plan.py` holds them to the bytes 
 from __future__ import annotations
 
 from ...generator.kv_cache import bytes_per_token
-from .layers import kept_by_layers
 from .workload import Workload
 
 GIB = 1 << 30
@@ -76,10 +75,55 @@ def supports(w: Workload) -> int:
 def layer_kept(w: Workload, layer: int, again: bool = False) -> int:
     """Bytes a token that a layer's forward pass keeps for its backward pass; `again`: where it is computed again.
 
-    Found by calling it (`layers.kept_by_layers`). Grouped-query attention with a dense feed-forward:
-    `(4 D + E + (A + K) H + A H + 3 F) b + 4 A`, with the residual stream in it; computed again `D b`, what leaves it.
+    The residual stream twice, and of each norm over D what it reads or gives, `(2 + norms) D b`; attention; and a dense
+    feed-forward's `3 F b` or experts'. Computed again it keeps what leaves it, `D b`, and what leaves its modules.
     """
-    return kept_by_layers(w.model, w.dtype)[layer][again]
+    c, experts = w.model, w.model.is_moe(layer)
+    if again:
+        latent = c.num_heads * c.mla.v_dim * w.b if c.mla is not None else 0
+        return c.hidden_size * w.b + latent + (_routed_outside(w) if experts else 0)
+    of_heads = "q_norm", "k_norm"  # which attention counts
+    norms = sum(name.endswith("norm") and name not in of_heads for name, _ in w.vectors(layer))
+    attention = _attention_kept(w, layer) if c.mla is None else _latent_kept(w)
+    feed_forward = _experts_kept(w) if experts else 3 * c.intermediate_size * w.b
+    return (2 + norms) * c.hidden_size * w.b + attention + feed_forward
+
+
+def _attention_kept(w: Workload, layer: int) -> int:
+    """`(E + (A + K) H + A H) b + 4 A`: the projection, rotated queries and keys, the output, and log-sum-exps; and
+    `(A + K) H b` before norms that span the heads."""
+    c = w.model
+    heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    spanning = any(name == "q_norm" and p.numel() > c.head_dim for name, p in w.vectors(layer))
+    return ((heads + 2 * keys) + (heads + keys) * (1 + spanning) + heads) * w.b + 4 * c.num_heads
+
+
+def _latent_kept(w: Workload) -> int:
+    """The same of latent attention: both latents before and after their norms, queries projected and absorbed, what is
+    rotated before and after, weighted sums of latents and of values."""
+    c, m = w.model, w.model.mla
+    assert m is not None
+    queries = 2 * (m.q_rank or 0) + c.num_heads * (m.nope_dim + m.rope_dim)
+    rotated = 2 * (c.num_heads + 1) * m.rope_dim
+    outputs = c.num_heads * (2 * m.kv_rank + m.v_dim)
+    return (queries + 2 * m.kv_rank + rotated + outputs) * w.b + 4 * c.num_heads
+
+
+def _routed_outside(w: Workload) -> int:
+    """What leaves the modules of a mixture of experts: the norm's output before them, the routes and their plan, and
+    the experts' rows before and after, `(D + 2 k D) b + 28 k`."""
+    c, moe = w.model, w.model.moe
+    assert moe is not None
+    slots = moe.num_experts_per_token
+    return (c.hidden_size + 2 * slots * c.hidden_size) * w.b + 28 * slots
+
+
+def _experts_kept(w: Workload) -> int:
+    """All of a mixture of experts, but for the norm's output: `(2 k D + 3 k F) b + 28 k + 4 X`, and shared ones."""
+    c, moe = w.model, w.model.moe
+    assert moe is not None
+    width = 3 * (moe.num_experts_per_token + moe.shared_experts) * moe.intermediate_size
+    return _routed_outside(w) + (width - c.hidden_size) * w.b + 4 * moe.num_experts
 
 
 def kept(w: Workload, again: int = 0) -> int:
@@ -167,6 +211,11 @@ def machine_check(w: Workload) -> int:
     wide = 2 * c.intermediate_size if c.moe is None else 2 * c.moe.intermediate_size
     of_head = table(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
     return max(of_head, w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b) + HASHES
+
+
+def state_copies(w: Workload) -> int:
+    """What the check of an update copies to put it back: the state and the weights that it writes, `18 n`."""
+    return masters(w) + moments(w) + gradients(w) + w.layout.size * w.b
 
 
 def context(w: Workload) -> int:

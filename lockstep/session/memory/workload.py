@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
+from torch import Tensor
 
 from ...config import RunConfig
 from ...models import Decoder, ModelConfig, num_parameters
 from ...trainer import frozen_parameters
 from ...trainer.parameters import Layout
 from ...trainer.shapes import BatchShape, planned_tokens, train_shapes
-from .layers import decoder_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,11 @@ class Workload:
     @property
     def decoder(self) -> Decoder:
         """The model, without memory."""
-        return decoder_of(self.model, self.dtype)
+        return _decoder(self.model, self.dtype)
+
+    def vectors(self, layer: int) -> Iterator[tuple[str, Tensor]]:
+        """Parameters that a layer has beside its modules', by name."""
+        return self.decoder.layers[layer].named_parameters(recurse=False)
 
     @cached_property
     def parameters(self) -> int:
@@ -89,3 +93,8 @@ class Workload:
         frozen = frozen_parameters(self.decoder, self.config.optimizer)
         shapes = [tuple(p.shape) for name, p in self.decoder.named_parameters() if name not in frozen]
         return Layout.of(shapes, self.ranks)
+
+
+@cache
+def _decoder(config: ModelConfig, dtype: torch.dtype) -> Decoder:
+    return Decoder(config, dtype, "meta")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import InputError
-from .tokenizer import render_chat
+from ...errors import InputError
+from ...models.tokenizer import render_chat
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from ..environments import Environment, Problem, Task, Tokens
-from ..errors import InputError
-from ..models import Decoder
-from ..models.tokenizer import check_size, encode_following, encode_prompt, encode_text, longest_token
-from ..models.tool_calls import Tool, ToolFormat, tool_format
+from ...environments import Environment, Problem, Task, Tokens
+from ...errors import InputError
+from ...models import Decoder
+from ...models.tokenizer import check_size, encode_following, encode_prompt, encode_text, longest_token
+from .tool_calls import Tool, ToolFormat, tool_format
 
 PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.models.tokenizer import byte_tokenizer
-from lockstep.models.tool_calls import CODER, HERMES, LLAMA, ToolCall, ToolFormat, tool_format
 from lockstep.serve.batcher import Update
 from lockstep.serve.text import GrowingText, visible
+from lockstep.session.text.tool_calls import CODER, HERMES, LLAMA, ToolCall, ToolFormat, tool_format
 from lockstep.types import Segment, Trajectory
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "all": {}}}
