@@ -22,8 +22,10 @@ _SIZES = {
 
 
 def without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are there. Null is absent, and false in a flag whose default may be true, as in transformers."""
-    flags = {name: False for name in ("norm_topk_prob", "rope_interleave") if name in values}
+    """The fields that are there. Null is absent, but false in a flag whose default may be true, and no window where the
+    default may be one, as in transformers."""
+    flags: dict[str, Any] = {name: False for name in ("norm_topk_prob", "rope_interleave") if name in values}
+    flags |= {"sliding_window": 0} if "sliding_window" in values else {}
     return flags | {name: value for name, value in values.items() if value is not None}
 
 

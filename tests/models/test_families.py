@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_cases import MAKERS, assert_roles_agree, assert_same_model, folder_of, logits
+import transformers
+from family_cases import MAKERS, assert_roles_agree, assert_same_model, folder_of, hf_config, logits
 from model_edits import edited
 from safetensors.torch import load_file, save_file
 
 from lockstep.errors import InputError
 from lockstep.models import load_model
+from lockstep.models.blocks.rope import scaling_to_hf
 from lockstep.models.families import FAMILIES
+from lockstep.models.families.family import FULL, SLIDING
+from lockstep.models.folder import read_config
 
 # Seeds of models of two layers; windows of 7 (smaller than a page), 20 and 70 (larger than a key tile) are among them.
 ROLES = {"qwen2": 2, "mistral": 0, "olmo2": 0, "olmo3": 2, "gemma3_text": 3, "gpt_oss": 0, "glm4_moe": 4}
@@ -35,6 +39,36 @@ def test_a_folder_is_the_model_that_transformers_makes_of_it(family: str, tmp_pa
 @pytest.mark.parametrize("family", MAKERS)
 def test_both_roles_agree_over_updates_captured_or_not(family: str, tmp_path: Path) -> None:
     assert_roles_agree(family, ROLES[family], tmp_path, torch.bfloat16)
+
+
+# What transformers has no default for, or writes always.
+NEEDED = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+NEEDED |= {"num_key_value_heads", "max_position_embeddings", "num_local_experts", "num_experts_per_tok"}
+NEEDED |= {"moe_intermediate_size", "n_routed_experts", "eos_token_id", "use_sliding_window"}
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, tmp_path: Path) -> None:
+    hf_config(family, 0, num_hidden_layers=7, layer_types=None).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = {key: value for key, value in json.loads(path.read_text()).items() if key in NEEDED}
+    values |= {"head_dim": 32} if family == "glm4_moe" else {}  # half of which rotates by default
+    path.write_text(json.dumps(values))
+    theirs, ours = transformers.AutoConfig.from_pretrained(tmp_path), read_config(tmp_path)
+    default = [SLIDING if getattr(theirs, "sliding_window", None) else FULL] * 7
+    kinds = getattr(theirs, "layer_types", None) or default
+    assert ours.windows == tuple(theirs.sliding_window if kind == SLIDING else 0 for kind in kinds)
+    edited(sliding_window=None)(tmp_path)
+    assert not any(read_config(tmp_path).windows)
+    assert (ours.rms_norm_eps, ours.tie_word_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    rope = theirs.rope_parameters
+    full, local = (rope[FULL], rope[SLIDING]["rope_theta"]) if FULL in rope else (rope, None)
+    assert (ours.rope_theta, ours.local_rope_theta) == (full["rope_theta"], local)
+    assert (ours.rotary_dim or ours.head_dim) == int(ours.head_dim * full.get("partial_rotary_factor", 1.0))
+    scaling = scaling_to_hf(ours.rope_scaling)
+    assert {key: full[key] for key in scaling} == scaling
+    if family == "gemma3_text":
+        assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5 and ours.head_dim == theirs.head_dim
 
 
 def test_weights_of_4_bits_are_read_as_transformers_reads_them(tmp_path: Path) -> None:

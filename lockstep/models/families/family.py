@@ -138,6 +138,7 @@ def switched_windows(raw: Raw, layers: tuple[int, ...]) -> dict[str, Any]:
     """The window of these layers, where `use_sliding_window` is true."""
     if not raw.values.get("use_sliding_window") or not layers:
         return {}
+    raw.refuse(not raw.values.get("sliding_window"), "sliding_window is None; it must be an integer")
     return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": layers}
 
 
@@ -164,7 +165,7 @@ def alternating(raw: Raw, period: int) -> dict[str, Any]:
     """Windows by `layer_types` or, without it, in all layers but every `period`th."""
     layers, kinds = range(raw.integer("num_hidden_layers")), raw.values.get("layer_types")
     chosen = tuple(i for i in layers if (i + 1) % period) if kinds is None else sliding_layers(raw, kinds)
-    if not chosen or raw.values.get("sliding_window") is None:
+    if not chosen or not raw.values.get("sliding_window"):
         return {}
     return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": chosen}
 

@@ -16,7 +16,7 @@ _TINY = replace(
 
 
 def _read(raw: Raw) -> dict[str, Any]:
-    if raw.values.get("sliding_window") is None:
+    if not raw.values.get("sliding_window"):
         return {}
     return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": _all(raw.integer("num_hidden_layers"))}
 
@@ -44,6 +44,7 @@ FAMILY = Family(
     read=_read,
     write=lambda config: {"sliding_window": config.sliding_window or None},
     check=_check,
+    defaults={"sliding_window": 4096},
     golden=odd_words(_TINY),
     architectures={
         "tiny-mistral": _TINY,
