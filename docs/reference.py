@@ -26,7 +26,7 @@ Made from the source when these pages are built. The field `top_p` of the sectio
 its opposite has `no-` before its last name. "..." means one or several values. The defaults are those of a setting that
 the [recipe](#recipes) leaves alone; `lockstep train RECIPE --help` shows a recipe's own.
 """
-COMMANDS = (flags.Generate, flags.Chat, flags.Serve, flags.Eval, flags.Report, flags.Parity, flags.Init)
+COMMANDS = (flags.Generate, flags.Chat, flags.Serve, flags.Eval, flags.Report, flags.Parity, flags.Init, flags.Replay)
 
 
 def page() -> str:
