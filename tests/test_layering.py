@@ -112,7 +112,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "generator": (
-        "kv_cache request weights",
+        "cache_capacity kv_cache request weights",
         "forward running_batch",
         "scheduler",
         "prefill_batch",
