@@ -163,7 +163,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "app",
         "server",
     ),
-    "cli": ("chat flags", "commands", "main"),
+    "cli": ("chat flags", "commands", "resolve", "main"),
 }
 
 MOST_FILES, MOST_AT_THE_TOP = 12, 8  # of a folder, without `__init__.py`
