@@ -75,7 +75,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
     "distributed": ("mesh torch_private", "collectives placement ranks", "join", "."),
     "ops": (
-        "native.library pdl precompile records rows tables",
+        "native.library pdl precompile records rows",
         "logprobs.philox operator",
         "logprobs.reference",
         "native",
