@@ -66,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
 FLOORS: dict[str, tuple[str, ...]] = {
     "config": ("algorithms random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
     "algorithms": (
-        "advantage losses",
+        "advantage policy_terms",
         "algorithm",
         "cispo distillation grpo sapo sft user",
         "dapo dppo dr_grpo gspo ppo reinforce_pp rloo",
@@ -327,7 +327,7 @@ def test_the_table_itself_has_no_cycle() -> None:
         ("ops.linear.operator", "from lockstep import models", "models"),
         ("ops.operator", "from .. import trainer", "trainer"),
         ("generator.engine", "def f():\n    from ..trainer.trainer import Trainer", "trainer"),
-        ("algorithms.losses", "if TYPE_CHECKING:\n    from ..generator import Engine", "generator"),
+        ("algorithms.policy_terms", "if TYPE_CHECKING:\n    from ..generator import Engine", "generator"),
         ("graph.capture.step", "from ...models.decoder import Decoder", "models"),
         ("models.decoder", "from ..session.build import build", "session"),
         ("rl.loop", "from ..run.metrics import write_all", "run"),

@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Any
 
 from ..algorithms import SUPERVISED, supervised
-from ..algorithms.losses import KL_ESTIMATORS
+from ..algorithms.policy_terms import KL_ESTIMATORS
 from ..config import RunConfig
 from ..environments import Collector, Failures, Limits, worked_trajectories
 from ..environments.collect import Collected, Problems
