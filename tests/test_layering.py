@@ -155,7 +155,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "serve": (
         "batcher errors metrics settings",
-        "bodies chat_prompt text",
+        "bodies chat_prompt text ticket",
         "service",
         "events",
         "routes.common",
