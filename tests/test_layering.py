@@ -145,7 +145,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "generate parity_check precompile",
         "evaluation",
     ),
-    "rl": ("critic dynamic_sampling step_metrics", "loop", "sample_again sft_warmup"),
+    "rl": ("critic dynamic_sampling step_checks step_metrics", "loop", "sample_again sft_warmup"),
     "run": (
         "checkpoint closing crash display lock metrics trackers",
         "faults resume timeline",
