@@ -49,16 +49,17 @@ COLUMNS = ("Alt_IDs_Interactor_A", "Alt_IDs_Interactor_B", "Aliases_Interactor_A
 
 def calling_model(folder: Path, script: Sequence[str | Sequence[str]]) -> Path:
     """A model folder whose answers follow `script`, of several texts at a place one or the other, as a rule."""
-    steps = [("\n",), *((step,) if isinstance(step, str) else tuple(step) for step in script), (IM_END,)]
+    steps = [*((step,) if isinstance(step, str) else tuple(step) for step in script), (IM_END,)]
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([text for step in steps[1:-1] for text in step])
+    tokenizer.add_tokens([text for step in steps[:-1] for text in step])
     tokenizer.chat_template = TEMPLATE
     end = tokenizer.convert_tokens_to_ids(IM_END)
     config = ModelConfig(
         512, 128, 64, 1, 2, 1, 32, 4096, tie_word_embeddings=False, eos_token_ids=(end,), family="qwen3"
     )
     model = initialize(Decoder(config, torch.float32), seed=0)
-    ids = [[tokenizer.encode(text, add_special_tokens=False)[0] for text in step] for step in steps]
+    ids = [[tokenizer.convert_tokens_to_ids(text) for text in step] for step in steps]
+    ids.insert(0, tokenizer.encode("\n", add_special_tokens=False))  # that ends the generation prompt
     with torch.no_grad():
         model.layers[0].o.zero_()
         model.layers[0].down.zero_()

@@ -74,6 +74,8 @@ class ToolEnvironment(Environment):
         return [{**message, "content": _text(message["content"])} for message in said]
 
     def cut(self) -> Any:
+        while self.said and self.said[-1]["role"] == "tool":  # there was no room for these
+            self.said.pop()
         return self.ended()
 
     def ended(self) -> End:

@@ -81,7 +81,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
         ("--compile.capture step --compile.recompute ", "compile.recompute holds an empty pattern"),
         ("--task.data x", "task.data has no effect on sum-digits; remove it, or name a recipe: gsm8k or dataset"),
         ("--task.no-shuffle", "task.shuffle has no effect on sum-digits"),
-        ("--task.reward nope", "reward 'nope' must be module:function, path.py:function or a ready one (math, gsm8k)"),
+        ("--task.reward nope", "reward 'nope' must be module:function, path.py:function or a ready one (math, gsm8k, reasoning_gym)"),
         ("--task.reward r.py:solves", "reward solves requires the column 'solution'; the data has answer"),
         ("--task.reward-weights 1 2", "task.reward_weights has 2 values for 0 reward functions"),
         ("--task.reward-timeout 3", "task.reward_timeout needs task.reward_workers of at least 1"),

@@ -147,6 +147,9 @@ def test_an_environment_that_rewards_itself_and_instances_are_reset() -> None:
         environment.start({"prompt": "p", "environment": "judge", "start": start}, 0)
         environment.step(turn(call("add", a=0, b=4)))
         assert environment.cut() == End({"Judge": (4 + start) / 10}, True, environment.said)
+        assert [message["role"] for message in environment.said] == ["assistant"], (
+            "an answer without room is taken back"
+        )
         environment.close()
     assert Judge.made == before, "one was made to learn its tools, and is reset"
     with pytest.raises(InputError, match="the row's environment is 'other'; it must be one of plain, judge"):

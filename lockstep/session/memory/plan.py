@@ -87,7 +87,7 @@ def plan(w: Workload, memory: int) -> MemoryPlan:
     copies = terms.state_copies(w) if _checks(w) and w.on_gpu else 0
     if 2 * copies >= memory - done.total:  # as `graph.check` decides: then they are on the host
         return done
-    return replace(done, terms={**done.terms, COPIES: copies})
+    return replace(done, terms={**done.terms, COPIES: max(0, copies - _machine_check(w))})  # they take turns
 
 
 def _again(w: Workload) -> tuple[int, int]:
@@ -128,9 +128,12 @@ def _pool(w: Workload, again: int) -> dict[str, int]:
     found[GENERATION] = max(0, terms.prefill(w) - held)
     check = terms.eager(w) if _checks(w) else 0
     found[CHECK] = max(0, check - held - found[GENERATION])
-    if w.on_gpu and w.config.parity != "off":
-        found[CHECK] += terms.machine_check(w)
+    found[CHECK] += _machine_check(w)
     return found
+
+
+def _machine_check(w: Workload) -> int:
+    return terms.machine_check(w) if w.on_gpu and w.config.parity != "off" else 0
 
 
 def _graphs(w: Workload) -> bool:
