@@ -41,9 +41,9 @@ from lockstep.ops import pdl, sequence_sum
 from lockstep.ops.fused.backward import add_gradient, rms_norm_add, rotated_attention_packed
 from lockstep.ops.linear import cublas, hopper_async
 from lockstep.ops.linear import triton as linear_triton
+from lockstep.ops.linear.choice import Choice
 from lockstep.ops.moe import triton_grouped as grouped_kernels
 from lockstep.ops.records import AttentionGradient, Packed, Rotation
-from lockstep.ops.tables.linear_table import Choice
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.step import score
@@ -58,7 +58,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 SHARED_KIB = 227  # that a block can have
 MULTIPROCESSORS = 132
 PAGE_SIZE, PAGES, RESULTS = 16, 1024, 16
-ROWS = (1, 16, 32, 40, 128, 256)  # decoded at once: one for each bound of `linear_table`
+ROWS = (1, 16, 32, 40, 128, 256)  # decoded at once: one for each bound of `linear_choice`
 LENGTHS = (256, 8192)  # of the longest sequence: one split of its keys, and several
 TOP_P = SamplingParams(temperature=0.8, top_p=0.95)
 

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.models.init import architecture
+from lockstep.ops.linear import choice as linear_choice
+from lockstep.ops.linear.choice import LIBRARY, Choice, Kind
 from lockstep.ops.linear.hopper_async import MIN_COPIED
 from lockstep.ops.linear.kernels import KERNELS
 from lockstep.ops.norm import triton as norm_triton
-from lockstep.ops.tables import linear_table
-from lockstep.ops.tables.linear_table import LIBRARY, Choice, Kind
 
 ARCHITECTURES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
 OWN = [name for name in KERNELS if name != "library"]
@@ -69,7 +69,7 @@ Configuration = dict[str, Choice]
 def product(kind: Kind, choice: Choice, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
     """The product after the norm."""
     if DEVICE == "cpu":  # to try the search
-        return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // linear_table.tiles_of_weight(kind)]
+        return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // linear_choice.tiles_of_weight(kind)]
     if kind.startswith("norm"):
         x = norm_triton.rms_norm(x, norm, EPS)
     return KERNELS[choice.kernel].run(kind, choice, x, weight, residual if kind == "linear_add" else None)
@@ -116,10 +116,12 @@ class LayerProblem:
     def tune(self) -> tuple[Configuration, float]:
         """The best configuration that a descent from the present table finds; microseconds a layer."""
         m = PROBES[self.bucket][-1]
-        best: Configuration = {name: linear_table.choose(LAYER[name], m, *shape) for name, shape in self.shapes.items()}
+        best: Configuration = {
+            name: linear_choice.choose(LAYER[name], m, *shape) for name, shape in self.shapes.items()
+        }
         for name, (columns, _) in self.shapes.items():
             if best[name] == LIBRARY and not self.library_is_even(name):
-                best[name] = linear_table.by_rule(LAYER[name], min(m, linear_table.MAX_ROWS), columns)
+                best[name] = linear_choice.by_rule(LAYER[name], min(m, linear_choice.MAX_ROWS), columns)
         time = self.us(best)
         tries = {name: list(dict.fromkeys([best[name], *self._tiles(name)])) for name in self.shapes}
         for _ in range(2):
@@ -205,7 +207,7 @@ class PlainProblem:
     def tune(self, bucket: int) -> tuple[Choice, float]:
         """The fastest of the present choice, the tiles and the library; microseconds, the mean over the rows."""
         of, probes = (self.kind, bucket, self.columns, self.depth), PROBES[bucket]
-        now = linear_table.choose(self.kind, probes[-1], self.columns, self.depth)
+        now = linear_choice.choose(self.kind, probes[-1], self.columns, self.depth)
         choices = tiles(*of, self.kernels)
         if now != LIBRARY:
             choices.append(now)
@@ -223,7 +225,7 @@ def compile_one(job: tuple[Kind, int, int, int, Choice]) -> None:
     """Put a kernel into Triton's cache. Runs in a process of its own."""
     kind, rows_, columns, depth, choice = job
     if choice.kernel == "pipelined":
-        rows_, depth, columns = 16, choice.block_k, choice.block_n * linear_table.tiles_of_weight(kind)
+        rows_, depth, columns = 16, choice.block_k, choice.block_n * linear_choice.tiles_of_weight(kind)
     shapes = (columns, depth), (rows_, depth), (rows_, columns)
     weight, x, residual = (torch.zeros(shape, device=DEVICE, dtype=DTYPE) for shape in shapes)
     product(kind, choice, x, weight, weight[0], residual)
@@ -259,7 +261,7 @@ class Table:
     def __init__(self) -> None:
         self.entries: dict[str, dict[str, dict[int, Choice]]] = {
             kind: {f"{n}x{k}": dict(found) for (n, k), found in shapes.items()}
-            for kind, shapes in linear_table.table().items()
+            for kind, shapes in linear_choice.table().items()
         }
         self.lines = [["what", "shape", "rows", "us", "library us", "floor us", "choice"]]
 
@@ -272,7 +274,7 @@ class Table:
 
     def write(self, path: Path) -> None:
         """One line a shape."""
-        gpu, capability = linear_table.this_gpu()
+        gpu, capability = linear_choice.this_gpu()
         parts = [f'  "gpu": {json.dumps(gpu)}', f'  "capability": {json.dumps(capability)}']
         for kind, shapes in self.entries.items():
             lines = ",\n".join(self._line(name, found) for name, found in shapes.items())
@@ -315,7 +317,7 @@ def main() -> int:
     parser = arguments(__doc__.splitlines()[0])
     names = ARCHITECTURES if DEVICE == "cuda" else ("tiny",)
     parser.add_argument("--arch", nargs="*", default=list(names), help=f"default: {' '.join(names)}")
-    table_path = linear_table.path_of(linear_table.this_gpu()[0])
+    table_path = linear_choice.path_of(linear_choice.this_gpu()[0])
     parser.add_argument("--out", type=Path, default=table_path, help="default: this GPU's table in the package")
     parser.add_argument("--layers", action="store_true", help="leave the plain products as they are")
     bounds = list(PROBES)

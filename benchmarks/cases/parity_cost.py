@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.models.init import architecture
 from lockstep.ops import Packed, attention_packed
+from lockstep.ops.linear import choice as linear_choice
 from lockstep.ops.linear import cublas
-from lockstep.ops.tables import linear_table
 from lockstep.trainer import Trainer
 
 MODES = ("parity", "parity off", "library products")
@@ -45,7 +45,7 @@ LIBRARIES = {
 def use_the_library() -> None:
     """torch's defaults for every product: nothing here is under the contract any more."""
     cublas.configure_cuda = lambda: None  # type: ignore[assignment]
-    linear_table.choose = lambda *_: linear_table.LIBRARY  # type: ignore[assignment]
+    linear_choice.choose = lambda *_: linear_choice.LIBRARY  # type: ignore[assignment]
 
 
 def attention_times(arch: str, repeats: int, device: str) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ from importlib import import_module
 from ..config import SHIPPED, LossConfig
 from ..errors import refuse
 from .algorithm import Algorithm as Algorithm
-from .losses import TokenValues as TokenValues
+from .policy_terms import TokenValues as TokenValues
 from .sft import SFT
 from .user import user_algorithm
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import LossConfig
 from .advantage import Rewards, group_advantages
-from .losses import KL_ESTIMATORS, TokenValues, corrected_kl, truncated_weight
+from .policy_terms import KL_ESTIMATORS, TokenValues, corrected_kl, truncated_weight
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .algorithm import Algorithm, mean_over_tokens
-from .losses import TokenValues
+from .policy_terms import TokenValues
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import LossConfig
 from .advantage import Rewards
 from .algorithm import Algorithm, mean_over_tokens, nowhere
-from .losses import TokenValues
+from .policy_terms import TokenValues
 
 
 @dataclass(frozen=True)

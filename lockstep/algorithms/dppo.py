@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import SHIPPED
 from .algorithm import mean_over_tokens
 from .grpo import GRPO
-from .losses import TokenValues
+from .policy_terms import TokenValues
 
 _MOST = 1 - 2**-24  # keeps the logarithm of 1 - p finite
 

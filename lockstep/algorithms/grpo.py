@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..config import SHIPPED
 from .algorithm import Algorithm
-from .losses import TokenValues, clipped_surrogate
+from .policy_terms import TokenValues, clipped_surrogate
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from .grpo import GRPO
-from .losses import TokenValues, clipped_surrogate
+from .policy_terms import TokenValues, clipped_surrogate
 
 
 @dataclass(frozen=True)

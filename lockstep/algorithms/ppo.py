@@ -13,7 +13,7 @@ from ..config import LossConfig
 from .advantage import Rewards, whiten
 from .algorithm import mean_over_tokens
 from .grpo import GRPO
-from .losses import TokenValues
+from .policy_terms import TokenValues
 
 
 @dataclass(frozen=True)

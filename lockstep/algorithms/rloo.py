@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import LossConfig
 from .advantage import Rewards, whitened
 from .grpo import GRPO
-from .losses import TokenValues, clipped_surrogate
+from .policy_terms import TokenValues, clipped_surrogate
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .algorithm import Algorithm, nowhere
-from .losses import TokenValues
+from .policy_terms import TokenValues
 
 SATURATED = 100.0  # from far below here on a float32 sigmoid is 1 and flat
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from .algorithm import Algorithm, mean_over_tokens, nowhere
-from .losses import TokenValues
+from .policy_terms import TokenValues
 
 
 @dataclass(frozen=True)

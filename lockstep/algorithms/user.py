@@ -17,7 +17,7 @@ from ..config import READ_BY, LossConfig
 from ..errors import InputError, refuse
 from ..user_functions import load_function, one_line
 from .algorithm import Algorithm
-from .losses import TokenValues
+from .policy_terms import TokenValues
 
 _LENGTHS, _PADDING = (3, 1), 2  # completion tokens of each sequence it is tried on, and rows beyond
 _REWARDS = [[0.0, 1.0], [1.0, 1.0]]

@@ -1,4 +1,4 @@
-"""The `lockstep` command: from arguments to a command's flags, what goes to which stream, and exit codes.
+"""The `lockstep` command: what goes to which stream, and exit codes.
 
 Nothing here imports torch before the flags are parsed and valid, so `--help` and a mistyped flag answer at once.
 """
@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import operator
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NoReturn
-
-import tyro
+from typing import Any, NoReturn
 
 from .. import __version__
-from ..api import resumed
-from ..config import RunConfig, left_behind, recipes, unread, without, yaml_file
 from ..errors import InputError, LockstepError, Terminated
 from ..json_file import to_json
 from ..machine import by_torchrun, launched, several_processes
 from ..run.display import FailsafeStream, RequiredStream
-from .commands import COMMANDS, recipe
-from .flags import Plan, Precompile, Train, refuse_unknown, spelled_out
+from .commands import COMMANDS
+from .flags import Train
+from .resolve import parse
 
-_Run = Train | Precompile | Plan  # commands whose flags are a run's configuration
 _GRACE = 5.0  # seconds that threads have to end, once the command has
 
 
@@ -90,7 +84,7 @@ def _main(arguments: list[str]) -> int:
             output.write(f"lockstep {__version__}\n")
             output.flush()
             return 0
-        flags = _parse(arguments)
+        flags = parse(arguments)
         if isinstance(flags, int):
             output.flush()
             return flags
@@ -153,88 +147,3 @@ def _is_not_first() -> bool:
 def _is_reported(error: LockstepError) -> bool:
     """Whether another process of the run has the same error, and reports it."""
     return getattr(error, "reported", False)
-
-
-def _parse(arguments: list[str]) -> Any:
-    """The command's flags, or an exit code when tyro has printed help or a usage error.
-
-    `train`, `precompile` and `plan` are parsed twice: once to learn what the run begins from, then with that as the
-    defaults that flags override.
-    """
-    _refuse_repeated(arguments)
-    kind: Any = _KINDS.get(arguments[0]) if arguments else None
-    if kind is not None:
-        refuse_unknown(kind, arguments[1:])
-    elif arguments and not arguments[0].startswith("-"):
-        raise InputError(f"unknown command {arguments[0]!r}; {yaml_file.suggest(arguments[0], _KINDS)}")
-    try:
-        if kind is None:  # help, or no such command
-            commands: Any = functools.reduce(operator.or_, (Annotated[k, _subcommand(n)] for n, k in _KINDS.items()))
-            return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
-        given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
-        if kind not in (Train, Precompile, Plan):
-            return tyro.cli(kind, **given)
-        named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
-        flags = tyro.cli(kind, **given, default=kind.of(recipes.RECIPES[named](None), recipe=""))
-        begin = _base(flags)
-        return _settled(tyro.cli(kind, **given, default=kind.of(begin)), arguments, begin)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-
-
-def _subcommand(name: str) -> Any:
-    return tyro.conf.subcommand(name)
-
-
-_KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in COMMANDS}
-_DESCRIPTION = "Reinforcement learning for language models: one model definition generates and trains, bit for bit."
-
-
-def _refuse_repeated(arguments: list[str]) -> None:
-    """The last of two flags that set the same would win in silence."""
-    seen: dict[str, str] = {}
-    for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")):
-        name = spelled_out(flag)
-        if name in seen:
-            also = "" if seen[name] == flag else f" (as {seen[name]} before)"
-            raise InputError(f"{flag} is given twice{also}; give it once, with all its values")
-        seen[name] = flag
-
-
-def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
-    """`flags` without what they left of `begin` that nothing reads beside them.
-
-    A flag that nothing reads is refused at any value, also at the one that it has without being given.
-    """
-    names = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
-    given = {name.removeprefix("--").replace("-", "_") for name in names}
-    config = flags.resolved()
-    alone = [] if several_processes() else [("parallel.timeout", "in one process; start several with torchrun")]
-    for path, why in [*unread(config), *alone]:
-        if path in given:
-            raise InputError(f"{path} has no effect {why}")
-    if not (paths := left_behind(config, begin, given)):
-        return flags
-    if launched().rank == 0:
-        print(f"left out, as nothing reads it beside these flags: {', '.join(paths)}", file=sys.stderr)
-    return flags.of_other(without(config, paths))
-
-
-def _base(flags: _Run) -> RunConfig:
-    """What the run begins from: a recipe, --config or --resume."""
-    resume = flags.resume if isinstance(flags, Train) else None
-    given = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}
-    used = [name for name, value in given.items() if value]
-    if len(used) > 1:
-        raise InputError(f"{' and '.join(used)} both say what to begin from; give one")
-    if isinstance(flags, Train) and resume is not None:
-        if flags.run_dir is not None:
-            raise InputError("--run-dir has no effect with --resume, which continues in the folder it names; remove it")
-        return resumed(resume)
-    if flags.config is not None:
-        return yaml_file.load(flags.config, recipes.RECIPES)
-    name = flags.recipe or recipes.DEFAULT
-    begin = recipe(name, "recipe", flags.model)
-    if launched().rank == 0 and (remark := recipes.remark(name, flags.model)):
-        print(remark, file=sys.stderr)
-    return begin

@@ -1,6 +1,7 @@
 """Generation: continuous batching over a paged KV cache with the trainer's own model."""
 
+from .cache_capacity import plan_cache_tokens
 from .engine import Engine
-from .kv_cache import KVCache, plan_cache_tokens
+from .kv_cache import KVCache
 from .request import Grown
 from .weights import SharedWeights, SnapshotWeights

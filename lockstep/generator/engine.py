@@ -246,7 +246,7 @@ class Engine:
             if self._flight:
                 self.drain()
             else:
-                self.scheduler.preempt(self.scheduler.running[-1])
+                self.scheduler.preempt_youngest()
         return 0
 
     def drain(self, ahead: int = 0) -> None:

@@ -9,10 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..config import GeneratorConfig
-from ..errors import refuse
 from ..models import ModelConfig
-from ..models.checks import memory_bytes
 
 
 def upload(values: list, device: torch.device) -> torch.Tensor:
@@ -136,60 +133,3 @@ class KVCache:
         for i in range(0, len(data) - size + 1, size):
             digest = hashlib.blake2b(digest + data[i : i + size], digest_size=16).digest()
             yield digest
-
-
-def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Cache bytes of one position, keys and values, all layers."""
-    heads, key, value = config.cached
-    return config.num_layers * heads * (key + value) * dtype.itemsize
-
-
-HOST_CACHE = 2 << 30  # bytes that a cache may have on a CPU, unless its capacity is given
-
-
-def per_sequence(config: GeneratorConfig, tokens: int) -> int:
-    """Tokens of the whole pages that a sequence of so many tokens takes, and of one page more."""
-    return (-(-tokens // config.page_size) + 1) * config.page_size
-
-
-def rounded(fitting: int) -> int:
-    """A capacity that fits, a little less: graphs hold it, and are kept for the next start."""
-    low = max(0, fitting.bit_length() - 5)
-    return fitting >> low << low
-
-
-def plan_cache_tokens(
-    config: GeneratorConfig,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    sequences: int,
-    tokens_per_sequence: int,
-) -> int:
-    """Capacity in tokens, decided and checked before anything is generated.
-
-    `generator.kv_cache_tokens` when given; otherwise what `sequences` of `tokens_per_sequence` need at once, bounded
-    by `max_num_seqs` and by the memory at hand (half of the GPU's free memory; 2 GiB on a CPU).
-
-    Raises:
-        InputError: not even one sequence of that length fits.
-    """
-    one_sequence = per_sequence(config, tokens_per_sequence) - config.page_size
-    if config.kv_cache_tokens:
-        planned = config.kv_cache_tokens
-        needed, memory = planned * bytes_per_token(model, dtype), memory_bytes(device)
-        refuse(
-            needed > memory,
-            f"generator.kv_cache_tokens: {planned} tokens take {needed / 2**30:,.0f} GiB, and {device.type} has "
-            f"{memory / 2**30:,.0f} GiB; lower it, or set it to 0 to have it planned",
-        )
-    else:
-        wanted = min(sequences, config.max_num_seqs) * per_sequence(config, tokens_per_sequence)
-        free = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else HOST_CACHE
-        planned = min(wanted, rounded(free // bytes_per_token(model, dtype)))
-    refuse(
-        planned // config.page_size * config.page_size < one_sequence,
-        f"generator.kv_cache_tokens: the cache holds {planned} tokens, one sequence may need {one_sequence}; raise it, "
-        "or shorten the prompt or sampling.max_completion_length",
-    )
-    return planned

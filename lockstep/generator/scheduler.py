@@ -203,6 +203,10 @@ class Scheduler:
             sequence.lease = next(self._lease)
             heapq.heappush(self._leases, (lasts, sequence.lease, sequence))
 
+    def preempt_youngest(self) -> None:
+        """Preempt the running sequence that was taken on last."""
+        self.preempt(self.running[-1])
+
     def preempt(self, sequence: Sequence) -> None:
         """Release a running sequence's pages; it waits, first in line, to run all its tokens again."""
         self.preemptions += 1

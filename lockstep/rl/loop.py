@@ -15,13 +15,13 @@ from statistics import mean
 from typing import Any
 
 from ..algorithms import SUPERVISED, supervised
-from ..algorithms.losses import KL_ESTIMATORS
+from ..algorithms.policy_terms import KL_ESTIMATORS
 from ..config import RunConfig
 from ..environments import Collector, Failures, Limits, worked_trajectories
 from ..environments.collect import Collected, Problems
-from ..errors import LockstepError, NonFiniteError
+from ..errors import LockstepError
 from ..session.build import TrainingSession
-from ..session.certificate import Certificate, raise_mismatch
+from ..session.certificate import Certificate
 from ..timings import Span
 from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards
 from ..trainer.graph_inputs import complete
@@ -35,6 +35,7 @@ from ..types import (
 )
 from .critic import estimate, split
 from .dynamic_sampling import collect_with_signal
+from .step_checks import require_finite, verify
 from .step_metrics import reward_metrics, step_metrics
 
 
@@ -100,9 +101,11 @@ class Loop:
                 result = results[0] if results else trainer.finish_check(sampled)
                 if any(r.applied for r in results):
                     trainer.gather_weights()
-            self._verify(step, result, generated, sampled)
+            self._latest = (generated, result)
+            verify(config.parity, self.certificate, step, result, sampled)
             for i, later in enumerate(results[1:]):
-                self._require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)
+                self._latest = (generated, later)
+                require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)
             self._count_idle(step, trained=bool(batches))
         counts["updates"] = sum(r.applied for r in results)
         if config.loss.importance_sampling_mode is not None:
@@ -250,22 +253,6 @@ class Loop:
         with self.run.timings.measured("optim_step", on_device=True):
             return trainer.launch_optim_step(lr, sampled)
 
-    def _verify(self, step: int, result: StepResult, groups: list[RolloutGroup], sampled: int) -> None:
-        self._latest = (groups, result)
-        if self.config.parity != "off":
-            self.certificate.add(step, result, sampled)
-        self._require_finite(f"step {step + 1}", result)
-        if self.config.parity == "strict" and not result.identical:
-            raise_mismatch(step, result)
-
-    def _require_finite(self, where: str, result: StepResult) -> None:
-        self._latest = (self._latest[0], result)
-        if not (result.finite and math.isfinite(result.entropy)):  # the entropy is of tokens that are only checked, too
-            raise NonFiniteError(
-                f"{where}: loss is {result.loss}, gradient norm {result.grad_norm}, entropy {result.entropy}; "
-                f"the weights were {'changed' if result.applied else 'not changed'}"
-            )
-
     def evidence(self) -> dict[str, Any]:
         """What the latest step computed and on which rollouts, for looking into a failure."""
         groups, result = self._latest
@@ -301,7 +288,8 @@ class Loop:
                 trainer.forward_backward(batch, loss_type=SUPERVISED)
             result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps), sampled=0)
             trainer.gather_weights()
-        self._require_finite(f"warm-up step {step + 1}", result)
+        self._latest = (self._latest[0], result)
+        require_finite(f"warm-up step {step + 1}", result)
         return result
 
     def validate(self, selection: bool = False) -> dict[str, float]:

@@ -14,12 +14,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
-from .errors import ApiError, ClientLeft, closing
+from .errors import ApiError, closing
 from .events import answered
 from .routes.chat import chat
 from .routes.completions import completions
 from .routes.tokens import tokens
 from .service import Service
+from .ticket import ClientLeft
 
 ROUTES: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
     "/v1/chat/completions": chat,

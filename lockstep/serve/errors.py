@@ -34,7 +34,3 @@ def refused(param: str, message: str, code: str | None = None) -> ApiError:
 def closing() -> ApiError:
     """Status 503, for what comes or is left while the server ends."""
     return ApiError(503, "the server is shutting down")
-
-
-class ClientLeft(Exception):
-    """Nobody is there to read the answer."""

@@ -9,8 +9,8 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ApiError, ClientLeft
-from .service import Ticket
+from .errors import ApiError
+from .ticket import ClientLeft, Ticket
 
 
 class EventStream(Response):

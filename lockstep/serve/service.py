@@ -1,4 +1,4 @@
-"""Between HTTP and the engine: what may run, whose news go where, and what happens when a client leaves.
+"""Between HTTP and the engine: what may run, and whose news go where.
 
 All of it runs in the event loop's thread; the batcher's thread hands its news over.
 """
@@ -8,26 +8,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 
-from ..errors import InputError, LockstepError
+from ..errors import InputError
 from ..generator import Engine
-from ..session.generate import require_numbers
 from ..session.text.policy import Policy
 from ..session.text.tool_calls import tool_format
-from ..types import GENERATE_DOMAIN, SampleIdentity, Trajectory
-from .batcher import Batcher, Job, News, Update
+from ..types import GENERATE_DOMAIN, SampleIdentity
+from .batcher import Batcher, Job, News
 from .bodies import SamplingFields
-from .errors import ApiError, ClientLeft, closing, refused
+from .errors import ApiError, closing, refused
 from .metrics import ServerMetrics
 from .settings import Settings
+from .ticket import Ticket
 
 TOKEN_TEXTS = 1 << 16  # that are remembered: decoding one takes longer than drawing it
 EXACT = 1 << 53  # whole numbers below are themselves in every language's JSON
@@ -149,88 +148,6 @@ class Service:
         for job, item in news:
             if (ticket := self._tickets.get(job)) is not None:
                 ticket.news.put_nowait((job, item))
-
-
-class Ticket:
-    """The jobs of one request, for as long as someone waits for them: `async with` it and read its updates.
-
-    Leaving the block cancels what is unfinished. When the client leaves, reading raises `ClientLeft`.
-
-    Attributes:
-        unfinished: samples that are not finished, by job.
-    """
-
-    def __init__(self, service: Service, request: Request, jobs: list[Job]) -> None:
-        self.jobs = jobs
-        self.samples = sum(job.sampling.n for job in jobs)
-        self.unfinished = {job: job.sampling.n for job in jobs}
-        self.news: asyncio.Queue[tuple[Job, Update | Exception] | None] = asyncio.Queue()
-        self._service, self._request = service, request
-
-    async def __aenter__(self) -> Self:
-        self._began, self._first = time.monotonic(), True
-        self._watch = asyncio.create_task(self._watch_client())
-        self._service.enter(self)
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._watch.cancel()
-        self._service.leave(self)
-        metrics = self._service.metrics
-        if kind is None:
-            metrics.seconds.observe(time.monotonic() - self._began)
-        elif issubclass(kind, (ClientLeft, asyncio.CancelledError)):
-            metrics.left.inc()
-
-    async def _watch_client(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-        self.news.put_nowait(None)
-
-    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """(index of the job, what is new of one of its samples), until all are finished."""
-        index = {job: i for i, job in enumerate(self.jobs)}
-        while self.unfinished:
-            found = await self.news.get()
-            if found is None:
-                raise ClientLeft
-            job, item = found
-            if isinstance(item, Exception):
-                del self.unfinished[job]
-                raise _told(item)
-            if self._first:
-                self._first = False
-                self._service.metrics.first_token.observe(time.monotonic() - self._began)
-            if item.completion is not None:
-                self._finish(job, index[job], item.completion)
-            yield index[job], item
-
-    def _finish(self, job: Job, index: int, completion: Trajectory) -> None:
-        self.unfinished[job] -= 1
-        if not self.unfinished[job]:
-            del self.unfinished[job]
-        self._service.metrics.sampled_tokens.inc(len(completion.token_ids))
-        try:
-            require_numbers(index, completion)
-        except LockstepError as error:
-            raise ApiError(500, str(error), code="non_finite") from error
-
-    async def completions(self) -> list[list[Trajectory]]:
-        """Of each job its samples, once all are finished."""
-        found: list[dict[int, Trajectory]] = [{} for _ in self.jobs]
-        async for index, update in self.updates():
-            if update.completion is not None:
-                found[index][update.sample] = update.completion
-        return [[of_job[i] for i in range(len(of_job))] for of_job in found]
-
-
-def _told(error: Exception) -> ApiError:
-    """What a client is told of what ended its job."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, InputError):
-        return refused("prompt", str(error))
-    return ApiError(500, f"the engine failed: {type(error).__name__}")
 
 
 def streamed(jobs: list[Job]) -> list[Job]:

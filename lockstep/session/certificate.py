@@ -1,4 +1,4 @@
-"""The run's certificate: what its parity checks covered, and the error where generator and trainer differ."""
+"""The run's certificate: what its parity checks covered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import ParityError
 from ..trainer import StepResult
 
 _OF_EXPERTS = (
@@ -66,20 +65,3 @@ class Certificate:
 def without_experts(record: dict[str, Any]) -> dict[str, Any]:
     """The record, without what only a mixture of experts has if it is not one."""
     return {name: value for name, value in record.items() if name not in _OF_EXPERTS or value is not None}
-
-
-def raise_mismatch(step: int, result: StepResult) -> None:
-    """Stop a strict run: names the first differing tokens, or says how many were not compared. The weights are those
-    from before the step."""
-    lines = [
-        f"{m.request}, completion token {m.position}, {m.kind}: generator {m.generator!r}, trainer {m.trainer!r}"
-        for m in result.mismatches
-    ]
-    found = f"{result.tokens_different} of {result.tokens_checked} tokens differ between generator and trainer"
-    if result.routing is not None and result.routing.tokens_different:
-        found += f", of which {result.routing.tokens_different} went to other experts (digests of the choices differ)"
-    if result.routing is not None and result.routing.prompt_tokens_different:
-        found += f"; {result.routing.prompt_tokens_different} prompt tokens went to other experts"
-    if result.tokens_not_covered:
-        found += f"; {result.tokens_sampled} were sampled"
-    raise ParityError("\n  ".join([f"step {step + 1}: {found}; the weights were not changed", *lines]))

@@ -20,7 +20,7 @@ from .. import ops
 from ..models import Decoder, Masks, ModelConfig, PackedAttention
 from ..models.families import family_of
 from ..models.init import architecture
-from ..ops.tables import linear_table
+from ..ops.linear import choice as linear_choice
 
 _DECODER = replace(architecture("tiny"), num_layers=2)
 _ODD = replace(_DECODER, vocab_size=509, hidden_size=131, intermediate_size=395)  # rows that fill no whole vectors
@@ -33,12 +33,12 @@ def words(device: torch.device, dtype: torch.dtype, config: ModelConfig = _DECOD
     On a CPU also gradients of whole decoders, among them one of each kind that `config` is, and drawn tokens: there
     every library chooses its instructions anew in each process. On a GPU their kernels would have to be compiled.
     """
-    used = set(linear_table.used)
+    used = set(linear_choice.used)
     with torch.no_grad():
         found = {name: _hash(tensors) for name, tensors in _results(device, dtype)}
         if device.type == "cpu":
             found |= {name: _hash(tensors) for name, tensors in _cpu_results(dtype, config)}
-    linear_table.used.intersection_update(used)  # of what is launched here, the run need not launch anything
+    linear_choice.used.intersection_update(used)  # of what is launched here, the run need not launch anything
     return found
 
 

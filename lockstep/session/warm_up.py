@@ -15,10 +15,10 @@ from ..config import RunConfig
 from ..errors import LockstepError
 from ..graph import PassedChecks, Verdict, Work, check_against_eager
 from ..models import Decoder, ModelConfig
+from ..ops.linear import choice as linear_choice
+from ..ops.linear.choice import Kind
 from ..ops.machine_check import check as machine_check
 from ..ops.native import library
-from ..ops.tables import linear_table
-from ..ops.tables.linear_table import Kind
 from .build import Session, TrainingSession
 from .kernel_lists import KEPT, of_steps, remember
 
@@ -176,7 +176,7 @@ def _check_machine(run: TrainingSession) -> bool:
     parity = run.config.parity
     if parity == "off":
         return False
-    before = dict(linear_table.overrides)
+    before = dict(linear_choice.overrides)
     with run.timings.measured("gate"):
         verdict = machine_check.check(*_checked(run))
     if not verdict.holds and parity == "strict":
@@ -184,13 +184,13 @@ def _check_machine(run: TrainingSession) -> bool:
     if not verdict.holds or verdict.replaced:
         _log.warning("%s", verdict)
     _share_overrides(run)
-    return linear_table.overrides != before
+    return linear_choice.overrides != before
 
 
 def _share_overrides(run: TrainingSession) -> None:
     """What replaces a kernel on one rank replaces it on all, so that they make the same graphs."""
-    for of_rank in run.world.gather(dict(linear_table.overrides)):
-        linear_table.overrides.update(of_rank)
+    for of_rank in run.world.gather(dict(linear_choice.overrides)):
+        linear_choice.overrides.update(of_rank)
 
 
 def _checked(run: TrainingSession) -> _Checked:

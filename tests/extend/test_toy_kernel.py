@@ -12,9 +12,9 @@ import torch
 from processes import run_interpreted
 from torch import Tensor
 
+from lockstep.ops.linear import choice as linear_choice
+from lockstep.ops.linear.choice import Choice, Kind
 from lockstep.ops.machine_check import check as machine_check
-from lockstep.ops.tables import linear_table
-from lockstep.ops.tables.linear_table import Choice, Kind
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import triton
@@ -58,8 +58,8 @@ class Interpreted:
     def registered(self):
         kernels.register("toy", sys.modules[__name__])
         yield
-        del kernels.KERNELS["toy"], linear_table.offers["toy"]
-        linear_table.overrides.clear()
+        del kernels.KERNELS["toy"], linear_choice.offers["toy"]
+        linear_choice.overrides.clear()
 
     def test_it_computes_the_shapes_that_it_has_candidates_for(self):
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ class Interpreted:
             chain += x[:, k : k + 1].float() * weight[:, k].float()
         assert torch.equal(kernels.linear_fp32(x, weight).view(torch.int32), chain.view(torch.int32))
         assert kernels.choose("linear_fp32", 5, weight) == Choice("toy", block_n=16)
-        assert ("linear_fp32", 5, 40, 48) in linear_table.used, "the machine check looks at it"
+        assert ("linear_fp32", 5, 40, 48) in linear_choice.used, "the machine check looks at it"
 
     def test_other_shapes_are_the_package_s(self):
         weight = torch.empty(40, 48, dtype=torch.bfloat16)
@@ -80,8 +80,8 @@ class Interpreted:
 
     def test_the_machine_check_replaces_it_and_keeps_no_verdict_on_it(self, tmp_path, monkeypatch):
         weight, cpu = torch.empty(40, 48, dtype=torch.bfloat16), torch.device("cpu")
-        linear_table.overrides[40, 48] = linear_table.CHAIN
-        assert kernels.choose("linear_fp32", 5, weight) == linear_table.CHAIN
+        linear_choice.overrides[40, 48] = linear_choice.CHAIN
+        assert kernels.choose("linear_fp32", 5, weight) == linear_choice.CHAIN
         product = machine_check.Product("linear_fp32", 5, 40, 48)
         checked = []
         monkeypatch.setattr(machine_check, "_check", lambda shape, *_: checked.append(shape) or "kept")

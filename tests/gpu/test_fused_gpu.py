@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops.linear import cublas
-from lockstep.ops.tables.linear_table import Choice
+from lockstep.ops.linear.choice import Choice
 
 DEVICE = "cuda"
 ROWS = (1, 2, 7, 16, 40, 64, 100, 256, 700)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops.linear import cublas
+from lockstep.ops.linear.choice import Choice
 from lockstep.ops.records import Epilogue
-from lockstep.ops.tables.linear_table import Choice
 
 DEVICE = "cuda"
 ROWS = (1, 2, 7, 16, 40, 64, 100, 129, 256, 700, 4096)

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.ops.linear import choice as linear_choice
+from lockstep.ops.linear.choice import Kind
 from lockstep.ops.logprobs import philox
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.machine_check.check import HeadShape, Product
 from lockstep.ops.records import Filters, SampleKeys
-from lockstep.ops.tables import linear_table
-from lockstep.ops.tables.linear_table import Kind
 
 DEVICE = "cuda"
 VOCABULARY = 151_936
@@ -110,7 +110,7 @@ def test_speed_of_sampling(top_p, limit):
 @pytest.fixture
 def no_overrides():
     yield
-    linear_table.overrides.clear()
+    linear_choice.overrides.clear()
 
 
 def test_the_machine_keeps_the_contract(tmp_path):
@@ -143,7 +143,7 @@ def test_a_product_in_two_halves_is_replaced(tmp_path, monkeypatch, no_overrides
 
     monkeypatch.setattr(machine_check, "linear", halves)
     product = Product("linear", 300, 1024, 3072)
-    assert linear_table.choose(*product) == linear_table.LIBRARY
+    assert linear_choice.choose(*product) == linear_choice.LIBRARY
     verdict = machine_check.check([product], [], torch.device(DEVICE), torch.bfloat16, tmp_path / "cache")
     assert verdict.holds and verdict.replaced == (str(product),)
-    assert linear_table.choose(*product) == linear_table.CHAIN
+    assert linear_choice.choose(*product) == linear_choice.CHAIN

@@ -146,7 +146,7 @@ import json, sys
 from lockstep.ops.linear import hopper_async, hopper_tma; from lockstep.ops import pdl
 from lockstep.ops.precompile import preload
 from lockstep.ops.records import Epilogue
-from lockstep.ops.tables.linear_table import Choice
+from lockstep.ops.linear.choice import Choice
 
 def by_tma(*tile):
     hopper_tma.run("norm_linear", Choice("tma", *tile), x, w, None, Epilogue(torch.empty(64, dtype=x.dtype)))

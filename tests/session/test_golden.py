@@ -17,9 +17,9 @@ from processes import finished
 from lockstep import ops
 from lockstep.models.init import architecture
 from lockstep.ops.activation import operator as activation
+from lockstep.ops.linear import choice as linear_choice
 from lockstep.ops.logprobs import operator as logprobs
 from lockstep.ops.logprobs import philox
-from lockstep.ops.tables import linear_table
 from lockstep.run import resume
 from lockstep.session import golden
 
@@ -30,10 +30,10 @@ KINDS = ["product", "exp", "norm", "attention", "AdamW", "log", "decoder", "head
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_words_are_a_function_of_the_arithmetic(dtype: torch.dtype) -> None:
     first = golden.words(CPU, dtype)
-    state, used = torch.get_rng_state(), set(linear_table.used)
+    state, used = torch.get_rng_state(), set(linear_choice.used)
     began = time.thread_time()
     assert golden.words(CPU, dtype) == first and list(first) == KINDS
-    assert time.thread_time() - began < 1 and linear_table.used == used
+    assert time.thread_time() - began < 1 and linear_choice.used == used
     assert torch.equal(torch.get_rng_state(), state)
     assert len(set(first.values())) == len(KINDS)
     with ops.native.library.using(None):

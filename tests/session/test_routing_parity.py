@@ -34,8 +34,9 @@ from lockstep.models.config import MoEConfig
 from lockstep.models.init import init_folder
 from lockstep.ops.moe import routing
 from lockstep.rl.loop import Loop
+from lockstep.rl.step_checks import raise_mismatch
 from lockstep.session.build import build
-from lockstep.session.certificate import Certificate, raise_mismatch
+from lockstep.session.certificate import Certificate
 from lockstep.session.parity_check import check_model
 from lockstep.session.warm_up import warm_up
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack

@@ -18,8 +18,8 @@ from lockstep.errors import LockstepError
 from lockstep.graph import GraphError
 from lockstep.models import Decoder
 from lockstep.models.init import architecture
+from lockstep.ops.linear import choice as linear_choice
 from lockstep.ops.machine_check import check as machine_check
-from lockstep.ops.tables import linear_table
 from lockstep.rl.loop import Loop
 from lockstep.session import kernel_lists
 from lockstep.session import warm_up as session_warm_up
@@ -62,12 +62,12 @@ def test_warn_says_so_and_off_does_not_look(broken: None, caplog: pytest.LogCapt
 
 def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
-    monkeypatch.setattr(linear_table, "overrides", {})
+    monkeypatch.setattr(linear_choice, "overrides", {})
     monkeypatch.setattr(machine_check, "_check", lambda *_: "replaced")
     config = config_of(captured=True)
     run = build(config)
     launches = warm_up(run)
-    assert linear_table.overrides and {"forward_backward", "decode", "mixed"} <= launches.keys()
+    assert linear_choice.overrides and {"forward_backward", "decode", "mixed"} <= launches.keys()
     again = warm_up(run)  # known by now, so these graphs stay; those before had not been launched twice
     assert again == {name: 2 * n for name, n in launches.items()} and min(launches.values()) > 0
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..records import PLAIN_EPILOGUE, Epilogue
-from ..tables.linear_table import LIBRARY, Choice, Kind
+from .choice import LIBRARY, Choice, Kind
 
 MIN_ROWS = 8  # below this cuBLAS may use matrix-vector kernels, whose order of additions is another
 

@@ -32,7 +32,7 @@ from .. import pdl
 from ..activation.triton import GELU_CUBIC, GELU_LINEAR, SWIGLU_ALPHA, SWIGLU_LIMIT
 from ..records import PLAIN_EPILOGUE, Epilogue
 from ..rows import aligned_rows
-from ..tables.linear_table import Choice, Kind, tiles_of_weight
+from .choice import Choice, Kind, tiles_of_weight
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # by Triton's version
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier

@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue
-from ..tables.linear_table import Choice, Kind, tiles_of_weight
+from .choice import Choice, Kind, tiles_of_weight
 from .hopper_async import STAGES_KIB, _barrier, asks_ahead, biased, gated, operands
 from .hopper_async import supports as supports
 

@@ -1,6 +1,6 @@
 """The kernels that compute matrix products on a GPU: one file each, registered here by name.
 
-Which of them computes a shape, `tables.linear_table` says. Tiles and kernels change no bit (contract C1).
+Which of them computes a shape, `choice` says. Tiles and kernels change no bit (contract C1).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..norm.triton import rms_norm
 from ..records import PLAIN_EPILOGUE, SILU, Epilogue
-from ..tables import linear_table
-from ..tables.linear_table import Choice, Kind
+from . import choice as linear_choice
 from . import cublas, triton
+from .choice import Choice, Kind
 
 
 class ProductKernel(Protocol):
@@ -25,7 +25,7 @@ class ProductKernel(Protocol):
         """Whether the weight's GPU can run that, and the weight is laid out for it."""
 
     def candidates(self, kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-        """Choices worth timing for these numbers of rows, ascending; `columns` as in `linear_table.choose`."""
+        """Choices worth timing for these numbers of rows, ascending; `columns` as in `linear_choice.choose`."""
 
     def run(
         self,
@@ -54,15 +54,15 @@ else:
 def register(name: str, kernel: ProductKernel) -> None:
     """Add a kernel from outside the package: shapes that it has candidates for are its own, by the first of them."""
     KERNELS[name] = kernel
-    linear_table.offers[name] = kernel.candidates
+    linear_choice.offers[name] = kernel.candidates
 
 
 def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Choice:
     """By the table; by its rule where the kernel of the table cannot run."""
-    choice = linear_table.choose(kind, rows, *weight_NK.shape, biased=biased)
+    choice = linear_choice.choose(kind, rows, *weight_NK.shape, biased=biased)
     if choice.kernel in KERNELS and KERNELS[choice.kernel].supports(choice, weight_NK):
         return choice
-    return linear_table.by_rule(kind, rows, weight_NK.shape[0])
+    return linear_choice.by_rule(kind, rows, weight_NK.shape[0])
 
 
 def product(

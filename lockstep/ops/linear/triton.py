@@ -29,7 +29,7 @@ from .. import pdl
 from ..activation.triton import gated
 from ..records import PLAIN_EPILOGUE, Epilogue
 from ..rows import unit_inner
-from ..tables.linear_table import CHAIN, Choice, Kind, tiles_of_weight
+from .choice import CHAIN, Choice, Kind, tiles_of_weight
 
 GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache
 SMALL, LARGE = Choice("per_head", 16, 128, 64, 4, 4), Choice("per_head", 128, 128, 64, 8, 3)

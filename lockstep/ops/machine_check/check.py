@@ -2,7 +2,7 @@
 
 On a GPU every matrix product is compared, word by word, with the one-accumulator chain of a fixed Triton kernel: tiles
 must not change a bit, and the library must not split K. A shape whose kernel differs falls back to that Triton kernel
-(`linear_table.overrides`); one whose chain depends on the number of rows has nothing to fall back to, and strict parity
+(`choice.overrides`); one whose chain depends on the number of rows has nothing to fall back to, and strict parity
 must not start. On a CPU a row's product must not depend on how many rows there are. On both, attention over a paged
 cache must be attention over packed tokens.
 
@@ -21,11 +21,11 @@ import torch
 from ...cache import fingerprint as cache_fingerprint
 from ...cache import user_folder
 from ..activation.operator import silu_mul
+from ..linear import choice as linear_choice
+from ..linear.choice import CHAIN, Kind
 from ..linear.operator import linear, linear_add, linear_fp32, norm_gate_up, norm_linear
 from ..native.library import cpu_backend
 from ..norm.operator import rms_norm
-from ..tables import linear_table
-from ..tables.linear_table import CHAIN, Kind
 from .attention import attention_agrees, latent_agrees
 from .inputs import cancel, same_bits, scaled, wide
 from .shapes import HeadShape, LatentHeadShape, Product
@@ -69,7 +69,7 @@ def _several(names: tuple[str, ...]) -> str:
 
 def used() -> list[Product]:
     """The products that this process has computed on a GPU: after warm-up, exactly those that were captured."""
-    return sorted(Product(*key) for key in linear_table.used)
+    return sorted(Product(*key) for key in linear_choice.used)
 
 
 def check(
@@ -136,14 +136,14 @@ def _path(device: torch.device, dtype: torch.dtype, folder: Path | None) -> Path
 
 
 def _known(path: Path) -> dict[str, Outcome]:
-    raw = None if linear_table.offers else user_folder.read(path)  # the key tells no code from outside the package
+    raw = None if linear_choice.offers else user_folder.read(path)  # the key tells no code from outside the package
     return raw if isinstance(raw, dict) and all(outcome in get_args(Outcome) for outcome in raw.values()) else {}
 
 
 def _replace(names: Iterable[str]) -> None:
     for name in names:
         if found := re.fullmatch(r"\w+ \d+x(\d+)x(\d+)( with bias)?", name):
-            linear_table.overrides[int(found[1]), int(found[2])] = CHAIN
+            linear_choice.overrides[int(found[1]), int(found[2])] = CHAIN
 
 
 def _check(shape: Shape, device: torch.device, dtype: torch.dtype) -> Outcome:
@@ -197,4 +197,4 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> str:
     """What the bits depend on: the package, versions and the machine, the device itself, and on a CPU what computes."""
     on_gpu = device.type == "cuda"
     about = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_backend()}\n{torch.__config__.show()}"
-    return cache_fingerprint.key("machine check", dtype, about, *linear_table.offers, device=device.type)
+    return cache_fingerprint.key("machine check", dtype, about, *linear_choice.offers, device=device.type)

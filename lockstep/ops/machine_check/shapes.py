@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..tables.linear_table import Kind
+from ..linear.choice import Kind
 
 
 class Product(NamedTuple):

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..linear.choice import Choice
 from ..linear.triton import GROUP_M, swizzled
-from ..tables.linear_table import Choice
 
 _SMALL = Choice("grouped", 16, 128, 128, 4, 4)
 _MEDIUM = Choice("grouped", 64, 256, 64, 4, 4)

@@ -18,8 +18,9 @@ from ..bodies import ChatBody, read_body
 from ..chat_prompt import ChatPrompt, checked_messages, encode_chat
 from ..errors import refused
 from ..events import EventStream, answered
-from ..service import Service, Ticket, streamed
+from ..service import Service, streamed
 from ..text import GrowingText, chat_logprobs, visible
+from ..ticket import Ticket
 from .common import head, usage
 
 

@@ -14,8 +14,9 @@ from ..batcher import Job, Update
 from ..bodies import CompletionBody, read_body
 from ..errors import refused
 from ..events import EventStream, answered
-from ..service import Service, Ticket, streamed
+from ..service import Service, streamed
 from ..text import GrowingText, completion_logprobs, visible
+from ..ticket import Ticket
 from .common import head, usage
 
 USUAL_LENGTH = 16  # new tokens where a request does not say, as in OpenAI's interface

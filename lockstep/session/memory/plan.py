@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ...config import CompileConfig
-from ...generator.kv_cache import HOST_CACHE, per_sequence, rounded
+from ...generator.cache_capacity import HOST_CACHE, per_sequence, rounded
 from . import terms
 from .terms import GIB
 from .workload import Workload

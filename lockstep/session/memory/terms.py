@@ -8,7 +8,7 @@ the captured graph: `tests/session/test_memory_plan.py` holds them to the bytes 
 
 from __future__ import annotations
 
-from ...generator.kv_cache import bytes_per_token
+from ...generator.cache_capacity import bytes_per_token
 from .workload import Workload
 
 GIB = 1 << 30

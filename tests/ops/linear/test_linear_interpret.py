@@ -12,9 +12,9 @@ import pytest
 import torch
 from processes import run_interpreted
 
+from lockstep.ops.linear import choice as linear_choice
+from lockstep.ops.linear.choice import Choice
 from lockstep.ops.records import ACTIVATIONS, Epilogue, Rotation
-from lockstep.ops.tables import linear_table
-from lockstep.ops.tables.linear_table import Choice
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.activation import triton as activation_triton
@@ -85,15 +85,15 @@ class Interpreted:
             assert same_bits(cache.view_as(e), e)
 
 
-KINDS = get_args(linear_table.Kind)
+KINDS = get_args(linear_choice.Kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", [1, 8, 9, 33, 40, 57, 65, 128, 129, 9000])
 @pytest.mark.parametrize(("columns", "depth"), [(4096, 1024), (1024, 3072), (300, 72)])
 def test_every_shape_has_a_choice(kind, m, columns, depth):
-    choice = linear_table.choose(kind, m, columns, depth)
-    if choice == linear_table.LIBRARY:
+    choice = linear_choice.choose(kind, m, columns, depth)
+    if choice == linear_choice.LIBRARY:
         assert m > 8, "few rows are ours: the library may take a matrix-vector kernel"
         return
     weights = 2 if kind == "norm_gate_up" else 1
@@ -114,7 +114,7 @@ def test_every_shape_has_a_choice(kind, m, columns, depth):
 
 def test_what_the_table_has_of_the_copy_engine_s_kernel_can_be_launched():
     found = 0
-    for kind, shapes in linear_table.table().items():
+    for kind, shapes in linear_choice.table().items():
         for (_, depth), entries in shapes.items():
             for i, (bound, choice) in enumerate(entries):
                 if choice.kernel == "tma":
@@ -139,7 +139,7 @@ def test_hopper_s_instructions_are_for_hopper(monkeypatch, capability, kernel):
 
 
 def test_the_table_covers_the_architectures_it_was_measured_for():
-    table = linear_table.table()
+    table = linear_choice.table()
     for kind, shapes in {
         "norm_linear": [(4096, 1024), (4096, 2048), (6144, 4096), (10240, 5120)],
         "linear_add": [(1024, 2048), (1024, 3072), (2048, 6144), (4096, 12288), (5120, 25600)],
@@ -157,10 +157,10 @@ def test_a_gpu_has_its_own_table_or_the_nearest(monkeypatch, tmp_path):
         entry = {"64x64": [[8, ["pipelined", ord(name), 16, 32, 4, 2]]]}
         path = tmp_path / f"linear_{name}.json"
         path.write_text(json.dumps({"gpu": name, "capability": capability, "linear": entry}))
-    monkeypatch.setattr(linear_table, "FOLDER", tmp_path)
+    monkeypatch.setattr(linear_choice, "FOLDER", tmp_path)
 
     def found(*gpu) -> str:
-        return chr(linear_table.table_for(*gpu)["linear"][64, 64][0][1].block_m)
+        return chr(linear_choice.table_for(*gpu)["linear"][64, 64][0][1].block_m)
 
     assert [found(name, (9, 0)) for name in "BC"] == ["B", "C"]
     assert found("E", (9, 0)) == "B" and found("E", (8, 6)) == "A"
@@ -168,7 +168,7 @@ def test_a_gpu_has_its_own_table_or_the_nearest(monkeypatch, tmp_path):
 
 
 def test_the_measured_gpu_has_the_table_in_the_package():
-    name, capability = linear_table.MEASURED
-    raw = json.loads(linear_table.path_of(name).read_text())
+    name, capability = linear_choice.MEASURED
+    raw = json.loads(linear_choice.path_of(name).read_text())
     assert raw["gpu"] == name and tuple(raw["capability"]) == capability
-    assert linear_table.table_for("NVIDIA H100 80GB HBM3", (9, 0)) == linear_table.table_for(name, capability)
+    assert linear_choice.table_for("NVIDIA H100 80GB HBM3", (9, 0)) == linear_choice.table_for(name, capability)

@@ -11,12 +11,12 @@ import torch
 
 from lockstep.cache import fingerprint, user_folder
 from lockstep.ops.attention import reference as attention_reference
+from lockstep.ops.linear import choice as linear_choice
+from lockstep.ops.linear.choice import Kind
 from lockstep.ops.machine_check import attention as machine_check_attention
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.machine_check.check import HeadShape, LatentHeadShape, Product
 from lockstep.ops.native import library
-from lockstep.ops.tables import linear_table
-from lockstep.ops.tables.linear_table import Kind
 
 CPU = torch.device("cpu")
 KINDS: dict[tuple[int, int], Kind] = {
@@ -40,10 +40,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_overrides() -> Iterator[None]:
-    before = set(linear_table.used)
+    before = set(linear_choice.used)
     yield
-    linear_table.overrides.clear()
-    linear_table.used &= before
+    linear_choice.overrides.clear()
+    linear_choice.used &= before
 
 
 def check(folder: Path, dtype: torch.dtype = torch.float32) -> machine_check.MachineReport:
@@ -154,15 +154,15 @@ def test_a_replaced_product_is_computed_by_the_chain(folder, biased):
     p = Product("linear", 300, 64, 24, biased)
     file = folder / f"gate-{machine_check.fingerprint(CPU, torch.float32)[:32]}.json"
     user_folder.write(file, {str(p): "replaced", "another": "replaced"})
-    assert linear_table.choose("linear", 300, 64, 24) != linear_table.CHAIN
+    assert linear_choice.choose("linear", 300, 64, 24) != linear_choice.CHAIN
     machine_check.restore(CPU, torch.float32, folder)
-    assert linear_table.choose("linear", 300, 64, 24) == linear_table.CHAIN
-    linear_table.overrides.clear()
+    assert linear_choice.choose("linear", 300, 64, 24) == linear_choice.CHAIN
+    linear_choice.overrides.clear()
     verdict = machine_check.check([p], [], CPU, torch.float32, folder)
     assert verdict.holds and verdict.replaced == (str(p),) and "Triton replaces the library for linear" in str(verdict)
-    assert linear_table.choose("linear", 300, 64, 24) == linear_table.CHAIN
-    assert linear_table.choose("linear", 300, 64, 25) != linear_table.CHAIN
-    linear_table.choose("linear", 300, 64, 24, biased)
+    assert linear_choice.choose("linear", 300, 64, 24) == linear_choice.CHAIN
+    assert linear_choice.choose("linear", 300, 64, 25) != linear_choice.CHAIN
+    linear_choice.choose("linear", 300, 64, 24, biased)
     assert {p, Product("linear", 300, 64, 25)} <= set(machine_check.used())
 
 
@@ -238,7 +238,7 @@ def test_a_rehearsal_checks_what_is_due_and_keeps_nothing(folder, monkeypatch):
     seen: list[str] = []
     monkeypatch.setattr(machine_check, "_check", lambda shape, *_: seen.append(str(shape)) or "broken")
     machine_check.rehearse(PRODUCTS, HEADS, CPU, torch.float32, folder)
-    assert seen == [*map(str, PRODUCTS), *map(str, HEADS)] and not folder.exists() and not linear_table.overrides
+    assert seen == [*map(str, PRODUCTS), *map(str, HEADS)] and not folder.exists() and not linear_choice.overrides
     monkeypatch.undo()
     check(folder)
     monkeypatch.setattr(machine_check, "_check", lambda *_: pytest.fail("checked again"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.algorithms import algorithm_of, supervised
-from lockstep.algorithms.losses import TokenValues, corrected_kl, kl_k3
+from lockstep.algorithms.policy_terms import TokenValues, corrected_kl, kl_k3
 from lockstep.config import LossConfig
 
 

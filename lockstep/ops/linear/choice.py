@@ -17,7 +17,7 @@ import torch
 
 Kind = Literal["linear", "linear_fp32", "linear_add", "norm_linear", "norm_gate_up"]
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "tables"
 MEASURED = "NVIDIA H200", (9, 0)  # what stands for a machine without a GPU: its name and compute capability
 PROGRAMS = 96  # that a grid should have at least, if its tiles can be made small enough
 SHARED_BYTES = 180 * 1024  # for the stages of a program's pipeline

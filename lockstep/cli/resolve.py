@@ -1,0 +1,102 @@
+"""From arguments to a command's flags: a flag overrides the YAML file, which overrides the recipe."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from typing import Annotated, Any
+
+import tyro
+
+from ..api import resumed
+from ..config import RunConfig, left_behind, recipes, unread, without, yaml_file
+from ..errors import InputError
+from ..machine import launched, several_processes
+from .commands import COMMANDS, recipe
+from .flags import Plan, Precompile, Train, refuse_unknown, spelled_out
+
+_Run = Train | Precompile | Plan  # commands whose flags are a run's configuration
+_KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in COMMANDS}
+_DESCRIPTION = "Reinforcement learning for language models: one model definition generates and trains, bit for bit."
+
+
+def parse(arguments: list[str]) -> Any:
+    """The command's flags, or an exit code when tyro has printed help or a usage error.
+
+    `train`, `precompile` and `plan` are parsed twice: once to learn what the run begins from, then with that as the
+    defaults that flags override.
+    """
+    _refuse_repeated(arguments)
+    kind: Any = _KINDS.get(arguments[0]) if arguments else None
+    if kind is not None:
+        refuse_unknown(kind, arguments[1:])
+    elif arguments and not arguments[0].startswith("-"):
+        raise InputError(f"unknown command {arguments[0]!r}; {yaml_file.suggest(arguments[0], _KINDS)}")
+    try:
+        if kind is None:  # help, or no such command
+            commands: Any = functools.reduce(operator.or_, (Annotated[k, _subcommand(n)] for n, k in _KINDS.items()))
+            return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
+        given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
+        if kind not in (Train, Precompile, Plan):
+            return tyro.cli(kind, **given)
+        named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
+        flags = tyro.cli(kind, **given, default=kind.of(recipes.RECIPES[named](None), recipe=""))
+        begin = _base(flags)
+        return _settled(tyro.cli(kind, **given, default=kind.of(begin)), arguments, begin)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def _subcommand(name: str) -> Any:
+    return tyro.conf.subcommand(name)
+
+
+def _refuse_repeated(arguments: list[str]) -> None:
+    """The last of two flags that set the same would win in silence."""
+    seen: dict[str, str] = {}
+    for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")):
+        name = spelled_out(flag)
+        if name in seen:
+            also = "" if seen[name] == flag else f" (as {seen[name]} before)"
+            raise InputError(f"{flag} is given twice{also}; give it once, with all its values")
+        seen[name] = flag
+
+
+def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
+    """`flags` without what they left of `begin` that nothing reads beside them.
+
+    A flag that nothing reads is refused at any value, also at the one that it has without being given.
+    """
+    names = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
+    given = {name.removeprefix("--").replace("-", "_") for name in names}
+    config = flags.resolved()
+    alone = [] if several_processes() else [("parallel.timeout", "in one process; start several with torchrun")]
+    for path, why in [*unread(config), *alone]:
+        if path in given:
+            raise InputError(f"{path} has no effect {why}")
+    if not (paths := left_behind(config, begin, given)):
+        return flags
+    if launched().rank == 0:
+        print(f"left out, as nothing reads it beside these flags: {', '.join(paths)}", file=sys.stderr)
+    return flags.of_other(without(config, paths))
+
+
+def _base(flags: _Run) -> RunConfig:
+    """What the run begins from: a recipe, --config or --resume."""
+    resume = flags.resume if isinstance(flags, Train) else None
+    given = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}
+    used = [name for name, value in given.items() if value]
+    if len(used) > 1:
+        raise InputError(f"{' and '.join(used)} both say what to begin from; give one")
+    if isinstance(flags, Train) and resume is not None:
+        if flags.run_dir is not None:
+            raise InputError("--run-dir has no effect with --resume, which continues in the folder it names; remove it")
+        return resumed(resume)
+    if flags.config is not None:
+        return yaml_file.load(flags.config, recipes.RECIPES)
+    name = flags.recipe or recipes.DEFAULT
+    begin = recipe(name, "recipe", flags.model)
+    if launched().rank == 0 and (remark := recipes.remark(name, flags.model)):
+        print(remark, file=sys.stderr)
+    return begin

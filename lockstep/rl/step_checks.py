@@ -1,0 +1,52 @@
+"""What a step's result must be for the run to go on: finite and, with strict parity, identical in both roles."""
+
+from __future__ import annotations
+
+import math
+
+from ..errors import NonFiniteError, ParityError
+from ..session.certificate import Certificate
+from ..trainer import StepResult
+
+
+def verify(parity: str, certificate: Certificate, step: int, result: StepResult, sampled: int) -> None:
+    """Add a step's first result to the certificate, unless `parity` is "off", and check it.
+
+    Args:
+        sampled: tokens that were to be compared.
+
+    Raises:
+        NonFiniteError: as `require_finite`.
+        ParityError: as `raise_mismatch`, when `parity` is "strict".
+    """
+    if parity != "off":
+        certificate.add(step, result, sampled)
+    require_finite(f"step {step + 1}", result)
+    if parity == "strict" and not result.identical:
+        raise_mismatch(step, result)
+
+
+def require_finite(where: str, result: StepResult) -> None:
+    """Raise `NonFiniteError`, which begins with `where`, unless loss, gradient norm and entropy are finite."""
+    if not (result.finite and math.isfinite(result.entropy)):  # the entropy is of tokens that are only checked, too
+        raise NonFiniteError(
+            f"{where}: loss is {result.loss}, gradient norm {result.grad_norm}, entropy {result.entropy}; "
+            f"the weights were {'changed' if result.applied else 'not changed'}"
+        )
+
+
+def raise_mismatch(step: int, result: StepResult) -> None:
+    """Stop a strict run: names the first differing tokens, or says how many were not compared. The weights are those
+    from before the step."""
+    lines = [
+        f"{m.request}, completion token {m.position}, {m.kind}: generator {m.generator!r}, trainer {m.trainer!r}"
+        for m in result.mismatches
+    ]
+    found = f"{result.tokens_different} of {result.tokens_checked} tokens differ between generator and trainer"
+    if result.routing is not None and result.routing.tokens_different:
+        found += f", of which {result.routing.tokens_different} went to other experts (digests of the choices differ)"
+    if result.routing is not None and result.routing.prompt_tokens_different:
+        found += f"; {result.routing.prompt_tokens_different} prompt tokens went to other experts"
+    if result.tokens_not_covered:
+        found += f"; {result.tokens_sampled} were sampled"
+    raise ParityError("\n  ".join([f"step {step + 1}: {found}; the weights were not changed", *lines]))
