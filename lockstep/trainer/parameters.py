@@ -186,7 +186,7 @@ class FlatParameters:
         return local
 
     def fill(self, own: Tensor, parts: Sequence[Buffer]) -> None:
-        """Fill this rank's part of a flat tensor from what any number of ranks have of it, by rank.
+        """Fill this rank's part of a flat tensor from what any number of ranks have of it, by rank; zero its gaps.
 
         Raises:
             ValueError: theirs are not of the parameters' size.
@@ -195,8 +195,12 @@ class FlatParameters:
         for buffer in parts:
             if list(buffer.shape) != [theirs.size]:
                 raise ValueError(f"expected shape [{theirs.size}], found {list(buffer.shape)}")
+        end = 0
         for at, count, source, begin in self.layout.overlaps(self.rank, theirs):
-            own[at : at + count].copy_(parts[source][begin : begin + count])
+            own[end:at].zero_()
+            end = at + count
+            own[at:end].copy_(parts[source][begin : begin + count])
+        own[end:].zero_()
 
     @property
     def rank(self) -> int:

@@ -53,7 +53,7 @@ class Rotations:
     def prepare(self, *sizes: int) -> None:
         pass
 
-    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation) -> Tensor:
+    def __call__(self, layer: int, qkv_TE: Tensor, by: ops.Rotation, *_: object) -> Tensor:
         self.table = by.cos_sin_TH
         return torch.zeros(qkv_TE.shape[0], by.num_heads, by.cos_sin_TH.shape[1])
 

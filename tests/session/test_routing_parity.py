@@ -269,7 +269,7 @@ def test_balancing_weighs_as_much_when_groups_are_skipped(
         found.append(theirs(tuple(r.logits_TE[:valid] for r in routes), num_experts=8, top_k=2).item())
         forward_backward(batch, **options)
 
-    def reward(uniform: int, groups: list[RolloutGroup]) -> None:
+    def reward(uniform: int, groups: list[RolloutGroup], _: object) -> None:
         for group in groups:
             for i, rollout in enumerate(group.rollouts):
                 rollout.advantage = 0.0 if group.group < uniform else 1.0 - 2 * i

@@ -152,11 +152,11 @@ def test_a_train_step(joint: bool, tied: bool, norms: bool) -> None:
 
 def test_norms_with_an_offset(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes with the calls that are put together."""
-    monkeypatch.setattr(ops, "rms_norm", lambda x, w, eps: norm_operator.rms_norm(x, w, eps, 1.0))
+    monkeypatch.setattr(ops, "rms_norm", lambda x, w, eps, _=0.0: norm_operator.rms_norm(x, w, eps, 1.0))
     monkeypatch.setattr(
-        ops, "norm_linear", lambda x, n, w, eps, b=None: linear_operator.norm_linear(x, n, w, eps, b, 1.0)
+        ops, "norm_linear", lambda x, n, w, eps, b=None, _=0.0: linear_operator.norm_linear(x, n, w, eps, b, 1.0)
     )
-    monkeypatch.setattr(ops, "qk_norm_rope", lambda qkv, by: rope_operator.qk_norm_rope(qkv, by, 1.0))
+    monkeypatch.setattr(ops, "qk_norm_rope", lambda qkv, by, _=0.0: rope_operator.qk_norm_rope(qkv, by, 1.0))
     before, inputs = traced(CONFIG)
     after = run_passes(before, pipeline(CompileConfig(), on_gpu=True))
     have = calls(after)

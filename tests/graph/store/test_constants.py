@@ -138,6 +138,8 @@ def changed(value: Any, name: str) -> Any:
         return (PATTERNS[name],)
     if name in ("eos_token_ids", "dense_layers", "sliding_layers"):
         return (0,)
+    if name == "biases" and isinstance(value, tuple):
+        return ("qkv",)
     if value is None or isinstance(value, str):
         return OTHER.get(value) if value else None  # type: ignore[arg-type]
     if isinstance(value, bool):
