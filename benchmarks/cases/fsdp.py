@@ -38,6 +38,7 @@ def run_way(name: str, folder: Path, processes: int, flags: list[str]) -> dict[s
     several, own = WAYS[name]
     run_dir = folder / name.replace(" ", "-")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if several else []
+    own += ("--parallel.timeout", "120") if several else ()
     command = [sys.executable, *start, "-m", "lockstep", "train", "dataset", *flags, *own, "--run-dir", str(run_dir)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
     if done.returncode != 0:
@@ -93,7 +94,7 @@ def measure(given: argparse.Namespace, report: Report) -> None:
             *("--trainer.prompts-per-step", str(prompts), "--sampling.num-generations", str(samples)),
             *("--sampling.max-completion-length", str(tokens), "--sampling.ignore-eos"),
             *("--task.validation-prompts", "0", "--parallel.batch-shards", str(given.processes)),
-            *("--parallel.timeout", "120", "--optimizer.learning-rate", "1e-5", "--metrics.no-progress"),
+            *("--optimizer.learning-rate", "1e-5", "--metrics.no-progress"),
         ]
         for name in given.only:
             figures["ways"][name] = way = run_way(name, folder, given.processes, shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -199,6 +200,7 @@ class World:
         with self.peers(), self.deadline("leaving together"):
             if not failed:
                 dist.barrier()
+            gc.collect()  # graphs of a runtime that is gone may lie in cycles still
             for holder in list(self._open):
                 holder.close()
             torch_private.forget_group(self.mesh.fsdp.group)

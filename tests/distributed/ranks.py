@@ -9,6 +9,7 @@ import math
 import sys
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -401,6 +402,13 @@ class Left(FakeRecorder):
         self.closed = True
 
 
+class Cycle:
+    """Of graphs whose runtime is gone."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
 def main() -> None:
     machine.own_gpu()
     world = join(ParallelConfig(timeout=200), DEVICE.type)
@@ -416,7 +424,9 @@ def main() -> None:
         print(json.dumps(found))
     full = CompileConfig("step", cudagraph_mode="full")
     left = Runtime(full, DEVICE, recorder=Left(), mesh={"fsdp": world.size}, peers=world)
+    gone = weakref.ref(Cycle())
     world.close()
+    assert gone() is None
     assert left.recorder is not None and left.recorder.closed  # type: ignore[attr-defined]
 
 
