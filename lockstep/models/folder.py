@@ -20,7 +20,8 @@ from .blocks.weight_slices import WeightSlice
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
-from .hf_config import end_of_sequence, from_hf, require_family, to_hf, without_nulls
+from .families import require_family
+from .hf_config import end_of_sequence, from_hf, to_hf, without_nulls
 from .shards import cut, file_names, read_tensors, weights_path
 from .weight_map import HEAD, fused_experts, weight_map
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import InputError
 from .blocks.rope import scaling_to_hf
 from .config import ModelConfig
-from .families import FAMILIES, Family, Raw, family_of, nearest
+from .families import FAMILIES, Family, Raw, family_of, nearest, require_family
 from .families.family import BY_KIND, PARTLY
 
 # Fields of ours that are integers, and what config.json calls them.
@@ -27,21 +27,6 @@ def without_nulls(values: dict[str, Any]) -> dict[str, Any]:
     flags: dict[str, Any] = {name: False for name in ("norm_topk_prob", "rope_interleave") if name in values}
     flags |= {"sliding_window": 0} if "sliding_window" in values else {}
     return flags | {name: value for name, value in values.items() if value is not None}
-
-
-def require_family(values: dict[str, Any], where: str) -> None:
-    """Raise `InputError` for a `model_type` that is none of ours."""
-    name, part = values.get("model_type"), values.get("text_config")
-    if name in FAMILIES:
-        return
-    if isinstance(part, dict):
-        kind = part.get("model_type")
-        able = f"is a {kind}, which is supported: save it as" if kind in FAMILIES else f"is a {kind!r}; needed is"
-        raise InputError(
-            f"{where}: model_type is {name!r}, which reads more than text; its text part (text_config) {able} a folder "
-            f"of its own, with a model_type of {', '.join(FAMILIES)}"
-        )
-    raise InputError(f"{where}: model_type is {name!r}; supported: {', '.join(FAMILIES)}; {nearest(str(name))}")
 
 
 def from_hf(values: dict[str, Any], where: str) -> ModelConfig:

@@ -3,6 +3,7 @@
 import difflib
 from typing import Any
 
+from ...errors import InputError
 from ..config import ModelConfig
 from . import deepseek_v3, gemma3_text, glm4_moe, gpt_oss, llama, mistral, olmo2, olmo3, qwen2, qwen3, qwen3_moe
 from .family import Family, Raw
@@ -34,3 +35,18 @@ def nearest(name: str, field: str = "", value: Any = None) -> str:
     able = [other for other, family in FAMILIES.items() if not field or family.takes(field, value)]
     closest = difflib.get_close_matches(name, able, n=1, cutoff=0.0)
     return f"the nearest family that can is {closest[0]}" if closest else "no family here can"
+
+
+def require_family(values: dict[str, Any], where: str) -> None:
+    """Raise `InputError` for a `model_type` that is none of ours."""
+    name, part = values.get("model_type"), values.get("text_config")
+    if name in FAMILIES:
+        return
+    if isinstance(part, dict):
+        kind = part.get("model_type")
+        able = f"is a {kind}, which is supported: save it as" if kind in FAMILIES else f"is a {kind!r}; needed is"
+        raise InputError(
+            f"{where}: model_type is {name!r}, which reads more than text; its text part (text_config) {able} a folder "
+            f"of its own, with a model_type of {', '.join(FAMILIES)}"
+        )
+    raise InputError(f"{where}: model_type is {name!r}; supported: {', '.join(FAMILIES)}; {nearest(str(name))}")

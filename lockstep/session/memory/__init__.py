@@ -1,6 +1,6 @@
 """What a run needs of a GPU's memory, term by term, before anything is loaded; what fits, and what would."""
 
-from .fitting import adapted, refusal, remedies
 from .plan import MemoryPlan, plan
+from .remedies import adapted, refusal, remedies
 from .usage import memory_at_hand, model_config, require_room, running_out_named, used, workload
 from .workload import Workload

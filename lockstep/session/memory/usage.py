@@ -19,8 +19,8 @@ from ...models.checks import memory_bytes
 from ...models.folder import read_config
 from ...models.init import architecture
 from ...trainer import Trainer
-from .fitting import refusal
 from .plan import MemoryPlan, plan
+from .remedies import refusal
 from .terms import CONTEXT, GIB
 from .workload import Workload
 
