@@ -22,6 +22,8 @@ from .run.closing import interrupted
 if TYPE_CHECKING:
     from .distributed import World
 
+_LONG = 10.0  # seconds after which what is being done is said
+
 
 def train(
     config: RunConfig,
@@ -123,9 +125,6 @@ def _told(doing: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-_LONG = 10.0  # seconds
 
 
 def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:

@@ -79,17 +79,12 @@ class LayerSlice(NamedTuple):
     form: Form | None = None
 
 
-@dataclass(frozen=True)
-class WeightSlice:
+class WeightSlice(LayerSlice):
     """Tensor `name` of a Hugging Face folder is rows `start : start + rows` of the decoder's `parameter`, whose leading
     dims count as rows when it has more than two; in another `form` where there is one.
     """
 
-    name: str
-    parameter: str
-    start: int
-    rows: int
-    form: Form | None = None
+    __slots__ = ()
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The rows, as a view."""

@@ -161,10 +161,15 @@ def layer_types(config: ModelConfig) -> list[str]:
     return [SLIDING if window else FULL for window in config.windows]
 
 
+def all_but_every(period: int, layers: int) -> tuple[int, ...]:
+    """The layers with a window where every `period`th has none."""
+    return tuple(i for i in range(layers) if (i + 1) % period)
+
+
 def alternating(raw: Raw, period: int) -> dict[str, Any]:
     """Windows by `layer_types` or, without it, in all layers but every `period`th."""
-    layers, kinds = range(raw.integer("num_hidden_layers")), raw.values.get("layer_types")
-    chosen = tuple(i for i in layers if (i + 1) % period) if kinds is None else sliding_layers(raw, kinds)
+    layers, kinds = raw.integer("num_hidden_layers"), raw.values.get("layer_types")
+    chosen = all_but_every(period, layers) if kinds is None else sliding_layers(raw, kinds)
     if not chosen or not raw.values.get("sliding_window"):
         return {}
     return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": chosen}

@@ -23,6 +23,7 @@ from .family import (
     SLIDING,
     Family,
     Raw,
+    all_but_every,
     alternating,
     odd_words,
     rope_by_kind,
@@ -90,21 +91,17 @@ def _rope(raw: Raw) -> dict[str, Any]:
     return rope_by_kind(raw, raw.values.get("rope_local_base_freq") or 10000.0)
 
 
-def _local(layers: int) -> tuple[int, ...]:
-    return tuple(i for i in range(layers) if (i + 1) % 6)
-
-
 def _size(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, window: int = 1024) -> ModelConfig:
     small = hidden < 2000
     return ModelConfig(
         262144 if small else 262208, hidden, ffn, layers, heads, kv_heads, 256, 32768 if small else 131072,
         family="gemma3_text", rope_scaling=None if small else RopeScaling("linear", 8.0), sliding_window=window,
-        sliding_layers=_local(layers), local_rope_theta=10000.0, attention_scale=256**-0.5,
+        sliding_layers=all_but_every(6, layers), local_rope_theta=10000.0, attention_scale=256**-0.5,
     )  # fmt: skip
 
 
 _TINY = replace(
-    qwen3.TINY, family="gemma3_text", num_layers=6, sliding_window=48, sliding_layers=_local(6),
+    qwen3.TINY, family="gemma3_text", num_layers=6, sliding_window=48, sliding_layers=all_but_every(6, 6),
     local_rope_theta=5000.0, attention_scale=24**-0.5,
 )  # fmt: skip
 

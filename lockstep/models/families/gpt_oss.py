@@ -14,7 +14,7 @@ from ..blocks.rope import YarnScaling
 from ..blocks.weight_slices import LayerSlice, attention_slices
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
-from .family import FULL, SLIDING, Family, Raw, alternating, odd_words, write_alternating
+from .family import FULL, SLIDING, Family, Raw, all_but_every, alternating, odd_words, write_alternating
 
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _YARN |= {"original_max_position_embeddings": 4096}
@@ -30,8 +30,7 @@ class InTurn:
 
     def from_hf(self, tensor: Tensor) -> Tensor:
         """See `Form`."""
-        rows = tensor.transpose(1, -1).unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 2)
-        return rows
+        return tensor.transpose(1, -1).unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 2)
 
     def to_hf(self, rows: Tensor) -> Tensor:
         """See `Form`."""
@@ -101,7 +100,7 @@ def _size(layers: int, experts: int) -> ModelConfig:
     return ModelConfig(
         201088, 2880, 2880, layers, 64, 8, 64, 131072, 1e-5, 150000.0, False, family="gpt_oss",
         rope_scaling=YarnScaling(32.0, 4096, truncate=False), moe=_moe(experts, 4, 2880), biases=_BIASES,
-        attention_sinks=True, sliding_window=128, sliding_layers=tuple(range(0, layers, 2)),
+        attention_sinks=True, sliding_window=128, sliding_layers=all_but_every(2, layers),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from .family import (
     SLIDING,
     Family,
     Raw,
+    all_but_every,
     alternating,
     odd_words,
     rope_by_kind,
@@ -54,7 +55,7 @@ FAMILY = Family(
         "tiny-olmo3": _TINY,
         "olmo3-7b": ModelConfig(
             100278, 4096, 11008, 32, 32, 32, 128, 65536, 1e-6, _THETA, False, family="olmo3", sliding_window=4096,
-            sliding_layers=tuple(i for i in range(32) if (i + 1) % 4), local_rope_theta=_THETA,
+            sliding_layers=all_but_every(4, 32), local_rope_theta=_THETA,
             rope_scaling=YarnScaling(8.0, 8192),
         ),
     },

@@ -36,10 +36,8 @@ def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig | N
     Args:
         config: resolved. prompts: `longest_prompt` and `prompt_limit` of a `Workload`, once they are known.
     """
-    own, dtype = (
-        model or model_config(config),
-        torch.bfloat16 if on_gpu or config.dtype == "bfloat16" else torch.float32,
-    )
+    own = model or model_config(config)
+    dtype = torch.bfloat16 if on_gpu or config.dtype == "bfloat16" else torch.float32
     frozen = [own] if config.loss.beta > 0 else []
     if config.loss.teacher is not None:
         try:
