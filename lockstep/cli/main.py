@@ -25,6 +25,7 @@ from .flags import Train
 from .resolve import parse
 
 _GRACE = 5.0  # seconds that threads have to end, once the command has
+_FIRST_TELLS = 0.5  # seconds that the first process has to report what all of them have, before another one leaves
 
 
 def entry() -> NoReturn:
@@ -133,10 +134,19 @@ def _with_notes(message: str, error: BaseException) -> str:
 
 
 def _fail(message: str, code: int, reported: bool = False) -> int:
-    if not reported:
+    if reported:
+        _let_the_first_tell(code)
+    else:
         below = "\n(what torchrun says of it follows, with a traceback of its own)" if by_torchrun() else ""
         print(f"lockstep: {message}{below}", file=sys.stderr)
     return code
+
+
+def _let_the_first_tell(code: int) -> None:
+    """Wait: a launcher ends all processes once it sees that one has left, and the first may not have said why yet."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(_FIRST_TELLS)
 
 
 def _is_not_first() -> bool:

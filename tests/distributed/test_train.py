@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -141,7 +142,8 @@ def test_what_all_processes_refuse_is_told_once(config: RunConfig, tmp_path: Pat
     yaml_file.save(replace(config, trainer=replace(config.trainer, prompts_per_step=7)), tmp_path / "config.yaml")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *TRAIN]
     run = finished([*command, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")])
-    assert run.returncode == 1 and run.stderr.count("exitcode  : 2") == 2  # of torchrun, and of both processes
+    other, first = re.findall(r"rank +: (\d).*\n +exitcode +: (-?\d+)", run.stderr)  # the root cause stands last
+    assert run.returncode == 1 and first == ("0", "2") and other in (("1", "2"), ("1", "143"))  # ended
     assert run.stderr.count("lockstep: error: trainer.prompts_per_step is 7, which 2 shards") == 1
     assert not (tmp_path / "run").exists()
 
