@@ -11,7 +11,7 @@ are functions of the model's sizes alone. Multiplications and additions are fuse
 
 from .activation.operator import silu_mul
 from .adamw.operator import BLOCK as SQUARES_BLOCK
-from .adamw.operator import adamw, square_sums
+from .adamw.operator import adamw, exact_sum, root_of_sum, square_sums
 from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
 from .attention.masks import MaskFunction, register_mask, visibility
 from .attention.operator import (
