@@ -79,7 +79,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "logprobs.philox operator",
         "logprobs.reference",
         "native",
-        "activation adamw decode_update embedding norm sequence",
+        "activation adamw decode_update embedding fold norm sequence",
         "linear rope",
         "attention",
         "fused logprobs mla moe",

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .. import distributed, graph
+from .. import distributed, graph, ops
 from ..distributed.mesh import ALONE, Mesh
 from ..models import Decoder
 from ..ops import SQUARES_BLOCK
@@ -249,10 +249,9 @@ class ShardedParameters(FlatParameters):
         values = inputs.buffer["statistics"]
         own = torch.zeros_like(values)
         yield replace(inputs, buffer={**inputs.buffer, "statistics": own})
-        rows = distributed.gather(own, self.axis).unbind()
-        largest = [torch.stack([values[i], *(row[i] for row in rows)]).amax() for i in maxima]
-        for row in rows:
-            values.add_(row)
+        rows = distributed.gather(own, self.axis)
+        largest = [torch.maximum(values[i], rows[:, i].amax()) for i in maxima]
+        ops.fold_rows(values, rows)
         for i, value in zip(maxima, largest, strict=True):
             values[i].copy_(value)
 
@@ -260,8 +259,7 @@ class ShardedParameters(FlatParameters):
         """Add whole gradients of all ranks to this rank's part of the totals, float32, rank by rank."""
         for name, total, grad in zip(names or self.names, totals, grads, strict=True):
             with _serving(name), graph.backward():
-                for part in distributed.exchange(grad, total.numel(), self.axis).unbind():
-                    total.add_(part)
+                ops.fold_rows(total, distributed.exchange(grad, total.numel(), self.axis))
 
     def summed_words(self, words: Tensor) -> Tensor:
         return distributed.gather(words, self.axis).sum(0)
