@@ -127,7 +127,7 @@ class RunConfig(Section):
 
 
 # What runs did before there was a setting to name it: its default, but where that is new.
-EARLIER = RunConfig(loss=LossConfig(use_bias_correction_kl=False))
+EARLIER = RunConfig(loss=LossConfig(use_bias_correction_kl=False), parallel=ParallelConfig(cell=1 << 16))
 
 
 def validate(config: RunConfig) -> RunConfig:
@@ -196,6 +196,12 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
         raise InputError(
             f"trainer.prompts_per_step is {prompts}, which {shards} shards (parallel.batch_shards, by default one a "
             f"process) cannot share evenly; use {_multiples(prompts, shards)}"
+        )
+    cell = c.parallel.cell
+    if ranks < shards > cell and cell % ranks and ranks % cell:
+        raise InputError(
+            f"parallel.cell is {cell}: {ranks} processes would begin a cell and not end it together; use a multiple of "
+            f"{ranks}, such as {-(-shards // ranks) * ranks}, which makes one cell of all shards, or a divisor"
         )
     return replace(c, parallel=replace(c.parallel, batch_shards=shards))
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..algorithms import SUPERVISED, supervised
 from ..algorithms.policy_terms import KL_ESTIMATORS
 from ..config import RunConfig
+from ..distributed.cells import Cells
 from ..environments import Collector, Failures, Limits, worked_trajectories
 from ..environments.collect import Collected, Problems
 from ..errors import LockstepError
@@ -49,6 +50,7 @@ class Loop:
         self.algorithm = run.trainer.algorithm
         shards = config.parallel.batch_shards or run.world.size
         self.shards = range(shards)
+        self.cells = Cells(shards, config.parallel.cell, run.world.size)
         self.own_shards = run.world.mesh.fsdp.own(self.shards)
         self.device = run.policy.model.embed.device
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
@@ -226,8 +228,9 @@ class Loop:
         count = len(self.shards)
         shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
         packed = pack_shards(shards, self.own_shards, how, check_parity)
-        for batch in packed:
+        for i, batch in enumerate(packed):  # the first of every own shard, then the second of each
             complete(batch, self.algorithm)
+            batch.ends_cell = self.cells.end_with(i % len(self.own_shards))
         return [batch.to(self.device) for batch in packed]
 
     def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:

@@ -44,8 +44,8 @@ def moments(w: Workload) -> int:
 
 
 def gradients(w: Workload) -> int:
-    """`4 n`, in float32."""
-    return 4 * w.layout.size
+    """`4 n`, in float32, and as many where the sum of a cell of shards is kept apart."""
+    return 4 * w.layout.size * (1 + w.cells.span_rounds)
 
 
 def frozen(w: Workload) -> int:
