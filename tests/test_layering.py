@@ -94,7 +94,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "families",
         "decoder hf_config weight_map",
         "checks shards",
-        "folder patterns",
+        "folder parts patterns",
         ". init",
     ),
     "graph": (

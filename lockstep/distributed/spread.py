@@ -46,14 +46,15 @@ class Spread(nn.Module):
         """This rank's columns of a tensor that all have whole, [T, W]."""
         return x_TV if self.index is None else own_columns(x_TV, self.index, self.axis)
 
-    def own_rows(self, x: Tensor) -> Tensor:
-        """This rank's share of the rows of a tensor that all have whole, [ceil(R / ranks), ...]; those beyond the last
+    def own_rows(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """This rank's share of the rows of tensors that all have whole, [ceil(R / ranks), ...]; those beyond the last
         row repeat it."""
         if self.index is None:
-            return x
-        rows = -(-x.shape[0] // self.axis.size)
-        row_R = self.index * rows + torch.arange(rows, device=x.device)
-        return x.index_select(0, row_R.clamp_max(x.shape[0] - 1))
+            return tensors
+        count = tensors[0].shape[0]
+        share = -(-count // self.axis.size)
+        row_R = (self.index * share + torch.arange(share, device=self.index.device)).clamp_max(count - 1)
+        return [x.index_select(0, row_R) for x in tensors]
 
     def rows_to_owners(self, x_RW: Tensor) -> Tensor:
         """All columns of this rank's share of the rows (`own_rows`), [ceil(R / ranks), V], of own columns of all."""
