@@ -111,6 +111,7 @@ EXPERT_SIZES = (
 )
 PARTLY, BY_KIND = "partial_rotary_factor", FULL  # what `rope_of_hf` refuses, in `Family.also` of those that read it
 PLAIN: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "attention_bias": (False, None)}
+WINDOW: dict[str, Any] = {"sliding_window": 4096}  # transformers', where a file has the switch and no size
 
 
 def windows_by_layer(raw: Raw) -> dict[str, Any]:
