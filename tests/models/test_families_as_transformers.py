@@ -13,12 +13,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from family_cases import MAKERS, assert_roles_agree, assert_same_model, folder_of, hf_config, logits
+from family_cases import (
+    EAGERLY,
+    MAKERS,
+    TOLERANCE,
+    assert_roles_agree,
+    assert_same_model,
+    folder_of,
+    hf_config,
+    logits,
+)
 from model_edits import edited
 from safetensors.torch import load_file, save_file
 
 from lockstep.errors import InputError
-from lockstep.models import Decoder, ModelConfig, load_model
+from lockstep.models import Decoder, ModelConfig, load_model, save_model
 from lockstep.models.blocks.rope import scaling_to_hf
 from lockstep.models.families import FAMILIES
 from lockstep.models.families.family import FULL, SLIDING
@@ -97,8 +106,9 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, tmp_pa
 @pytest.mark.parametrize("family", MAKERS)
 def test_a_configuration_comes_back(family: str, tmp_path: Path) -> None:
     for seed in range(5):
-        hf_config(family, seed).save_pretrained(tmp_path)
+        hf_config(family, seed, eos_token_id=[3, 5]).save_pretrained(tmp_path)
         config = read_config(tmp_path)
+        assert config.eos_token_ids == (3, 5)
         (tmp_path / "config.json").write_text(json.dumps(to_hf(config, "float32")))
         assert read_config(tmp_path) == config
         theirs, again = hf_config(family, seed), transformers.AutoConfig.from_pretrained(tmp_path)
@@ -164,6 +174,37 @@ def test_layers_that_predict_further_tokens_are_left_out(family: str, tmp_path: 
     save_file(load_file(path) | further, path)
     again = load_model(tmp_path, torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+
+
+SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGHT |= {"image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.parametrize("form", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize(("family", "whole"), [("gemma3_text", "gemma3"), ("mistral", "mistral3")])
+def test_the_text_part_of_a_model_that_sees(family: str, whole: str, form: str, tmp_path: Path) -> None:
+    more = {"mm_tokens_per_image": 4} if whole == "gemma3" else {}
+    text = hf_config(family, 1).to_dict()
+    config = transformers.AutoConfig.for_model(whole, text_config=text, vision_config=SIGHT, **more)
+    theirs = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    for parameter in theirs.parameters():
+        parameter.data.normal_(0, 0.1)
+    theirs.save_pretrained(tmp_path)
+    edited(eos_token_id=[3, 5])(tmp_path)
+    path = tmp_path / "model.safetensors"
+    others = {name.replace("language_model.model.", form): tensor for name, tensor in load_file(path).items()}
+    save_file(others, path)
+    ours, tokens = load_model(tmp_path, torch.float32), torch.arange(4, 120)
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+        assert (logits(ours, tokens) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+        save_model(ours, tmp_path / "out")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", **EAGERLY)
+        assert (again(tokens[None]).logits[0] - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    assert again.config.model_type == ours.config.family == family and ours.config.eos_token_ids == (3, 5)
+    save_file(others | {f"{form}layers.9.x.weight": torch.ones(2)}, path)
+    with pytest.raises(InputError, match=r"layers\.9\.x\.weight has no place in the model"):
+        load_model(tmp_path, torch.float32)
 
 
 def test_weights_of_4_bits_are_read_as_transformers_reads_them(tmp_path: Path) -> None:

@@ -65,6 +65,24 @@ def _telling() -> dict[str, set[str]]:
     return {name: {field for field in fields if having[field] <= 2} - everywhere for name, fields in own.items()}
 
 
+_OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
+
+
+def is_wrapped(values: dict[str, Any]) -> bool:
+    """Whether a config.json is of a model that reads more than text, whose text part is a family's."""
+    part, name = values.get("text_config"), values.get("model_type")
+    return isinstance(part, dict) and any(
+        name in family.inside and part.get("model_type") == own for own, family in FAMILIES.items()
+    )
+
+
+def text_part(values: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of text: all, or where it `is_wrapped` its part, with what the whole says instead."""
+    if not is_wrapped(values):
+        return values
+    return values["text_config"] | {name: values[name] for name in _OF_THE_WHOLE if values.get(name) is not None}
+
+
 def require_family(values: dict[str, Any], where: str) -> None:
     """Raise `InputError` for a `model_type` that is none of ours."""
     name, part = values.get("model_type"), values.get("text_config")
