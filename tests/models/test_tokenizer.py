@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.models.tokenizer import (
+    END_OF_TEXT,
+    IM_END,
+    IM_START,
     byte_tokenizer,
     check_vocabulary,
     encode_following,
@@ -20,10 +23,11 @@ from lockstep.models.tokenizer import (
 )
 
 TOKENIZER = byte_tokenizer()
+SPECIAL = END_OF_TEXT, IM_START, IM_END
 MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "12 34?\n"}]
 
 
-@given(st.text())
+@given(st.text().filter(lambda text: not any(token in text for token in SPECIAL)))
 def test_ids_are_the_utf8_bytes_and_round_trip(text: str) -> None:
     ids = encode_prompt(TOKENIZER, text)
     assert ids == list(text.encode())
