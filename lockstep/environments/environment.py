@@ -12,6 +12,7 @@ from ..types import FinishReason, Trajectory
 # What a trajectory goes on with: text as it is, chat messages through the model's template, or tokens.
 Given = str | list[dict[str, Any]] | list[int]
 Message = dict[str, Any]
+Reward = float | Mapping[str, float]  # a number, or several by name, which are added up
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,30 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Next:
+    """What follows a turn that has a reward of its own, whatever becomes of the trajectory."""
+
+    given: Given
+    reward: Reward
+
+
+@dataclass(frozen=True)
 class End:
-    """The end of a trajectory. `reward` is one number, or several by name, which are added up; None leaves it to the
-    task's reward functions, and with `functions` they are asked as well, and added.
+    """The end of a trajectory. `reward` is the last turn's, added to what other turns had; None leaves it to the task's
+    reward functions, and with `functions` they are asked as well, and added.
 
     What these are given as the completion is all that was sampled as one text, or the chat messages in `completion`.
     """
 
-    reward: float | Mapping[str, float] | None = None
+    reward: Reward | None = None
     functions: bool = False
     completion: list[Message] | None = None
+
+
+def by_name(reward: Reward | None) -> dict[str, float]:
+    """A reward's parts, as they are recorded; none of None."""
+    named = reward if isinstance(reward, Mapping) else {} if reward is None else {"reward": reward}
+    return {name: float(value) for name, value in named.items()}
 
 
 class Environment:
@@ -52,6 +67,7 @@ class Environment:
 
     instant: ClassVar[bool] = False  # `start` and `step` never wait: they are called between the generator's launches
     begin_alike: ClassVar[bool] = True  # samples of a prompt whose `start` differs are refused
+    variant: str = ""  # which of several environments in one run this is, for metrics, once `start` has returned
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -77,7 +93,7 @@ class Environment:
         """
         return row["prompt"]
 
-    def step(self, turn: Turn) -> Given | End | Awaitable[Given | End]:
+    def step(self, turn: Turn) -> Given | Next | End | Awaitable[Given | Next | End]:
         """What follows a turn. One that ended by "length" or "truncated" is the last, whatever is answered."""
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
@@ -102,7 +118,7 @@ class Environment:
             "environment/turns": mean(len(t.turns) for t in trajectories),
             "environment/given_tokens": mean(sum(len(s.token_ids) for s in of_one) for of_one in given),
             "environment/sampled_tokens": mean(len(t.token_ids) for t in trajectories),
-            "environment/wait_s": mean(sum(s.wait_s for s in of_one) for of_one in given),
+            "environment/wait_s": mean(sum(turn.wait_s for turn in t.turns) for t in trajectories),
             "environment/truncated": mean(float(t.finish_reason == "truncated") for t in trajectories),
         }
 
