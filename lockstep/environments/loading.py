@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..config import TaskConfig
 from ..errors import InputError
 from ..user_functions import load_function, load_named
 from .adapters.trl import trl_environment
 from .environment import Environment, SingleTurn
+from .remote import remote_environment
 from .tasks.calculator import Calculator
 from .tools import tool_environment
 
@@ -24,7 +26,9 @@ def make_environment(config: TaskConfig) -> type[Environment]:
     if config.environment is None:
         return tool_environment(tools, "task.tools") if tools else SingleTurn
     what = f"task.environment {config.environment!r}"
-    kind = ENVIRONMENTS.get(config.environment)
+    kind: Any = ENVIRONMENTS.get(config.environment)
+    if kind is None and config.environment.startswith("http://"):
+        kind = remote_environment(config.environment, what)
     kind = kind or load_named(config.environment, what, f", or one of {', '.join(ENVIRONMENTS)}", kind="Class")
     if isinstance(kind, type) and issubclass(kind, Environment):
         if tools:

@@ -56,8 +56,9 @@ class TaskConfig(Section):
     reward_timeout: float = between(0, 86400, default=0.0)
     """Seconds a call may take (needs reward_workers); 0 is no limit."""
     environment: str | None = None
-    """What answers the model, turn by turn: calculator, or one of your own as module:Class or path.py:Class, which may
-    be an environment_factory of TRL's. Left out: nothing does, a prompt is completed once."""
+    """What answers the model, turn by turn: calculator; one of your own as module:Class or path.py:Class, which may be
+    an environment_factory of TRL's; or http://HOST:PORT, where other processes play. Left out: nothing does, a prompt
+    is completed once."""
     tools: tuple[str, ...] = ()
     """Functions that the model may call, as module:function or path.py:function; their docstrings describe them."""
     max_turns: int = at_least(1, default=8)
