@@ -84,6 +84,7 @@ class Remote(Environment):
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
+        self.names: list[str] = []  # others that it is found by
         self.row: dict[str, Any] = {}
         self.seed = 0
         self.over = ""  # why, once it is
@@ -164,7 +165,8 @@ class Remote(Environment):
 
     def _leave(self, why: str) -> None:
         self._refuse(OVER, why)
-        self.desk.rollouts.pop(self.id, None)
+        for name in (self.id, *self.names):
+            self.desk.rollouts.pop(name, None)
 
     # ---- to who plays it ----
 

@@ -83,8 +83,10 @@ class RolloutService(Service):
         return messages
 
     def rollout(self, request: Request) -> Remote:
-        """The one that a request is about. Raises `ApiError` for one that is over, or never was."""
-        found = self.desk.rollouts.get(request.path_params["rollout"])
+        """The one that a request is about, by its path, or by its session. Raises `ApiError` for one that is over, or
+        never was."""
+        name = request.path_params["rollout"]
+        found = self.desk.rollouts.get(request.headers.get("x-session-id", "") if name == "session" else name)
         if found is None:
             raise ApiError(410, "this rollout is over, or never was", code="rollout_over")
         return found
