@@ -129,7 +129,7 @@ class VerifiersEnvironment(Remote):
 
     package: ClassVar[Any]  # its environment
     tasks: ClassVar[list[Any]]
-    renderer: ClassVar[dict[str, str]]
+    renderer: ClassVar[str]  # its name; empty: as the package knows the model
 
     @classmethod
     @asynccontextmanager
@@ -147,7 +147,7 @@ class VerifiersEnvironment(Remote):
         client = TrainClientConfig(
             base_url=self.desk.url + _SESSION,
             api_key_var="LOCKSTEP_API_KEY",
-            renderer=self.renderer,
+            renderer=_renderer(self.renderer, self.desk.model),
             renderer_model_name=self.desk.model,
         )
         task = self.tasks[self.row["task"]]
@@ -175,6 +175,14 @@ class VerifiersEnvironment(Remote):
         self._episode.cancel()
 
 
+def _renderer(name: str, model: str) -> dict[str, str]:
+    """What turns messages into tokens: where it can, a later turn goes on from the tokens before, thinking included."""
+    from renderers.base import MODEL_RENDERER_MAP  # type: ignore[import-not-found]
+
+    name = name or ("auto" if model in MODEL_RENDERER_MAP else "default")
+    return {"name": name} if name == "default" else {"name": name, "thinking_retention": "all"}
+
+
 def verifiers_environment(data: str | None, max_turns: int, what: str) -> type[VerifiersEnvironment]:
     """The environment of a taskset. Raises `InputError` naming `what` for other data, and for what cannot be played."""
     if data is None or not data.startswith(SCHEME):
@@ -191,7 +199,5 @@ def verifiers_environment(data: str | None, max_turns: int, what: str) -> type[V
         package = load_environment(config)
     except Exception as error:
         raise InputError(f"{label} cannot be played: {type(error).__name__}: {one_line(error)}") from error
-    # Turns go on from the tokens of those before, their thinking included.
-    renderer = {"name": asked.renderer or "auto", "thinking_retention": "all"}
-    fields = {"desk": Desk(), "package": package, "tasks": tasks, "renderer": renderer}
+    fields = {"desk": Desk(), "package": package, "tasks": tasks, "renderer": asked.renderer}
     return type("Verifiers", (VerifiersEnvironment,), fields)
