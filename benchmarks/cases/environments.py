@@ -1,10 +1,10 @@
 """Environments of other libraries, unchanged: each trains 20 steps with a tiny model, all sampled tokens compared.
 
 TRL's examples are read from a folder that is named (`--trl`: grpo_2048.py, grpo_agent.py and grpo_trainer.md of its
-repository, and `peft` installed, which the first imports); tasks of reasoning-gym need that package; those of verifiers
-need the package with its extra `ta`, uv, and its example environments in a folder that is named (`--verifiers`: glossary
-and scratchpad of its repository). The models of examples are random but for their last layer, which makes them call a
-tool, or move, as a rule.
+repository, and `peft` installed, which the first imports); tasks of reasoning-gym need that package; those of
+verifiers need the package with its extra `ta`, uv, and its example environments in a folder that is named
+(`--verifiers`: glossary and scratchpad of its repository). The models of examples are random but for their last layer,
+which makes them call a tool, or move, as a rule.
 """
 
 from __future__ import annotations
