@@ -134,6 +134,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "rewards",
         "base calls environment",
         "episodes tools",
+        "led",
         "adapters collect data tasks worked",
         "loading",
         ".",

@@ -58,7 +58,7 @@ def cache(w: Workload, tokens: int) -> int:
     """Keys and values of so many tokens and of one page more, `L K (key + value) b` each (`ModelConfig.cached`), the
     heads shared by the ranks that generate together."""
     page = w.config.generator.page_size
-    each = bytes_per_token(w.model, w.dtype, w.config.parallel.generator_tp)
+    each = bytes_per_token(w.model.shared_by(w.config.parallel.generator_tp), w.dtype)
     return (tokens // page + 1) * page * (each + 4 * (w.model.moe_layers > 0))
 
 
