@@ -45,8 +45,8 @@ def moments(w: Workload) -> int:
 
 
 def gradients(w: Workload) -> int:
-    """`4 n`, and of several ranks the order of the norm's sums, 8 bytes for each 1,024 of N."""
-    return 4 * w.layout.size + (w.layout.one_rank.size // 1024 * 8 if w.sharded else 0)
+    """`4 n`, in float32."""
+    return 4 * w.layout.size
 
 
 def frozen(w: Workload) -> int:
