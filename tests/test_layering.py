@@ -73,7 +73,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
-    "distributed": ("mesh torch_private", "collectives placement ranks", "join", "."),
+    "distributed": ("mesh torch_private", "collectives placement ranks", "join spread", "."),
     "ops": (
         "native.library pdl precompile records rows",
         "logprobs.philox operator",
@@ -94,7 +94,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "families",
         "decoder hf_config weight_map",
         "checks shards",
-        "folder patterns",
+        "folder parts patterns",
         ". init",
     ),
     "graph": (

@@ -59,9 +59,8 @@ class Engine:
         self.detokenize = detokenize
         device = model.embed.device
         pages = cache_tokens // config.page_size
-        self.cache = KVCache(
-            model.config, pages, config.page_size, model.embed.dtype, device, cleared=model.masks is not None
-        )
+        cleared, ranks = model.masks is not None, model.spread.axis.size
+        self.cache = KVCache(model.config, pages, config.page_size, model.embed.dtype, device, cleared, ranks)
         count, width = row_buckets(config.max_num_seqs)[0], self.cache.pages_for(MIN_CONTEXT)
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
