@@ -186,10 +186,14 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
     """
     if ranks > 1:
         _check_several(c.compile, ranks)
-    shards = c.parallel.batch_shards or ranks
-    if shards % ranks:
+    tp = c.parallel.tp
+    refuse(ranks % tp > 0, f"parallel.tp is {tp}, which {ranks} processes are no multiple of; start {tp} times as many")
+    groups, by = ranks // tp, f" of parallel.tp {tp}" if tp > 1 else ""
+    shards = c.parallel.batch_shards or groups
+    if shards % groups:
+        what = f"{groups} groups{by}" if by else f"{ranks} processes"
         raise InputError(
-            f"parallel.batch_shards is {shards}, which {ranks} processes cannot share evenly; use a multiple of {ranks}"
+            f"parallel.batch_shards is {shards}, which {what} cannot share evenly; use a multiple of {groups}"
         )
     prompts = c.trainer.prompts_per_step
     if prompts % shards:

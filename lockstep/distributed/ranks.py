@@ -38,18 +38,26 @@ class World:
     Attributes:
         timeout: seconds that a rank waits for the others.
         on_gpu: whether they train on GPUs.
+        tp: neighbours that share each product of the trainer; it divides `size`.
     """
 
     rank: int = 0
     size: int = 1
     timeout: float = 0.0
     on_gpu: bool = False
+    tp: int = 1
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def mesh(self) -> Mesh:
-        """Where this process lies among the others."""
+        """Where this process lies among the others, as the trainer has them."""
+        shards, tp = self.size // self.tp, Axis("tp", self.tp, self.rank % self.tp)
+        return Mesh(fsdp=Axis("fsdp", shards, self.rank // self.tp), tp=tp)
+
+    @property
+    def generator(self) -> Mesh:
+        """The same as the generator has them: prompts are dealt out along `fsdp`."""
         return Mesh(fsdp=Axis("fsdp", self.size, self.rank))
 
     @property
@@ -195,7 +203,7 @@ class World:
         if self.size == 1:
             return
         if failed and self.on_gpu:  # kernels that wait for a lost rank would be waited for
-            torch_private.forget_group(self.mesh.fsdp.group)
+            self._forget_groups()
             return
         with self.peers(), self.deadline("leaving together"):
             if not failed:
@@ -203,8 +211,12 @@ class World:
             gc.collect()  # graphs of a runtime that is gone may lie in cycles still
             for holder in list(self._open):
                 holder.close()
-            torch_private.forget_group(self.mesh.fsdp.group)
+            self._forget_groups()
             dist.destroy_process_group()
+
+    def _forget_groups(self) -> None:
+        for axis in self.mesh.axes:
+            torch_private.forget_group(axis.group)
 
 
 ONE = World()

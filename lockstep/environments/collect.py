@@ -67,7 +67,7 @@ class Collector:
         has a reward and one is `required`, and whatever scoring refuses.
         """
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
-        own = self.world.mesh.fsdp.own(problems)
+        own = self.world.generator.fsdp.own(problems)
         found = self.world.share(lambda: self._of(own, sampling, domain, step, where))
         groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
         without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))

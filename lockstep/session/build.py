@@ -28,7 +28,7 @@ from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
 from ..machine import bound_threads
 from ..models import Decoder, ModelConfig, load_model, load_value_head, resolve_folder
-from ..models.checks import require_memory
+from ..models.checks import require_degree, require_memory
 from ..models.init import architecture, initialize
 from ..models.tokenizer import (
     byte_tokenizer,
@@ -120,6 +120,7 @@ class TrainingSession(Session):
         with timings.measured("task"):
             self.task = make_task(config.task, groups)
             self.environment = make_environment(config.task)
+        require_degree(model_config(config), world.tp, "parallel.tp")
         memory = min(world.gather(memory_at_hand(device)))
         asked = partial(workload, config, world.size, device.type == "cuda", model_config(config))
         _planned(asked(prompt_limit=prompt_limit(config, model_config(config)).tokens), memory, device)
@@ -182,6 +183,7 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
     algorithm_of(config.loss)
     model, on_gpu = model_config(config), device.type == "cuda"
     config = settled(config, ranks, device)
+    require_degree(model, config.parallel.tp, "parallel.tp")
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     policy.template_variables = template_variables(config.task.chat_template_kwargs)
