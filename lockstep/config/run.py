@@ -184,14 +184,13 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
 
     `c.compile` is resolved before.
     """
+    require_divisor(c.parallel, ranks)
     if ranks > 1:
         _check_several(c.compile, ranks)
-    tp = c.parallel.tp
-    refuse(ranks % tp > 0, f"parallel.tp is {tp}, which {ranks} processes are no multiple of; start {tp} times as many")
-    groups, by = ranks // tp, f" of parallel.tp {tp}" if tp > 1 else ""
+    groups = ranks // c.parallel.tp
     shards = c.parallel.batch_shards or groups
     if shards % groups:
-        what = f"{groups} groups{by}" if by else f"{ranks} processes"
+        what = f"{ranks} processes" if groups == ranks else f"{groups} groups of {c.parallel.tp} processes"
         raise InputError(
             f"parallel.batch_shards is {shards}, which {what} cannot share evenly; use a multiple of {groups}"
         )
@@ -202,6 +201,17 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
             f"process) cannot share evenly; use {_multiples(prompts, shards)}"
         )
     return replace(c, parallel=replace(c.parallel, batch_shards=shards))
+
+
+def require_divisor(c: ParallelConfig, ranks: int) -> None:
+    """Raise `InputError` where so many processes are not groups of those that share products, in either role."""
+    are = "there is one process" if ranks == 1 else f"there are {ranks} processes"
+    for name, together in {"tp": c.tp, "generator_tp": c.generator_tp}.items():
+        refuse(
+            ranks % together > 0,
+            f"parallel.{name} is {together}, and {are}: start a multiple of {together}, such as torchrun "
+            f"--nproc-per-node {together} -m lockstep, or set it to a divisor of {ranks}",
+        )
 
 
 def _check_several(c: CompileConfig, ranks: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..models import Decoder, Part
+from ..models import Decoder, ModelPart
 
 
 class SharedWeights:
@@ -26,7 +26,7 @@ class SharedWeights:
 class PartWeights(SharedWeights):
     """This rank's part of the trainer's weights, brought up to date where the version is another."""
 
-    def __init__(self, part: Part, version: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, part: ModelPart, version: Callable[[], int] = lambda: 0) -> None:
         super().__init__(part.model, version)
         self._part, self._made = part, version()
 

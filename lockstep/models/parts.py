@@ -10,7 +10,7 @@ from ..distributed.placement import ROWS, Placement
 from .decoder import Decoder
 
 
-class Part:
+class ModelPart:
     """This rank's part of a decoder that is whole on this rank, to generate with.
 
     Rows of one product are views of the whole's; what lies in several pieces is copied. The head is cut by rows, tied

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .. import distributed, graph
+from .. import distributed, graph, ops
 from ..distributed.mesh import ALONE, Mesh
 from ..distributed.pieces import joined, runs, whole_shape
 from ..distributed.placement import Placement
@@ -301,10 +301,9 @@ class ShardedParameters(FlatParameters):
         yield replace(inputs, buffer={**inputs.buffer, "statistics": own})
         if self.mesh.tp.size > 1:  # all have them alike, unless one has gone wrong
             own = distributed.gather(own, self.mesh.tp).amax(0)
-        rows = distributed.gather(own, self.axis).unbind()
-        largest = [torch.stack([values[i], *(row[i] for row in rows)]).amax() for i in maxima]
-        for row in rows:
-            values.add_(row)
+        rows = distributed.gather(own, self.axis)
+        largest = [torch.maximum(values[i], rows[:, i].amax()) for i in maxima]
+        ops.fold_rows(values, rows)
         for i, value in zip(maxima, largest, strict=True):
             values[i].copy_(value)
 
@@ -318,8 +317,7 @@ class ShardedParameters(FlatParameters):
             with _serving(name), graph.backward():
                 if placements[name].tp is None and self.mesh.tp.size > 1:
                     grad = sum_of_all(grad, self.mesh.tp)
-                for part in distributed.exchange(grad, total.numel(), self.axis).unbind():
-                    total.add_(part)
+                ops.fold_rows(total, distributed.exchange(grad, total.numel(), self.axis))
 
     def summed_words(self, words: Tensor) -> Tensor:
         for axis in self.mesh.axes:

@@ -129,5 +129,5 @@ def test_degrees_that_a_model_cannot_be_shared_at_are_refused() -> None:
         require_degree(architecture("tiny"), 4, "parallel.tp")
     require_degree(architecture("tiny-deepseek-v3"), 4, "parallel.tp")
     config = RunConfig(parallel=ParallelConfig(tp=4), compile=resolve_compile(CompileConfig(), False))
-    with pytest.raises(InputError, match=r"parallel\.tp is 4, which 6 processes are no multiple of"):
+    with pytest.raises(InputError, match=r"parallel\.tp is 4, and there are 6 processes: start a multiple of 4"):
         resolve_parallel(config, 6)

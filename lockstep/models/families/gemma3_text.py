@@ -128,6 +128,7 @@ FAMILY = Family(
         "tie_word_embeddings": True, "rope_theta": 1e6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
+    inside=("gemma3",),
     golden=odd_words(_TINY),
     architectures={
         "tiny-gemma3": _TINY,
