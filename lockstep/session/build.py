@@ -120,6 +120,7 @@ class TrainingSession(Session):
         with timings.measured("task"):
             self.task = make_task(config.task, groups)
             self.environment = make_environment(config.task)
+        require_degree(model_config(config), world.tp, "parallel.tp")
         memory = min(world.gather(memory_at_hand(device)))
         asked = partial(workload, config, world.size, device.type == "cuda", model_config(config))
         _planned(asked(prompt_limit=prompt_limit(config, model_config(config)).tokens), memory, device)
@@ -183,6 +184,7 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
     algorithm_of(config.loss)
     model, on_gpu = model_config(config), device.type == "cuda"
     config = settled(config, ranks, device)
+    require_degree(model, config.parallel.tp, "parallel.tp")
     require_degree(model, config.parallel.generator_tp, "parallel.generator_tp")
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)

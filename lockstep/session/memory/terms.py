@@ -68,7 +68,7 @@ def supports(w: Workload) -> int:
     filtered = c.sampling.top_k > 0 or c.sampling.top_p < 1 or c.sampling.min_p > 0
     if c.trainer.num_iterations == 1 or not filtered:
         return 0
-    groups = c.trainer.prompts_per_step // w.ranks
+    groups = c.trainer.prompts_per_step // w.groups
     return groups * c.sampling.num_generations * c.max_response_length * -(-w.model.vocab_size // 8)
 
 
