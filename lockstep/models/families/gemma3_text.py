@@ -50,10 +50,10 @@ class SandwichLayer(QKNormLayer):
     ) -> Tensor:
         """See `Layer`."""
         eps = self.config.rms_norm_eps
-        attended_TD = ops.linear(self.attention(index, x_TD, rope_TH, attend), self.o)
+        attended_TD = self.product(self.attention(index, x_TD, rope_TH, attend), self.o)
         x_TD = ops.norm_add(attended_TD, self.attention_out_norm, x_TD, eps, OFFSET)
         gated_TF = ops.norm_gate_up(x_TD, self.mlp_norm, self.gate_up, eps, OFFSET, GELU)
-        return ops.norm_add(ops.linear(gated_TF, self.down), self.mlp_out_norm, x_TD, eps, OFFSET)
+        return ops.norm_add(self.product(gated_TF, self.down), self.mlp_out_norm, x_TD, eps, OFFSET)
 
 
 def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
