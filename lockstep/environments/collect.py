@@ -15,6 +15,7 @@ from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
 from .base import Problem, draw
 from .environment import Environment, SingleTurn
 from .episodes import Asked, Episode, Failures, Limits, Play, Sampler, Tokens
+from .led import follow, leading
 from .rewards.calls import Logged
 from .rewards.reward_set import RewardSet, Scoring
 
@@ -59,15 +60,15 @@ class Collector:
     def collect(
         self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
     ) -> Collected:
-        """Sample `sampling.n` completions of each (group, problem) and score them. Each rank takes its share of the
-        problems, and has all groups in the end; one with a completion that no reward applies to is kept apart, and so
-        are samples whose environment failed.
+        """Sample `sampling.n` completions of each (group, problem) and score them. Ranks that generate together take
+        their share of the problems, which the first of them plays; every rank has all groups in the end. A group with a
+        completion that no reward applies to is kept apart, and so are samples whose environment failed.
 
         Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group
         has a reward and one is `required`, and whatever scoring refuses.
         """
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
-        own = self.world.mesh.fsdp.own(problems)
+        own = self.world.generator.fsdp.own(problems)
         found = self.world.share(lambda: self._of(own, sampling, domain, step, where))
         groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
         without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
@@ -81,15 +82,21 @@ class Collector:
         return Collected(groups, without, dict(counts))
 
     def _of(self, problems: Problems, sampling: SamplingParams, domain: int, step: int, where: str) -> Collected:
-        """`collect` of this rank's problems."""
+        """`collect` of this rank's problems; of those that generate together the first has what came of them."""
+        nothing = Collected([], [], {})
         if not problems:
-            return Collected([], [], {})
+            return nothing
+        if not self.world.leads:
+            follow(self.sampler([], []), self.world.told)
+            return nothing
         asked = [self._asked(*item, domain, step, where) for item in problems]
-        play = Play(self.environment, self.tokens, self.sampler, self.limits, self.failures, self.timings)
-        try:
-            return self._played(play, asked, sampling, SampleIdentity(self.seed, domain, step, 0), where)
-        finally:
-            play.close()
+        samples = len(problems) * sampling.n if self.limits.turns == 1 else None
+        with leading(self.world, self.sampler, samples) as sampler:
+            play = Play(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
+            try:
+                return self._played(play, asked, sampling, SampleIdentity(self.seed, domain, step, 0), where)
+            finally:
+                play.close()
 
     def _played(
         self, play: Play, asked: list[Asked], sampling: SamplingParams, identity: SampleIdentity, where: str

@@ -83,7 +83,8 @@ def _of_all_ranks(run: TrainingSession, batches: list[PackedBatch], seconds: dic
     own = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device), **run.graph_metrics()}
     ranks = run.world.gather((*packed_slots(batches), own))
     slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
-    largest = {name: max(measured[name] for *_, measured in ranks) for name in own}
+    names = dict.fromkeys(name for *_, measured in ranks for name in measured)  # not all ranks score what was sampled
+    largest = {name: max(measured[name] for *_, measured in ranks if name in measured) for name in names}
     return {"padding_waste": 1.0 - used / slots if slots else 0.0, **largest}
 
 
