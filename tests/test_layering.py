@@ -52,9 +52,9 @@ ALLOWED: dict[str, set[str]] = {
         "trainer",
     },
     "rl": {"algorithms", "environments", "session", "trainer"},
-    "run": {"cache", "distributed", "machine", "models", "ops", "rl", "session"},
+    "serve": {"environments", "generator", "machine", "models", "session"},
+    "run": {"cache", "distributed", "machine", "models", "ops", "rl", "serve", "session"},
     "api": {"distributed", "machine", "run", "session"},
-    "serve": {"generator", "models", "session"},
     "cli": {"api", "environments", "machine", "models", "run", "serve", "session"},
     "__main__": {"cli", "session"},
     # lockstep/__init__.py: the version, which every room may read, and the public names, imported on first use.
@@ -133,8 +133,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "environments": (
         "rewards",
         "base calls environment",
-        "episodes tools",
-        "adapters collect data tasks worked",
+        "episodes remote tools",
+        "adapters",
+        "collect data tasks worked",
         "loading",
         ".",
     ),
@@ -162,6 +163,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "routes",
         "app",
         "server",
+        "rollouts",
     ),
     "cli": ("chat flags", "commands", "resolve", "main"),
 }

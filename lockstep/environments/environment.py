@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any, ClassVar
 
-from ..types import FinishReason, Trajectory
+from ..types import FinishReason, SamplingParams, Segment, Trajectory
 
 # What a trajectory goes on with: text as it is, chat messages through the model's template, or tokens.
 Given = str | list[dict[str, Any]] | list[int]
@@ -19,7 +19,8 @@ Reward = float | Mapping[str, float]  # a number, or several by name, which are 
 class Turn:
     """What was sampled: its text without special tokens, its tokens, how it ended, and the chat message that it is,
     with `tool_calls` where the model called `Environment.tools` in the form that its chat template teaches.
-    `malformed`: it began a call that is none. `last`: no other can follow."""
+    `malformed`: it began a call that is none. `last`: no other can follow. `sampled` is the trajectory's own segment,
+    with its log-probabilities and the weights' versions: read it, and leave it as it is."""
 
     text: str
     token_ids: list[int]
@@ -27,6 +28,7 @@ class Turn:
     message: Message = field(default_factory=dict)
     malformed: bool = False
     last: bool = False
+    sampled: Segment | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Environment:
 
     instant: ClassVar[bool] = False  # `start` and `step` never wait: they are called between the generator's launches
     begin_alike: ClassVar[bool] = True  # samples of a prompt whose `start` differs are refused
+    begin_together: ClassVar[bool] = True  # samples of a prompt are begun when all of them have started
     variant: str = ""  # which of several environments in one run this is, for metrics, once `start` has returned
 
     @property
@@ -101,6 +104,11 @@ class Environment:
         """What a trajectory is worth that a limit ended: of its turns, its tokens, or the turn's own. Called as `step`
         is."""
         return End(0.0)
+
+    def until(self, sampling: SamplingParams) -> SamplingParams:
+        """How the next turn of a trajectory that began by itself is sampled: as the run says, or ended earlier, by
+        fewer tokens or further stop tokens. Nothing else of it may be other."""
+        return sampling
 
     def close(self) -> None:
         """Called once the trajectory was scored, or left out; this object is not used any more."""

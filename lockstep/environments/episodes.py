@@ -170,7 +170,9 @@ class Play:
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
         self.sampled_tokens = 0  # by the generator, of all turns
         self._episodes: list[Episode] = []
-        self._prompts: dict[int, list[Any]] = {}  # of each group, as its samples' environments gave them
+        self._prompts: dict[
+            int, list[tuple[Episode, Any]]
+        ] = {}  # of each group, as its samples' environments gave them
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
         """The episodes of each, `sampling.n` from `identity.sample` on; their random numbers are keyed by `identity`
@@ -226,7 +228,7 @@ class Play:
             return self._calls.answers(wait=True)
 
     def _answers(self, answers: list[Answer]) -> None:
-        ready: list[list[Episode]] = []
+        ready: list[list[tuple[Episode, Any]]] = []
         for answer in answers:
             episode: Episode = answer.key  # type: ignore[assignment]
             if episode.trajectory is not None:
@@ -242,16 +244,18 @@ class Play:
         if ready:
             self._begin(ready)
 
-    def _started(self, episode: Episode, value: Any) -> list[list[Episode]]:
-        """Note what an environment began with; the group, once all its samples have."""
+    def _started(self, episode: Episode, value: Any) -> list[list[tuple[Episode, Any]]]:
+        """Note what an environment began with; what can be begun: the group, once all its samples have started."""
+        if not self._environment.begin_together:
+            return [[(episode, value)]]
         prompts = self._prompts.setdefault(episode.group, [])
         prompts.append((episode, value))
-        return [[one for one, _ in prompts]] if len(prompts) == self._sampling.n else []
+        return [self._prompts.pop(episode.group)] if len(prompts) == self._sampling.n else []
 
-    def _begin(self, ready: list[list[Episode]]) -> None:
+    def _begin(self, ready: list[list[tuple[Episode, Any]]]) -> None:
         begun: list[tuple[list[Episode], list[int]]] = []
-        for episodes in ready:
-            given = [value for _, value in self._prompts.pop(episodes[0].group)]
+        for started in ready:
+            episodes, given = [one for one, _ in started], [value for _, value in started]
             failure = next((value for value in given if isinstance(value, Failure)), None)
             failure = failure or _unlike(given, self._environment.begin_alike)
             if failure is not None:
@@ -292,6 +296,8 @@ class Play:
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:
         assert self._sampler is not None
         first = min(episode.sample for episode in episodes)
+        if len(episodes) == 1:
+            sampling = episodes[0].environment.until(sampling)
         identity = replace(self._identity, group=episodes[0].group, sample=first)
         request_id = self._sampler.add_request(token_ids, sampling, identity)
         self._sampled |= {(request_id, episode.sample): episode for episode in episodes}
@@ -324,7 +330,7 @@ class Play:
             episode.messages.append({"role": "assistant", "content": turn.text})
         said = episode.tokens.message(turn.text)
         last = episode.trajectory.cut_off or episode.turns >= self._limits.turns
-        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason, *said, last)
+        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason, *said, last, turn)
         self._calls.call(episode, episode.environment.step, told)
 
     def _stepped(self, episode: Episode, given: Any) -> None:
