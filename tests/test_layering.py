@@ -134,7 +134,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "rewards",
         "base calls environment",
         "episodes remote tools",
-        "adapters",
+        "adapters led",
         "collect data tasks worked",
         "loading",
         ".",
