@@ -42,5 +42,10 @@ class PeerLost(LockstepError):
     """Another process of the run is gone, or did not come to where the others wait for it."""
 
 
+class ToolUnavailable(LockstepError):
+    """A tool could not do its work, through no fault of the model's. A tool that raises it leaves the trajectory out,
+    as an environment that fails; of any other error it raises the model is told."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP reached a run, which ends as Ctrl-C ends it; `args[0]` is the signal."""

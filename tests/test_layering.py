@@ -131,7 +131,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "environments": (
-        "rewards",
+        "rewards sandbox",
         "base calls environment",
         "episodes tools",
         "adapters collect data tasks worked",

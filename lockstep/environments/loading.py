@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..config import TaskConfig
 from ..errors import InputError
 from ..user_functions import load_function, load_named
 from .adapters.trl import trl_environment
 from .environment import Environment, SingleTurn
+from .sandbox import python_tool
 from .tasks.calculator import Calculator
-from .tools import tool_environment
+from .tools import Tool, tool_environment
 
 ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator}
+TOOLS: dict[str, Callable[[TaskConfig], Tool]] = {
+    "python": lambda config: python_tool(allow_unsandboxed=config.allow_unsandboxed)
+}
 
 
 def make_environment(config: TaskConfig) -> type[Environment]:
@@ -20,7 +24,7 @@ def make_environment(config: TaskConfig) -> type[Environment]:
 
     Raises `InputError` when it cannot be loaded or is no environment.
     """
-    tools = [load_function(tool, f"task.tools {tool!r}") for tool in config.tools]
+    tools = [_tool(tool, config) for tool in config.tools]
     if config.environment is None:
         return tool_environment(tools, "task.tools") if tools else SingleTurn
     what = f"task.environment {config.environment!r}"
@@ -36,3 +40,9 @@ def make_environment(config: TaskConfig) -> type[Environment]:
         f"{what} must be a class, a subclass of lockstep.environments.Environment, or a factory of TRL's, whose "
         "objects have a method reset"
     )
+
+
+def _tool(name: str, config: TaskConfig) -> Tool:
+    if name in TOOLS:
+        return TOOLS[name](config)
+    return load_function(name, f"task.tools {name!r}", f", or one of {', '.join(TOOLS)}")
