@@ -1,5 +1,7 @@
 """Exceptions a user can meet. Messages name what was wrong, where, and what would be right."""
 
+from typing import Any
+
 
 class LockstepError(Exception):
     """A run or check failed. The command line prints the message and exits with code 1.
@@ -27,6 +29,14 @@ class PromptTooLong(InputError):
     def __init__(self, size: int, context: int) -> None:
         super().__init__(f"the prompt has {size:,} bytes, which is more than the model's context of {context} tokens")
         self.size = size
+
+
+class RewritesPast(InputError):
+    """A chat template leaves out what it showed of earlier answers; `messages` are those so far, without that."""
+
+    def __init__(self, message: str, messages: list[dict[str, Any]]) -> None:
+        super().__init__(message)
+        self.messages = messages
 
 
 class ParityError(LockstepError):

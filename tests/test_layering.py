@@ -133,6 +133,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "environments": (
         "rewards sandbox",
         "base calls environment",
+        "tokens",
         "episodes tools",
         "adapters collect data tasks worked",
         "loading",

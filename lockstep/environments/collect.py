@@ -14,9 +14,10 @@ from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 from .base import Problem, draw
 from .environment import Environment, SingleTurn
-from .episodes import Asked, Episode, Failures, Limits, Play, Sampler, Tokens
+from .episodes import Asked, Episode, Failures, Limits, Play, Sampler
 from .rewards.calls import Logged
 from .rewards.reward_set import RewardSet, Scoring
+from .tokens import Tokens
 
 LOGGED = "logged/"  # of metrics that reward functions logged
 

@@ -16,15 +16,14 @@ from ..errors import InputError, LockstepError
 from ..timings import Timings
 from ..types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ..user_functions import one_line
-from .base import Encode, Problem
+from .base import Problem
 from .calls import Answer, Calls, Failure
-from .environment import End, Environment, Message, Turn
+from .environment import End, Environment, Turn
+from .tokens import Messages, Tokens, answering
 
 FAILURES = 16  # trajectories in a row that their environment fails end the run
 
 _log = logging.getLogger("lockstep")
-
-Messages = list[Message]
 
 
 class NewTokens(Protocol):
@@ -44,26 +43,6 @@ class Sampler(Protocol):
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int: ...
     def advance(self) -> Sequence[NewTokens]: ...
     def abort(self, request_id: int) -> list[Trajectory]: ...
-
-
-# continue_(messages, given): tokens of text or messages that follow an answer; `messages` are those so far, the answer
-# the last; None where the prompt was no chat.
-Continue = Callable[[Messages | None, str | Messages], list[int]]
-
-
-def _said(text: str) -> tuple[Message, bool]:
-    return {"role": "assistant", "content": text}, False
-
-
-class Tokens(NamedTuple):
-    """How given text becomes tokens, once; the text of tokens, for people; and sampled text as a message, with whether
-    it began a call that is none. `with_tools`: the same where the model may call these (`Environment.tools`)."""
-
-    prompt: Encode
-    following: Continue
-    text: Callable[[list[int]], str] = str
-    message: Callable[[str], tuple[Message, bool]] = _said
-    with_tools: Callable[[Sequence[Mapping[str, Any]]], Tokens] | None = None
 
 
 @dataclass(frozen=True)
@@ -317,11 +296,13 @@ class Play:
         if made.finish_reason == "length" and len(turn.token_ids) < self._sampling.max_completion_length:
             episode.trajectory.finish_reason = "truncated"
         episode.turns += 1
+        said = episode.tokens.said(turn)
         if episode.messages is not None:
-            episode.messages.append({"role": "assistant", "content": turn.text})
-        said = episode.tokens.message(turn.text)
+            episode.messages.append(said.in_chat)
         last = episode.trajectory.cut_off or episode.turns >= self._limits.turns
-        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason, *said, last)
+        told = Turn(
+            turn.text, list(turn.token_ids), episode.trajectory.finish_reason, said.message, said.malformed, last
+        )
         self._calls.call(episode, episode.environment.step, told)
 
     def _stepped(self, episode: Episode, answer: Answer) -> None:
@@ -362,9 +343,11 @@ class Play:
         if _is_tokens(given):
             return list(given), ""
         assert episode.trajectory is not None
-        ids = episode.tokens.following(episode.messages, given)
         if isinstance(given, str):
-            return ids, given
+            return episode.tokens.following(episode.messages, given), given
+        if episode.messages is not None:
+            given = answering(episode.messages[-1], given)
+        ids = episode.tokens.following(episode.messages, given)
         assert episode.messages is not None
         episode.messages += given
         last = episode.trajectory.segments[-1].token_ids[-1]
