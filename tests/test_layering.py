@@ -133,7 +133,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "environments": (
         "rewards sandbox",
         "base calls environment",
-        "tokens",
+        "answers tokens",
         "episodes tools",
         "adapters collect data tasks worked",
         "loading",

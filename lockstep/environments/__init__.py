@@ -23,13 +23,14 @@ from .tasks.word_arithmetic import WordArithmetic
 
 if TYPE_CHECKING:
     from .collect import Collector
-    from .environment import End, Environment, Turn
+    from .environment import Branch, End, Environment, Turn
     from .episodes import Failures, Limits
     from .loading import make_environment
     from .tokens import Said, Tokens, plain
     from .worked import worked_trajectories
 
 _WITH_TORCH = {
+    "Branch": "environment",
     "Collector": "collect",
     "End": "environment",
     "Environment": "environment",

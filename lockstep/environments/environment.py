@@ -29,6 +29,14 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """What is given begins anew: the model goes on from this alone, as from another prompt. What was sampled before is
+    trained in the branch that it was sampled in."""
+
+    given: Given
+
+
+@dataclass(frozen=True)
 class End:
     """The end of a trajectory. `reward` is one number, or several by name, which are added up; None leaves it to the
     task's reward functions, and with `functions` they are asked as well, and added.
@@ -77,7 +85,7 @@ class Environment:
         """
         return row["prompt"]
 
-    def step(self, turn: Turn) -> Given | End | Awaitable[Given | End]:
+    def step(self, turn: Turn) -> Given | Branch | End | Awaitable[Given | Branch | End]:
         """What follows a turn. One that ended by "length" or "truncated" is the last, whatever is answered."""
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
@@ -103,6 +111,7 @@ class Environment:
             "environment/given_tokens": mean(sum(len(s.token_ids) for s in of_one) for of_one in given),
             "environment/sampled_tokens": mean(len(t.token_ids) for t in trajectories),
             "environment/wait_s": mean(sum(s.wait_s for s in of_one) for of_one in given),
+            "environment/branches": mean(len(t.branches) - 1 for t in trajectories),
             "environment/truncated": mean(float(t.finish_reason == "truncated") for t in trajectories),
         }
 

@@ -50,3 +50,8 @@ def answering(answer: Message, given: Messages) -> Messages:
     return [
         message if one is None else {**message, "tool_call_id": one} for message, one in zip(given, found, strict=True)
     ]
+
+
+def said_by(messages: Messages) -> str:
+    """Messages as a text for people."""
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)

@@ -74,7 +74,8 @@ def _turns(sample: dict[str, Any]) -> list[tuple[str, Any]]:
     turns = segments[1:] if isinstance(segments, list) and len(segments) > 2 else []
     if not turns or not all(isinstance(turn, dict) for turn in turns):
         return [("", sample.get("text"))]
-    return [(f"{text(turn.get('kind'))}, {text(turn.get('tokens'))} tokens", turn.get("text")) for turn in turns]
+    names = [f"{text(turn.get('kind'))}{' anew, a branch' if turn.get('anew') else ''}" for turn in turns]
+    return [(f"{n}, {text(turn.get('tokens'))} tokens", turn.get("text")) for n, turn in zip(names, turns, strict=True)]
 
 
 def _messages(prompt: Any) -> Any:
