@@ -23,7 +23,7 @@ from .tasks.word_arithmetic import WordArithmetic
 
 if TYPE_CHECKING:
     from .collect import Collector
-    from .environment import Branch, End, Environment, Turn
+    from .environment import Branch, End, Environment, Next, Turn
     from .episodes import Failures, Limits
     from .loading import make_environment
     from .tokens import Said, Tokens, plain
@@ -34,6 +34,7 @@ _WITH_TORCH = {
     "Collector": "collect",
     "End": "environment",
     "Environment": "environment",
+    "Next": "environment",
     "Turn": "environment",
     "Failures": "episodes",
     "Limits": "episodes",

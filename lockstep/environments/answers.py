@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..types import Trajectory
 from ..user_functions import one_line
 from .calls import Failure
-from .environment import End
+from .environment import End, Reward, by_name
 
 
 def is_chat(given: Any) -> bool:
@@ -38,9 +39,26 @@ def wrong_end(end: Any) -> str:
     """What is wrong with an end; nothing if all is well."""
     if not isinstance(end, End):
         return f"cut returned {type(end).__name__} {one_line(end, repr)}; it must be an End"
-    values = end.reward.values() if isinstance(end.reward, Mapping) else [end.reward]
-    for value in values:
-        number = isinstance(value, (int, float)) and math.isfinite(value)
-        if not number and not (value is None and end.reward is None):
-            return f"its reward is {one_line(end.reward, repr)}; it must be a finite number, or several by name"
+    return "" if end.reward is None else wrong_reward(end.reward)
+
+
+def wrong_reward(reward: Any) -> str:
+    """What is wrong with a reward; nothing if all is well."""
+    for value in reward.values() if isinstance(reward, Mapping) else [reward]:
+        if not (isinstance(value, (int, float)) and math.isfinite(value)):
+            return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name"
     return ""
+
+
+def count(last: Reward | None, trajectory: Trajectory) -> None:
+    """Note the reward of the last turn, and what all of them come to."""
+    turn, total = trajectory.turns[-1], dict[str, float]()
+    if last is not None:
+        turn.rewards = _added(turn.rewards or {}, by_name(last))
+    for turn in trajectory.turns:
+        total = _added(total, turn.rewards or {})
+    trajectory.rewards, trajectory.reward = dict(total), sum(total.values())
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {**one, **{name: one[name] + value if name in one else value for name, value in other.items()}}

@@ -15,10 +15,10 @@ from ..errors import InputError, LockstepError, RewritesPast
 from ..timings import Timings
 from ..types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ..user_functions import one_line
-from .answers import is_chat, is_given, is_tokens, unlike, wrong_end
+from .answers import count, is_chat, is_given, is_tokens, unlike, wrong_end, wrong_reward
 from .base import Problem
 from .calls import Answer, Calls, Failure
-from .environment import Branch, End, Environment, Turn
+from .environment import Branch, End, Environment, Next, Turn, by_name
 from .tokens import Messages, Tokens, answering, said_by
 
 FAILURES = 16  # trajectories in a row that their environment fails end the run
@@ -73,6 +73,7 @@ class Episode:
     messages: Messages | None = None
     turns: int = 0
     cut: bool = False
+    rewarded: bool = False  # before its end
     failure: Failure | None = None
     end: End | None = None
 
@@ -150,7 +151,9 @@ class Play:
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
         self.sampled_tokens = 0  # by the generator, of all turns
         self._episodes: list[Episode] = []
-        self._prompts: dict[int, list[Any]] = {}  # of each group, as its samples' environments gave them
+        self._prompts: dict[
+            int, list[tuple[Episode, Any]]
+        ] = {}  # of each group, as its samples' environments gave them
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
         """The episodes of each, `sampling.n` from `identity.sample` on; their random numbers are keyed by `identity`
@@ -206,9 +209,11 @@ class Play:
             return self._calls.answers(wait=True)
 
     def _answers(self, answers: list[Answer]) -> None:
-        ready: list[list[Episode]] = []
+        ready: list[list[tuple[Episode, Any]]] = []
         for answer in answers:
             episode: Episode = answer.key  # type: ignore[assignment]
+            if episode.trajectory is not None:
+                episode.trajectory.segments[-1].wait_s += answer.seconds
             if episode.trajectory is None:
                 ready += self._started(episode, answer.value)
             elif isinstance(answer.value, Failure):
@@ -216,20 +221,22 @@ class Play:
             elif episode.cut:
                 self._end(episode, answer.value)
             else:
-                self._stepped(episode, answer)
+                self._stepped(episode, answer.value)
         if ready:
             self._begin(ready)
 
-    def _started(self, episode: Episode, value: Any) -> list[list[Episode]]:
-        """Note what an environment began with; the group, once all its samples have."""
+    def _started(self, episode: Episode, value: Any) -> list[list[tuple[Episode, Any]]]:
+        """Note what an environment began with; what can be begun: the group, once all its samples have started."""
+        if not self._environment.begin_together:
+            return [[(episode, value)]]
         prompts = self._prompts.setdefault(episode.group, [])
         prompts.append((episode, value))
-        return [[one for one, _ in prompts]] if len(prompts) == self._sampling.n else []
+        return [self._prompts.pop(episode.group)] if len(prompts) == self._sampling.n else []
 
-    def _begin(self, ready: list[list[Episode]]) -> None:
+    def _begin(self, ready: list[list[tuple[Episode, Any]]]) -> None:
         begun: list[tuple[list[Episode], list[int]]] = []
-        for episodes in ready:
-            given = [value for _, value in self._prompts.pop(episodes[0].group)]
+        for started in ready:
+            episodes, given = [one for one, _ in started], [value for _, value in started]
             failure = next((value for value in given if isinstance(value, Failure)), None)
             failure = failure or unlike(given, self._environment.begin_alike)
             if failure is not None:
@@ -270,6 +277,8 @@ class Play:
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:
         assert self._sampler is not None
         first = min(episode.sample for episode in episodes)
+        if len(episodes) == 1:
+            sampling = episodes[0].environment.until(sampling)
         trajectory = episodes[0].trajectory
         branch = sum(segment.anew for segment in trajectory.segments) if trajectory is not None else 0
         domain = self._identity.domain + (branch << 8)  # places repeat in a branch, and random numbers must not
@@ -307,14 +316,19 @@ class Play:
         if episode.messages is not None:
             episode.messages.append(said.in_chat)
         last = episode.trajectory.cut_off or episode.turns >= self._limits.turns
-        told = Turn(
-            turn.text, list(turn.token_ids), episode.trajectory.finish_reason, said.message, said.malformed, last
-        )
+        reason = episode.trajectory.finish_reason
+        told = Turn(turn.text, list(turn.token_ids), reason, said.message, said.malformed, last, turn)
         self._calls.call(episode, episode.environment.step, told)
 
-    def _stepped(self, episode: Episode, answer: Answer) -> None:
-        trajectory, given = episode.trajectory, answer.value
+    def _stepped(self, episode: Episode, given: Any) -> None:
+        trajectory = episode.trajectory
         assert trajectory is not None
+        if isinstance(given, Next):
+            if wrong := wrong_reward(given.reward):
+                self._fail(episode, Failure(wrong))
+                return
+            trajectory.segments[-1].rewards, given = by_name(given.reward), given.given
+            episode.rewarded = True
         if isinstance(given, End):
             self._end(episode, given)
         elif not is_given(given.given if isinstance(given, Branch) else given):
@@ -326,9 +340,9 @@ class Play:
             trajectory.finish_reason = "truncated"
             self._cut(episode)
         else:
-            self._go_on(episode, given, answer.seconds)
+            self._go_on(episode, given)
 
-    def _go_on(self, episode: Episode, given: Any, seconds: float) -> None:
+    def _go_on(self, episode: Episode, given: Any) -> None:
         trajectory = episode.trajectory
         assert trajectory is not None
         anew = isinstance(given, Branch)
@@ -337,7 +351,7 @@ class Play:
         except RewritesPast as past:
             (ids, text), anew = self._anew(episode, [*(episode.messages or []), *given]), True
             episode.messages = [*past.messages, *given]
-        trajectory.segments.append(Segment(ids, text=text, wait_s=seconds, anew=anew))
+        trajectory.segments.append(Segment(ids, text=text, anew=anew))
         if (room := self._room(trajectory)) < 1:
             trajectory.segments.pop()
             trajectory.finish_reason = "truncated"
@@ -388,6 +402,10 @@ class Play:
         if wrong := wrong_end(end):
             self._fail(episode, Failure(wrong))
             return
+        assert episode.trajectory is not None
+        if end.reward is not None or episode.rewarded:
+            count(end.reward, episode.trajectory)
+        episode.trajectory.environment = episode.environment.variant
         episode.end = end
         self._failures.forget()
 

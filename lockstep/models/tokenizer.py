@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -232,7 +233,7 @@ def encode_following(
     them ends an answer with `tool_calls`.
 
     Raises `RewritesPast` when the template leaves out what it showed before: such tokens would not follow those that
-    were sampled. Raises `InputError` when it does not show an answer as it is.
+    were sampled. Raises `InputError` when it does not show an answer as it is, or leaves out what is to follow.
     """
     *before, answer = messages
     whole = render_chat(tokenizer, [*before, _marked(answer), *following], chat_template_kwargs)
@@ -243,10 +244,19 @@ def encode_following(
     where = f"{_template_file(tokenizer)} cannot go on from what was sampled with a message of role {roles}"
     shown = found and tail and _MARK not in head
     refuse(not shown, f"{where}: it does not show an answer as it is; give text or token ids instead")
+    unseen = next((m.get("role") for m in following if not _is_shown(m.get("content"), tail)), None)
+    refuse(unseen is not None, f"{where}: it leaves out what a message of role {unseen} says; give text or token ids")
     kept = [message if _thought(message) in head else _without_thought(message) for message in messages]
     if kept != messages:
         raise RewritesPast(f"{where}: it leaves out the thinking of earlier answers, which the model has seen", kept)
     return encode_text(tokenizer, tail)
+
+
+def _is_shown(content: Any, text: str) -> bool:
+    """Whether a text has a message's, as it is or as JSON writes it."""
+    if not isinstance(content, str):
+        return True
+    return content.strip() in text or json.dumps(content.strip(), ensure_ascii=False)[1:-1] in text
 
 
 def _marked(answer: dict[str, Any]) -> dict[str, Any]:
@@ -262,7 +272,8 @@ def _thought(message: dict[str, Any]) -> str:
     """What an answer has thought: before `</think>`, or as templates that have a field for it take it."""
     if message.get("role") != "assistant":
         return ""
-    return (message.get("thinking") or message["content"].rpartition(_THOUGHT)[0]).strip()
+    thought = message.get("thinking") or message["content"].rpartition(_THOUGHT)[0]
+    return thought.strip().removeprefix("<think>").strip()
 
 
 def _without_thought(message: dict[str, Any]) -> dict[str, Any]:

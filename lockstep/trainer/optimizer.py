@@ -20,8 +20,7 @@ from .parameters import Buffer, FlatParameters
 
 class AdamWTensors(NamedTuple):
     """What an update reads and writes: weights in the compute dtype; float32 gradients, masters and moments, all flat;
-    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor.
-    On several ranks also the order of the norm's sums (`Layout.norm_order`)."""
+    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor."""
 
     weights: Tensor
     grad: Tensor
@@ -29,7 +28,6 @@ class AdamWTensors(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     steps: Tensor
-    norm_order: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -139,9 +137,7 @@ class AdamW:
 
     def tensors(self) -> AdamWTensors:
         """The live tensors."""
-        flat = self.flat
-        state = self.master, self.exp_avg, self.exp_avg_sq, self.steps
-        return AdamWTensors(flat.data, flat.grad, *state, flat.norm_order)
+        return AdamWTensors(self.flat.data, self.flat.grad, self.master, self.exp_avg, self.exp_avg_sq, self.steps)
 
     def reset(self) -> None:
         """Forget moments and step counts; the masters stay."""
@@ -185,15 +181,15 @@ class AdamW:
 def adamw_step(t: AdamWTensors, by: AdamW, lr: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
     """`AdamW.step` as a function of its tensors; of `by` it reads the layout, the settings and the groups.
 
-    The norm is the root of the sum of the same blocks' squares in the same order on any number of ranks.
+    The norm is the root of the exact sum of the same blocks' squares on any number of ranks.
     """
     settings = by.settings
-    grad_norm = by.flat.square_sums(ops.square_sums(t.grad), t.norm_order).sum().sqrt()
+    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(ops.square_sums(t.grad))))
     applied = ok & torch.isfinite(grad_norm)
     max_norm = settings.max_grad_norm
     grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
     betas = settings.beta1, settings.beta2
-    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:6])
+    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:])
     for group in by.groups:
         last = group is by.groups[-1]
         ops.adamw(

@@ -99,14 +99,13 @@ class TrainerPrograms:
             self.by_name[name].lasting = step.COMPARED
 
     def _updating(self) -> graph.Inputs:
-        t = {name: tensor for name, tensor in self.optimizer.tensors()._asdict().items() if tensor is not None}
+        t = self.optimizer.tensors()._asdict()
         weights, grad = t.pop("weights"), t.pop("grad")
         if t["master"] is weights:
             del t["master"]
-        order = {"norm_order": t.pop("norm_order")} if "norm_order" in t else {}
         s = self.state
         own = {"statistics": s.values, "results": s.results, "lr": s.lr, "sampled": s.sampled}
-        buffer = {**own, **order, **s.router_biases}
+        buffer = {**own, **s.router_biases}
         return graph.Inputs(param={"weights": weights}, grad={"grad": grad}, buffer=buffer, optimizer=t)
 
     def constants(self) -> dict[str, graph.Constants]:
@@ -211,8 +210,7 @@ class TrainerPrograms:
 
     def _optim_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         weights, b = inputs.param["weights"], inputs.buffer
-        masters = {"master": weights, **inputs.optimizer}
-        tensors = AdamWTensors(**masters, weights=weights, grad=inputs.grad["grad"], norm_order=b.get("norm_order"))
+        tensors = AdamWTensors(**{"master": weights, **inputs.optimizer}, weights=weights, grad=inputs.grad["grad"])
         s = step.named(b["statistics"])
         ok = torch.isfinite(s["loss"])
         if self.state.enforce_parity:

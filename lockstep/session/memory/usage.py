@@ -73,7 +73,7 @@ def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]
         "shard of the weights": 0 if flat.data.untyped_storage().data_ptr() in kept else flat.data.nbytes,
         "masters": 0 if optimizer.master is flat.data else optimizer.master.nbytes,
         "moments": optimizer.exp_avg.nbytes + optimizer.exp_avg_sq.nbytes,
-        "gradients": flat.grad.nbytes + (0 if flat.norm_order is None else flat.norm_order.nbytes),
+        "gradients": flat.grad.nbytes,
         "KV cache": sum(tensor.nbytes for tensor in cache.tensors().values()),
     }
     if device.type == "cuda":
