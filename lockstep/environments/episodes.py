@@ -349,7 +349,9 @@ class Play:
         try:
             ids, text = self._anew(episode, given.given) if anew else self._following(episode, given)
         except RewritesPast as past:
-            (ids, text), anew = self._anew(episode, [*(episode.messages or []), *given]), True
+            assert episode.messages is not None
+            given = answering(episode.messages[-1], given)
+            (ids, text), anew = self._anew(episode, [*episode.messages, *given]), True
             episode.messages = [*past.messages, *given]
         trajectory.segments.append(Segment(ids, text=text, anew=anew))
         if (room := self._room(trajectory)) < 1:

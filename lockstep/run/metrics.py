@@ -56,6 +56,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "environment/<fn>/sampled_tokens": "Sampled tokens a trajectory of <fn>",
         "environment/<fn>/given_tokens": "Given tokens a trajectory of <fn>",
         "environment/<fn>/wait_s": "Waited for answers of <fn>, seconds a trajectory",
+        "environment/<fn>/branches": "Begun anew in a trajectory of <fn>",
         "environment/<fn>/truncated": "Of <fn> ended by a limit, share",
         "environment/<fn>/errors": "Trajectories of <fn> left out",
     },

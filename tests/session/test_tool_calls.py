@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.environments.tokens import answering
+from lockstep.errors import RewritesPast
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, render_chat
 from lockstep.serve.batcher import Update
 from lockstep.serve.text import GrowingText, visible
@@ -242,6 +243,30 @@ def test_what_a_template_renders_is_read_back_and_gone_on_from(name: str) -> Non
     chat = [*ASK, form.in_chat(sampled, message, malformed)]
     following = encode_following(tokenizer, chat, answering(chat[-1], results), {"tools": [TOOL]}, ENDS)
     assert tokenizer.decode(following) == said[end[0] :]
+
+
+def test_the_thoughts_of_gpt_oss_are_kept_within_a_round_of_tools_and_left_out_after_it() -> None:
+    tokenizer = tokenizer_of("gptoss")
+    form = tool_format(tokenizer)
+    assert form is not None
+    thought = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
+    asked = f"{thought}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{}}"
+    said = f"{thought}<|channel|>final<|message|>Rain."
+    first, last = (form.in_chat(text, *form.message(text)) for text in (asked, said))
+    assert first["thinking"] == last["thinking"] == "Let me see." and (first["content"], last["content"]) == (
+        "",
+        "Rain.",
+    )
+    result = {"role": "tool", "name": "weather", "content": "rain"}
+    after = tokenizer.decode(encode_following(tokenizer, [*ASK, first], [result], {"tools": [TOOL]}, ENDS))
+    start = "<|call|><|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
+    assert after == f'{start}"rain"<|end|><|start|>assistant'
+    chat = [*ASK, first, result, last]
+    with pytest.raises(RewritesPast, match="leaves out the thinking") as raised:
+        encode_following(tokenizer, chat, ASK, {"tools": [TOOL]}, ENDS)
+    assert [m.get("thinking") for m in raised.value.messages] == [None] * 4
+    again = encode_following(tokenizer, raised.value.messages, ASK, {"tools": [TOOL]}, ENDS)
+    assert tokenizer.decode(again) == "<|end|><|start|>user<|message|>And?<|end|><|start|>assistant"
 
 
 @pytest.mark.parametrize("name", ["gptoss", "mistral"])
