@@ -5,9 +5,9 @@
 A case is a family, a way and a seed: `same` (logits, greedy tokens and folders beside `transformers`), `float32` and
 `bfloat16` (generator and trainer over three updates, eager and captured), `processes` (`lockstep train` on two
 processes and on one, of the family's tiny random model), `cells` (the same on one, two and four, of eight shards in
-two cells, with two updates a rollout, and gone on with on another number). OUTCOME.json says of each what came of it
-and the seconds; what it has of the same sources is not done again, so that an interrupted run is gone on with. Exits
-with 1 unless all hold.
+two cells, with two updates a rollout, and gone on with on another number). OUTCOME.json says of each what came of it,
+the seconds and the commit; what it has of the same sources is not done again, so that an interrupted run is gone on
+with. Exits with 1 unless all hold.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -129,6 +130,12 @@ def sources() -> str:
     return fingerprint.digest(fingerprint.sources(), beside)
 
 
+def commit() -> str:
+    """The checkout's last one; `sources` tells whether it is what ran."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("outcome", type=Path)
@@ -151,7 +158,8 @@ def main() -> int:
                 outcome = f"{type(error).__name__}: {error}"[:500]
         found[name] = {"outcome": outcome, "seconds": round(time.perf_counter() - began, 1)}
         print(name, found[name], flush=True)
-        args.outcome.write_text(json.dumps({"sources": sources(), "cases": found}, indent=1, sort_keys=True) + "\n")
+        record = {"commit": commit(), "sources": sources(), "cases": found}
+        args.outcome.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     failed = [name for name, case in found.items() if case["outcome"] != "holds"]
     print(f"{len(found)} cases, {len(failed)} do not hold", *failed, sep="\n")
     return int(bool(failed))

@@ -7,21 +7,23 @@ import importlib.util
 import multiprocessing
 import multiprocessing.context
 import os
+import pickle
 import resource
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+T = TypeVar("T")
 DEADLINE = 480.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
 
 
@@ -110,29 +112,6 @@ def run_interpreted(file: str) -> None:
         assert process.exitcode == 0, said.read().decode(errors="replace")
 
 
-def on_ranks(count: int, script: Path, *arguments: str) -> str:
-    """What a script prints on so many processes, which torchrun would start from nothing; by the first of them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    with ExitStack() as stack:
-        files = [stack.enter_context(tempfile.NamedTemporaryFile()) for _ in range(2 * count)]
-        processes = []
-        for rank in range(count):
-            environment = dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            said = [file.name for file in files[2 * rank : 2 * rank + 2]]
-            processes.append(
-                _interpreters().Process(target=_script, args=([str(script), *arguments], said, environment))
-            )
-            processes[-1].start()
-            stack.callback(processes[-1].kill)
-        for rank, process in enumerate(processes):
-            process.join(DEADLINE)
-            assert process.exitcode == 0, files[2 * rank + 1].read().decode(errors="replace")[-4000:]
-        return files[0].read().decode()
-
-
 @functools.cache
 def _interpreters() -> multiprocessing.context.ForkServerContext:
     """Processes that have imported what takes two seconds: each is forked from one that did."""
@@ -141,21 +120,46 @@ def _interpreters() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _pytest(arguments: list[str], said: str, environment: dict[str, str]) -> None:
-    """Run pytest in this process, with what it says in a file."""
-    _become(environment, said, said)
-    sys.exit(int(pytest.main(arguments)))
+def on_ranks(count: int, work: Callable[..., T], *arguments: Any) -> list[T]:
+    """What `work` of these arguments returns in each of so many processes, by rank, which find each other as those that
+    torchrun starts do. It is a function of a module beside the tests."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        shared["MASTER_PORT"] = str(free.getsockname()[1])
+        processes = []
+        for rank in range(count):
+            environment = dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            file = str(Path(folder, str(rank)))
+            processes.append(_interpreters().Process(target=_rank, args=(work, arguments, file, environment)))
+        free.close()
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(DEADLINE)
+            process.kill()
+        outcomes = [Path(folder, str(rank)) for rank in range(count)]
+        said = [pickle.loads(file.read_bytes()) if file.exists() else (None, "nothing") for file in outcomes]
+        assert all(error is None for _, error in said), [error for _, error in said]
+        return [value for value, _ in said]
 
 
-def _script(arguments: list[str], said: list[str], environment: dict[str, str]) -> None:
-    """Run a script in this process, with what it prints in a file, and its errors in another."""
-    _become(environment, *said)
-    sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
-
-
-def _become(environment: dict[str, str], output: str, errors: str) -> None:
+def _rank(work: Callable[..., Any], arguments: tuple[Any, ...], file: str, environment: dict[str, str]) -> None:
+    """Leave in a file what came of `work`."""
     os.environ.clear()
     os.environ.update(environment)
-    for number, name in ((1, output), (2, errors)):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
+    try:
+        outcome = work(*arguments), None
+    except BaseException:
+        outcome = None, traceback.format_exc()
+    Path(file).write_bytes(pickle.dumps(outcome))
+
+
+def _pytest(arguments: list[str], said: str, environment: dict[str, str]) -> None:
+    """Run pytest in this process, with what it says in a file."""
+    os.environ.clear()
+    os.environ.update(environment)
+    file = os.open(said, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.exit(int(pytest.main(arguments)))

@@ -52,9 +52,9 @@ ALLOWED: dict[str, set[str]] = {
         "trainer",
     },
     "rl": {"algorithms", "environments", "session", "trainer"},
-    "run": {"cache", "distributed", "machine", "models", "ops", "rl", "session"},
+    "serve": {"environments", "generator", "machine", "models", "session"},
+    "run": {"cache", "distributed", "machine", "models", "ops", "rl", "serve", "session"},
     "api": {"distributed", "machine", "run", "session"},
-    "serve": {"generator", "models", "session"},
     "cli": {"api", "environments", "machine", "models", "run", "serve", "session"},
     "__main__": {"cli", "session"},
     # lockstep/__init__.py: the version, which every room may read, and the public names, imported on first use.
@@ -73,7 +73,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
-    "distributed": ("mesh torch_private", "collectives placement ranks", "join", "."),
+    "distributed": ("mesh torch_private", "collectives placement ranks", "join pieces spread sums", "."),
     "ops": (
         "native.library pdl precompile records rows",
         "logprobs.philox operator",
@@ -94,7 +94,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "families",
         "decoder hf_config weight_map",
         "checks shards",
-        "folder patterns",
+        "folder parts patterns",
         ". init",
     ),
     "graph": (
@@ -122,7 +122,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "trainer": (
-        "graph_inputs parameters routing shapes",
+        "graph_inputs parameters routing shapes tp",
         "optimizer packing",
         "step",
         "mismatches programs",
@@ -131,10 +131,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "environments": (
-        "rewards",
+        "rewards sandbox",
         "base calls environment",
-        "episodes tools",
-        "adapters collect data tasks worked",
+        "answers tokens",
+        "episodes remote tools",
+        "adapters led",
+        "collect data tasks worked",
         "loading",
         ".",
     ),
@@ -162,6 +164,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "routes",
         "app",
         "server",
+        "rollouts",
     ),
     "cli": ("chat flags", "commands", "resolve", "main"),
 }

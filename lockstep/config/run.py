@@ -184,12 +184,15 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
 
     `c.compile` is resolved before.
     """
+    require_divisor(c.parallel, ranks)
     if ranks > 1:
         _check_several(c.compile, ranks)
-    shards = c.parallel.batch_shards or ranks
-    if shards % ranks:
+    groups = ranks // c.parallel.tp
+    shards = c.parallel.batch_shards or groups
+    if shards % groups:
+        what = f"{ranks} processes" if groups == ranks else f"{groups} groups of {c.parallel.tp} processes"
         raise InputError(
-            f"parallel.batch_shards is {shards}, which {ranks} processes cannot share evenly; use a multiple of {ranks}"
+            f"parallel.batch_shards is {shards}, which {what} cannot share evenly; use a multiple of {groups}"
         )
     prompts = c.trainer.prompts_per_step
     if prompts % shards:
@@ -198,12 +201,23 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
             f"process) cannot share evenly; use {_multiples(prompts, shards)}"
         )
     cell = c.parallel.cell
-    if ranks < shards > cell and cell % ranks and ranks % cell:
+    if groups < shards > cell and cell % groups and groups % cell:
         raise InputError(
-            f"parallel.cell is {cell}: {ranks} processes would begin a cell and not end it together; use a multiple of "
-            f"{ranks}, such as {-(-shards // ranks) * ranks}, which makes one cell of all shards, or a divisor"
+            f"parallel.cell is {cell}: {groups} processes would begin a cell and not end it together; use a multiple "
+            f"of {groups}, such as {shards}, which makes one cell of all shards, or a divisor"
         )
     return replace(c, parallel=replace(c.parallel, batch_shards=shards))
+
+
+def require_divisor(c: ParallelConfig, ranks: int) -> None:
+    """Raise `InputError` where so many processes are not groups of those that share products, in either role."""
+    are = "there is one process" if ranks == 1 else f"there are {ranks} processes"
+    for name, together in {"tp": c.tp, "generator_tp": c.generator_tp}.items():
+        refuse(
+            ranks % together > 0,
+            f"parallel.{name} is {together}, and {are}: start a multiple of {together}, such as torchrun "
+            f"--nproc-per-node {together} -m lockstep, or set it to a divisor of {ranks}",
+        )
 
 
 def _check_several(c: CompileConfig, ranks: int) -> None:

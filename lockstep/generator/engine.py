@@ -23,9 +23,10 @@ from .request import Grown, Prefill, Sequence
 from .runner import Block, Runner
 from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
-from .sizes import row_buckets
+from .sizes import least_rows, row_buckets
 from .weights import SharedWeights, SnapshotWeights
 
+AGREED = 64  # launches
 AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
 MIN_CONTEXT = 64  # tokens that a sequence has room for; doubled as longer requests come
 
@@ -42,6 +43,10 @@ class Engine:
             reading of their results (`read`) are measured.
         ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
             where nothing would be won, 0 on a CPU.
+
+    Attributes:
+        agree: is told the schedule's state every `AGREED` launches, and raises where it is another on a rank that runs
+            the same engine.
     """
 
     def __init__(
@@ -59,10 +64,10 @@ class Engine:
         self.detokenize = detokenize
         device = model.embed.device
         pages = cache_tokens // config.page_size
-        self.cache = KVCache(
-            model.config, pages, config.page_size, model.embed.dtype, device, cleared=model.masks is not None
-        )
-        count, width = row_buckets(config.max_num_seqs)[0], self.cache.pages_for(MIN_CONTEXT)
+        ranks = model.spread.axis.size
+        own, cleared = model.config.shared_by(ranks), model.masks is not None
+        self.cache = KVCache(own, pages, config.page_size, model.embed.dtype, device, cleared)
+        count, width = max(row_buckets(config.max_num_seqs)[0], least_rows(ranks)), self.cache.pages_for(MIN_CONTEXT)
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
         self.scheduler = Scheduler(config, self.cache, rows)
@@ -73,6 +78,8 @@ class Engine:
         self._flight: deque[Block] = deque()  # launched, and not read yet
         self._grown: list[Sequence] = []  # by what was read
         self._ids = itertools.count()
+        self.agree: Callable[[str], None] | None = None
+        self._launches = 0
         self._pending: dict[int, dict[int, Trajectory | None]] = {}
 
     def generate(
@@ -204,6 +211,9 @@ class Engine:
             self._flight.append(block)
             self.scheduler.clock += block.steps
         self.drain(self.ahead)
+        self._launches += 1
+        if self.agree is not None and self._launches % AGREED == 0:
+            self.agree(self.scheduler.digest())
         grown, self._grown = self._grown, []
         return list(dict.fromkeys(grown))
 

@@ -5,4 +5,5 @@ from .blocks.moe import Routing
 from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .folder import TEMPLATES, describe_folder, load_model, load_value_head, resolve_folder, save_model
+from .parts import ModelPart
 from .patterns import by_pattern

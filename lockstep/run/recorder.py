@@ -32,10 +32,12 @@ from .metrics import (
     METRICS_FILE,
     ROLLOUTS_FILE,
     SUMMARY_FILE,
+    WAITS_FILE,
     MetricsWriter,
     read_lines,
     replacing,
     rollout_records,
+    wait_records,
     write_json,
     writing,
 )
@@ -79,6 +81,7 @@ class Recorder:
         self._timeline: Timeline | None = None
         self._metrics: MetricsWriter | None = None
         self._rollouts: MetricsWriter | None = None
+        self._waits: MetricsWriter | None = None  # of a run of several turns
         self._trackers: Trackers | None = None
         self._loop: Loop | None = None
         self._rewards: list[float] = []
@@ -171,6 +174,8 @@ class Recorder:
             self._account(record)
         self._absent = start - len(self._rewards)
         self._rollouts = self._open_files.enter_context(MetricsWriter(self.run_dir / ROLLOUTS_FILE, start))
+        if self.config.task.turns > 1:
+            self._waits = self._open_files.enter_context(MetricsWriter(self.run_dir / WAITS_FILE, start))
 
     def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool = False) -> int:
         """Put the run where `loaded` left it; returns the steps it had done.
@@ -224,11 +229,11 @@ class Recorder:
             checkpoint.save(folder, step, tensors, state, keep_last, self.world)
 
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """What this rank writes of a checkpoint, and the trainer's numbers. Where not all see the run's folder, the
-        first has all tensors."""
+        """What this rank writes of a checkpoint, and the trainer's numbers. Where not all see the run's folder, or
+        ranks share products, the first has all tensors."""
         trainer, world = loop.run.trainer, self.world
         folder = world.from_first(lambda: self.run_dir)
-        if world.size == 1 or not all(world.gather(folder.is_dir())):
+        if world.size == 1 or world.tp > 1 or not all(world.gather(folder.is_dir())):
             tensors, counters = trainer.state()
             return ({"trainer": tensors} if world.first else {}), counters
         own, alike = trainer.local_state()
@@ -312,6 +317,9 @@ class Recorder:
         if self.config.metrics.rollouts:
             for record in rollout_records(step, groups):
                 self._rollouts.write(record)
+            if self._waits is not None:
+                for record in wait_records(step, groups):
+                    self._waits.write(record)
 
     def _keep_failures(self) -> None:
         """Write the tracebacks of environments that failed since the last call."""

@@ -1,18 +1,16 @@
 """Run by torchrun on two ranks: each check compares what the ranks do together with one process that runs the same
-micro-batches, in every bit. The first rank prints what was found, a JSON object. `ranks.py cuda` does so on two GPUs;
-`ranks.py cpu FOLDER cells` runs one of the checks on any number of ranks, after two have left a state in the folder.
+micro-batches, in every bit. The first rank prints what was found, a JSON object. `ranks.py cuda` does so on two GPUs.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
 import tempfile
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,6 @@ from lockstep.config import (
     TrainerConfig,
 )
 from lockstep.distributed import ONE, World, join
-from lockstep.distributed.cells import Cells
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import GraphError, Runtime, check_against_eager, digest
@@ -56,7 +53,6 @@ DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
 SIZES = (97, 48, 64, 2, 4, 2, 16) if DEVICE.type == "cpu" else (4096, 512, 1024, 2, 8, 4, 128)
 CONFIG = ModelConfig(*SIZES, rope_theta=1e4, max_position_embeddings=256, family="qwen3")
 MOE = replace(CONFIG, moe=MoEConfig(4, num_experts_per_token=2, intermediate_size=SIZES[2] // 2, router_bias=True))
-FOLDER = Path(sys.argv[2]) if len(sys.argv) > 2 else None
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 
 CHECKS: dict[str, Callable[[World], Any]] = {}
@@ -190,61 +186,6 @@ def parameter_groups(world: World) -> Any:
     now = dict(trainer.model.named_parameters())
     kept = [name for name, parameter in start.named_parameters() if torch.equal(parameter, now[name])]
     return on_all(world, [unlike, len(trainer.optimizer.groups), kept])
-
-
-SHARDS, CELL = 8, 4
-
-
-def by_cells(trainer: Trainer, world: World, steps: Sequence[int], order: Sequence[int] = range(SHARDS)) -> list[str]:
-    """Steps of two updates on a rollout: of each what was sampled and found, and the weights, as a hash. Shards have
-    several micro-batches, and go to the ranks in this order."""
-    said, cells = [], Cells(SHARDS, CELL, world.size)
-    for step in steps:
-        groups = rollout(trainer.model, step, 2 * SHARDS)
-        seen: list[Any] = [asdict(group) for group in groups]
-        own, shards = world.mesh.fsdp.own(order), [groups[shard::SHARDS] for shard in range(SHARDS)]
-        packed = pack_shards(shards, own, Packing(90), check_parity=True)
-        assert len(packed) >= 2 * len(own)
-        for update in range(2):
-            for i, batch in enumerate(packed):
-                batch = packed[i] = batch if update else batch.to(DEVICE)
-                batch.check_parity, batch.ends_cell = update == 0, cells.end_with(i % len(own))
-                trainer.forward_backward(batch, keep_support=update == 0)
-            seen.append(trainer.optim_step(1e-2))
-            assert seen[-1].applied and seen[-1].tokens_different == 0, seen[-1]
-            trainer.gather_weights()
-        data = b"".join(p.detach().cpu().view(torch.uint8).numpy().tobytes() for p in trainer.model.parameters())
-        said.append(hashlib.sha256(repr(seen).encode() + data).hexdigest()[:16])
-    return said
-
-
-def of_cells(kind: str, world: World) -> Trainer:
-    config = {"dense": CONFIG, "experts": MOE}[kind]
-    return Trainer(decoder(config=config), OPTIMIZER, LossConfig(), world=world, cells=Cells(SHARDS, CELL, world.size))
-
-
-@check
-def cells(world: World) -> Any:
-    """Shards in cells on this many ranks, and on another number from the state of two after the first step; beside two
-    ranks one process, which also adds up the second cell before the first."""
-    found: dict[str, Any] = {}
-    for kind in ("dense", "experts"):
-        trainer, file = of_cells(kind, world), FOLDER and FOLDER / f"{kind}.pt"
-        first = by_cells(trainer, world, [0])
-        if world.size == 2 and file:
-            state, numbers = parts(trainer), trainer.state()[1]
-            if world.first:
-                torch.save((state, numbers), file)
-        found[kind] = {"all": on_all(world, first + by_cells(trainer, world, [1]))}
-        if world.size != 2 and file:
-            resumed = of_cells(kind, world)
-            resumed.load_state(*torch.load(file))
-            found[kind]["resumed"] = by_cells(resumed, world, [1])
-        elif world.size == 2:
-            found[kind]["one"] = by_cells(of_cells(kind, ONE), ONE, [0, 1])
-    if world.size == 2:
-        found["dense"]["reversed"] = by_cells(of_cells("dense", ONE), ONE, [0], [4, 5, 6, 7, 0, 1, 2, 3])
-    return found
 
 
 @check
@@ -474,8 +415,6 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name, function in CHECKS.items():
-        if name not in (sys.argv[3:] or CHECKS):
-            continue
         try:
             found[name] = function(world)
         except Exception:

@@ -9,22 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import finished, on_ranks
+from processes import finished
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks leave what others go on from."""
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
+def found() -> dict[str, Any]:
     """What `ranks.py` found on two ranks."""
-    run = finished([*TORCHRUN, str(SCRIPT), "cpu", str(folder)], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    run = finished([*TORCHRUN, str(SCRIPT)], env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr[-4000:]
     assert "terminate called" not in run.stderr
     return json.loads(run.stdout.splitlines()[-1])
@@ -33,16 +27,6 @@ def found(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "experts", "whole_sequences", "a_teacher", "a_critic"])
 def test_gradients_updates_and_statistics_are_those_of_one_process(found: dict[str, Any], kind: str) -> None:
     assert found[kind] == [[], []]
-
-
-def test_shards_in_cells_have_the_bits_of_one_process_on_two_and_on_four(found: dict[str, Any], folder: Path) -> None:
-    """Rollouts, losses, norms and weights of steps of two updates, also of four that go on where two were."""
-    of_four = json.loads(on_ranks(4, SCRIPT, "cpu", str(folder), "cells").splitlines()[-1])["cells"]
-    for kind, of_two in found["cells"].items():
-        assert of_two["all"] == [of_two["one"]] * 2 and of_four[kind]["all"] == [of_two["one"]] * 4
-        assert of_four[kind]["resumed"] == of_two["one"][1:]
-    dense = found["cells"]["dense"]
-    assert dense["reversed"][0] != dense["one"][0]  # the control: the second cell is added up before the first
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "dapo"])

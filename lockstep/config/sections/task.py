@@ -28,7 +28,7 @@ class TaskConfig(Section):
     name: Literal["sum-digits", "word-arithmetic", "gsm8k", "dataset"] = "sum-digits"
     """Prompt source. `dataset` reads --data and needs at least one --reward, but for distillation."""
     data: str | None = None
-    """JSON lines, parquet, a Hugging Face dataset folder or hub id, or reasoning_gym:NAME."""
+    """JSON lines, parquet, a Hugging Face dataset folder or hub id, reasoning_gym:NAME, or verifiers:NAME."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
     prompt_column: str = "prompt"
@@ -56,10 +56,14 @@ class TaskConfig(Section):
     reward_timeout: float = between(0, 86400, default=0.0)
     """Seconds a call may take (needs reward_workers); 0 is no limit."""
     environment: str | None = None
-    """What answers the model, turn by turn: calculator, or one of your own as module:Class or path.py:Class, which may
-    be an environment_factory of TRL's. Left out: nothing does, a prompt is completed once."""
+    """What answers the model, turn by turn: calculator; one of your own as module:Class or path.py:Class, which may be
+    an environment_factory of TRL's; verifiers, which plays the tasks of its data; or http://HOST:PORT, where other
+    processes play. Left out: nothing does, a prompt is completed once."""
     tools: tuple[str, ...] = ()
-    """Functions that the model may call, as module:function or path.py:function; their docstrings describe them."""
+    """Functions that the model may call, as module:function or path.py:function, whose docstrings describe them, or the
+    ready one python."""
+    allow_unsandboxed: bool = False
+    """Let the tool python run programs that the model writes where they cannot be cut off from network and files."""
     max_turns: int = at_least(1, default=8)
     """Completions that a trajectory may have in an environment; what would follow the last ends it, as truncated."""
     max_response_length: int = at_least(0, default=0)
@@ -105,6 +109,8 @@ class TaskConfig(Section):
         if self.environment is None and not self.tools:
             for name in ("max_turns", "max_response_length", "environment_timeout"):
                 yield name, "without task.environment; remove it, or name one"
+        if "python" not in self.tools:
+            yield "allow_unsandboxed", "without the tool python; remove it, or name it in task.tools"
         if self.name not in DATA_TASKS:
             for name in _DATA_FIELDS:
                 yield name, f"on {self.name}; remove it, or name a recipe: gsm8k or dataset"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...config import RunConfig
 from ...distributed.cells import Cells
+from ...distributed.mesh import Axis, Mesh
 from ...models import Decoder, ModelConfig, num_parameters
 from ...trainer import frozen_parameters
 from ...trainer.parameters import Layout
@@ -46,8 +47,14 @@ class Workload:
     def sequences(self) -> int:
         """Completions that this process makes at once, at most."""
         c = self.config
-        trained = -(-c.trainer.prompts_per_step // self.ranks) * c.sampling.num_generations
-        return max(trained, -(-c.task.validation_prompts // self.ranks))
+        groups = self.ranks // c.parallel.generator_tp or 1
+        trained = -(-c.trainer.prompts_per_step // groups) * c.sampling.num_generations
+        return max(trained, -(-c.task.validation_prompts // groups))
+
+    @property
+    def groups(self) -> int:
+        """Groups of processes that have micro-batches of their own."""
+        return self.ranks // self.config.parallel.tp
 
     @property
     def sequence_tokens(self) -> int:
@@ -68,7 +75,7 @@ class Workload:
     def cells(self) -> Cells:
         """How the gradients of a step's shards are added up."""
         parallel = self.config.parallel
-        return Cells(parallel.batch_shards or self.ranks, parallel.cell, self.ranks)
+        return Cells(parallel.batch_shards or self.groups, parallel.cell, self.groups)
 
     @property
     def b(self) -> int:
@@ -90,6 +97,13 @@ class Workload:
         return sum(parameter.numel() for parameter in self.decoder.parameters())
 
     @cached_property
+    def copied_parameters(self) -> int:
+        """Of the model's, what is copied into this rank's part of it, as it lies in several pieces (`ModelPart`)."""
+        ranks, places = self.config.parallel.generator_tp, self.decoder.placements
+        cut = [p.numel() for n, p in self.decoder.named_parameters() if places[n].tp or len(places[n].blocks) > 1]
+        return sum(cut) // ranks if ranks > 1 else 0
+
+    @cached_property
     def frozen_parameters(self) -> int:
         """Of the models that are only read."""
         return sum(map(num_parameters, self.frozen))
@@ -98,8 +112,9 @@ class Workload:
     def layout(self) -> Layout:
         """Where the trained parameters lie, padded and cut."""
         frozen = frozen_parameters(self.decoder, self.config.optimizer)
-        shapes = [tuple(p.shape) for name, p in self.decoder.named_parameters() if name not in frozen]
-        return Layout.of(shapes, self.ranks)
+        mesh, placements = Mesh(tp=Axis("tp", self.config.parallel.tp)), self.decoder.placements
+        trained = [(name, tuple(p.shape)) for name, p in self.decoder.named_parameters() if name not in frozen]
+        return Layout.of([placements[name].shape_on(mesh, shape) for name, shape in trained], self.groups)
 
 
 @cache
