@@ -17,7 +17,6 @@ from typing import Any
 from ..algorithms import SUPERVISED, supervised
 from ..algorithms.policy_terms import KL_ESTIMATORS
 from ..config import RunConfig
-from ..distributed.cells import Cells
 from ..environments import Collector, Failures, Limits, worked_trajectories
 from ..environments.collect import Collected, Problems
 from ..errors import LockstepError
@@ -50,7 +49,6 @@ class Loop:
         self.algorithm = run.trainer.algorithm
         shards = config.parallel.batch_shards or run.world.mesh.fsdp.size
         self.shards = range(shards)
-        self.cells = Cells(shards, config.parallel.cell, run.world.mesh.fsdp.size)
         self.own_shards = run.world.mesh.fsdp.own(self.shards)
         self.device = run.policy.model.embed.device
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
@@ -231,7 +229,7 @@ class Loop:
         packed = pack_shards(shards, self.own_shards, how, check_parity)
         for i, batch in enumerate(packed):  # the first of every own shard, then the second of each
             complete(batch, self.algorithm)
-            batch.ends_cell = self.cells.end_with(i % len(self.own_shards))
+            batch.ends_cell = self.run.trainer.cells.end_with(i % len(self.own_shards))
         return [batch.to(self.device) for batch in packed]
 
     def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:

@@ -51,6 +51,7 @@ class Trainer:
 
     Attributes:
         algorithm: that of `loss`.
+        cells: as given.
         weights_version: updates applied so far, of those whose results the host has.
 
     Raises:
@@ -85,7 +86,7 @@ class Trainer:
                 "chosen with, which this model does not have; set it to 0"
             )
         self.model, self.reference, self.loss = model, reference, loss
-        self.world = world
+        self.world, self.cells = world, cells
         if algorithm_of(loss).has_critic and model.value_head is None:
             model.add_value_head()
         trained = in_trainer(model, world.mesh)
