@@ -87,7 +87,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "models": (
-        "blocks.attention blocks.rope mxfp4 tokenizer",
+        "blocks.attention blocks.rope mxfp4 tensor_file tokenizer",
         "config",
         "blocks",
         "families.family",
@@ -147,6 +147,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "rl": ("critic dynamic_sampling step_checks step_metrics", "loop", "sample_again sft_warmup"),
     "run": (
+        "checkpoint.files",
+        "checkpoint.saver",
         "checkpoint closing crash display lock metrics trackers",
         "faults resume timeline",
         "report",

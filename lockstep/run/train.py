@@ -85,6 +85,7 @@ def _train(
             if recorded(step + 1):
                 recorder.trace(loop.spans, metrics)
         recorder.save_model(loop)
+        recorder.checkpoints_written(loop)
     if loop.run.runtime.compiles:
         recorder.summary["compile"] = loop.run.compile_report()
         loop.run.runtime.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from ..errors import InputError
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
 from ..machine import bound_threads
-from ..models import Decoder, ModelConfig, load_model, load_value_head, resolve_folder
+from ..models import Decoder, Held, ModelConfig, load_model, load_value_head, resolve_folder
 from ..models.checks import require_memory
 from ..models.init import architecture, initialize
 from ..models.tokenizer import (
@@ -331,12 +332,18 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
     return PromptLimit(size - completion, f"{holder} less {what} of {completion}")
 
 
-def save_policy(policy: Policy, folder: Path) -> None:
-    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template."""
-    from ..models import save_model
-    from ..models.folder import all_or_nothing
+def save_policy(policy: Policy, folder: Path, held: Mapping[str, Held] | None = None, world: World = ONE) -> None:
+    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. Every
+    rank of `world` calls it and writes the weights that are `held`; by default one process writes the model's own."""
+    from ..models.folder import Export, all_or_nothing, whole
     from ..models.tokenizer import save_tokenizer
 
-    with all_or_nothing(folder):
-        save_model(policy.model, folder)
+    def begin() -> None:
+        export.begin()
         save_tokenizer(policy.tokenizer, folder)
+
+    export = Export(policy.model, folder)
+    with all_or_nothing(folder) if world.first else nullcontext():
+        world.from_first(begin)
+        world.share(lambda: export.write(held or whole(policy.model)))
+        world.share(lambda: export.arrange(world.rank, world.size))

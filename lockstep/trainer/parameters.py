@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import distributed, graph
 from ..distributed.mesh import ALONE, Mesh
-from ..models import Decoder
+from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 
 ALIGNMENT = SQUARES_BLOCK  # elements: whole blocks of the gradient's norm, and well aligned for vector loads
@@ -201,6 +201,17 @@ class FlatParameters:
             end = at + count
             own[at:end].copy_(parts[source][begin : begin + count])
         own[end:].zero_()
+
+    def held(self, model: Decoder) -> dict[str, Held]:
+        """What this rank writes of the model's tensors: its parts, and as large ones of what all ranks have whole."""
+        parts, ranks, found = dict(zip(self.names, self.parts, strict=True)), self.layout.ranks, {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            size = parts[name].numel() if name in parts else -(-tensor.numel() // ranks)
+            first = min(self.rank * size, tensor.numel())
+            count = min(size, tensor.numel() - first)
+            values = parts[name].flatten() if name in parts else tensor.detach().flatten()[first:]
+            found[name] = Held(values[:count], first)
+        return found
 
     @property
     def rank(self) -> int:
