@@ -1,8 +1,8 @@
-"""What a checkpoint and an exported model cost: how long a step waits, how long writing takes, and the memory for both.
+"""What a checkpoint and an exported model cost: how long a step waits, how long writing takes, and the memory.
 
-Each number of processes trains one model, whose state they share; a process's share of what is written stands beside the
-memory that it takes at most (of a CPU the peak of resident memory over what was resident before). A step waits for the
-copy of its state to the host; the floor is the host's own copy of as many bytes.
+Each number of processes trains one model, whose state they share; a process's share of what is written stands beside
+the memory that it takes at most (the peak of what is resident over what was resident before). A step waits for the copy
+of its state to the host; the floor is the host's own copy of as many bytes.
 """
 
 from __future__ import annotations
