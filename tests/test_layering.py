@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"cache", "distributed", "ops"},
     "graph": {"cache", "distributed", "ops"},
     "generator": {"graph", "models", "ops"},
-    "trainer": {"algorithms", "distributed", "graph", "models", "ops"},
+    "trainer": {"algorithms", "distributed", "graph", "machine", "models", "ops"},
     "environments": {"distributed"},
     "session": {
         "algorithms",

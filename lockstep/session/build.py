@@ -24,7 +24,7 @@ from ..config import (
 )
 from ..distributed import ONE, World
 from ..environments import PromptLimit, make_environment, make_task
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
 from ..machine import bound_threads
@@ -284,6 +284,11 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     if config.compile.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {config.compile.cudagraph_mode}; CUDA graphs need a GPU, use none")
     require_plugins(config.compile, device)
+    refuse(
+        config.optimizer.offload and device.type == "cpu",
+        "optimizer.offload is on, and the device is a CPU, whose memory is the host's: it would save nothing; leave it "
+        "off, or use a GPU",
+    )
     return config
 
 
