@@ -68,6 +68,7 @@ def _train(
             start = 0
             recorder.validate(loop, display, 0)
             recorder.checkpoint(loop, 0)
+            recorder.checkpoints_written(loop)  # a run that has steps can always be gone on with
         recorder.open(start)
         for step in range(start, config.steps):
             raise_received()

@@ -301,7 +301,7 @@ class ShardedParameters(FlatParameters):
         one, first = self.layout.one_rank, self.axis.rank == 0
         whole = torch.zeros(one.size if first else 0, dtype=local.dtype)
         for part, size, at in zip(self.layout.views(local), one.sizes, one.offsets, strict=False):
-            parts = distributed.gather(part, self.axis).flatten()
+            parts = distributed.gather(part.to(self.data.device), self.axis).flatten()
             if first:
                 whole[at : at + size] = parts[:size]
         return whole
