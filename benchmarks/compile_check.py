@@ -37,7 +37,7 @@ from lockstep.generator.running_batch import RunningBatch
 from lockstep.graph import Inputs
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import architecture
-from lockstep.ops import pdl, sequence_sum
+from lockstep.ops import fold_rows, pdl, sequence_sum
 from lockstep.ops.fused.backward import add_gradient, rms_norm_add, rotated_attention_packed
 from lockstep.ops.linear import cublas, hopper_async
 from lockstep.ops.linear import triton as linear_triton
@@ -167,6 +167,8 @@ def train(model: Decoder) -> None:
                 score(model, batch)
     sequence_sum(batch.old_logprob_C, batch.cu_seqlens)  # of losses with terms of whole sequences
     trainer.programs.by_name["optim_step"]()
+    for rows, cell in ((torch.empty(8, 4096, dtype=torch.bfloat16), 0), (torch.empty(16, 4096), 8)):
+        fold_rows(torch.empty(4096), rows, cell)  # of several ranks
     if model.config.mla is None:
         joined(model)
 

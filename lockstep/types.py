@@ -71,7 +71,8 @@ class Segment:
 
     `route_digests` (None: unknown, or a model without experts) tell which experts each given token went to
     (`ops.route_digest`), and which a sampled one was drawn after. `last_route` tells of a sampled segment which its
-    last token went to (-1: unknown, or nothing was sampled after it).
+    last token went to (-1: unknown, or nothing was sampled after it). `rewards` are what its environment gave this
+    turn, by name, which the trajectory's have in them; `wait_s` are the seconds that the environment took to answer it.
     """
 
     token_ids: list[int]
@@ -81,8 +82,9 @@ class Segment:
     weight_versions: list[int] | None = None
     route_digests: list[int] | None = None
     text: str = ""
-    wait_s: float = 0.0  # seconds until an environment gave it
+    wait_s: float = 0.0
     last_route: int = -1
+    rewards: Mapping[str, float] | None = None
 
 
 @dataclass
@@ -95,7 +97,9 @@ class Trajectory:
     Attributes:
         finish_reason: how its last sampled segment ended; one that ended by "stop" ends with the stop token.
         name: names it in messages, for example "group 3 sample 1".
-        rewards: each reward function's value (None: not applicable); `extra` is what functions logged about it.
+        rewards: each reward function's value (None: not applicable), and what its environment gave, of all turns
+            together; `extra` is what functions logged about it.
+        environment: which of several in one run it was played in; empty where there is one.
         loss_weight: multiplies the loss of each sampled token, normalization included.
     """
 
@@ -108,6 +112,7 @@ class Trajectory:
     advantage: float = 0.0
     loss_weight: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
+    environment: str = ""
 
     @property
     def prompt(self) -> Segment:

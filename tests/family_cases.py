@@ -62,6 +62,9 @@ def _window(rng: random.Random) -> int:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
 def _kinds(rng: random.Random, sizes: dict[str, Any]) -> list[str]:
@@ -74,9 +77,47 @@ def _halves(sizes: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_size": hidden}
 
 
-def _qwen2(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+def _switched(rng: random.Random) -> dict[str, Any]:
+    """Windows of families that have a switch for them."""
     windows = {"use_sliding_window": True, "sliding_window": _window(rng), "max_window_layers": rng.choice((0, 1, 9))}
-    return _theta(rng) | _halves(sizes) | rng.choice(({}, windows, windows))
+    return rng.choice(({}, windows, windows))
+
+
+def _qwen2(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    windows = _switched(rng)
+    return _theta(rng) | _halves(sizes) | windows
+
+
+def _qwen3(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"use_sliding_window": True, "sliding_window": _window(rng), "layer_types": _kinds(rng, sizes)}
+    return _theta(rng, **rng.choice(({}, YARN))) | rng.choice((_switched(rng), kinds))
+
+
+def _qwen3_moe(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    dense = rng.choice(({}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}))
+    windows = rng.choice(({}, {"use_sliding_window": True, "sliding_window": _window(rng)}))
+    experts = {"num_experts": 6, "num_experts_per_tok": rng.choice((1, 2, 3)), "norm_topk_prob": rng.random() < 0.5}
+    return _theta(rng) | dense | windows | experts | {"moe_intermediate_size": rng.choice((16, 23))}
+
+
+def _llama(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    return _theta(rng, **rng.choice(({}, LLAMA3, LINEAR, YARN)))
+
+
+def _deepseek_v3(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    rotated = rng.choice((6, 8))
+    latent = {
+        "head_dim": rotated,
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "q_lora_rank": rng.choice((None, 12, 24)),
+        "kv_lora_rank": rng.choice((20, 32)),
+        "qk_nope_head_dim": rng.choice((10, 16)),
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": rng.choice((14, 16)),
+        "rope_interleave": rng.random() < 0.5,
+    }
+    scaled = YARN | {"mscale": rng.choice((0.7, 1.0)), "mscale_all_dim": rng.choice((0.0, 1.0))}
+    return _theta(rng, **rng.choice(({}, scaled, LINEAR))) | latent | _experts(rng)
 
 
 def _mistral(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -98,10 +139,9 @@ def _olmo3(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3_text(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
-    linear = {"rope_type": "linear", "factor": 8.0}
     kinds = rng.choice(({"sliding_window_pattern": 2}, {"layer_types": _kinds(rng, sizes)}))
     scores = {"query_pre_attn_scalar": rng.choice((16, 24, 100)), "sliding_window": _window(rng)}
-    return scores | kinds | {"rope_parameters": _by_kind(rng, **rng.choice(({}, linear)))}
+    return scores | kinds | {"rope_parameters": _by_kind(rng, **rng.choice(({}, LINEAR)))}
 
 
 def _experts(rng: random.Random) -> dict[str, Any]:
@@ -135,6 +175,10 @@ def _gpt_oss(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
 
 Maker = tuple[Callable[..., Any], Callable[[random.Random, dict[str, Any]], dict[str, Any]]]
 MAKERS: dict[str, Maker] = {
+    "qwen3": (transformers.Qwen3Config, _qwen3),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, _qwen3_moe),
+    "llama": (transformers.LlamaConfig, _llama),
+    "deepseek_v3": (transformers.DeepseekV3Config, _deepseek_v3),
     "qwen2": (transformers.Qwen2Config, _qwen2),
     "mistral": (transformers.MistralConfig, _mistral),
     "olmo2": (transformers.Olmo2Config, _olmo2),

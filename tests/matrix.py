@@ -4,9 +4,9 @@
 
 A case is a family, a way and a seed: `same` (logits, greedy tokens and folders beside `transformers`), `float32` and
 `bfloat16` (generator and trainer over three updates, eager and captured), `processes` (`lockstep train` on two
-processes and on one, of the family's tiny random model). OUTCOME.json says of each what came of it and the seconds;
-what it has of the same sources is not done again, so that an interrupted run is gone on with. Exits with 1 unless all
-hold.
+processes and on one, of the family's tiny random model). OUTCOME.json says of each what came of it and the seconds,
+and the commit; what it has of the same sources is not done again, so that an interrupted run is gone on with. Exits
+with 1 unless all hold.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -89,6 +90,12 @@ def sources() -> str:
     return fingerprint.digest(fingerprint.sources(), beside)
 
 
+def commit() -> str:
+    """The checkout's last one; `sources` tells whether it is what ran."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("outcome", type=Path)
@@ -111,7 +118,8 @@ def main() -> int:
                 outcome = f"{type(error).__name__}: {error}"[:500]
         found[name] = {"outcome": outcome, "seconds": round(time.perf_counter() - began, 1)}
         print(name, found[name], flush=True)
-        args.outcome.write_text(json.dumps({"sources": sources(), "cases": found}, indent=1, sort_keys=True) + "\n")
+        record = {"commit": commit(), "sources": sources(), "cases": found}
+        args.outcome.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     failed = [name for name, case in found.items() if case["outcome"] != "holds"]
     print(f"{len(found)} cases, {len(failed)} do not hold", *failed, sep="\n")
     return int(bool(failed))

@@ -7,19 +7,23 @@ import importlib.util
 import multiprocessing
 import multiprocessing.context
 import os
+import pickle
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+T = TypeVar("T")
 DEADLINE = 480.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
 
 
@@ -114,6 +118,41 @@ def _interpreters() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "hypothesis", "torch", "triton", "processes"])
     return context
+
+
+def on_ranks(count: int, work: Callable[..., T], *arguments: Any) -> list[T]:
+    """What `work` of these arguments returns in each of so many processes, by rank, which find each other as those that
+    torchrun starts do. It is a function of a module beside the tests."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        shared["MASTER_PORT"] = str(free.getsockname()[1])
+        processes = []
+        for rank in range(count):
+            environment = dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            file = str(Path(folder, str(rank)))
+            processes.append(_interpreters().Process(target=_rank, args=(work, arguments, file, environment)))
+        free.close()
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(DEADLINE)
+            process.kill()
+        outcomes = [Path(folder, str(rank)) for rank in range(count)]
+        said = [pickle.loads(file.read_bytes()) if file.exists() else (None, "nothing") for file in outcomes]
+        assert all(error is None for _, error in said), [error for _, error in said]
+        return [value for value, _ in said]
+
+
+def _rank(work: Callable[..., Any], arguments: tuple[Any, ...], file: str, environment: dict[str, str]) -> None:
+    """Leave in a file what came of `work`."""
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        outcome = work(*arguments), None
+    except BaseException:
+        outcome = None, traceback.format_exc()
+    Path(file).write_bytes(pickle.dumps(outcome))
 
 
 def _pytest(arguments: list[str], said: str, environment: dict[str, str]) -> None:

@@ -1,8 +1,10 @@
 """Environments of other libraries, unchanged: each trains 20 steps with a tiny model, all sampled tokens compared.
 
 TRL's examples are read from a folder that is named (`--trl`: grpo_2048.py, grpo_agent.py and grpo_trainer.md of its
-repository, and `peft` installed, which the first imports); tasks of reasoning-gym need that package. The models of the
-first are random but for their last layer, which makes them call a tool as a rule.
+repository, and `peft` installed, which the first imports); tasks of reasoning-gym need that package; those of
+verifiers need the package with its extra `ta`, uv, and its example environments in a folder that is named
+(`--verifiers`: glossary and scratchpad of its repository). The models of examples are random but for their last layer,
+which makes them call a tool, or move, as a rule.
 """
 
 from __future__ import annotations
@@ -43,14 +45,25 @@ NOT_RUN = {
     "trl openenv/*": "clients of environments that are packages on the hub and servers of their own",
     "trl harbor/*, openreward/*": "Docker, or a service",
     "trl carla_vlm*, browsergym*": "images",
+    "verifiers textarena's words": "a download: a list of ten stands for it; Wordle's tagger has none",
+    "verifiers reverse_text, alphabet_sort, gsm8k, wiki_search": "data on the hub",
+    "verifiers openenv, openenv_wordle, nemo_gym": "servers that are packages on the hub, or services",
+    "verifiers kuhn_poker, proposer_solver": "several agents an episode: refused, as a rollout is one agent's",
+    "verifiers harbor, deepwiki, *_interception": "Docker, a service, or another's program",
+    "verifiers color_codeword": "images",
 }
+# Tokens of Qwen's own tokenizer that the package's renderer of it looks for.
+MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+WORDS = ("about", "crane", "eagle", "house", "light", "music", "ocean", "plant", "river", "table")
 COLUMNS = ("Alt_IDs_Interactor_A", "Alt_IDs_Interactor_B", "Aliases_Interactor_A", "Aliases_Interactor_B")
 
 
-def calling_model(folder: Path, script: Sequence[str | Sequence[str]]) -> Path:
-    """A model folder whose answers follow `script`, of several texts at a place one or the other, as a rule."""
+def calling_model(folder: Path, script: Sequence[str | Sequence[str]], marks: Sequence[str] = ()) -> Path:
+    """A model folder whose answers follow `script`, of several texts at a place one or the other, as a rule; `marks`
+    are further tokens."""
     steps = [*((step,) if isinstance(step, str) else tuple(step) for step in script), (IM_END,)]
     tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(marks))
     tokenizer.add_tokens([text for step in steps[:-1] for text in step])
     tokenizer.chat_template = TEMPLATE
     end = tokenizer.convert_tokens_to_ids(IM_END)
@@ -118,6 +131,38 @@ def trl_runs(examples: Path, work: Path) -> dict[str, RunConfig]:
     return runs
 
 
+def verifiers_runs(examples: Path, work: Path) -> dict[str, RunConfig]:
+    """Tasksets of verifiers as runs: two with tools, one that answers turns."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(examples), os.environ.get("PYTHONPATH")]))
+    os.environ["NLTK_DATA"] = str(work / "nltk")
+    sys.path.insert(0, str(examples))
+    (work / "nltk/corpora/words").mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (work / "nltk/corpora/words" / name).write_text("\n".join(WORDS))
+    letters = [f"[{letter}]" for letter in "EARIT"]
+    of: dict[str, list[str | Sequence[str]]] = {
+        "glossary": tool_call("facts_lookup", "name", ['"Ada Lovelace"', '"Alan Turing"', '"nobody"']),
+        "scratchpad": tool_call("scratchpad_roundtrip", "word", ['"alpha"', '"bravo"', '"charlie"']),
+        'textarena,game="Hangman-v0"': ["I guess ", letters],
+    }
+    runs = {}
+    for number, (name, script) in enumerate(of.items()):
+        model = str(calling_model(work / f"verifiers{number}", script, MARKS))
+        data = f'verifiers:{name},renderer="qwen3",size=12'
+        limits: dict[str, Any] = {"max_turns": 3, "max_response_length": 1500, "environment_timeout": 300.0}
+        task = TaskConfig("dataset", data, environment="verifiers", validation_prompts=0, **limits)
+        sampling = SamplingConfig(num_generations=2, max_completion_length=24)
+        run = replace(small(task), model=model, sampling=sampling)
+        runs[f"verifiers:{name}"] = replace(run, trainer=replace(run.trainer, prompts_per_step=1))
+    return runs
+
+
+def tool_call(name: str, argument: str, values: Sequence[str]) -> list[str | Sequence[str]]:
+    """`call` as Qwen3 writes it."""
+    start, *rest = call(name, argument, values)
+    return [MARKS[0], "\n" + str(start).removeprefix(MARKS[0]), rest[0], "}}\n", MARKS[1]]
+
+
 def small(task: TaskConfig) -> RunConfig:
     """20 steps of a tiny model."""
     return RunConfig(
@@ -159,6 +204,7 @@ def outcome(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trl", type=Path, metavar="FOLDER", help="with TRL's examples")
+    parser.add_argument("--verifiers", type=Path, metavar="FOLDER", help="with example environments of verifiers")
     parser.add_argument("--tasks", nargs="*", default=TASKS, metavar="NAME", help="of reasoning-gym")
 
 
@@ -173,6 +219,8 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
         try:
             runs = {f"trl {name}": run for name, run in trl_runs(given, work).items()} if given else {}
             runs |= {f"reasoning_gym:{name}": gym_run(name) for name in args.tasks}
+            if args.verifiers:
+                runs |= verifiers_runs(here / args.verifiers, work)
             for number, (name, run) in enumerate(runs.items()):
                 print(name, file=sys.stderr, flush=True)
                 found[name] = outcome(run, work / f"run{number}")

@@ -61,8 +61,9 @@ class Algorithm:
         of it, of the step's samples.
 
         Args:
-            rewards: of each token of the samples that are trained on, all of a step, on every rank: the sample's reward
-                with its last, and with `use_kl_in_reward` less `beta` times each token's estimate.
+            rewards: of each token of the samples that are trained on, all of a step, on every rank: a turn's with the
+                turn's last, all else of the sample's with the last of all, and with `use_kl_in_reward` less `beta`
+                times each token's estimate.
             values: for each what the critic said before each of its tokens, before the step's first update; zeros
                 without a critic.
         """

@@ -11,6 +11,7 @@ from .run import (
     RunConfig,
     check_attention,
     left_behind,
+    require_divisor,
     resolve_parallel,
     unread,
     validate,

@@ -184,6 +184,7 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
 
     `c.compile` is resolved before.
     """
+    require_divisor(c.parallel, ranks)
     if ranks > 1:
         _check_several(c.compile, ranks)
     shards = c.parallel.batch_shards or ranks
@@ -198,6 +199,16 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
             f"process) cannot share evenly; use {_multiples(prompts, shards)}"
         )
     return replace(c, parallel=replace(c.parallel, batch_shards=shards))
+
+
+def require_divisor(c: ParallelConfig, ranks: int) -> None:
+    """Raise `InputError` where so many processes are not groups of those that generate together."""
+    together, are = c.generator_tp, "there is one process" if ranks == 1 else f"there are {ranks} processes"
+    refuse(
+        ranks % together > 0,
+        f"parallel.generator_tp is {together}, and {are}: start a multiple of {together}, such as torchrun "
+        f"--nproc-per-node {together} -m lockstep, or set it to a divisor of {ranks}",
+    )
 
 
 def _check_several(c: CompileConfig, ranks: int) -> None:

@@ -7,8 +7,11 @@ collective is two calls, its start and the wait for it, which passes move apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,3 +45,70 @@ def exchange(x: Tensor, size: int, axis: Axis) -> Tensor:
     if flat.numel() < size * axis.size:
         flat = functional.pad(flat, (0, size * axis.size - flat.numel()))
     return torch_private.wait(torch_private.all_to_all(flat, axis.size, axis.group)).view(axis.size, size)
+
+
+def gather_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
+    """For each of these tensors, [T, W] with the rank's own columns, all ranks' columns by rank, [T, ranks * W].
+
+    Words are moved, and nothing is computed. The gradient of what was gathered is on each rank that of what the rank
+    made of it; those of all ranks add up to the gradient of the columns (`sum_of_columns`).
+    """
+    return _Columns.apply(axis, *pieces)
+
+
+def own_columns(x: Tensor, index: Tensor, axis: Axis) -> Tensor:
+    """The rank's own columns, [T, W], of a tensor that all ranks have whole.
+
+    Args:
+        index: the rank's place on the axis, int64 [1].
+    """
+    return x.unflatten(1, (axis.size, -1)).index_select(1, index).squeeze(1)
+
+
+def sum_of_columns(x: Tensor, axis: Axis) -> Tensor:
+    """The rank's own columns, [T, W], of the sum of all ranks' `x`, [T, ranks * W].
+
+    Added in float32, rank by rank, and rounded once.
+    """
+    parts = exchange(torch.stack(x.chunk(axis.size, dim=1)), x.numel() // axis.size, axis)
+    total = parts[0].float()
+    for part in parts[1:].unbind():
+        total = total + part
+    return total.to(x.dtype).view(x.shape[0], -1)
+
+
+def rows_to_owners(x: Tensor, axis: Axis) -> Tensor:
+    """All columns of the rank's share of the rows, [ceil(R / ranks), V], of the rank's own columns of all rows, [R, W].
+
+    The last ranks' shares are filled up with the last row.
+    """
+    rows = -(-x.shape[0] // axis.size)
+    row_R = torch.arange(rows * axis.size, device=x.device).clamp_max(x.shape[0] - 1)
+    mine = exchange(x.index_select(0, row_R), rows * x.shape[1], axis)
+    return _side_by_side(mine.view(axis.size, rows, x.shape[1]))
+
+
+def gather_rows(x: Tensor, rows: int, axis: Axis) -> Tensor:
+    """The first `rows` of all ranks' rows, by rank."""
+    return gather(x, axis).flatten(0, 1)[:rows]
+
+
+def _side_by_side(parts: Tensor) -> Tensor:
+    """[ranks, T, W] as [T, ranks * W]."""
+    return torch.cat(parts.unbind(), dim=1)
+
+
+class _Columns(torch.autograd.Function):
+    """`gather_columns`."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *pieces: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        all_ranks = gather(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1), axis)
+        widths = [piece.shape[1] for piece in pieces]
+        ends = accumulate(widths)
+        return tuple(_side_by_side(all_ranks[:, :, end - width : end]) for end, width in zip(ends, widths, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(sum_of_columns(grad, ctx.axis) for grad in grads)

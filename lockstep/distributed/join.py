@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from .. import machine
-from ..config import ParallelConfig
+from ..config import ParallelConfig, require_divisor
 from ..errors import InputError
 from . import torch_private
 from .collectives import gather
+from .mesh import Axis
 from .ranks import ONE, World
 
 _NCCL_TIMEOUTS = 20  # NCCL's own deadline aborts the process without a word for the user: `World.deadline` comes first
@@ -25,7 +27,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
             there are more of them than GPUs.
         PeerLost: another process did not come.
     """
-    launch = machine.launched()
+    launch, together = machine.launched(), config.generator_tp
+    require_divisor(config, launch.processes)
     if config.fsdp not in (0, launch.processes):
         raise InputError(
             f"parallel.fsdp is {config.fsdp}, and {_words(launch.processes)}; start it with torchrun "
@@ -37,15 +40,26 @@ def join(config: ParallelConfig, device_type: str) -> World:
     if on_gpu:
         machine.prepare_nccl()
     timeout = timedelta(seconds=config.timeout)
-    world = World(launch.rank, launch.processes, config.timeout, on_gpu)
+    world = World(launch.rank, launch.processes, config.timeout, on_gpu, together)
     with world.peers(), world.deadline("joining the other processes"):
         dist.init_process_group("gloo", timeout=timeout)  # what goes through the host
         world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
         backend, patience = ("nccl", _NCCL_TIMEOUTS * timeout) if on_gpu else ("gloo", timeout)
-        group = dist.new_group(backend=backend, timeout=patience)
-        torch_private.name_group(world.mesh.fsdp.group, group)
-        gather(torch.zeros(1, device=device_type), world.mesh.fsdp)  # a communicator is made at its first use
+        for axis in world.axes:
+            torch_private.name_group(axis.group, _own_group(world, axis, backend, patience))
+            gather(torch.zeros(1, device=device_type), axis)  # a communicator is made at its first use
+        if together > 1:
+            host = _own_group(world, world.generator.tp, "gloo", timeout)
+            world = replace(world, together=host)
     return world
+
+
+def _own_group(world: World, axis: Axis, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of the ranks along an axis that this one is of; all ranks make all groups."""
+    ranks, width = list(range(world.size)), world.generator_tp
+    along = {"fsdp": [ranks], "generator_tp": [ranks[i : i + width] for i in ranks[::width]]}
+    made = [(of, dist.new_group(of, backend=backend, timeout=timeout)) for of in along[axis.name]]
+    return next(group for of, group in made if world.rank in of)
 
 
 def _words(processes: int) -> str:

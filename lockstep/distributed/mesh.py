@@ -37,7 +37,8 @@ class Mesh:
     """What each axis is for:
 
     - `fsdp`: a step's prompts are dealt out along it, and weights, gradients and moments are cut.
-    - `ep`: experts would be, and `tp`: heads, and columns of products (`Placement`). They are of one so far.
+    - `tp`: heads are cut along it, and the output columns of products (`Placement`).
+    - `ep`: experts would be. It is of one so far.
     """
 
     fsdp: Axis = Axis("fsdp")
@@ -45,9 +46,14 @@ class Mesh:
     tp: Axis = Axis("tp")
 
     @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Those that have several ranks."""
+        return tuple(axis for axis in (self.fsdp, self.ep, self.tp) if axis.size > 1)
+
+    @property
     def sizes(self) -> dict[str, int]:
-        """The axes that have several ranks."""
-        return {axis.name: axis.size for axis in (self.fsdp, self.ep, self.tp) if axis.size > 1}
+        """Of the axes that have several ranks."""
+        return {axis.name: axis.size for axis in self.axes}
 
 
 ALONE = Mesh()

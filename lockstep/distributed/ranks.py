@@ -38,19 +38,45 @@ class World:
     Attributes:
         timeout: seconds that a rank waits for the others.
         on_gpu: whether they train on GPUs.
+        generator_tp: neighbours that generate together; it divides `size`.
+        together: the group of those, for what goes through the host.
     """
 
     rank: int = 0
     size: int = 1
     timeout: float = 0.0
     on_gpu: bool = False
+    generator_tp: int = 1
+    together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def mesh(self) -> Mesh:
-        """Where this process lies among the others."""
+        """Where this process lies among the others, as the trainer has them."""
         return Mesh(fsdp=Axis("fsdp", self.size, self.rank))
+
+    @property
+    def generator(self) -> Mesh:
+        """The same as the generator has them: prompts are dealt out along `fsdp` to groups of ranks, and those of a
+        group share a model along `tp`."""
+        ranks, (group, place) = self.generator_tp, divmod(self.rank, self.generator_tp)
+        return Mesh(fsdp=Axis("fsdp", self.size // ranks, group), tp=Axis("generator_tp", ranks, place))
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of those that generate together, or alone."""
+        return self.generator.tp.rank == 0
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Those that graphs have collectives along."""
+        return *self.mesh.axes, *(axis for axis in (self.generator.tp,) if axis.size > 1)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of `axes`, by name."""
+        return {axis.name: axis.size for axis in self.axes}
 
     @property
     def first(self) -> bool:
@@ -103,6 +129,41 @@ class World:
 
         data = self.from_first(packed)
         return here[0] if here else loads(data)
+
+    def told(self, value: T | None = None) -> T:
+        """What the first of those that generate together tells: its `value`, on each of them.
+
+        Raises:
+            PeerLost: it is gone, or late by more than the timeout.
+        """
+        box: list[Any] = [value]
+        if self.together is not None:
+            with self.peers():
+                dist.broadcast_object_list(box, self.rank - self.generator.tp.rank, self.together)
+        return box[0]
+
+    def agree(self, what: str, value: object) -> None:
+        """Refuse ranks that generate together and whose values differ.
+
+        Raises:
+            LockstepError: on each of them.
+            PeerLost: one is gone, or late by more than the timeout.
+        """
+        if self.together is None:
+            return
+        values: list[Any] = [None] * self.generator_tp
+        with self.peers():
+            dist.all_gather_object(values, value, self.together)
+        odd = [self.rank - self.generator.tp.rank + i for i, other in enumerate(values) if other != values[0]]
+        if odd:
+            raise elsewhere(
+                LockstepError(
+                    f"ranks {odd[0]} and {self.rank - self.generator.tp.rank} generate together "
+                    f"(parallel.generator_tp {self.generator_tp}), and {what} is not the same on both: the run cannot "
+                    "go on, as their words belong to different samples"
+                ),
+                self.generator.tp.rank,
+            )
 
     def same(self, what: str, describe: Callable[[], dict[str, Any]]) -> None:
         """Refuse ranks that differ in any of the values that `describe` names, with the names.
@@ -195,7 +256,7 @@ class World:
         if self.size == 1:
             return
         if failed and self.on_gpu:  # kernels that wait for a lost rank would be waited for
-            torch_private.forget_group(self.mesh.fsdp.group)
+            self._forget_groups()
             return
         with self.peers(), self.deadline("leaving together"):
             if not failed:
@@ -203,8 +264,12 @@ class World:
             gc.collect()  # graphs of a runtime that is gone may lie in cycles still
             for holder in list(self._open):
                 holder.close()
-            torch_private.forget_group(self.mesh.fsdp.group)
+            self._forget_groups()
             dist.destroy_process_group()
+
+    def _forget_groups(self) -> None:
+        for axis in self.axes:
+            torch_private.forget_group(axis.group)
 
 
 ONE = World()

@@ -23,7 +23,7 @@ from .tasks.word_arithmetic import WordArithmetic
 
 if TYPE_CHECKING:
     from .collect import Collector
-    from .environment import End, Environment, Turn
+    from .environment import End, Environment, Next, Turn
     from .episodes import Failures, Limits, Tokens
     from .loading import make_environment
     from .worked import worked_trajectories
@@ -32,6 +32,7 @@ _WITH_TORCH = {
     "Collector": "collect",
     "End": "environment",
     "Environment": "environment",
+    "Next": "environment",
     "Turn": "environment",
     "Failures": "episodes",
     "Limits": "episodes",

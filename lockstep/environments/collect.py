@@ -11,10 +11,11 @@ from typing import NamedTuple
 from ..distributed import ONE, World
 from ..errors import InputError, LockstepError
 from ..timings import Timings
-from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
+from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
 from .base import Problem, draw
 from .environment import Environment, SingleTurn
 from .episodes import Asked, Episode, Failures, Limits, Play, Sampler, Tokens
+from .led import follow, leading
 from .rewards.calls import Logged
 from .rewards.reward_set import RewardSet, Scoring
 
@@ -59,15 +60,15 @@ class Collector:
     def collect(
         self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
     ) -> Collected:
-        """Sample `sampling.n` completions of each (group, problem) and score them. Each rank takes its share of the
-        problems, and has all groups in the end; one with a completion that no reward applies to is kept apart, and so
-        are samples whose environment failed.
+        """Sample `sampling.n` completions of each (group, problem) and score them. Ranks that generate together take
+        their share of the problems, which the first of them plays; every rank has all groups in the end. A group with a
+        completion that no reward applies to is kept apart, and so are samples whose environment failed.
 
         Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group
         has a reward and one is `required`, and whatever scoring refuses.
         """
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
-        own = self.world.mesh.fsdp.own(problems)
+        own = self.world.generator.fsdp.own(problems)
         found = self.world.share(lambda: self._of(own, sampling, domain, step, where))
         groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
         without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
@@ -81,15 +82,21 @@ class Collector:
         return Collected(groups, without, dict(counts))
 
     def _of(self, problems: Problems, sampling: SamplingParams, domain: int, step: int, where: str) -> Collected:
-        """`collect` of this rank's problems."""
+        """`collect` of this rank's problems; of those that generate together the first has what came of them."""
+        nothing = Collected([], [], {})
         if not problems:
-            return Collected([], [], {})
+            return nothing
+        if not self.world.leads:
+            follow(self.sampler([], []), self.world.told)
+            return nothing
         asked = [self._asked(*item, domain, step, where) for item in problems]
-        play = Play(self.environment, self.tokens, self.sampler, self.limits, self.failures, self.timings)
-        try:
-            return self._played(play, asked, sampling, SampleIdentity(self.seed, domain, step, 0), where)
-        finally:
-            play.close()
+        samples = len(problems) * sampling.n if self.limits.turns == 1 else None
+        with leading(self.world, self.sampler, samples) as sampler:
+            play = Play(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
+            try:
+                return self._played(play, asked, sampling, SampleIdentity(self.seed, domain, step, 0), where)
+            finally:
+                play.close()
 
     def _played(
         self, play: Play, asked: list[Asked], sampling: SamplingParams, identity: SampleIdentity, where: str
@@ -99,9 +106,6 @@ class Collector:
         groups: list[RolloutGroup] = []
         failed: list[RolloutGroup] = []
         for a, episodes in zip(asked, played, strict=True):
-            for episode in episodes:
-                if episode.trajectory and episode.end and episode.end.reward is not None:
-                    _take(episode.end.reward, episode.trajectory)
             well = [episode for episode in episodes if episode.end is not None]
             if len(well) < min(2, sampling.n):  # one alone has nothing to be compared with
                 well = []
@@ -123,8 +127,9 @@ class Collector:
             )
         with self.timings.measured("rewards"):
             scored = _score(groups, self.rewards, [e for episodes in played for e in episodes], asked, about)
-        errors = sum(episode.failure is not None for episodes in played for episode in episodes)
-        counts = scored.counts | ({"environment/errors": errors} if errors else {})
+        failed_in = [e.environment.variant for episodes in played for e in episodes if e.failure is not None]
+        counts = scored.counts | ({"environment/errors": len(failed_in)} if failed_in else {})
+        counts |= {f"environment/{name}/errors": failed_in.count(name) for name in failed_in if name}
         return Collected(scored.groups, scored.without_reward + failed, counts)
 
     def _asked(self, group: int, problem: Problem, domain: int, step: int, where: str) -> Asked:
@@ -141,13 +146,6 @@ class Collector:
         )
 
 
-def _take(reward: float | Mapping[str, float], trajectory: Trajectory) -> None:
-    """Note what its environment ended it with."""
-    named = reward if isinstance(reward, Mapping) else {"reward": reward}
-    trajectory.rewards = {name: float(value) for name, value in named.items()}
-    trajectory.reward = sum(float(value) for value in named.values())
-
-
 def _score(
     groups: list[RolloutGroup], rewards: RewardSet, played: Sequence[Episode], asked: Sequence[Asked], about: Scoring
 ) -> Collected:
@@ -155,7 +153,11 @@ def _score(
     of = {id(episode.trajectory): episode for episode in played}
     ends = {number: episode.end for number, episode in of.items() if episode.end is not None}  # so in all groups
     all_rows = [(group, rollout) for group in groups for rollout in group.rollouts]
-    rows = [(group, rollout) for group, rollout in all_rows if not rollout.rewards or ends[id(rollout)].functions]
+    rows = [
+        (group, rollout)
+        for group, rollout in all_rows
+        if ends[id(rollout)].functions or ends[id(rollout)].reward in (None, {})
+    ]
     numbers, origins = [group.group for group, _ in rows], {a.group: a.problem.origin for a in asked}
     scores = rewards.score(
         [of[id(rollout)].prompt for _, rollout in rows],

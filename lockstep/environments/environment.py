@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any, ClassVar
 
-from ..types import FinishReason, Trajectory
+from ..types import FinishReason, SamplingParams, Segment, Trajectory
 
 # What a trajectory goes on with: text as it is, chat messages through the model's template, or tokens.
 Given = str | list[dict[str, Any]] | list[int]
 Message = dict[str, Any]
+Reward = float | Mapping[str, float]  # a number, or several by name, which are added up
 
 
 @dataclass(frozen=True)
 class Turn:
     """What was sampled: its text without special tokens, its tokens, how it ended, and the chat message that it is,
     with `tool_calls` where the model called `Environment.tools` in the form that its chat template teaches.
-    `malformed`: it began a call that is none. `last`: no other can follow."""
+    `malformed`: it began a call that is none. `last`: no other can follow. `sampled` is the trajectory's own segment,
+    with its log-probabilities and the weights' versions: read it, and leave it as it is."""
 
     text: str
     token_ids: list[int]
@@ -26,19 +28,34 @@ class Turn:
     message: Message = field(default_factory=dict)
     malformed: bool = False
     last: bool = False
+    sampled: Segment | None = None
+
+
+@dataclass(frozen=True)
+class Next:
+    """What follows a turn that has a reward of its own, whatever becomes of the trajectory."""
+
+    given: Given
+    reward: Reward
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of a trajectory. `reward` is one number, or several by name, which are added up; None leaves it to the
-    task's reward functions, and with `functions` they are asked as well, and added.
+    """The end of a trajectory. `reward` is the last turn's, added to what other turns had; None leaves it to the task's
+    reward functions, and with `functions` they are asked as well, and added.
 
     What these are given as the completion is all that was sampled as one text, or the chat messages in `completion`.
     """
 
-    reward: float | Mapping[str, float] | None = None
+    reward: Reward | None = None
     functions: bool = False
     completion: list[Message] | None = None
+
+
+def by_name(reward: Reward | None) -> dict[str, float]:
+    """A reward's parts, as they are recorded; none of None."""
+    named = reward if isinstance(reward, Mapping) else {} if reward is None else {"reward": reward}
+    return {name: float(value) for name, value in named.items()}
 
 
 class Environment:
@@ -52,6 +69,8 @@ class Environment:
 
     instant: ClassVar[bool] = False  # `start` and `step` never wait: they are called between the generator's launches
     begin_alike: ClassVar[bool] = True  # samples of a prompt whose `start` differs are refused
+    begin_together: ClassVar[bool] = True  # samples of a prompt are begun when all of them have started
+    variant: str = ""  # which of several environments in one run this is, for metrics, once `start` has returned
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -77,7 +96,7 @@ class Environment:
         """
         return row["prompt"]
 
-    def step(self, turn: Turn) -> Given | End | Awaitable[Given | End]:
+    def step(self, turn: Turn) -> Given | Next | End | Awaitable[Given | Next | End]:
         """What follows a turn. One that ended by "length" or "truncated" is the last, whatever is answered."""
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
@@ -85,6 +104,11 @@ class Environment:
         """What a trajectory is worth that a limit ended: of its turns, its tokens, or the turn's own. Called as `step`
         is."""
         return End(0.0)
+
+    def until(self, sampling: SamplingParams) -> SamplingParams:
+        """How the next turn of a trajectory that began by itself is sampled: as the run says, or ended earlier, by
+        fewer tokens or further stop tokens. Nothing else of it may be other."""
+        return sampling
 
     def close(self) -> None:
         """Called once the trajectory was scored, or left out; this object is not used any more."""
@@ -102,7 +126,7 @@ class Environment:
             "environment/turns": mean(len(t.turns) for t in trajectories),
             "environment/given_tokens": mean(sum(len(s.token_ids) for s in of_one) for of_one in given),
             "environment/sampled_tokens": mean(len(t.token_ids) for t in trajectories),
-            "environment/wait_s": mean(sum(s.wait_s for s in of_one) for of_one in given),
+            "environment/wait_s": mean(sum(turn.wait_s for turn in t.turns) for t in trajectories),
             "environment/truncated": mean(float(t.finish_reason == "truncated") for t in trajectories),
         }
 

@@ -18,7 +18,7 @@ from ..types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ..user_functions import one_line
 from .base import Encode, Problem
 from .calls import Answer, Calls, Failure
-from .environment import End, Environment, Message, Turn
+from .environment import End, Environment, Message, Next, Reward, Turn, by_name
 
 FAILURES = 16  # trajectories in a row that their environment fails end the run
 
@@ -92,6 +92,7 @@ class Episode:
     messages: Messages | None = None
     turns: int = 0
     cut: bool = False
+    rewarded: bool = False  # before its end
     failure: Failure | None = None
     end: End | None = None
 
@@ -169,7 +170,9 @@ class Play:
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
         self.sampled_tokens = 0  # by the generator, of all turns
         self._episodes: list[Episode] = []
-        self._prompts: dict[int, list[Any]] = {}  # of each group, as its samples' environments gave them
+        self._prompts: dict[
+            int, list[tuple[Episode, Any]]
+        ] = {}  # of each group, as its samples' environments gave them
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
         """The episodes of each, `sampling.n` from `identity.sample` on; their random numbers are keyed by `identity`
@@ -225,9 +228,11 @@ class Play:
             return self._calls.answers(wait=True)
 
     def _answers(self, answers: list[Answer]) -> None:
-        ready: list[list[Episode]] = []
+        ready: list[list[tuple[Episode, Any]]] = []
         for answer in answers:
             episode: Episode = answer.key  # type: ignore[assignment]
+            if episode.trajectory is not None:
+                episode.trajectory.segments[-1].wait_s += answer.seconds
             if episode.trajectory is None:
                 ready += self._started(episode, answer.value)
             elif isinstance(answer.value, Failure):
@@ -235,20 +240,22 @@ class Play:
             elif episode.cut:
                 self._end(episode, answer.value)
             else:
-                self._stepped(episode, answer)
+                self._stepped(episode, answer.value)
         if ready:
             self._begin(ready)
 
-    def _started(self, episode: Episode, value: Any) -> list[list[Episode]]:
-        """Note what an environment began with; the group, once all its samples have."""
+    def _started(self, episode: Episode, value: Any) -> list[list[tuple[Episode, Any]]]:
+        """Note what an environment began with; what can be begun: the group, once all its samples have started."""
+        if not self._environment.begin_together:
+            return [[(episode, value)]]
         prompts = self._prompts.setdefault(episode.group, [])
         prompts.append((episode, value))
-        return [[one for one, _ in prompts]] if len(prompts) == self._sampling.n else []
+        return [self._prompts.pop(episode.group)] if len(prompts) == self._sampling.n else []
 
-    def _begin(self, ready: list[list[Episode]]) -> None:
+    def _begin(self, ready: list[list[tuple[Episode, Any]]]) -> None:
         begun: list[tuple[list[Episode], list[int]]] = []
-        for episodes in ready:
-            given = [value for _, value in self._prompts.pop(episodes[0].group)]
+        for started in ready:
+            episodes, given = [one for one, _ in started], [value for _, value in started]
             failure = next((value for value in given if isinstance(value, Failure)), None)
             failure = failure or _unlike(given, self._environment.begin_alike)
             if failure is not None:
@@ -289,6 +296,8 @@ class Play:
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:
         assert self._sampler is not None
         first = min(episode.sample for episode in episodes)
+        if len(episodes) == 1:
+            sampling = episodes[0].environment.until(sampling)
         identity = replace(self._identity, group=episodes[0].group, sample=first)
         request_id = self._sampler.add_request(token_ids, sampling, identity)
         self._sampled |= {(request_id, episode.sample): episode for episode in episodes}
@@ -321,12 +330,18 @@ class Play:
             episode.messages.append({"role": "assistant", "content": turn.text})
         said = episode.tokens.message(turn.text)
         last = episode.trajectory.cut_off or episode.turns >= self._limits.turns
-        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason, *said, last)
+        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason, *said, last, turn)
         self._calls.call(episode, episode.environment.step, told)
 
-    def _stepped(self, episode: Episode, answer: Answer) -> None:
-        trajectory, given = episode.trajectory, answer.value
+    def _stepped(self, episode: Episode, given: Any) -> None:
+        trajectory = episode.trajectory
         assert trajectory is not None
+        if isinstance(given, Next):
+            if wrong := _wrong_reward(given.reward):
+                self._fail(episode, Failure(wrong))
+                return
+            trajectory.segments[-1].rewards, given = by_name(given.reward), given.given
+            episode.rewarded = True
         if isinstance(given, End):
             self._end(episode, given)
         elif not (_is_chat(given) or _is_tokens(given) or isinstance(given, str)):
@@ -338,13 +353,13 @@ class Play:
             trajectory.finish_reason = "truncated"
             self._cut(episode)
         else:
-            self._go_on(episode, given, answer.seconds)
+            self._go_on(episode, given)
 
-    def _go_on(self, episode: Episode, given: Any, seconds: float) -> None:
+    def _go_on(self, episode: Episode, given: Any) -> None:
         trajectory = episode.trajectory
         assert trajectory is not None
         ids, text = self._following(episode, given)
-        trajectory.segments.append(Segment(ids, text=text, wait_s=seconds))
+        trajectory.segments.append(Segment(ids, text=text))
         used = sum(len(segment.token_ids) for segment in trajectory.segments[1:])
         most = self._limits.response_tokens
         room = self._sampling.max_completion_length if most is None else most - used
@@ -379,6 +394,10 @@ class Play:
         if wrong := _wrong_end(end):
             self._fail(episode, Failure(wrong))
             return
+        assert episode.trajectory is not None
+        if end.reward is not None or episode.rewarded:
+            _count(end.reward, episode.trajectory)
+        episode.trajectory.environment = episode.environment.variant
         episode.end = end
         self._failures.forget()
 
@@ -410,9 +429,25 @@ def _wrong_end(end: Any) -> str:
     """What is wrong with an end; nothing if all is well."""
     if not isinstance(end, End):
         return f"cut returned {type(end).__name__} {one_line(end, repr)}; it must be an End"
-    values = end.reward.values() if isinstance(end.reward, Mapping) else [end.reward]
-    for value in values:
-        number = isinstance(value, (int, float)) and math.isfinite(value)
-        if not number and not (value is None and end.reward is None):
-            return f"its reward is {one_line(end.reward, repr)}; it must be a finite number, or several by name"
+    return "" if end.reward is None else _wrong_reward(end.reward)
+
+
+def _wrong_reward(reward: Any) -> str:
+    for value in reward.values() if isinstance(reward, Mapping) else [reward]:
+        if not (isinstance(value, (int, float)) and math.isfinite(value)):
+            return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name"
     return ""
+
+
+def _count(last: Reward | None, trajectory: Trajectory) -> None:
+    """Note the reward of the last turn, and what all of them come to."""
+    turn, total = trajectory.turns[-1], dict[str, float]()
+    if last is not None:
+        turn.rewards = _added(turn.rewards or {}, by_name(last))
+    for turn in trajectory.turns:
+        total = _added(total, turn.rewards or {})
+    trajectory.rewards, trajectory.reward = dict(total), sum(total.values())
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {**one, **{name: one[name] + value if name in one else value for name, value in other.items()}}

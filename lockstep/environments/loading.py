@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..config import TaskConfig
 from ..errors import InputError
 from ..user_functions import load_function, load_named
 from .adapters.trl import trl_environment
+from .adapters.verifiers import NAME as VERIFIERS
+from .adapters.verifiers import verifiers_environment
 from .environment import Environment, SingleTurn
+from .remote import remote_environment
 from .tasks.calculator import Calculator
 from .tools import tool_environment
 
@@ -24,8 +28,7 @@ def make_environment(config: TaskConfig) -> type[Environment]:
     if config.environment is None:
         return tool_environment(tools, "task.tools") if tools else SingleTurn
     what = f"task.environment {config.environment!r}"
-    kind = ENVIRONMENTS.get(config.environment)
-    kind = kind or load_named(config.environment, what, f", or one of {', '.join(ENVIRONMENTS)}", kind="Class")
+    kind = _named(config.environment, config, what)
     if isinstance(kind, type) and issubclass(kind, Environment):
         if tools:
             raise InputError(f"task.tools has no effect beside {what}, which answers turns itself; remove it")
@@ -36,3 +39,13 @@ def make_environment(config: TaskConfig) -> type[Environment]:
         f"{what} must be a class, a subclass of lockstep.environments.Environment, or a factory of TRL's, whose "
         "objects have a method reset"
     )
+
+
+def _named(name: str, config: TaskConfig, what: str) -> Any:
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name]
+    if name.startswith("http://"):
+        return remote_environment(name, what)
+    if name == VERIFIERS:
+        return verifiers_environment(config.data, config.max_turns, what)
+    return load_named(name, what, f", or one of {', '.join(ENVIRONMENTS)}, {VERIFIERS}", kind="Class")

@@ -10,7 +10,7 @@ from ..timings import Timings
 from ..types import WARMUP_DOMAIN, SampleIdentity, SamplingParams, Segment, Trajectory
 from .base import Problem
 from .environment import Environment
-from .episodes import Asked, Failures, Limits, Play, Tokens
+from .episodes import Asked, Episode, Failures, Limits, Play, Tokens
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def worked_trajectories(
 ) -> list[Trajectory]:
     """A trajectory of each problem's worked example, with what its environment gives between the turns.
 
-    Raises `InputError` for one that its environment does not end with, and what environments raise.
+    Raises `InputError` for one that its environment does not end with, or that `limits` cut, and what environments
+    raise.
     """
     asked = [Asked(i, p, 0, f"worked example {i}") for i, p in enumerate(problems)]
     turns: dict[int, list[Segment]] = {}
@@ -66,4 +67,17 @@ def worked_trajectories(
     play = Play(environment, tokens, lambda *_: script, limits, failures, Timings())
     sampling = SamplingParams(max_completion_length=max(len(t.token_ids) for of in turns.values() for t in of))
     found = play.run(asked, sampling, SampleIdentity(0, WARMUP_DOMAIN, 0, 0))
+    for (episode,) in found:
+        _require_whole(episode, limits)
     return [episode.trajectory for (episode,) in found if episode.trajectory is not None]
+
+
+def _require_whole(episode: Episode, limits: Limits) -> None:
+    """Raise `InputError` for a worked example that a limit cut: its last turns would not be learned, unnoticed."""
+    if episode.cut and episode.trajectory is not None:
+        after = sum(len(segment.token_ids) for segment in episode.trajectory.segments[1:])
+        raise InputError(
+            f"worked example {episode.group} is cut in turn {episode.turns} of at most {limits.turns}, after {after} "
+            f"of at most {limits.response_tokens} tokens, sampled and given; it needs a larger task.max_turns or "
+            "task.max_response_length"
+        )

@@ -23,9 +23,10 @@ from .request import Grown, Prefill, Sequence
 from .runner import Block, Runner
 from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
-from .sizes import row_buckets
+from .sizes import least_rows, row_buckets
 from .weights import SharedWeights, SnapshotWeights
 
+AGREED = 64  # launches
 AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
 MIN_CONTEXT = 64  # tokens that a sequence has room for; doubled as longer requests come
 
@@ -42,6 +43,8 @@ class Engine:
             reading of their results (`read`) are measured.
         ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
             where nothing would be won, 0 on a CPU.
+        agree: of an engine that several ranks run, is told the schedule's state every `AGREED` launches; raises where
+            that of another rank is another.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Engine:
         detokenize: Callable[[list[int]], str] | None = None,
         runtime: Runtime = EAGER,
         ahead: int | None = None,
+        agree: Callable[[object], None] | None = None,
     ) -> None:
         model = weights.model
         self.config = config
@@ -59,10 +63,9 @@ class Engine:
         self.detokenize = detokenize
         device = model.embed.device
         pages = cache_tokens // config.page_size
-        self.cache = KVCache(
-            model.config, pages, config.page_size, model.embed.dtype, device, cleared=model.masks is not None
-        )
-        count, width = row_buckets(config.max_num_seqs)[0], self.cache.pages_for(MIN_CONTEXT)
+        cleared, ranks = model.masks is not None, model.spread.axis.size
+        self.cache = KVCache(model.config, pages, config.page_size, model.embed.dtype, device, cleared, ranks)
+        count, width = max(row_buckets(config.max_num_seqs)[0], least_rows(ranks)), self.cache.pages_for(MIN_CONTEXT)
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
         self.scheduler = Scheduler(config, self.cache, rows)
@@ -73,6 +76,7 @@ class Engine:
         self._flight: deque[Block] = deque()  # launched, and not read yet
         self._grown: list[Sequence] = []  # by what was read
         self._ids = itertools.count()
+        self._agree, self._launches = agree, 0
         self._pending: dict[int, dict[int, Trajectory | None]] = {}
 
     def generate(
@@ -204,6 +208,9 @@ class Engine:
             self._flight.append(block)
             self.scheduler.clock += block.steps
         self.drain(self.ahead)
+        self._launches += 1
+        if self._agree is not None and self._launches % AGREED == 0:
+            self._agree(self.scheduler.digest())
         grown, self._grown = self._grown, []
         return list(dict.fromkeys(grown))
 

@@ -110,6 +110,23 @@ def _draw(model: Decoder, b: State, hidden: Tensor, route: Tensor | None, trunca
     """Sample, store the results, and leave each row ready for the next step: idle once it has its last token."""
     filters = ops.Filters(b["temperature"], b["top_k"], b["top_p"], b["min_p"])
     keys = ops.SampleKeys(b["key"], b["position"] + 1)
-    drawn = ops.sample(hidden, model.lm_head, keys, filters, truncated, greedy)
+    drawn = _sampled(model, hidden, keys, filters, truncated, greedy)
     state = (b[name] for name in ("stop", "token", "position", "remaining", "results", "next_result"))
     ops.decode_advance(ops.Drawn(*drawn), ops.DecodeRows(*state), route)
+
+
+def _sampled(
+    model: Decoder, hidden_RD: Tensor, keys: ops.SampleKeys, by: ops.Filters, truncated: bool, greedy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.sample` from the model's head. Ranks that share it compute their columns of the logits; then each has all
+    columns of its share of the rows, draws their tokens, and tells the others."""
+    spread, rows = model.spread, hidden_RD.shape[0]
+    if spread.axis.size == 1:
+        return ops.sample(hidden_RD, model.lm_head, keys, by, truncated, greedy)
+    logits_RV = spread.rows_to_owners(ops.linear_fp32(hidden_RD, model.lm_head))
+    key, position, *filters = spread.own_rows(*keys, *by)
+    own = ops.SampleKeys(key, position), ops.Filters(*filters)
+    token, logprob, model_logprob = ops.sample_logits(logits_RV, *own, truncated, greedy)
+    words = torch.stack((token.int(), logprob.view(torch.int32), model_logprob.view(torch.int32)), dim=1)
+    token, logprob, model_logprob = spread.all_rows(words, rows).t().contiguous().unbind()
+    return token.long(), logprob.view(torch.float32), model_logprob.view(torch.float32)

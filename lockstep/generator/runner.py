@@ -91,7 +91,8 @@ class Runner:
         runtime: graph.Runtime,
     ) -> None:
         self.cache, self.rows = cache, rows
-        self._sizes, self._runtime = sizes_of(rows, cache, max_tokens, runtime), runtime
+        ranks = weights.model.spread.axis.size
+        self._sizes, self._runtime = sizes_of(rows, cache, max_tokens, runtime, ranks), runtime
         self._decode: dict[int, graph.Program] = {}  # by rows
         self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with what their batches are copied into
         self.use(weights)

@@ -10,6 +10,7 @@ later, which gives the same bits. Nothing is ever lost to a lack of memory.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 from collections import deque
@@ -61,6 +62,13 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether anything is left to run."""
         return bool(self.waiting or self.running or self._active)
+
+    def digest(self) -> str:
+        """Of what decides which tokens run next and where: the same on all ranks that generate together."""
+        running = [(s.request_id, s.identity.sample, s.row, s.length, s.token_ids[-1:], s.pages) for s in self.running]
+        waiting = [(p.samples[0].request_id, len(p.samples), len(p.token_ids), p.num_cached) for p in self.waiting]
+        state = self.clock, self.preemptions, self.max_tokens, self.cache.num_free, running, waiting
+        return hashlib.blake2b(repr(state).encode(), digest_size=16).hexdigest()
 
     def schedule_prefill(self, version: int) -> list[Chunk]:
         """Prompt tokens for this step within the token budget; at most the last prefill stays unfinished."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..models import Decoder
+from ..models import Decoder, ModelPart
 
 
 class SharedWeights:
@@ -21,6 +21,22 @@ class SharedWeights:
     def version(self) -> int:
         """Number of updates that made the weights."""
         return self._version()
+
+
+class PartWeights(SharedWeights):
+    """This rank's part of the trainer's weights, brought up to date where the version is another."""
+
+    def __init__(self, part: ModelPart, version: Callable[[], int] = lambda: 0) -> None:
+        super().__init__(part.model, version)
+        self._part, self._made = part, version()
+
+    @property
+    def version(self) -> int:
+        """See `SharedWeights`."""
+        if (version := super().version) != self._made:
+            self._part.update()
+            self._made = version
+        return version
 
 
 class SnapshotWeights:

@@ -13,4 +13,5 @@ from .folder import (
     resolve_folder,
     save_model,
 )
+from .parts import ModelPart
 from .patterns import by_pattern

@@ -119,3 +119,22 @@ def memory_bytes(device: torch.device | str) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_degree(config: ModelConfig, ranks: int, setting: str) -> None:
+    """Raise `InputError` where so many ranks cannot share the model's heads and its products' output columns evenly."""
+    m, moe = config.mla, config.moe
+    sizes = {"num_key_value_heads": config.num_kv_heads} if m is None else {"num_attention_heads": config.num_heads}
+    sizes |= {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+    if config.moe_layers < config.num_layers:
+        sizes["intermediate_size"] = config.intermediate_size
+    if moe is not None and config.moe_layers:
+        sizes["moe_intermediate_size"] = moe.intermediate_size
+    if m is not None:
+        sizes |= {"kv_lora_rank": m.kv_rank, "qk_rope_head_dim": m.rope_dim}
+        sizes |= {} if m.q_rank is None else {"q_lora_rank": m.q_rank}
+    odd = {name: size for name, size in sizes.items() if size % ranks}
+    if odd:
+        fitting = [str(n) for n in range(1, ranks + 1) if not any(size % n for size in sizes.values())]
+        named = ", ".join(f"{name} {size}" for name, size in odd.items())
+        raise InputError(f"{setting} is {ranks}, which does not divide the model's {named}; use {' or '.join(fitting)}")

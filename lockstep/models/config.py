@@ -179,6 +179,11 @@ class ModelConfig:
             return 1, self.mla.key_dim, 0
         return self.num_kv_heads, self.head_dim, self.head_dim
 
+    def cached_by(self, ranks: int) -> tuple[int, int, int]:
+        """`cached` of each of so many ranks that share the heads. A latent is of all heads, and whole on each."""
+        heads, key, value = self.cached
+        return heads if self.mla is not None else heads // ranks, key, value
+
     def is_moe(self, layer: int) -> bool:
         """Whether the layer's feed-forward is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers

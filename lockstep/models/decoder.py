@@ -12,12 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..distributed.mesh import ALONE, Mesh
 from ..distributed.placement import ROWS, WHOLE, Placement
+from ..distributed.spread import Spread
 from .blocks.attention import Attend, Masks
 from .blocks.moe import Routing
 from .blocks.rope import YarnScaling, partial_frequencies
 from .config import ModelConfig
 from .families import family_of
+
+
+class _Weights:
+    """`blocks.weights.Weight` for one decoder, with what it was told of each parameter."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str, mesh: Mesh) -> None:
+        self.placed: dict[nn.Parameter, Placement] = {}
+        self.filled: dict[nn.Parameter, float] = {}
+        self.spread, self.mesh = Spread(mesh.tp, device), mesh
+        self._dtype, self._device = dtype, device
+
+    def __call__(self, *shape: int, on: Placement = WHOLE, fill: float | None = None) -> nn.Parameter:
+        own = on.shape_on(self.mesh, shape)
+        parameter = nn.Parameter(torch.empty(own, dtype=self._dtype, device=self._device))
+        self.placed[parameter] = on
+        if fill is not None or len(shape) == 1:
+            self.filled[parameter] = 1.0 if fill is None else fill
+        return parameter
 
 
 class Decoder(nn.Module):
@@ -27,37 +47,36 @@ class Decoder(nn.Module):
     uninitialized; load or initialize them. Their dtype is the compute dtype. What `masks` say is for whoever makes an
     `attend` for this model.
 
+    Args:
+        mesh: what cuts it: of each parameter this rank has its part (`Placement.cut`), and activations are gathered.
+
     Attributes:
+        spread: the ranks that share its products.
         placements: how each parameter lies on a mesh, by name.
         fills: what vectors and others are filled with in a random model, by name; the rest is random.
         value_head: [1, hidden] of a critic that shares the decoder, in training alone; None without.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", mesh: Mesh = ALONE
+    ) -> None:
         super().__init__()
         self.config = config
         self.masks: Masks | None = None
 
         family = family_of(config)
         family.check(config)
-        placed: dict[nn.Parameter, Placement] = {}
-        filled: dict[nn.Parameter, float] = {}
-
-        def weight(*shape: int, on: Placement = WHOLE, fill: float | None = None) -> nn.Parameter:
-            parameter = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
-            placed[parameter] = on
-            if fill is not None or len(shape) == 1:
-                filled[parameter] = 1.0 if fill is None else fill
-            return parameter
+        weight = _Weights(dtype, device, mesh)
+        self.spread = weight.spread
 
         table = config.vocab_size, config.hidden_size
-        self.embed = weight(*table, on=ROWS)
+        self.embed = weight(*table)
         self.layers = nn.ModuleList(family.layer(config, i, weight) for i in range(config.num_layers))
         self.norm, self.norm_offset = weight(config.hidden_size, fill=1.0 - family.norm_offset), family.norm_offset
         self.lm_head = self.embed if config.tie_word_embeddings else weight(*table, on=ROWS)
         self.register_parameter("value_head", None)
-        self.placements = {name: placed[parameter] for name, parameter in self.named_parameters()}
-        self.fills = {name: filled[p] for name, p in self.named_parameters() if p in filled}
+        self.placements = {name: weight.placed[parameter] for name, parameter in self.named_parameters()}
+        self.fills = {name: weight.filled[p] for name, p in self.named_parameters() if p in weight.filled}
         scaling = config.rope_scaling
         head = config.head_dim, config.rotary_dim or config.head_dim
         self.inv_freq = partial_frequencies(*head, config.rope_theta, scaling).to(device)
@@ -87,7 +106,8 @@ class Decoder(nn.Module):
         if self.rope_factor != 1.0:
             rope_TH = rope_TH * self.rope_factor
         local_TH = rope_TH if self.local_inv_freq is None else ops.rope_table(positions_T, self.local_inv_freq)
-        attend.prepare(ops.FlexSizes(tokens_T.shape[0], self.config.num_heads, self.config.num_kv_heads))
+        heads = self.config.num_heads, self.config.num_kv_heads
+        attend.prepare(ops.FlexSizes(tokens_T.shape[0], *map(self.spread.part, heads)))
         x_TD = ops.gather_rows(self.embed, tokens_T)
         if self.embed_factor != 1.0:
             x_TD = x_TD * self.embed_factor

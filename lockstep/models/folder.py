@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from ..cache.file_hashes import fingerprints
+from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, cut
 from ..errors import InputError, LockstepError
 from ..json_file import read_object
 from .blocks.weight_slices import WeightSlice
 from .checks import check_end_of_sequence, check_fields, require_memory
 from .config import ModelConfig
 from .decoder import Decoder
-from .families import require_family
+from .families import require_family, text_part
 from .hf_config import end_of_sequence, from_hf, to_hf, without_nulls
 from .shards import file_names, read_tensors, weights_path
-from .tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, cut
 from .weight_map import HEAD, fused_experts, weight_map
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
@@ -83,7 +83,7 @@ def describe_folder(model: str) -> dict[str, Any]:
 def read_config(folder: Path) -> ModelConfig:
     """The folder's configuration; generation_config.json's end-of-sequence ids are added."""
     path, generation = folder / "config.json", folder / "generation_config.json"
-    values = read_object(path)
+    values = text_part(read_object(path))
     if isinstance(values.get("model_type"), str):
         require_family(values, str(path))  # of another model no other field says anything
     check_fields(values, str(path))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 
 from torch import Tensor
@@ -11,8 +11,8 @@ from ..errors import InputError
 from ..json_file import read_object
 from . import mxfp4
 from .config import ModelConfig
-from .families import family_of
-from .weight_map import HEAD, fused_experts, is_left_out, weight_map
+from .families import family_of, is_wrapped
+from .weight_map import HEAD, fused_experts, is_left_out, of_text, weight_map
 
 
 def weights_path(folder: Path) -> Path:
@@ -23,7 +23,7 @@ def weights_path(folder: Path) -> Path:
 
 def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor, Path]]:
     """Name, tensor and file of each tensor: those of `weight_map` or `fused_experts`, and a head beside tied weights.
-    Weights of 4 bits come as bfloat16.
+    Weights of 4 bits come as bfloat16; of a model that reads more than text the text part comes alone.
 
     Raises:
         InputError: a file is missing or damaged; a tensor has no place in the model, or is there twice.
@@ -31,30 +31,35 @@ def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tenso
     from safetensors import SafetensorError, safe_open
 
     once, pairs = _Once(config), mxfp4.Pairs()
-    for file in _files(folder, config):
+    name_of = of_text if is_wrapped(read_object(folder / "config.json")) else str
+    for file in _files(folder, config, name_of):
         if not file.is_file():
             index = weights_path(folder).name
             named = "a model folder needs it, or an index and shards" if index == file.name else f"{index} names it"
             raise InputError(f"{file}: {_what_is_there(file)} ({named})")
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                for stored in tensors.keys():  # noqa: SIM118 (not a dict)
+                    name = name_of(stored)
+                    if name is None:
+                        continue
                     if name in once:
                         once.add(name, file)
-                        if found := pairs.whole(name, tensors.get_tensor(name)):
+                        if found := pairs.whole(name, tensors.get_tensor(stored)):
                             yield *found, file
                     elif not is_left_out(name, config):
-                        raise InputError(f"{file}: {name} has no place in the model that config.json describes")
+                        raise InputError(f"{file}: {stored} has no place in the model that config.json describes")
         except SafetensorError as error:
             raise InputError(f"{file}: not a whole safetensors file ({error})") from error
 
 
-def _files(folder: Path, config: ModelConfig) -> list[Path]:
+def _files(folder: Path, config: ModelConfig, name_of: Callable[[str], str | None]) -> list[Path]:
     """The files to read, without shards of which the decoder has nothing."""
     path = weights_path(folder)
     if path.suffix != ".json":
         return [path]
-    return sorted({folder / file for name, file in _placed(path).items() if not is_left_out(name, config)})
+    placed = ((name_of(stored), file) for stored, file in _placed(path).items())
+    return sorted({folder / file for name, file in placed if name and not is_left_out(name, config)})
 
 
 def file_names(folder: Path) -> list[str]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -229,7 +230,7 @@ def encode_following(
     answer's end, those messages, and the generation prompt.
 
     Raises `InputError` when the template does not show an answer as it is, or leaves out what it showed before: such
-    tokens would not follow those that were sampled.
+    tokens would not follow those that were sampled; or when it leaves out what is to follow.
     """
     *before, answer = messages
     marked = {**answer, "content": f"{answer['content']}{_MARK}"}
@@ -238,13 +239,22 @@ def encode_following(
     roles = " and ".join(sorted({str(message.get("role")) for message in following}))
     where = f"{_template_file(tokenizer)} cannot go on from what was sampled with a message of role {roles}"
     refuse(not found or _MARK in head, f"{where}: it does not show an answer as it is; give text or token ids instead")
-    thoughts = [m["content"].rpartition("</think>")[0] for m in messages if m.get("role") == "assistant"]
+    thoughts = [m["content"].rpartition("</think>")[0].strip() for m in messages if m.get("role") == "assistant"]
     refuse(
-        any(thought.strip() not in head for thought in thoughts),
+        any(thought.removeprefix("<think>").strip() not in head for thought in thoughts),
         f"{where}: it leaves out the thinking of earlier answers, which the model has seen; give text or token ids "
         "instead, or turn thinking off by task.chat_template_kwargs",
     )
+    unseen = next((m.get("role") for m in following if not _is_shown(m.get("content"), tail)), None)
+    refuse(unseen is not None, f"{where}: it leaves out what a message of role {unseen} says; give text or token ids")
     return encode_text(tokenizer, tail)
+
+
+def _is_shown(content: Any, text: str) -> bool:
+    """Whether a text has a message's, as it is or as JSON writes it."""
+    if not isinstance(content, str):
+        return True
+    return content.strip() in text or json.dumps(content.strip(), ensure_ascii=False)[1:-1] in text
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:

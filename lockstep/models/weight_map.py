@@ -35,3 +35,12 @@ def fused_experts(config: ModelConfig) -> dict[str, str]:
 def is_left_out(name: str, config: ModelConfig) -> bool:
     """Whether a folder's tensor is one that the decoder does without: rotary frequencies, and what the family names."""
     return name.endswith("rotary_emb.inv_freq") or family_of(config).leaves_out(name, config)
+
+
+def of_text(name: str) -> str | None:
+    """A tensor's name in a folder of the text part alone, from that in one that reads more; None where it is of the
+    rest. The two forms are of `transformers` 4 and 5."""
+    for outer, inner in (("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(outer):
+            return inner + name.removeprefix(outer)
+    return name if name == HEAD else None

@@ -11,7 +11,7 @@ are functions of the model's sizes alone. Multiplications and additions are fuse
 
 from .activation.operator import silu_mul
 from .adamw.operator import BLOCK as SQUARES_BLOCK
-from .adamw.operator import adamw, square_sums
+from .adamw.operator import adamw, exact_sum, root_of_sum, square_sums
 from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
 from .attention.masks import MaskFunction, register_mask, visibility
 from .attention.operator import (
@@ -24,9 +24,10 @@ from .attention.operator import (
 )
 from .decode_update.operator import decode_advance, decode_slots
 from .embedding.operator import gather_rows
+from .fold.operator import fold_rows
 from .fused import backward as fused_backward  # registers what graphs call
-from .linear.operator import linear, linear_add, norm_gate_up, norm_linear, per_head_linear
-from .logprobs.operator import TokenLogprobs, sample, support_mask, token_logprobs
+from .linear.operator import linear, linear_add, linear_fp32, norm_gate_up, norm_linear, per_head_linear
+from .logprobs.operator import TokenLogprobs, sample, sample_logits, support_mask, token_logprobs
 from .logprobs.philox import sample_key
 from .mla.operator import mla_packed, mla_paged, mla_write
 from .moe.grouped_linear import grouped_linear

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
@@ -63,9 +63,14 @@ def _values(trainer: Trainer, batches: Sequence[PackedBatch]) -> dict[str, list[
 
 
 def token_rewards(rollout: Trajectory, beta: float, kl: Sequence[float] | None) -> list[float]:
-    """The reward of each sampled token: the rollout's with the last, less `beta` times each one's KL estimate."""
+    """The reward of each sampled token: that of a turn with its last, what else the rollout has with the last of all,
+    less `beta` times each one's KL estimate."""
     found = [-beta * estimate for estimate in kl] if kl else [0.0] * len(rollout.token_ids)
-    found[-1] += rollout.reward
+    *earlier, _ = rollout.turns
+    given = [math.fsum((turn.rewards or {}).values()) for turn in earlier]
+    for end, reward in zip(accumulate(len(turn.token_ids) for turn in earlier), given, strict=True):
+        found[end - 1] += reward
+    found[-1] += rollout.reward - math.fsum(given)
     return found
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import mean, pstdev
 from typing import Any
 
 import torch
 
+from ..environments import Environment
 from ..session.build import TrainingSession
 from ..timings import Span, totals
 from ..trainer import StepResult, packed_slots
-from ..types import PackedBatch, RolloutGroup
+from ..types import PackedBatch, RolloutGroup, Trajectory
 
 # Phases whose seconds are metrics.
 _TIMED = ("step", "generate", "environment", "rewards", "critic", "forward_backward", "optim_step", "sync")
@@ -35,12 +36,14 @@ def step_metrics(
     turns = [r.turns for r in rollouts]
     spent = {"sync": 0.0} | totals(spans)  # in one process the generator reads the trainer's weights
     seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
+    several = {r.environment for r in rollouts} - {""}
     zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
     measured = _of_all_ranks(run, batches, seconds)
     tokens = sum(len(s.token_ids) for r in rollouts for s in r.segments)
     return {
         **reward_metrics(groups),
         **run.environment.metrics(rollouts),
+        **(_by_environment(run.environment, rollouts, several) if several else {}),
         "frac_reward_zero_std": mean(map(float, zero_std)),
         "loss": result.loss,
         "grad_norm": result.grad_norm,
@@ -61,12 +64,27 @@ def step_metrics(
     }
 
 
+def _by_environment(
+    kind: type[Environment], rollouts: Sequence[Trajectory], names: Collection[str]
+) -> dict[str, float]:
+    """Of each of several environments in one run: its trajectories, their mean reward, and `Environment.metrics`."""
+    found: dict[str, float] = {}
+    for name in sorted(names):
+        own = [r for r in rollouts if r.environment == name]
+        before = f"environment/{name}"
+        found |= {f"{before}/trajectories": len(own), f"{before}/reward/mean": mean(r.reward for r in own)}
+        measured = {key.removeprefix("environment/"): value for key, value in kind.metrics(own).items()}
+        found |= {f"{before}/{key}": value for key, value in measured.items()}
+    return found
+
+
 def _of_all_ranks(run: TrainingSession, batches: list[PackedBatch], seconds: dict[str, float]) -> dict[str, Any]:
     """What ranks measure each by itself: padding, of all batches, and the largest of their times and memory."""
     own = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device), **run.graph_metrics()}
     ranks = run.world.gather((*packed_slots(batches), own))
     slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
-    largest = {name: max(measured[name] for *_, measured in ranks) for name in own}
+    names = dict.fromkeys(name for *_, measured in ranks for name in measured)  # not all ranks score what was sampled
+    largest = {name: max(measured[name] for *_, measured in ranks if name in measured) for name in names}
     return {"padding_waste": 1.0 - used / slots if slots else 0.0, **largest}
 
 

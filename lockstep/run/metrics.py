@@ -49,6 +49,14 @@ SECTIONS: dict[str, dict[str, str]] = {
         "environment/wait_s": "Waited for answers, seconds a trajectory",
         "environment/truncated": "Ended by a limit, share",
         "environment/errors": "Trajectories left out, as their environment failed",
+        "environment/<fn>/trajectories": "Trajectories of <fn>",
+        "environment/<fn>/reward/mean": "Reward in <fn>",
+        "environment/<fn>/turns": "Turns a trajectory of <fn>",
+        "environment/<fn>/sampled_tokens": "Sampled tokens a trajectory of <fn>",
+        "environment/<fn>/given_tokens": "Given tokens a trajectory of <fn>",
+        "environment/<fn>/wait_s": "Waited for answers of <fn>, seconds a trajectory",
+        "environment/<fn>/truncated": "Of <fn> ended by a limit, share",
+        "environment/<fn>/errors": "Trajectories of <fn> left out",
     },
     "Critic": {
         "critic/value/mean": "What the critic expects",
@@ -94,14 +102,17 @@ _OF_FUNCTIONS = [name.split("<fn>") for name in _TITLES if "<fn>" in name]
 _STEPS_END = 1 << 53  # a step below it is exact as a float too
 
 METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE = "metrics.jsonl", "rollouts.jsonl", "summary.json"
+WAITS_FILE = "waits.jsonl"  # beside the rollouts, whose bits no clock is in
 
 
 def listed(name: str) -> str | None:
     """The name in `SECTIONS` for a recorded metric's; None for one that is not there."""
+    if name in _TITLES:
+        return name
     for before, after in _OF_FUNCTIONS:
         if name.startswith(before) and name.endswith(after):
             return f"{before}<fn>{after}"
-    return name if name in _TITLES else None
+    return None
 
 
 def title_of(name: str) -> str:
@@ -225,12 +236,21 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
                 "segments": _segments(rollout),
                 "logprobs_digest": logprobs_digest(rollout),
                 **({"extra": rollout.extra} if rollout.extra else {}),
+                **({"environment": rollout.environment} if rollout.environment else {}),
             }
             for rollout in group.rollouts
         ]
         replaced = {"replaced": True} if group.replaced else {}
         prompt = {"prompt": group.prompt, "prompt_token_ids": group.prompt_ids}
         yield {"step": step, "group": group.group, **replaced, **prompt, "samples": samples}
+
+
+def wait_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
+    """One record a group for `waits.jsonl`: the seconds that each sample's environment took to answer each turn."""
+    for group in groups:
+        waits = [(r.identity.sample, [round(turn.wait_s, 6) for turn in r.turns]) for r in group.rollouts]
+        samples = [{"sample": sample, "wait_s": seconds} for sample, seconds in waits]
+        yield {"step": step, "group": group.group, "samples": samples}
 
 
 def logprobs_digest(rollout: Trajectory) -> str:
@@ -241,10 +261,12 @@ def logprobs_digest(rollout: Trajectory) -> str:
 
 def _segments(rollout: Trajectory) -> list[dict[str, Any]]:
     """The segments in order, each with its kind and its number of tokens. Where there are more than a prompt and its
-    completion, which the record has anyway, those after the prompt have their text, and given ones their tokens."""
+    completion, which the record has anyway, those after the prompt have their text, given ones their tokens, sampled
+    ones their rewards."""
     found: list[dict[str, Any]] = []
     for segment in rollout.segments:
         found.append({"kind": "sampled" if segment.sampled else "given", "tokens": len(segment.token_ids)})
         if len(rollout.segments) > 2 and segment is not rollout.prompt:
             found[-1] |= {"text": segment.text} | ({} if segment.sampled else {"token_ids": segment.token_ids})
+            found[-1] |= {"rewards": dict(segment.rewards)} if segment.rewards else {}
     return found

@@ -32,10 +32,12 @@ from .metrics import (
     METRICS_FILE,
     ROLLOUTS_FILE,
     SUMMARY_FILE,
+    WAITS_FILE,
     MetricsWriter,
     read_lines,
     replacing,
     rollout_records,
+    wait_records,
     write_json,
     writing,
 )
@@ -79,6 +81,7 @@ class Recorder:
         self._timeline: Timeline | None = None
         self._metrics: MetricsWriter | None = None
         self._rollouts: MetricsWriter | None = None
+        self._waits: MetricsWriter | None = None  # of a run of several turns
         self._trackers: Trackers | None = None
         self._loop: Loop | None = None
         self._saver: checkpoint.Saver | None = None
@@ -172,6 +175,8 @@ class Recorder:
             self._account(record)
         self._absent = start - len(self._rewards)
         self._rollouts = self._open_files.enter_context(MetricsWriter(self.run_dir / ROLLOUTS_FILE, start))
+        if self.config.task.turns > 1:
+            self._waits = self._open_files.enter_context(MetricsWriter(self.run_dir / WAITS_FILE, start))
 
     def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool = False) -> int:
         """Put the run where `loaded` left it; returns the steps it had done.
@@ -190,7 +195,7 @@ class Recorder:
             with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
                 loop.run.trainer.load_state(_loaded(loaded), loaded.state["trainer"])
             loop.certificate = Certificate(**loaded.state["certificate"])
-            if changed:
+            if changed := changed + resuming.redefined(loaded.state["numerics"]):
                 resumed = loop.certificate.settings.setdefault("resumed_with_other_numerics", [])
                 resumed.append({"steps_done": loaded.step, "changed": changed})
             loop.idle_steps = loaded.state["idle_steps"]
@@ -330,6 +335,9 @@ class Recorder:
         if self.config.metrics.rollouts:
             for record in rollout_records(step, groups):
                 self._rollouts.write(record)
+            if self._waits is not None:
+                for record in wait_records(step, groups):
+                    self._waits.write(record)
 
     def _keep_failures(self) -> None:
         """Write the tracebacks of environments that failed since the last call."""

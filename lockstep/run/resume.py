@@ -17,6 +17,7 @@ from ..config import EARLIER, RunConfig, yaml_file
 from ..errors import InputError
 from ..json_file import to_json
 from ..models import TEMPLATES, describe_folder
+from ..session.golden import GRADIENT_NORM
 from ..user_functions import one_line
 from . import checkpoint
 from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
@@ -91,6 +92,7 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
             found.append(f"{name} does not record {folder}: its files were not compared")
     if "words" not in loaded.state["numerics"]:
         found.append(f"{name} does not record words of its arithmetic: versions and names were compared")
+    found += [f"since {name} was saved, {sentence}" for sentence in redefined(loaded.state["numerics"])]
     if new := sorted(_settings(RunConfig()).keys() - config.keys()):
         found.append(f"{name} does not know {', '.join(new)}: they are what they were without a setting")
     metrics = run_dir / METRICS_FILE
@@ -122,6 +124,16 @@ def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
             f"{', '.join(words)} of fixed numbers {'has' if len(words) == 1 else 'have'} other words ({why})"
         )
     return changed
+
+
+def redefined(then: Mapping[str, Any]) -> list[str]:
+    """What this version computes otherwise than that which wrote a checkpoint with these numerics: a run goes on, and
+    is told so."""
+    if GRADIENT_NORM in then.get("words", ()):
+        return []
+    return [
+        "the gradient norm became the root of an exact sum: its last bits may differ, and where it clips, the weights'"
+    ]
 
 
 def _was(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from ..config import RunConfig
 from ..distributed import ONE, World
 from ..rl.loop import Loop
+from ..serve.rollouts import serving
 from ..session.build import build, resolve
 from ..session.memory import running_out_named
 from ..session.signals import raise_received
@@ -56,7 +57,7 @@ def _train(
     loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
-    with recorder:
+    with serving(session), recorder:
         if resume:
             display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
             for remark in resuming.remarks(run_dir, loaded) if loaded else ():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,7 +23,9 @@ from .routes.tokens import tokens
 from .service import Service
 from .ticket import ClientLeft
 
-ROUTES: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
+Route = Callable[[Service, Request], Awaitable[Response]]
+
+ROUTES: dict[str, Route] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
     "/inference/v1/generate": tokens,
@@ -30,8 +33,9 @@ ROUTES: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
 HEALTH = "/health"
 
 
-def make_app(service: Service) -> FastAPI:
-    """The application of a service, which is given the event loop that it runs in."""
+def make_app(service: Service, under: str = "", more: Mapping[str, Route] = {}) -> FastAPI:  # noqa: B006
+    """The application of a service, which is given the event loop that it runs in. The model's routes begin with
+    `under`, a path with parameters; `more` are further ones that are posted to."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -40,10 +44,11 @@ def make_app(service: Service) -> FastAPI:
         service.close()
 
     app = FastAPI(title="lockstep", version=__version__, lifespan=lifespan, openapi_url=None)
-    for path, answer in ROUTES.items():  # plain routes, which read their bodies themselves
+    posted = {under + path: answer for path, answer in ROUTES.items()} | dict(more)
+    for path, answer in posted.items():  # plain routes, which read their bodies themselves
         app.add_route(path, _endpoint(service, answer), methods=["POST"])
-    app.add_api_route("/v1/models", _models(service), methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", _model(service), methods=["GET"])
+    app.add_api_route(f"{under}/v1/models", _models(service), methods=["GET"])
+    app.add_api_route(f"{under}/v1/models/{{name:path}}", _model(service), methods=["GET"])
     app.add_api_route("/metrics", _metrics(service), methods=["GET"], response_model=None)
     app.add_api_route(HEALTH, _health(service), methods=["GET"])
     app.add_exception_handler(ApiError, _error)
@@ -51,13 +56,11 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(ClientLeft, _left)
     app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(Exception, _fault)
-    app.add_middleware(_Guard, service=service)
+    app.add_middleware(_Guard, service=service, paths=[*posted, f"{under}/v1/models", "/metrics", HEALTH])
     return app
 
 
-def _endpoint(
-    service: Service, answer: Callable[[Service, Request], Awaitable[Response]]
-) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(service: Service, answer: Route) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         return await answer(service, request)
 
@@ -128,8 +131,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
 class _Guard:
     """Asks for the key, everywhere but at `HEALTH`, and counts what was answered, by route and status."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service, paths: list[str]) -> None:
         self._app, self._requests = app, service.metrics.requests
+        self._paths = [(path, re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path)))) for path in paths]
         key = service.settings.api_key
         self._bearer = None if key is None else f"Bearer {key}".encode()
 
@@ -140,7 +144,7 @@ class _Guard:
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in _PATHS else "other"
+                path = next((path for path, form in self._paths if form.fullmatch(scope["path"])), "other")
                 self._requests.labels(path, str(message["status"])).inc()
             await send(message)
 
@@ -152,5 +156,4 @@ class _Guard:
         return self._bearer is None or secrets.compare_digest(given, self._bearer)
 
 
-_PATHS = {*ROUTES, "/v1/models", "/metrics", HEALTH}
 _WRONG_KEY = _told(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))

@@ -40,7 +40,7 @@ class Server:
     def __init__(self, llm: LLM, settings: Settings) -> None:
         settings.validate()
         context = settings.context(llm.context)
-        self._socket = _listen(settings.host, settings.port)  # before graphs are made, which takes longer
+        self._socket = listen(settings.host, settings.port)  # before graphs are made, which takes longer
         try:
             engine = llm.engine_for(llm.config.generator.max_num_seqs, context, _KINDS)
         except BaseException:
@@ -96,7 +96,8 @@ class Server:
         self.service.batcher.wake()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket there. Raises `InputError`."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)

@@ -80,6 +80,10 @@ class Service:
         except InputError as error:
             raise refused("messages", str(error)) from error
 
+    def remembered(self, request: Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A conversation with the token ids of its sampled turns, where these are known; clients send them."""
+        return messages
+
     def check_model(self, name: str) -> None:
         """Raise `ApiError` for another model than the one that is served; none named is that one."""
         if name and name != self.settings.name:

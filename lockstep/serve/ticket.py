@@ -50,7 +50,7 @@ class Ticket:
         self.samples = sum(job.sampling.n for job in jobs)
         self.unfinished = {job: job.sampling.n for job in jobs}
         self.news: asyncio.Queue[tuple[Job, Update | Exception] | None] = asyncio.Queue()
-        self._service, self._request = service, request
+        self._service, self.request = service, request
 
     async def __aenter__(self) -> Self:
         self._began, self._first = time.monotonic(), True
@@ -68,7 +68,7 @@ class Ticket:
             metrics.left.inc()
 
     async def _watch_client(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
+        while (await self.request.receive())["type"] != "http.disconnect":
             pass
         self.news.put_nowait(None)
 

@@ -25,11 +25,11 @@ from ..config import (
 from ..distributed import ONE, World
 from ..environments import PromptLimit, make_environment, make_task
 from ..errors import InputError, refuse
-from ..generator import Engine, SharedWeights, plan_cache_tokens
+from ..generator import Engine, PartWeights, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
 from ..machine import bound_threads
-from ..models import Decoder, Held, ModelConfig, load_model, load_value_head, resolve_folder
-from ..models.checks import require_memory
+from ..models import Decoder, Held, ModelConfig, ModelPart, load_model, load_value_head, resolve_folder
+from ..models.checks import require_degree, require_memory
 from ..models.init import architecture, initialize
 from ..models.tokenizer import (
     byte_tokenizer,
@@ -73,19 +73,17 @@ class Session:
     def cache_tokens(self, sequences: int, tokens: int) -> int:
         """The capacity of a KV cache that is planned for so many sequences of so many tokens (`plan_cache_tokens`)."""
         model = self.policy.model
-        return plan_cache_tokens(
-            self.config.generator, model.config, model.embed.dtype, model.embed.device, sequences, tokens
-        )
+        about = model.config, model.embed.dtype, model.embed.device
+        return plan_cache_tokens(self.config.generator, *about, sequences, tokens, self.world.generator_tp)
 
     def new_engine(self, cache_tokens: int, version: Callable[[], int] = lambda: 0) -> Engine:
-        """An engine that reads the model's own weights, which are of version `version()`."""
-        return Engine(
-            SharedWeights(self.policy.model, version),
-            self.config.generator,
-            cache_tokens,
-            self.policy.decode,
-            self.runtime,
-        )
+        """An engine that reads the model's own weights, which are of version `version()`; of ranks that generate
+        together each its part of them."""
+        model, mesh = self.policy.model, self.world.generator
+        alone = mesh.tp.size == 1
+        weights = SharedWeights(model, version) if alone else PartWeights(ModelPart(model, mesh), version)
+        agree = None if alone else partial(self.world.agree, "the generator's schedule")
+        return Engine(weights, self.config.generator, cache_tokens, self.policy.decode, self.runtime, agree=agree)
 
     def kernel_list(self, *about: object) -> Path | None:
         """Where the kernels of what depends on these, and on the model, are listed; None on a CPU, which has none."""
@@ -160,10 +158,11 @@ class TrainingSession(Session):
 
 
 def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
-    c, g = w.config, w.config.generator
+    c, g, together = w.config, w.config.generator, w.config.parallel.generator_tp
+    require_degree(w.model, together, "parallel.generator_tp")
     require_memory(w.model, w.dtype, device, f"arch {c.arch}" if c.model is None else str(resolve_folder(c.model)))
     if not w.on_gpu or g.kv_cache_tokens:  # it must hold a sequence
-        plan_cache_tokens(g, w.model, w.dtype, device, w.sequences, w.sequence_tokens)
+        plan_cache_tokens(g, w.model, w.dtype, device, w.sequences, w.sequence_tokens, together)
     return require_room(w, memory)
 
 
@@ -183,6 +182,7 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
     algorithm_of(config.loss)
     model, on_gpu = model_config(config), device.type == "cuda"
     config = settled(config, ranks, device)
+    require_degree(model, config.parallel.generator_tp, "parallel.generator_tp")
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     policy.template_variables = template_variables(config.task.chat_template_kwargs)
@@ -301,7 +301,7 @@ def settled(config: RunConfig, ranks: int, device: torch.device) -> RunConfig:
 
 def make_runtime(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Runtime:
     """What both roles run their functions with; `config` is resolved."""
-    return Runtime(config, device, timings=timings, store=Store(), mesh=world.mesh.sizes, peers=world)
+    return Runtime(config, device, timings=timings, store=Store(), mesh=world.sizes, peers=world)
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:

@@ -22,6 +22,7 @@ from ..models.families import family_of
 from ..models.init import architecture
 from ..ops.linear import choice as linear_choice
 
+GRADIENT_NORM = "gradient norm"  # runs that lack this word had one of float32 additions
 _DECODER = replace(architecture("tiny"), num_layers=2)
 _ODD = replace(_DECODER, vocab_size=509, hidden_size=131, intermediate_size=395)  # rows that fill no whole vectors
 _ROWS, _DEPTH, _TOKENS = 17, 512, 75  # a shared prompt and the rest of two sequences, longer than a tile of keys
@@ -56,6 +57,8 @@ def _results(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tu
     yield "norm", (ops.rms_norm(x, _fixed(_DEPTH, seed=3).to(device, dtype), 1e-6),)
     yield "attention", (_attention(device, dtype),)
     yield "AdamW", _update(device, dtype)
+    squares = ops.square_sums(_fixed(5 * ops.SQUARES_BLOCK, seed=101).to(device))
+    yield GRADIENT_NORM, (ops.root_of_sum(ops.exact_sum(squares)),)
     scores = _scores(device, dtype)
     yield "log", scores[1:]  # the entropies and the log-probabilities under filters, of sums and their logarithms
     yield "decoder", scores[:1]

@@ -118,13 +118,13 @@ def make_ready(
 
 def _make_graphs(run: TrainingSession) -> None:
     run.trainer.warm_up(run.shapes, run.sampling, **_batches(run.config))
-    sequences = run.world.mesh.fsdp.most(run.config.trainer.prompts_per_step) * run.sampling.n
+    sequences = run.world.generator.fsdp.most(run.config.trainer.prompts_per_step) * run.sampling.n
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.sampling)
     _make_validation_graphs(run)
 
 
 def _make_validation_graphs(run: TrainingSession) -> None:
-    sequences = run.world.mesh.fsdp.most(run.config.task.validation_prompts)
+    sequences = run.world.generator.fsdp.most(run.config.task.validation_prompts)
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.validation_sampling)
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .. import distributed, graph
+from .. import distributed, graph, ops
 from ..distributed.mesh import ALONE, Mesh
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
@@ -84,21 +84,6 @@ class Layout:
                 yield at + first - rank * size, count, source, begin + inside
                 first += count
 
-    def norm_order(self) -> Tensor:
-        """Where each block of a single process's buffer stands among the blocks of all ranks' buffers, int64."""
-        blocks = self.size // ALIGNMENT
-        order = []
-        for size, at, wide, _ in self._spans():
-            block = torch.arange(wide // ALIGNMENT)
-            per_rank = size // ALIGNMENT
-            order.append(block // per_rank * blocks + at // ALIGNMENT + block % per_rank)
-        return torch.cat(order)
-
-    def _spans(self) -> list[tuple[int, int, int, int]]:
-        """For each parameter the size and offset of its part, here and in a single process."""
-        one = self.one_rank
-        return list(zip(self.sizes, self.offsets, one.sizes, one.offsets, strict=False))
-
 
 class Buffer(Protocol):
     """A flat tensor, perhaps in a file, that is read in pieces."""
@@ -124,10 +109,7 @@ class FlatParameters:
         parts, grads: views of `data` and `grad`, one a parameter: its shape in one process, flat where it is sharded.
         data, grad: [layout.size], compute dtype and float32; the gaps are zero and stay so.
         num_matrix_elements: where the vectors begin.
-        norm_order: of several ranks, `Layout.norm_order`.
     """
-
-    norm_order: Tensor | None = None
 
     def __init__(self, model: Decoder, mesh: Mesh = ALONE, frozen: Collection[str] = ()) -> None:
         for name, parameter in model.named_parameters():
@@ -176,9 +158,9 @@ class FlatParameters:
         for total, grad in zip(totals, grads, strict=True):
             total.add_(grad)
 
-    def square_sums(self, sums: Tensor, norm_order: Tensor | None) -> Tensor:
-        """The blocks' sums of squares of the whole gradient, in order, from those of `grad`."""
-        return sums
+    def summed_words(self, words: Tensor) -> Tensor:
+        """The words of an `ops.exact_sum` over all ranks' numbers, from those of this rank's."""
+        return words
 
     def whole(self, local: Tensor) -> Tensor:
         """What all ranks have of a flat tensor, in the layout of one process. Every rank calls it; the first gets the
@@ -231,7 +213,6 @@ class ShardedParameters(FlatParameters):
     def __init__(self, model: Decoder, mesh: Mesh, frozen: Collection[str] = ()) -> None:
         self.axis = mesh.fsdp
         super().__init__(model, mesh, frozen)
-        self.norm_order = self.layout.norm_order().to(self.data.device)
         own = {name: p.data for name, p in zip(self.names, self.parameters, strict=True)}
         self.gathering = graph.Inputs(param=self._named_parts(), buffer=own)
 
@@ -279,10 +260,9 @@ class ShardedParameters(FlatParameters):
         values = inputs.buffer["statistics"]
         own = torch.zeros_like(values)
         yield replace(inputs, buffer={**inputs.buffer, "statistics": own})
-        rows = distributed.gather(own, self.axis).unbind()
-        largest = [torch.stack([values[i], *(row[i] for row in rows)]).amax() for i in maxima]
-        for row in rows:
-            values.add_(row)
+        rows = distributed.gather(own, self.axis)
+        largest = [torch.maximum(values[i], rows[:, i].amax()) for i in maxima]
+        ops.fold_rows(values, rows)
         for i, value in zip(maxima, largest, strict=True):
             values[i].copy_(value)
 
@@ -290,12 +270,10 @@ class ShardedParameters(FlatParameters):
         """Add whole gradients of all ranks to this rank's part of the totals, float32, rank by rank."""
         for name, total, grad in zip(names or self.names, totals, grads, strict=True):
             with _serving(name), graph.backward():
-                for part in distributed.exchange(grad, total.numel(), self.axis).unbind():
-                    total.add_(part)
+                ops.fold_rows(total, distributed.exchange(grad, total.numel(), self.axis))
 
-    def square_sums(self, sums: Tensor, norm_order: Tensor | None) -> Tensor:
-        assert norm_order is not None
-        return distributed.gather(sums, self.axis).flatten().index_select(0, norm_order)
+    def summed_words(self, words: Tensor) -> Tensor:
+        return distributed.gather(words, self.axis).sum(0)
 
     def whole(self, local: Tensor) -> Tensor:
         one, first = self.layout.one_rank, self.axis.rank == 0

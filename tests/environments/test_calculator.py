@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lockstep.config import TaskConfig
-from lockstep.environments import End, Turn, make_environment
+from lockstep.environments import End, Limits, Tokens, Turn, make_environment, worked_trajectories
 from lockstep.environments.tasks.calculator import Calculator
 from lockstep.environments.tasks.sum_digits import SumDigits
 from lockstep.environments.tasks.word_arithmetic import WordArithmetic
+from lockstep.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,17 @@ def test_worked_examples_ask_for_their_sums() -> None:
                 answer = environment.step(Turn(turn, [0], "stop"))
                 said += turn + (answer if isinstance(answer, str) else "")
             assert said == problem.worked_example and isinstance(answer, End) and len(turns) > 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "cut"), [(Limits(None, 200, 2), "turn 2 of at most 2"), (Limits(None, 12, 9), "12")]
+)
+def test_a_worked_example_that_a_limit_cuts_is_refused(limits: Limits, cut: str) -> None:
+    """What is left of it would be learned as the whole."""
+    problem = WordArithmetic(1, 2, 3).warmup_problem(0, 0)
+    tokens = Tokens(lambda prompt: list(str(prompt).encode()), lambda messages, given: list(str(given).encode()))
+    whole = (Calculator, [problem], tokens, lambda text: list(text.encode()))
+    (made,) = worked_trajectories(*whole, Limits(None, 200, 9))
+    assert made.text.endswith("</answer>") and len(made.turns) > 2
+    with pytest.raises(InputError, match=rf"worked example 0 is cut in .*{cut}.* larger task.max_turns or task.max_re"):
+        worked_trajectories(*whole, limits)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from small import CONFIG, FAMILIES, compare, make_model
 
 from lockstep.config import GeneratorConfig
-from lockstep.environments import Collector, End, Environment, Failures, Limits, Problem, RewardSet, Tokens, Turn
+from lockstep.environments import Collector, End, Environment, Failures, Limits, Next, Problem, RewardSet, Tokens, Turn
 from lockstep.environments import collect as collecting
 from lockstep.environments.collect import Collected
 from lockstep.environments.episodes import FAILURES
@@ -23,6 +24,7 @@ from lockstep.generator import Engine, SharedWeights
 from lockstep.generator.request import SharedPrefix
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, encode_prompt
+from lockstep.rl.critic import token_rewards
 from lockstep.types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 
 STOPS = tuple(range(0, 256, 3))  # ends a turn soon
@@ -240,9 +242,21 @@ class NotANumber(Wrong):
         return End({"a": 1.0, "b": float("nan")})
 
 
+class RewardsByNothing(Wrong):
+    def wrong(self) -> Any:
+        return Next("on", {"a": float("inf")})
+
+
+class GarbageInNext(Wrong):
+    def wrong(self) -> Any:
+        return Next(3, 1.0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
+        (RewardsByNothing, "its reward is {'a': inf}; it must be a finite number, or several by name"),
+        (GarbageInNext, "step returned int 3; it must be text, messages, token ids or an End"),
         (Raises, "SystemExit: gone"),
         (Hangs, "it took longer than task.environment_timeout, 0.3 s"),
         (HangsInALoop, "it took longer than task.environment_timeout, 0.3 s"),
@@ -283,6 +297,42 @@ def test_many_failures_in_a_row_end_the_run_with_the_first_ones_traceback(model:
     told = failures.take()
     assert len(told) == FAILURES and traceback in told[0] and failures.take() == []
     assert all(" sample " in one.splitlines()[-1] for one in told), "what happened stands last"
+
+
+def test_rewards_of_turns_add_up_and_stand_at_their_tokens(model: Decoder, expected: list[Any]) -> None:
+    class Rewarding(Talk):
+        def step(self, turn: Turn) -> Any:
+            answer = super().step(turn)
+            return answer if isinstance(answer, End) else Next(answer, {"turns": 0.25, "early": -1.0})
+
+        def cut(self) -> End:
+            return End({"turns": 0.5, "cut": 1.0})
+
+    class Unended(Rewarding):
+        def cut(self) -> End:
+            return End()
+
+    two = replace(LIMITS, turns=2)
+    found = [r for g in collect(engine_of(model), Rewarding).groups for r in g.rollouts]
+    assert [[s.token_ids for s in r.segments] for r in found] == [[s[1] for s in e[1]] for e in expected]
+    found += [r for g in collect(engine_of(model), Rewarding, two).groups for r in g.rollouts]
+    assert [r.cut_off for r in found] == [False] * 6 + [True] * 6
+    for r in found:
+        *earlier, last = r.turns
+        before, given = len(earlier), {"turns": 0.25, "early": -1.0}
+        if r.cut_off:  # its last turn was rewarded, too
+            assert last.rewards == {"turns": 0.75, "early": -1.0, "cut": 1.0}
+            assert r.rewards == {"turns": 0.25 * before + 0.75, "early": -before - 1.0, "cut": 1.0}
+        else:
+            assert r.rewards == {"turns": 0.25 * before + 0.4, "early": -before, "even": last.rewards["even"]}
+        assert all(turn.rewards == given for turn in earlier) and r.reward == pytest.approx(sum(r.rewards.values()))
+        tokens, ends = token_rewards(r, 0.0, None), list(accumulate(len(turn.token_ids) for turn in r.turns))
+        assert [tokens[end - 1] for end in ends[:-1]] == [-0.75] * before
+        assert tokens[-1] == pytest.approx(sum(last.rewards.values())) and sum(map(bool, tokens)) <= len(ends)
+    lengths = RewardSet([Reward("length", lambda completions, **_: [1.0 for _ in completions])])
+    for r in (r for g in collect(engine_of(model), Unended, two, rewards=lengths).groups for r in g.rollouts):
+        assert r.rewards == {"length": 1.0, "turns": 0.25 * len(r.turns), "early": -len(r.turns)}
+        assert r.reward == 1.0 - 0.75 * len(r.turns), "functions are asked where the end has no reward, and added"
 
 
 def test_samples_of_a_group_begin_alike(model: Decoder) -> None:

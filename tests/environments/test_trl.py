@@ -91,6 +91,7 @@ class Judge(Counter):
 
 
 BOTH = {"plain": Counter, "judge": Judge}
+TWO = {"plain": Counter, "other": Counter}
 
 
 def counted(environments: list[Any], completions: list[Any], prompts: list[Any], **kwargs: Any) -> list[float]:
@@ -176,6 +177,7 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
 def test_a_run_trains_on_calls_that_the_model_made(tmp_path: Path) -> None:
     """Every sampled token of every turn is compared, none is encoded again, and functions see the conversation."""
     rows = [{"prompt": [{"role": "user", "content": f"Row {i}."}], "start": 2, "start_": 5} for i in range(4)]
+    rows = [{**row, "environment": list(TWO)[i % 2]} for i, row in enumerate(rows)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = RunConfig(
         steps=2,
@@ -183,7 +185,7 @@ def test_a_run_trains_on_calls_that_the_model_made(tmp_path: Path) -> None:
         task=TaskConfig(
             name="dataset",
             data=str(tmp_path / "rows.jsonl"),
-            environment=f"{__file__}:Counter",
+            environment=f"{__file__}:TWO",
             reward=(f"{__file__}:counted",),
             max_turns=2,
             validation_prompts=0,
@@ -199,3 +201,10 @@ def test_a_run_trains_on_calls_that_the_model_made(tmp_path: Path) -> None:
     assert [len(sample["segments"]) for sample in samples] == [4] * 8
     assert all("\ntool\nnow 5" in f"\n{sample['segments'][2]['text']}".replace(": ", "\n") for sample in samples)
     assert {sample["reward"] for sample in samples} == {5.0} and "Call with <tool_call>" not in str(lines[0]["prompt"])
+    played = {sample["environment"] for line in lines for sample in line["samples"]}
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert played == set(TWO) and sum(step.get("environment/other/trajectories", 0) for step in steps) == 4
+    for step in steps:
+        names = [name for name in TWO if f"environment/{name}/turns" in step]
+        assert sum(step[f"environment/{name}/trajectories"] for name in names) == 4
+        assert all(step[f"environment/{name}/reward/mean"] == 5.0 for name in names) and step["environment/turns"] == 2

@@ -23,7 +23,7 @@ from lockstep.config import (
     TaskConfig,
     TrainerConfig,
 )
-from lockstep.environments import End, Environment, Turn, make_environment
+from lockstep.environments import End, Environment, Next, Turn, make_environment
 from lockstep.errors import InputError
 from lockstep.run.replay import replay
 from lockstep.run.train import train
@@ -44,7 +44,7 @@ class Toy(Environment):
         self.said.append(turn.text)
         if len(self.said) == 3:
             return self.cut()
-        return f"\nword {self.draw.randrange(10)}: "
+        return Next(f"\nword {self.draw.randrange(10)}: ", {"said": 0.125})
 
     def cut(self) -> End:
         return End({"e": float(sum("e" in text for text in self.said)), "turns": 0.01 * len(self.said)})
@@ -93,10 +93,25 @@ def test_it_is_played_trained_and_resumed_with_the_same_bits(config: RunConfig, 
     assert all(re.fullmatch(r"(?s).{1,12} word \d: ", line["prompt"]) for line in rollouts), "as it was given"
     several = [sample for sample in samples if len(sample["segments"]) > 2]
     assert several and all(sample["segments"][2]["text"].startswith("\nword") for sample in several)
+    assert_reported(tmp_path / "whole", samples)
     assert_replayed(tmp_path, samples)
     metrics = lines(tmp_path / "whole", "metrics.jsonl")
     assert all(1 < m["environment/turns"] <= 3 and m["environment/given_tokens"] > 0 for m in metrics)
     assert "validation/rewards/e/mean" in json.dumps(json.loads((tmp_path / "whole/summary.json").read_text()))
+
+
+def assert_reported(folder: Path, samples: list[Any]) -> None:
+    """Rewards a turn stand with the turns, and times in a file of their own, which nothing compares."""
+    for sample in samples:
+        turns = [segment for segment in sample["segments"] if segment["kind"] == "sampled"]
+        if len(turns) > 1:
+            assert all(turn["rewards"] == {"said": 0.125} for turn in turns[:-1]) and "e" in turns[-1]["rewards"]
+            assert sample["rewards"]["said"] == 0.125 * sum("said" in turn["rewards"] for turn in turns)
+    waited = [s for line in lines(folder, "waits.jsonl") for s in line["samples"]]
+    assert [len(w["wait_s"]) for w in waited] == [sum(s["kind"] == "sampled" for s in x["segments"]) for x in samples]
+    assert all(seconds > 0 for w in waited for seconds in w["wait_s"])
+    page = (folder / "report.html").read_text()
+    assert ", reward: said 0.125, answered in " in page and '<pre class="said">' in page and "rewards/said" in page
 
 
 def assert_replayed(folder: Path, samples: list[Any]) -> None:

@@ -14,6 +14,7 @@ from model_edits import NORM, cut, edited, instead, tensors, written
 
 from lockstep.config import RunConfig
 from lockstep.errors import InputError
+from lockstep.models.folder import read_config
 from lockstep.session.build import load_policy
 
 
@@ -114,3 +115,47 @@ def test_a_tokenizer_larger_than_the_vocabulary(model: Path, tmp_path: Path) -> 
     tensors(lambda t: t | {"model.embed_tokens.weight": t["model.embed_tokens.weight"][:200].clone()})(folder)
     with pytest.raises(InputError, match="small needs a vocabulary of 259, but the model's has 200 entries"):
         load_policy(RunConfig(model=str(folder), device="cpu", dtype="float32"))
+
+
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "n_routed_experts": 64}
+OF_LLAMA = {"mlp_bias": False, "pretraining_tp": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "near"),
+    [
+        ("phi", {"partial_rotary_factor": 0.5}, "glm4_moe"),
+        ("phi4_multimodal", {"embd_layer": {}}, "mistral"),
+        ("gemma2", {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}, "gemma3_text"),
+        ("gemma3n", {"text_config": {"model_type": "gemma3n_text", "hidden_activation": "x"}}, "gemma3_text"),
+        ("qwen2_vl", {"text_config": {"model_type": "qwen2_vl_text"}}, "qwen2"),
+        ("qwen2_moe", {"decoder_sparse_step": 1, "num_experts": 60}, "qwen3_moe"),
+        ("qwen3_next", {"linear_num_key_heads": 16, "num_experts": 512, "decoder_sparse_step": 1}, "qwen3_moe"),
+        ("qwen3_vl", {"text_config": {"model_type": "qwen3_vl_text"}}, "qwen3"),
+        ("llama4", {"text_config": {"model_type": "llama4_text", **EXPERTS}}, "gpt_oss"),
+        ("deepseek_v2", LATENT, "deepseek_v3"),
+        ("kimi_k2", LATENT, "deepseek_v3"),
+        ("falcon", {"multi_query": True, "new_decoder_architecture": False}, "olmo2"),
+        ("gpt2", {"n_embd": 768}, "qwen2"),
+        ("gpt_neox", {"rotary_pct": 0.25}, "qwen3"),
+        ("mamba", {"state_size": 16}, "mistral"),
+        ("jamba", {"num_experts": 16, "attn_layer_period": 8}, "qwen3_moe"),
+        ("cohere", {"logit_scale": 0.0625, "use_qk_norm": False}, "glm4_moe"),
+        ("granite", {"residual_multiplier": 0.22, **OF_LLAMA}, "llama"),
+        ("granitemoe", EXPERTS, "gpt_oss"),
+        ("starcoder2", {"use_bias": True}, "mistral"),
+        ("stablelm", {"use_qkv_bias": False}, "mistral"),
+        ("minicpm", {"scale_emb": 12, **OF_LLAMA}, "llama"),
+        ("glm4", {"partial_rotary_factor": 0.5}, "glm4_moe"),
+        ("ernie4_5", {"use_bias": False}, "qwen3"),
+        ("smollm3", {"no_rope_layers": [1, 0], **OF_LLAMA}, "llama"),
+        ("nemotron", {"hidden_act": "relu2", "mlp_bias": False}, "llama"),
+    ],
+)
+def test_another_architecture_is_told_the_one_most_like_it(kind: str, fields: dict, near: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **fields}))
+    with pytest.raises(
+        InputError, match=rf"config\.json: model_type is '{kind}'.*the nearest family that can is {near}$"
+    ):
+        read_config(tmp_path)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from lockstep import ops
+from lockstep.cache import tensor_file
 from lockstep.cache.tokenizers import KeptTokenizer
 from lockstep.errors import InputError, LockstepError
 from lockstep.models import (
@@ -24,7 +25,6 @@ from lockstep.models import (
     num_parameters,
     resolve_folder,
     save_model,
-    tensor_file,
 )
 from lockstep.models import folder as folder_module
 from lockstep.models.folder import Export, Held, read_config, whole

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.models.tokenizer import (
+    END_OF_TEXT,
+    IM_END,
+    IM_START,
     byte_tokenizer,
     check_vocabulary,
     encode_following,
@@ -20,10 +23,11 @@ from lockstep.models.tokenizer import (
 )
 
 TOKENIZER = byte_tokenizer()
+SPECIAL = END_OF_TEXT, IM_START, IM_END
 MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "12 34?\n"}]
 
 
-@given(st.text())
+@given(st.text().filter(lambda text: not any(token in text for token in SPECIAL)))
 def test_ids_are_the_utf8_bytes_and_round_trip(text: str) -> None:
     ids = encode_prompt(TOKENIZER, text)
     assert ids == list(text.encode())
@@ -234,3 +238,30 @@ def test_a_template_that_rewrites_its_past_is_refused() -> None:
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(InputError, match="role tool: it does not show an answer as it is"):
         encode_following(tokenizer, [*MESSAGES, plain], [tool])
+
+
+# As Phi-3's, which knows no tools; and as GLM-4.5's, which writes a thought anew, and JSON of what tools say.
+OF_TWO = """{% for m in messages if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+ANEW = """{% for m in messages %}<|{{ m.role }}|>
+{%- set parts = m.content.split('</think>') %}
+{%- if m.role == 'tool' %}{{ m.content | tojson }}
+{%- elif parts | length > 1 %}<think>{{ parts[0].split('<think>')[-1].strip() }}</think>{{ parts[1] }}
+{%- else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+
+def test_what_is_to_follow_is_shown_or_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = OF_TWO
+    answer, user = {"role": "assistant", "content": "4"}, {"role": "user", "content": "and now?"}
+    tool = {"role": "tool", "content": 'a "b"\n'}
+    assert tokenizer.decode(encode_following(tokenizer, [*MESSAGES, answer], [user])) == (
+        "<|end|><|user|>and now?<|end|><|assistant|>"
+    )
+    with pytest.raises(InputError, match="it leaves out what a message of role tool says; give text or token ids"):
+        encode_following(tokenizer, [*MESSAGES, answer], [tool])
+    with pytest.raises(InputError, match="what a message of role tool says"):
+        encode_following(tokenizer, [*MESSAGES, answer], [user, tool])
+    tokenizer.chat_template = ANEW
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"}
+    assert tokenizer.decode(encode_following(tokenizer, [*MESSAGES, thought], [tool])) == '<|tool|>"a \\"b\\"\\n"'

@@ -49,22 +49,27 @@ class Outline(HTMLParser):
 
 def step_metrics(step: int, different: int = 0) -> dict[str, object]:
     values = {name: 0.25 * step for metrics in SECTIONS.values() for name in metrics if "<fn>" not in name}
-    return values | {
-        "step": step,
-        "rewards/exact/mean": 1.0,
-        "rewards/format/mean": 0.5,
-        "reward_errors/exact": step,
-        "graph_replays/exact": step,
-        "validation/reward/mean": 0.125 * step,
-        "my/metric": 0.01 * step,
-        "my/constant": 7.0,
-        "time/step": 4.0 + step % 3,
-        "parity/tokens_checked": 100,
-        "parity/tokens_different": different,
-        "parity/tokens_not_covered": 0,
-        "parity/prompt_tokens_routed_differently": 0,
-        "loss": math.nan if step == 2 else 0.5 + step,
-    }
+    by_name = {name.replace("<fn>", "exact"): 0.5 * step for name in SECTIONS["Environment"] if "<fn>" in name}
+    return (
+        values
+        | by_name
+        | {
+            "step": step,
+            "rewards/exact/mean": 1.0,
+            "rewards/format/mean": 0.5,
+            "reward_errors/exact": step,
+            "graph_replays/exact": step,
+            "validation/reward/mean": 0.125 * step,
+            "my/metric": 0.01 * step,
+            "my/constant": 7.0,
+            "time/step": 4.0 + step % 3,
+            "parity/tokens_checked": 100,
+            "parity/tokens_different": different,
+            "parity/tokens_not_covered": 0,
+            "parity/prompt_tokens_routed_differently": 0,
+            "loss": math.nan if step == 2 else 0.5 + step,
+        }
+    )
 
 
 def make_run(folder: Path, steps: int = 5, different: int = 0, config: RunConfig | None = None) -> Path:

@@ -1,8 +1,10 @@
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 
+from lockstep import ops
 from lockstep.config import OptimizerConfig
 from lockstep.trainer import AdamW, FlatParameters, learning_rate
 
@@ -147,6 +149,35 @@ def test_the_norm_keeps_its_digits_over_many_elements(make_model):
     flat, optimizer = make(make_model())
     flat.grad.fill_(1 / 3)
     assert optimizer.step(torch.tensor(0.0), OK)[0] == pytest.approx(math.sqrt(flat.grad.numel()) / 3, rel=3e-7)
+
+
+def test_the_norm_is_the_root_of_the_exact_sum_of_the_blocks(make_model):
+    flat, optimizer = make(make_model(), max_grad_norm=0.0)
+    flat.accumulate(flat.grads, random_grads(flat, 0, scale=1e-3))
+    exact = sum(map(Fraction, ops.square_sums(flat.grad).tolist()))
+    assert optimizer.step(torch.tensor(0.0), OK)[0] == torch.tensor(math.sqrt(exact), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("scale, clips", [(1e-3, False), (10.0, True)])
+def test_where_nothing_is_clipped_the_norms_last_bits_are_in_no_weight(make_model, monkeypatch, scale, clips):
+    (flat, ours), (_, other) = make(make_model()), make(make_model())
+    norms = []
+    for optimizer in (ours, other):
+        optimizer.flat.accumulate(optimizer.flat.grads, random_grads(flat, 0, scale))
+        norms.append(optimizer.step(torch.tensor(LR), OK)[0])
+        monkeypatch.setattr(ops, "root_of_sum", lambda words: torch.nextafter(norms[0] * 0.999999, norms[0]))
+    assert norms[0] != norms[1] and clips == (norms[0] > 1)
+    before, after = bits(ours), bits(other)
+    assert clips != all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_sums_that_float32_cannot_hold_have_a_norm(make_model):
+    flat, optimizer = make(make_model())
+    flat.grad[[0, 4096]] = 1.5e19
+    norm, applied = optimizer.step(torch.tensor(LR), OK)
+    assert applied and norm.item() == pytest.approx(math.sqrt(2) * 1.5e19, rel=1e-6)
+    flat.grad[0] = 1e20  # its own block's sum
+    assert not optimizer.step(torch.tensor(LR), OK)[1]
 
 
 def test_learning_rate():

@@ -11,6 +11,10 @@ class ParallelConfig(Section):
 
     fsdp: int = between(0, 4096, default=0)
     """Processes that weights, gradients and moments are sharded over; 0 for all that torchrun started."""
+    generator_tp: int = between(1, 64, default=1)
+    """Neighbouring processes that generate the same samples together, each with its part of the heads and of every
+    product's output columns: a decode step takes less time, and the KV cache less of each one's memory. No bit depends
+    on it."""
     batch_shards: int = between(0, 1 << 16, default=0)
     """Parts that a step's prompts are dealt into, each packed by itself; 0 is one a process. Bits depend on this number
     and not on that of the processes, which must divide it."""

@@ -28,7 +28,7 @@ class TaskConfig(Section):
     name: Literal["sum-digits", "word-arithmetic", "gsm8k", "dataset"] = "sum-digits"
     """Prompt source. `dataset` reads --data and needs at least one --reward, but for distillation."""
     data: str | None = None
-    """JSON lines, parquet, a Hugging Face dataset folder or hub id, or reasoning_gym:NAME."""
+    """JSON lines, parquet, a Hugging Face dataset folder or hub id, reasoning_gym:NAME, or verifiers:NAME."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
     prompt_column: str = "prompt"
@@ -56,8 +56,9 @@ class TaskConfig(Section):
     reward_timeout: float = between(0, 86400, default=0.0)
     """Seconds a call may take (needs reward_workers); 0 is no limit."""
     environment: str | None = None
-    """What answers the model, turn by turn: calculator, or one of your own as module:Class or path.py:Class, which may
-    be an environment_factory of TRL's. Left out: nothing does, a prompt is completed once."""
+    """What answers the model, turn by turn: calculator; one of your own as module:Class or path.py:Class, which may be
+    an environment_factory of TRL's; verifiers, which plays the tasks of its data; or http://HOST:PORT, where other
+    processes play. Left out: nothing does, a prompt is completed once."""
     tools: tuple[str, ...] = ()
     """Functions that the model may call, as module:function or path.py:function; their docstrings describe them."""
     max_turns: int = at_least(1, default=8)

@@ -56,6 +56,7 @@ class TrlEnvironment(ToolEnvironment):
             if self._name not in self.factories:
                 names = ", ".join(map(str, self.factories))
                 raise InputError(f"the row's environment is {self._name!r}; it must be one of {names}")
+        self.variant = self._name or ""
         try:
             self.instance = self.free[self._name].popleft()
         except IndexError:

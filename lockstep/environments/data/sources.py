@@ -12,13 +12,14 @@ import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ...errors import InputError
 from .reasoning_gym import SCHEME, ProceduralRows
 
 Row = dict[str, Any]
 
+VERIFIERS = "verifiers:"  # tasksets of that package
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}  # of `datasets`, for files; .json: an array
 # Of what can only be a file, so that none of them is looked for on the hub.
@@ -30,14 +31,18 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 def open_source(data: str, split: str, field: str = "task.data") -> Source:
     """The rows of a JSON lines, JSON, CSV or parquet file, of a folder (saved by `datasets`, or of data files), or of a
-    hub id, which may name its configuration as "id:configuration"; `split` is for the last two. Or a task of
-    reasoning-gym.
+    hub id, which may name its configuration as "id:configuration"; `split` is for the last two. Or tasks of
+    reasoning-gym, or of verifiers.
 
     Raises `InputError` naming `field`, the setting that `data` is of, when they cannot be read.
     """
     path, label = Path(data).expanduser(), f"{field} {data}"
     if data.startswith(SCHEME):
         return ProceduralRows(data, label)
+    if data.startswith(VERIFIERS):
+        from ..adapters.verifiers import TasksetRows  # with torch, which processes that only score go without
+
+        return TasksetRows(data, label)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InputError(f"{label} is not a regular file")  # a pipe or a device, which may have no end
     if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir() and not _is_array(path):
@@ -56,7 +61,7 @@ def has_splits(data: str) -> bool:
     path = Path(data).expanduser()
     if path.is_dir():
         return not (path / "state.json").is_file()
-    return not path.exists() and path.suffix not in _FILE_SUFFIXES and not data.startswith(SCHEME)
+    return not path.exists() and path.suffix not in _FILE_SUFFIXES and not data.startswith((SCHEME, VERIFIERS))
 
 
 def _is_array(path: Path) -> bool:
@@ -196,7 +201,13 @@ def _require_data_files(label: str, folder: Path) -> None:
     )
 
 
-Source = JsonLines | ArrowRows | ProceduralRows
+class Source(Protocol):
+    """Rows, read one at a time."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Row]: ...
+    def row(self, index: int) -> Row: ...
+    def origin(self, index: int) -> str: ...
 
 
 class _RepeatedKey(ValueError):

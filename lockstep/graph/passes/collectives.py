@@ -1,4 +1,7 @@
-"""Finding the collectives of sharded training in a graph: weights that are gathered, gradients that are exchanged."""
+"""Finding the collectives of sharded training in a graph: weights that are gathered, gradients that are exchanged.
+
+They are those along the mesh's `fsdp`. What moves along other axes is a step's own data, and stays where it is.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from itertools import groupby
 
 from torch import fx
 
+from ...distributed.mesh import ALONE
 from ..ir.captured import Captured, is_backward, module_of, mutates, op_name, viewed
 from ..torch_private.collectives import EXCHANGE, GATHER, GATHER_MANY, WAIT
 
 GATHERS = (GATHER, GATHER_MANY)
+_GROUP = ALONE.fsdp.group
 _PREPARES = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.constant_pad_nd", "aten.cat")
 
 
@@ -47,7 +52,7 @@ def weight_gathers(captured: Captured) -> list[Collective]:
     weights = {node for node, spec in captured.placeholders() if spec.role == "param"}
     found = []
     for node in captured.graph.nodes:
-        shards = node.args[0] if op_name(node) in GATHERS else None
+        shards = node.args[0] if op_name(node) in GATHERS and node.args[-1] == _GROUP else None
         if shards is not None and weights.issuperset(shards if isinstance(shards, (list, tuple)) else [shards]):
             elements = [user for user in node.users if op_name(node) == GATHER_MANY]
             waits = [user for started in elements or [node] for user in started.users if op_name(user) == WAIT]
@@ -66,7 +71,7 @@ def gradient_exchanges(captured: Captured) -> list[Collective]:
     """The exchanges of gradients, in the order in which the gradients are computed."""
     found = []
     for node in captured.graph.nodes:
-        if op_name(node) == EXCHANGE:
+        if op_name(node) == EXCHANGE and node.args[-1] == _GROUP:
             finish = sorted(_results(node))
             found.append(Collective(layer_of(finish[-1]), (*_preparing(node), node), tuple(finish)))
     return sorted(found, key=lambda exchange: max(sources(exchange)))

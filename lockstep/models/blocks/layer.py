@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, weight: Weight) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.spread = config, weight.spread
         self.attention_norm = self.norm(config.hidden_size, weight)
         values = self.make_projections(config, weight)
         self.scores = ops.AttentionScores(window=config.windows[index], scale=config.attention_scale)
@@ -68,14 +68,23 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The stream after layer `index`, [T, D]; `routes` takes what a router found."""
         eps, offset = self.config.rms_norm_eps, self.norm_offset
-        x_TD = ops.linear_add(self.attention(index, x_TD, rope_TH, attend), self.o, x_TD, self.o_bias)
+        x_TD = self.added(self.attention(index, x_TD, rope_TH, attend), self.o, x_TD, self.o_bias)
         if self.moe is not None:
             return x_TD + self.moe(ops.rms_norm(x_TD, self.mlp_norm, eps, offset), routes)
         gated_TF = ops.norm_gate_up(x_TD, self.mlp_norm, self.gate_up, eps, offset, self.activation)
-        return ops.linear_add(gated_TF, self.down, x_TD)
+        return self.added(gated_TF, self.down, x_TD)
+
+    def product(self, x_TW: Tensor, weight: Tensor) -> Tensor:
+        """`linear` of what the ranks have columns of, whole."""
+        return self.spread.columns(ops.linear(self.spread.columns(x_TW), weight))
+
+    def added(self, x_TW: Tensor, weight: Tensor, stream_TD: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`product`, with its bias, added to the stream."""
+        spread = self.spread
+        return spread.columns(ops.linear_add(spread.columns(x_TW), weight, spread.own(stream_TD), bias))
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
-        """Of the normalized stream, before the output's projection."""
+        """Of the normalized stream, before the output's projection; of this rank's heads."""
         norm, eps = self.attention_norm, self.config.rms_norm_eps
         qkv_TE = ops.norm_linear(x_TD, norm, self.qkv, eps, self.qkv_bias, self.norm_offset)
         return self.attend(index, qkv_TE, rope_TH, attend)
@@ -83,7 +92,8 @@ class Layer(nn.Module):
     def attend(self, index: int, qkv_TE: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """Attention of queries, keys and values, which are normalized a head where `qk_norm` says so, and rotated."""
         c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm) if self.qk_norm else (None, None)
-        by = ops.Rotation(q_norm, k_norm, rope_TH, c.num_heads, c.num_kv_heads, c.rms_norm_eps)
+        heads, kv_heads = self.spread.part(c.num_heads), self.spread.part(c.num_kv_heads)
+        by = ops.Rotation(q_norm, k_norm, rope_TH, heads, kv_heads, c.rms_norm_eps)
         scores = self.scores._replace(sinks_N=self.sinks)
         return attend(index, qkv_TE, by, scores, self.norm_offset).flatten(1)
 

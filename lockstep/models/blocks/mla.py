@@ -34,9 +34,11 @@ class LatentAttention(nn.Module):
         super().__init__()
         m = config.mla
         assert m is not None
-        self.num_heads, self.config = config.num_heads, m
+        self.config, self.spread = m, weight.spread
+        self.num_heads = weight.spread.part(config.num_heads)
         queries = config.num_heads * (m.nope_dim + m.rope_dim)
         blocks = m.q_rank or queries, m.kv_rank, m.rope_dim
+        self.widths = tuple(map(weight.spread.part, blocks))
         self.down = weight(sum(blocks), config.hidden_size, on=Placement(tp=0, blocks=blocks))
         self.q_norm = None if m.q_rank is None else weight(m.q_rank)
         self.q_up = None if m.q_rank is None else weight(queries, m.q_rank, on=ROWS)
@@ -47,10 +49,14 @@ class LatentAttention(nn.Module):
             self.scale *= config.rope_scaling.score_factor
 
     def forward(self, index: int, x_TD: Tensor, norm_D: Tensor, eps: float, rope_TH: Tensor, attend: Attend) -> Tensor:
-        """Attention of layer `index` over the normalized hidden state, [T, N * v_dim]."""
+        """Attention of layer `index` over the normalized hidden state, [T, N * v_dim], of this rank's heads."""
         m, heads = self.config, self.num_heads
         down_TE = ops.norm_linear(x_TD, norm_D, self.down, eps)
-        q_TE, latent_TR, k_rope_TP = down_TE.split((down_TE.shape[1] - m.key_dim, m.kv_rank, m.rope_dim), dim=1)
+        q_TE, latent_TR, k_rope_TP = down_TE.split(self.widths, dim=1)
+        if self.q_norm is None:
+            latent_TR, k_rope_TP = self.spread.together(latent_TR, k_rope_TP)
+        else:
+            q_TE, latent_TR, k_rope_TP = self.spread.together(q_TE, latent_TR, k_rope_TP)
         if self.q_norm is not None and self.q_up is not None:
             q_TE = ops.norm_linear(q_TE.contiguous(), self.q_norm, self.q_up, LATENT_EPS)
         latent_TR = ops.rms_norm(latent_TR.contiguous(), self.kv_norm, LATENT_EPS)

@@ -33,7 +33,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.spread = config, weight.spread
         self.router = weight(config.num_experts, hidden_size)
         self.router_offset = weight(config.num_experts, fill=0.0) if config.biases else None
         bias = torch.zeros(config.num_experts, device=self.router.device) if config.router_bias else None
@@ -49,7 +49,7 @@ class MixtureOfExperts(nn.Module):
         if routes is not None:
             routes.append(routing)
         y_TD = self.combine(self.experts(x_RD, plan[2]), plan[1], weights_TK)
-        return y_TD if self.shared is None else self.shared(x_TD, y_TD)
+        return self.spread.columns(y_TD if self.shared is None else self.shared(x_TD, y_TD))
 
 
 class Dispatch(nn.Module):
@@ -79,20 +79,21 @@ class Experts(nn.Module):
     def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
         super().__init__()
         count, width = config.num_experts, config.intermediate_size
-        self.config = config
+        self.config, self.spread = config, weight.spread
         fused = Placement(ep=0, tp=1, blocks=(width, width))
         self.gate_up = weight(count, 2 * width, hidden_size, on=fused)
-        self.gate_up_bias = weight(count * 2 * width, on=Placement(ep=0), fill=0.0) if config.biases else None
+        fused, plain = (Placement(ep=0, tp=0, blocks=blocks) for blocks in ((width, width), (hidden_size,)))  # of each
+        self.gate_up_bias = weight(count * 2 * width, on=fused, fill=0.0) if config.biases else None
         self.down = weight(count, hidden_size, width, on=Placement(ep=0, tp=1))
-        self.down_bias = weight(count * hidden_size, on=Placement(ep=0), fill=0.0) if config.biases else None
+        self.down_bias = weight(count * hidden_size, on=plain, fill=0.0) if config.biases else None
 
     def forward(self, x_RD: Tensor, offsets: Tensor) -> Tensor:
-        """Each row through its expert, [R, D]."""
+        """Each row through its expert, [R, D]; of the outputs this rank's columns."""
         up_bias, down_bias = self.gate_up_bias, self.down_bias
         if up_bias is not None and down_bias is not None:
             up_bias, down_bias = (bias.unflatten(0, (self.config.num_experts, -1)) for bias in (up_bias, down_bias))
         gated_RF = ops.silu_mul(ops.grouped_linear(x_RD, self.gate_up, offsets, up_bias), self.config.activation)
-        return ops.grouped_linear(gated_RF, self.down, offsets, down_bias)
+        return ops.grouped_linear(self.spread.columns(gated_RF), self.down, offsets, down_bias)
 
 
 class Combine(nn.Module):
@@ -109,9 +110,11 @@ class SharedExperts(nn.Module):
     def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
         super().__init__()
         width = config.shared_experts * config.intermediate_size
+        self.spread = weight.spread
         self.gate_up = weight(2 * width, hidden_size, on=Placement(tp=0, blocks=(width, width)))
         self.down = weight(hidden_size, width, on=ROWS)
 
     def forward(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
-        """`y` plus the feed-forward of x, [T, D]."""
-        return ops.linear_add(ops.silu_mul(ops.linear(x_TD, self.gate_up)), self.down, y_TD)
+        """`y`, of which there are this rank's columns, plus the feed-forward of x, [T, D]."""
+        gated_TF = self.spread.columns(ops.silu_mul(ops.linear(x_TD, self.gate_up)))
+        return ops.linear_add(gated_TF, self.down, y_TD)

@@ -1,6 +1,8 @@
 """The model families, one file each: layers, configuration in and out, names of weights, and what is refused."""
 
 import difflib
+import functools
+from collections import Counter
 from typing import Any
 
 from ...errors import InputError
@@ -29,12 +31,56 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.family]
 
 
-def nearest(name: str, field: str = "", value: Any = None) -> str:
-    """The end of a message that refuses a model of this `model_type`, or a field's value in it: of the families that
-    take it, the one whose name is most like it."""
-    able = [other for other, family in FAMILIES.items() if not field or family.takes(field, value)]
+def nearest(name: str, field: str, value: Any = None) -> str:
+    """The end of a message that refuses a field's value in a model of this `model_type`: of the families that take it,
+    the one whose name is most like it."""
+    able = [other for other, family in FAMILIES.items() if family.takes(field, value)]
     closest = difflib.get_close_matches(name, able, n=1, cutoff=0.0)
     return f"the nearest family that can is {closest[0]}" if closest else "no family here can"
+
+
+def nearest_to(values: dict[str, Any]) -> str:
+    """The end of a message that refuses a whole config.json: the family with most of the fields that tell families
+    apart in common, and of several the one whose name is most like its."""
+    name, own = str(values.get("model_type")), _telling()
+    theirs = {field for fields in own.values() for field in fields} & values.keys()
+
+    def likeness(other: str) -> tuple[float, float]:
+        either = own[other] | theirs
+        shared = len(own[other] & theirs) / len(either) if either else 1.0
+        return shared, difflib.SequenceMatcher(None, name, other).ratio()
+
+    return f"the nearest family that can is {max(FAMILIES, key=likeness)}"
+
+
+@functools.cache
+def _telling() -> dict[str, set[str]]:
+    """The fields of config.json that two families at most have as their own, by family."""
+    own = {
+        name: {*family.fixed, *family.also, *family.write(next(iter(family.architectures.values())))}
+        for name, family in FAMILIES.items()
+    }
+    having = Counter(field for fields in own.values() for field in fields)
+    everywhere = {"intermediate_size", "num_key_value_heads"}  # which some write for themselves
+    return {name: {field for field in fields if having[field] <= 2} - everywhere for name, fields in own.items()}
+
+
+_OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
+
+
+def is_wrapped(values: dict[str, Any]) -> bool:
+    """Whether a config.json is of a model that reads more than text, whose text part is a family's."""
+    part, name = values.get("text_config"), values.get("model_type")
+    return isinstance(part, dict) and any(
+        name in family.inside and part.get("model_type") == own for own, family in FAMILIES.items()
+    )
+
+
+def text_part(values: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of text: all, or where it `is_wrapped` its part, with what the whole says instead."""
+    if not is_wrapped(values):
+        return values
+    return values["text_config"] | {name: values[name] for name in _OF_THE_WHOLE if values.get(name) is not None}
 
 
 def require_family(values: dict[str, Any], where: str) -> None:
@@ -42,11 +88,13 @@ def require_family(values: dict[str, Any], where: str) -> None:
     name, part = values.get("model_type"), values.get("text_config")
     if name in FAMILIES:
         return
-    if isinstance(part, dict):
-        kind = part.get("model_type")
-        able = f"is a {kind}, which is supported: save it as" if kind in FAMILIES else f"is a {kind!r}; needed is"
-        raise InputError(
-            f"{where}: model_type is {name!r}, which reads more than text; its text part (text_config) {able} a folder "
-            f"of its own, with a model_type of {', '.join(FAMILIES)}"
-        )
-    raise InputError(f"{where}: model_type is {name!r}; supported: {', '.join(FAMILIES)}; {nearest(str(name))}")
+    supported = ", ".join(FAMILIES)
+    if not isinstance(part, dict):
+        raise InputError(f"{where}: model_type is {name!r}; supported: {supported}; {nearest_to(values)}")
+    kind = part.get("model_type")
+    able = f"is a {kind}, which is supported: save it as" if kind in FAMILIES else f"is a {kind!r}; needed is"
+    can = "" if kind in FAMILIES else f"; {nearest_to(part)}"
+    raise InputError(
+        f"{where}: model_type is {name!r}, which reads more than text; its text part (text_config) {able} a folder "
+        f"of its own, with a model_type of {supported}{can}"
+    )

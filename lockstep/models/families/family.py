@@ -72,6 +72,7 @@ class Family:
         embedding_scale: what embeddings are multiplied by.
         defaults: fields of config.json that have another default than most families'.
         leaves_out: whether a tensor in a folder is one that the decoder does without.
+        inside: models that read more than text, by their `model_type`, whose text part is one of these.
         golden: decoders whose gradients show a machine's arithmetic as one of this configuration would, by names that
             run folders keep; of the configuration, and a dense decoder of odd sizes whose words are kept anyway.
         architectures: random models, by the names that users give.
@@ -93,6 +94,7 @@ class Family:
     embedding_scale: Callable[[ModelConfig], float] = lambda config: 1.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
     leaves_out: Callable[[str, ModelConfig], bool] = lambda name, config: False
+    inside: tuple[str, ...] = ()
     golden: Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]] = nothing
     architectures: Mapping[str, ModelConfig] = field(default_factory=dict)
 
@@ -111,6 +113,7 @@ EXPERT_SIZES = (
 )
 PARTLY, BY_KIND = "partial_rotary_factor", FULL  # what `rope_of_hf` refuses, in `Family.also` of those that read it
 PLAIN: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "attention_bias": (False, None)}
+WINDOW: dict[str, Any] = {"sliding_window": 4096}  # transformers', where a file has the switch and no size
 
 
 def windows_by_layer(raw: Raw) -> dict[str, Any]:

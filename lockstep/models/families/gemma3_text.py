@@ -50,10 +50,10 @@ class SandwichLayer(QKNormLayer):
     ) -> Tensor:
         """See `Layer`."""
         eps = self.config.rms_norm_eps
-        attended_TD = ops.linear(self.attention(index, x_TD, rope_TH, attend), self.o)
+        attended_TD = self.product(self.attention(index, x_TD, rope_TH, attend), self.o)
         x_TD = ops.norm_add(attended_TD, self.attention_out_norm, x_TD, eps, OFFSET)
         gated_TF = ops.norm_gate_up(x_TD, self.mlp_norm, self.gate_up, eps, OFFSET, GELU)
-        return ops.norm_add(ops.linear(gated_TF, self.down), self.mlp_out_norm, x_TD, eps, OFFSET)
+        return ops.norm_add(self.product(gated_TF, self.down), self.mlp_out_norm, x_TD, eps, OFFSET)
 
 
 def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
@@ -128,6 +128,7 @@ FAMILY = Family(
         "tie_word_embeddings": True, "rope_theta": 1e6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
+    inside=("gemma3",),
     golden=odd_words(_TINY),
     architectures={
         "tiny-gemma3": _TINY,

@@ -45,6 +45,7 @@ FAMILY = Family(
     write=lambda config: {"sliding_window": config.sliding_window or None},
     check=_check,
     defaults={"sliding_window": 4096},
+    inside=("mistral3",),
     golden=odd_words(_TINY),
     architectures={
         "tiny-mistral": _TINY,

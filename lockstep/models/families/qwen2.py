@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from . import qwen3
-from .family import FULL, SLIDING, Family, Raw, odd_words, windows_by_layer, write_windows_by_layer
+from .family import FULL, SLIDING, WINDOW, Family, Raw, odd_words, windows_by_layer, write_windows_by_layer
 
 _TINY = replace(qwen3.TINY, family="qwen2", biases=("qkv",))
 
@@ -29,6 +29,7 @@ FAMILY = Family(
     read=_read,
     write=write_windows_by_layer,
     layer_kinds=(FULL, SLIDING),
+    defaults=WINDOW,
     golden=odd_words(_TINY),
     architectures={
         "tiny-qwen2": _TINY,

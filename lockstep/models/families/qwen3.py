@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..blocks.layer import QKNormLayer
 from ..blocks.weight_slices import slices_with_qk_norm
 from ..config import ModelConfig
-from .family import FULL, PLAIN, SLIDING, Family, windows_by_layer, write_windows_by_layer
+from .family import FULL, PLAIN, SLIDING, WINDOW, Family, windows_by_layer, write_windows_by_layer
 
 TINY = ModelConfig(
     512, 128, 384, 4, 4, 2, 32, max_position_embeddings=2048, rope_theta=10000.0, family="qwen3"
@@ -33,6 +33,7 @@ FAMILY = Family(
     read=windows_by_layer,
     write=write_windows_by_layer,
     layer_kinds=(FULL, SLIDING),
+    defaults=WINDOW,
     golden=golden,
     architectures={
         "tiny": TINY,

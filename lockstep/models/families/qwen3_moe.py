@@ -10,7 +10,7 @@ from ..blocks.layer import QKNormLayer
 from ..blocks.weight_slices import slices_with_qk_norm
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
-from .family import EXPERT_SIZES, PLAIN, Family, Raw, switched_windows, write_switched_window
+from .family import EXPERT_SIZES, PLAIN, WINDOW, Family, Raw, switched_windows, write_switched_window
 
 
 def _read(raw: Raw) -> dict[str, Any]:
@@ -67,6 +67,7 @@ FAMILY = Family(
     write=_write,
     sizes=EXPERT_SIZES,
     check=_check,
+    defaults=WINDOW,
     golden=golden,
     architectures={
         "tiny-qwen3-moe": replace(qwen3.TINY, family="qwen3_moe", moe=MoEConfig(8, 2, 192)),

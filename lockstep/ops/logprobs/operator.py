@@ -178,7 +178,28 @@ def sample(
     Returns:
         Token ids int64 [C], log-probability under the sampled distribution and under the model's own, float32 [C].
     """
-    logits_CV = linear_fp32(hidden_CD, weight_VD)
+    return _drawn(linear_fp32(hidden_CD, weight_VD), keys, by, truncated, greedy)
+
+
+@operator(
+    "lockstep::sample_logits",
+    cuda=SAME,
+    fake=lambda logits_CV, keys, by, *_: (
+        torch.empty_like(keys.position_C),
+        torch.empty_like(by.temperature_C),
+        torch.empty_like(by.temperature_C),
+    ),
+)
+def sample_logits(
+    logits_CV: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sample` from the head's products, float32 [C, V]."""
+    return _drawn(logits_CV, keys, by, truncated, greedy)
+
+
+def _drawn(
+    logits_CV: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = _rows(logits_CV)
     stats = rows.statistics(logits_CV, by, None, truncated, False)
     token_C = rows.draw(logits_CV, by.temperature_C, stats.threshold_C, keys, greedy)

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from ...cache.file_hashes import fingerprints
+from ...cache.tensor_file import Entry, TensorFile, cut
 from ...errors import LockstepError
 from ...json_file import read_json
-from ...models.tensor_file import Entry, TensorFile, cut
 
 _FORMAT = 1
 _SHARD_BYTES = 1 << 30

@@ -17,7 +17,7 @@ from ...config.recipes import RECIPES
 from ...config.yaml_file import flat, load
 from ...errors import InputError
 from ...json_file import read_json
-from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, read_lines
+from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, read_lines
 
 ENDS = 10  # steps that "first" and "last" are means of
 
@@ -99,11 +99,25 @@ class Record:
         return "not checked", "no token was compared between generator and trainer", ""
 
     def rollouts(self) -> dict[int, list[dict[str, Any]]]:
-        """The groups of the last and of the first recorded step (counted from 0), in this order.
+        """The groups of the last and of the first recorded step (counted from 0), in this order."""
+        return self._ends(ROLLOUTS_FILE)
 
-        Only their lines are decoded: the file may be large. A damaged line is left out.
+    def waits(self) -> dict[tuple[int, Any, Any], list[Any]]:
+        """Of those steps' trajectories, by step, group and sample: the seconds to answer each turn."""
+        return {
+            (step, group.get("group"), sample.get("sample")): sample["wait_s"]
+            for step, groups in self._ends(WAITS_FILE).items()
+            for group in groups
+            for sample in group.get("samples", [])
+            if isinstance(sample.get("wait_s"), list)
+        }
+
+    def _ends(self, name: str) -> dict[int, list[dict[str, Any]]]:
+        """The lines of the last and of the first step in a file of groups.
+
+        Only these are decoded: the file may be large. A damaged line is left out.
         """
-        path = self.path / ROLLOUTS_FILE
+        path = self.path / name
         found: dict[int, list[bytes]] = {}
         with path.open("rb") if path.is_file() else io.BytesIO() as file:
             for line in file:

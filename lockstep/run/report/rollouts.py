@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .page import text
+from .page import duration, text
 from .record import Record, as_float
 
 _PROMPT_SHOWN = 280
@@ -15,13 +16,14 @@ _FACTS = {"reward": "reward", "advantage": "advantage", "tokens": "tokens", "fin
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample, by what it is: "Best". A `long` prompt is folded."""
+    """One sample, by what it is: "Best". A `long` prompt is folded. Of `turns` each has a name, its text and a
+    style."""
 
     title: str
     group: Any
     facts: str
     prompt: Any
-    turns: list[tuple[str, Any]]
+    turns: list[tuple[str, Any, str]]
 
     @property
     def long(self) -> bool:
@@ -31,10 +33,11 @@ class Sample:
 
 def rollouts(record: Record) -> dict[int, list[Sample]]:
     """The samples by step, counted from 0. With too few to differ, fewer."""
-    return {step: _chosen(groups) for step, groups in record.rollouts().items()}
+    waits = record.waits()
+    return {step: _chosen(groups, step, waits) for step, groups in record.rollouts().items()}
 
 
-def _chosen(groups: list[dict[str, Any]]) -> list[Sample]:
+def _chosen(groups: list[dict[str, Any]], step: int, waits: Mapping[tuple[int, Any, Any], list[Any]]) -> list[Sample]:
     trained = [group for group in groups if not group.get("replaced")]  # by dynamic sampling
     samples = [(group, sample) for group in trained for sample in group.get("samples", [])]
     found = []
@@ -44,7 +47,8 @@ def _chosen(groups: list[dict[str, Any]]) -> list[Sample]:
             group, sample = samples.pop(ranks.index(max(ranks)))
             prompt = _messages(group.get("prompt"))
             facts = ", ".join(filter(None, (_name(group, sample), _facts(sample))))
-            found.append(Sample(title, group.get("group"), facts, prompt, _turns(sample)))
+            waited = waits.get((step, group.get("group"), sample.get("sample")), [])
+            found.append(Sample(title, group.get("group"), facts, prompt, _turns(sample, waited)))
     return found
 
 
@@ -62,19 +66,29 @@ def _name(group: dict[str, Any], sample: dict[str, Any]) -> str:
 def _facts(sample: dict[str, Any]) -> str:
     facts = ", ".join(f"{label} {text(sample[name])}" for name, label in _FACTS.items() if name in sample)
     each = sample.get("rewards") or {}
-    if len(each) > 1:
-        facts += " (" + ", ".join(f"{name} {text(value)}" for name, value in each.items()) + ")"
-    return facts
+    return facts + (f" ({_parts(each)})" if len(each) > 1 else "")
 
 
-def _turns(sample: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What came after the prompt, with a name over each where there were several turns: what was sampled and what was
-    given between."""
+def _parts(rewards: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {text(value)}" for name, value in rewards.items())
+
+
+def _turns(sample: dict[str, Any], waited: Sequence[Any]) -> list[tuple[str, Any, str]]:
+    """What came after the prompt, with a name over each where there were several turns: what was sampled, with its
+    rewards and the seconds until it was answered, and what was given between."""
     segments = sample.get("segments")
     turns = segments[1:] if isinstance(segments, list) and len(segments) > 2 else []
     if not turns or not all(isinstance(turn, dict) for turn in turns):
-        return [("", sample.get("text"))]
-    return [(f"{text(turn.get('kind'))}, {text(turn.get('tokens'))} tokens", turn.get("text")) for turn in turns]
+        return [("", sample.get("text"), "")]
+    answered, found = iter(waited), []
+    for turn in turns:
+        facts, given = [f"{text(turn.get('kind'))}, {text(turn.get('tokens'))} tokens"], turn.get("kind") == "given"
+        if isinstance(rewards := turn.get("rewards"), dict):
+            facts.append(f"reward: {_parts(rewards)}")
+        if not given and (seconds := as_float(next(answered, None))) is not None:
+            facts.append(f"answered in {duration(seconds)}")
+        found.append((", ".join(facts), turn.get("text"), "prompt" if given else "said"))
+    return found
 
 
 def _messages(prompt: Any) -> Any:

@@ -21,7 +21,7 @@ from ..events import EventStream, answered
 from ..service import Service, streamed
 from ..text import GrowingText, chat_logprobs, visible
 from ..ticket import Ticket
-from .common import head, usage
+from .common import drawn_by, head, usage
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ async def chat(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     if body.top_logprobs:
         raise refused("top_logprobs", "top_logprobs must be 0: there are log-probabilities of sampled tokens alone")
-    messages = checked_messages(body.messages)
+    messages = service.remembered(request, checked_messages(body.messages))
     form = _tool_format(service, body)
     variables = {**service.policy.template_variables, **_variables(body.chat_template_kwargs)}
     if form is not None:
@@ -115,7 +115,7 @@ def _choice(asked: _Chat, index: int, completion: Trajectory) -> dict[str, Any]:
     choice["logprobs"] = _logprobs(asked, completion)
     if asked.body.return_token_ids:
         choice["token_ids"] = message["token_ids"] = completion.token_ids
-    return choice
+    return choice | drawn_by(completion)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -148,6 +148,7 @@ async def _chunks(asked: _Chat, ticket: Ticket) -> AsyncIterator[dict[str, Any]]
             choice["token_ids"] = update.token_ids
         if update.completion is not None:
             choice["finish_reason"] = "tool_calls" if calls else update.completion.finish_reason
+            choice |= drawn_by(update.completion)
         if delta or update.completion is not None or body.logprobs or body.return_token_ids:
             yield {**begin, "choices": [choice]}
     if body.stream_options.include_usage:

@@ -17,7 +17,7 @@ from ..events import EventStream, answered
 from ..service import Service, streamed
 from ..text import GrowingText, completion_logprobs, visible
 from ..ticket import Ticket
-from .common import head, usage
+from .common import drawn_by, head, usage
 
 USUAL_LENGTH = 16  # new tokens where a request does not say, as in OpenAI's interface
 
@@ -70,7 +70,7 @@ def _choice(service: Service, body: CompletionBody, place: int, job: Job, comple
     choice["logprobs"] = _logprobs(service, body, completion, 0)
     if body.return_token_ids:
         choice |= {"prompt_token_ids": job.prompt_ids, "token_ids": completion.token_ids}
-    return choice
+    return choice | drawn_by(completion)
 
 
 def _logprobs(
@@ -97,6 +97,7 @@ async def _chunks(
             choice["token_ids"] = update.token_ids
         if update.completion is not None:
             choice["finish_reason"] = update.completion.finish_reason
+            choice |= drawn_by(update.completion)
         if text or update.completion is not None or body.logprobs is not None or body.return_token_ids:
             yield {**begin, "choices": [choice]}
     if body.stream_options.include_usage:

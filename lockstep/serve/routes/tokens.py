@@ -17,7 +17,7 @@ from ..bodies import TokensBody, read_body
 from ..errors import refused
 from ..events import answered
 from ..service import Service
-from .common import usage
+from .common import drawn_by, usage
 
 
 async def tokens(service: Service, request: Request) -> Response:
@@ -48,4 +48,5 @@ def _choice(index: int, completion: Trajectory) -> dict[str, Any]:
         {"token": f"token_id:{token}", "logprob": logprob, "model_logprob": own} for token, logprob, own in columns
     ]
     choice: dict[str, Any] = {"index": index, "token_ids": completion.token_ids}
-    return {**choice, "finish_reason": completion.finish_reason, "logprobs": {"content": content}}
+    choice |= {"finish_reason": completion.finish_reason, "logprobs": {"content": content}}
+    return choice | drawn_by(completion)

@@ -25,8 +25,9 @@ HASHES = 256 << 20  # `graph.check.fingerprints` at work
 
 
 def weights(w: Workload) -> int:
-    """`N b`, whole on every rank, as the generator reads them; of several ranks their `shard` is beside them."""
-    return w.parameters * w.b
+    """`N b`, whole on every rank, as the generator reads them; of several ranks their `shard` is beside them. Each that
+    generates together with others has besides copies of its part of what is fused, and of experts."""
+    return w.parameters * w.b + w.copied_parameters * w.b
 
 
 def shard(w: Workload) -> int:
@@ -66,8 +67,8 @@ def saved_copy(w: Workload) -> int:
 
 
 def gradients(w: Workload) -> int:
-    """`4 n`, and of several ranks the order of the norm's sums, 8 bytes for each 1,024 of N."""
-    return 4 * w.layout.size + (w.layout.one_rank.size // 1024 * 8 if w.sharded else 0)
+    """`4 n`, in float32."""
+    return 4 * w.layout.size
 
 
 def frozen(w: Workload) -> int:
@@ -76,9 +77,11 @@ def frozen(w: Workload) -> int:
 
 
 def cache(w: Workload, tokens: int) -> int:
-    """Keys and values of so many tokens and of one page more, `L K (key + value) b` each (`ModelConfig.cached`)."""
+    """Keys and values of so many tokens and of one page more, `L K (key + value) b` each (`ModelConfig.cached`), the
+    heads shared by the ranks that generate together."""
     page = w.config.generator.page_size
-    return (tokens // page + 1) * page * (bytes_per_token(w.model, w.dtype) + 4 * (w.model.moe_layers > 0))
+    each = bytes_per_token(w.model, w.dtype, w.config.parallel.generator_tp)
+    return (tokens // page + 1) * page * (each + 4 * (w.model.moe_layers > 0))
 
 
 def supports(w: Workload) -> int:

@@ -45,8 +45,9 @@ class Workload:
     def sequences(self) -> int:
         """Completions that this process makes at once, at most."""
         c = self.config
-        trained = -(-c.trainer.prompts_per_step // self.ranks) * c.sampling.num_generations
-        return max(trained, -(-c.task.validation_prompts // self.ranks))
+        groups = self.ranks // c.parallel.generator_tp or 1
+        trained = -(-c.trainer.prompts_per_step // groups) * c.sampling.num_generations
+        return max(trained, -(-c.task.validation_prompts // groups))
 
     @property
     def sequence_tokens(self) -> int:
@@ -86,6 +87,13 @@ class Workload:
     def parameters(self) -> int:
         """Of the model, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.decoder.parameters())
+
+    @cached_property
+    def copied_parameters(self) -> int:
+        """Of the model's, what is copied into this rank's part of it, as it lies in several pieces (`ModelPart`)."""
+        ranks, places = self.config.parallel.generator_tp, self.decoder.placements
+        cut = [p.numel() for n, p in self.decoder.named_parameters() if places[n].tp or len(places[n].blocks) > 1]
+        return sum(cut) // ranks if ranks > 1 else 0
 
     @cached_property
     def frozen_parameters(self) -> int:

@@ -1,0 +1,65 @@
+"""What a model's blocks ask of the ranks that share its products (tensor parallelism without a reduction).
+
+A product is cut by its output columns and attention by its heads, and words are gathered; what is summed over is never
+cut. So each element is the one sum that it is on one rank, and bits do not depend on the number of ranks.
+
+Shape suffixes: T tokens, W a rank's columns, R rows, V all columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import gather_columns, gather_rows, own_columns, rows_to_owners
+from .mesh import Axis
+
+
+class Spread(nn.Module):
+    """The ranks along an axis that share a model's products. On an axis of one its methods return their arguments, and
+    add nothing to a graph. It has no parameters.
+
+    Attributes:
+        index: this rank's place on the axis, int64 [1], an input of graphs, which hold no rank; None on an axis of one.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self.axis = axis
+        self.index = torch.tensor([axis.rank], device=device) if axis.size > 1 else None
+
+    def part(self, count: int) -> int:
+        """A rank's share of so many heads or columns."""
+        return count // self.axis.size
+
+    def columns(self, x_TW: Tensor) -> Tensor:
+        """All ranks' columns, by rank, [T, ranks * W]."""
+        return self.together(x_TW)[0]
+
+    def together(self, *pieces: Tensor) -> Sequence[Tensor]:
+        """`columns` of several tensors, in one collective."""
+        return pieces if self.index is None else gather_columns(pieces, self.axis)
+
+    def own(self, x_TV: Tensor) -> Tensor:
+        """This rank's columns of a tensor that all have whole, [T, W]."""
+        return x_TV if self.index is None else own_columns(x_TV, self.index, self.axis)
+
+    def own_rows(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """This rank's share of the rows of tensors that all have whole, [ceil(R / ranks), ...]; those beyond the last
+        row repeat it."""
+        if self.index is None:
+            return tensors
+        count = tensors[0].shape[0]
+        share = -(-count // self.axis.size)
+        row_R = (self.index * share + torch.arange(share, device=self.index.device)).clamp_max(count - 1)
+        return [x.index_select(0, row_R) for x in tensors]
+
+    def rows_to_owners(self, x_RW: Tensor) -> Tensor:
+        """All columns of this rank's share of the rows (`own_rows`), [ceil(R / ranks), V], of own columns of all."""
+        return x_RW if self.index is None else rows_to_owners(x_RW, self.axis)
+
+    def all_rows(self, x: Tensor, rows: int) -> Tensor:
+        """The `rows` rows whose shares the ranks have (`own_rows`)."""
+        return x if self.index is None else gather_rows(x, rows, self.axis)

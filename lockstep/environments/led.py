@@ -1,0 +1,118 @@
+"""One generator on several ranks: the first of them plays with the environments, and the others do what it does.
+
+Their generators are in one state and stay so, as each is given the same requests between the same launches. Where all
+requests are known, as those of trajectories of one turn are, nothing more is told until they have finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..distributed import World
+from ..types import SampleIdentity, SamplingParams, Trajectory
+from .episodes import NewTokens, Sampler
+
+Told = list[tuple[Any, ...]]  # a generator's calls: a method's name, and its arguments
+
+
+class _Counted:
+    """A generator, and of each request how many samples have not finished."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.left: dict[int, int] = {}
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
+        request_id = self._sampler.add_request(prompt_ids, sampling, identity)
+        self.left[request_id] = sampling.n
+        return request_id
+
+    def advance(self) -> Sequence[NewTokens]:
+        grown = self._sampler.advance()
+        for one in grown:
+            self.left[one.request_id] -= one.completion is not None
+        self.left = {request_id: samples for request_id, samples in self.left.items() if samples}
+        return grown
+
+    def abort(self, request_id: int) -> list[Trajectory]:
+        self.left.pop(request_id, None)
+        return self._sampler.abort(request_id)
+
+    def finish(self) -> None:
+        """Go on until nothing is left."""
+        while self.left:
+            self.advance()
+
+
+class Leader(_Counted):
+    """The first rank's generator, as a `Sampler`. What is called is told the others, who `follow`.
+
+    Args:
+        tell: gives `hear` of the others what they hear.
+        samples: as many as will be asked for in all; None where that is not known.
+    """
+
+    def __init__(self, sampler: Sampler, tell: Callable[[Told], object], samples: int | None) -> None:
+        super().__init__(sampler)
+        self._tell, self._to_come = tell, samples
+        self._untold: Told = []
+        self._alone = False  # the others finish what there is by themselves
+
+    def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
+        """See `Sampler`."""
+        assert not self._alone, "more samples than were to come"
+        request_id = super().add_request(prompt_ids, sampling, identity)
+        self._untold.append(("add_request", prompt_ids, sampling, identity))
+        if self._to_come is not None:
+            self._to_come -= sampling.n
+        return request_id
+
+    def advance(self) -> Sequence[NewTokens]:
+        """See `Sampler`."""
+        if not self._alone:
+            self._alone = self._to_come == 0
+            self._tell([*self._untold, ("finish",) if self._alone else ("advance",)])
+            self._untold = []
+        return super().advance()
+
+    def abort(self, request_id: int) -> list[Trajectory]:
+        """See `Sampler`. What the others finish by themselves is finished here as well."""
+        if self._alone:
+            self.finish()
+        self._untold.append(("abort", request_id))
+        return super().abort(request_id)
+
+    def end(self) -> None:
+        """Let the others go."""
+        self._tell([*self._untold, ("end",)])
+
+
+@contextmanager
+def leading(
+    world: World, sampler: Callable[[list, list], Sampler], samples: int | None
+) -> Iterator[Callable[[list, list], Sampler]]:
+    """What makes the generator; where several ranks generate together, one that leads the others meanwhile.
+
+    Args:
+        samples: see `Leader`.
+    """
+    if world.together is None:
+        yield sampler
+        return
+    leader = Leader(sampler([], []), world.told, samples)
+    try:
+        yield lambda *_: leader
+    finally:
+        leader.end()
+
+
+def follow(sampler: Sampler, hear: Callable[[], Told]) -> None:
+    """Do what the first rank does with its generator, until it ends."""
+    own = _Counted(sampler)
+    while True:
+        for name, *arguments in hear():
+            if name == "end":
+                return
+            getattr(own, name)(*arguments)

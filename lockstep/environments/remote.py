@@ -1,0 +1,225 @@
+"""Trajectories that are played elsewhere: whoever plays one asks for its turns, tokens in and tokens out, and says how
+it ended. To the run each is an environment like any other.
+
+All of it but `close` runs in the event loop's thread, in which a server answers too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from ..errors import InputError, LockstepError
+from ..types import SamplingParams
+from .calls import event_loop
+from .environment import End, Environment, Turn
+
+OVER = "over"  # codes of refusals: nothing more is sampled for this rollout
+LIMIT = "limit"  # the same, by one of the run's limits
+BUSY = "busy"  # another turn of it is under way
+OTHER_TOKENS = "other_tokens"  # the tokens do not go on from those it has
+
+
+class TurnRefused(LockstepError):
+    """A turn that is not sampled; `code` is one of the words above."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(eq=False)
+class _Ask:
+    """A turn that somebody waits for: all tokens before it, what ends it beside the run's own limits, and what was
+    sampled."""
+
+    token_ids: list[int]
+    max_tokens: int | None
+    stop_token_ids: tuple[int, ...]
+    turn: asyncio.Future[Turn] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Desk:
+    """Where the rollouts of a class of environments are found by who plays them.
+
+    Args:
+        address: host and port to answer at; port 0 is any that is free.
+
+    Attributes:
+        url: where it is answered; empty while nothing answers there.
+        model: the name that the model has there.
+    """
+
+    def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
+        self.address, self.url, self.model = address, "", ""
+        self.rollouts: dict[str, Remote] = {}
+        self._offered: asyncio.Queue[Remote] = asyncio.Queue()
+
+    def offer(self, rollout: Remote) -> None:
+        """Have whoever calls `take` play it."""
+        self._offered.put_nowait(rollout)
+
+    async def take(self, seconds: float) -> Remote | None:
+        """The first that is offered and not over; None when there is none for so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                while (rollout := await self._offered.get()).over:
+                    pass
+                return rollout
+        except TimeoutError:
+            return None
+
+
+class Remote(Environment):
+    """One rollout. What is asked for first is its prompt; later turns must go on from the very tokens that it has."""
+
+    begin_alike = False
+    begin_together = False  # one player may play them one after another
+    desk: ClassVar[Desk]
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self.names: list[str] = []  # others that it is found by
+        self.row: dict[str, Any] = {}
+        self.seed = 0
+        self.over = ""  # why, once it is
+        self._inbox: asyncio.Queue[_Ask | End | LockstepError] = asyncio.Queue()
+        self.turns: list[list[int]] = []  # what was sampled, turn by turn
+        self._asked: _Ask | None = None  # what the run works on
+        self._answered: tuple[list[int], Turn] | None = None  # last
+        self._tokens: list[int] = []  # of the trajectory so far
+
+    @classmethod
+    @asynccontextmanager
+    async def playing(cls) -> AsyncIterator[None]:
+        """Held while the desk is open."""
+        yield
+
+    async def begin(self) -> None:
+        """Have it played: by default, by whoever asks for a rollout."""
+        self.desk.offer(self)
+
+    # ---- to the run ----
+
+    async def start(self, row: dict[str, Any], seed: int) -> list[int]:
+        if not self.desk.url:
+            raise LockstepError("its rollouts are played over HTTP, and the server for that runs while training alone")
+        self.row, self.seed = row, seed
+        self.desk.rollouts[self.id] = self
+        await self.begin()
+        given = await self._next()
+        if isinstance(given, End):
+            raise LockstepError("it was ended before its first turn")
+        return given
+
+    async def step(self, turn: Turn) -> list[int] | End:
+        asked, self._asked = self._asked, None
+        assert asked is not None, "a turn is sampled when it was asked for"
+        self._answered, self._tokens = (asked.token_ids, turn), asked.token_ids + turn.token_ids
+        self.turns.append(turn.token_ids)
+        asked.turn.set_result(turn)
+        return await self._next()
+
+    def until(self, sampling: SamplingParams) -> SamplingParams:
+        asked = self._asked
+        if asked is None:  # it was refused meanwhile
+            return sampling
+        most = min(sampling.max_completion_length, asked.max_tokens or sampling.max_completion_length)
+        stops = (*sampling.stop_token_ids, *asked.stop_token_ids)
+        return replace(sampling, max_completion_length=most, stop_token_ids=stops)
+
+    async def cut(self) -> End:
+        message = "the trajectory is at a limit of the run (turns, or tokens); nothing more is sampled for it"
+        self._refuse(LIMIT, message)
+        item: Any = None
+        while not isinstance(item, (End, LockstepError)):  # a player that is told of a limit may fail by that
+            item = await self._inbox.get()
+        return item if isinstance(item, End) else End(0.0)
+
+    def close(self) -> None:
+        event_loop().call_soon_threadsafe(self._leave, "the rollout is over: it was scored, or left out")
+
+    async def _next(self) -> list[int] | End:
+        """What is given next, or the end."""
+        try:
+            item = await self._inbox.get()
+        except asyncio.CancelledError:
+            self._leave("the rollout is over: its player took longer than task.environment_timeout, or the run ended")
+            raise
+        if isinstance(item, LockstepError):
+            raise item
+        return item if isinstance(item, End) else item.token_ids[len(self._tokens) :]
+
+    def _refuse(self, code: str, why: str) -> None:
+        """Nothing more is sampled; who waits is told."""
+        self.over = self.over or code
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.turn.set_exception(TurnRefused(code, why))
+            asked.turn.exception()  # it may be that nobody waits
+
+    def _leave(self, why: str) -> None:
+        self._refuse(OVER, why)
+        for name in (self.id, *self.names):
+            self.desk.rollouts.pop(name, None)
+
+    # ---- to who plays it ----
+
+    async def turn(
+        self, token_ids: list[int], max_tokens: int | None = None, stop_token_ids: tuple[int, ...] = ()
+    ) -> Turn:
+        """What was sampled after these tokens, as the run samples, up to `max_tokens` or one of `stop_token_ids` where
+        the run itself goes on. One that is asked for twice is sampled once. Raises `TurnRefused`."""
+        if self._answered is not None and token_ids == self._answered[0]:
+            return self._answered[1]
+        if self.over:
+            raise TurnRefused(self.over, "the rollout is over; nothing more is sampled for it")
+        if self._asked is None:
+            self._check(token_ids)
+            self._asked = _Ask(token_ids, max_tokens, stop_token_ids)
+            self._inbox.put_nowait(self._asked)
+        elif token_ids != self._asked.token_ids:
+            raise TurnRefused(BUSY, "another turn of this rollout is under way; ask for one after another")
+        return await asyncio.shield(self._asked.turn)
+
+    def _check(self, token_ids: list[int]) -> None:
+        held = self._tokens
+        if token_ids[: len(held)] != held:
+            same = next(i for i, t in enumerate(held) if i >= len(token_ids) or token_ids[i] != t)
+            message = f"the tokens differ from the rollout's own at token {same + 1} of {len(held)}"
+        elif len(token_ids) == len(held):
+            message = "nothing follows what was sampled last"
+        else:
+            return
+        raise TurnRefused(OTHER_TOKENS, f"{message}; a turn goes on from the very tokens of the turns before it")
+
+    def end(self, reward: float | Mapping[str, float] | None) -> None:
+        """It ended with this reward; None leaves it to reward functions. Raises `TurnRefused` when it is over."""
+        self._told(End(reward))
+
+    def fail(self, reason: str) -> None:
+        """It failed: the run leaves it out, and tells why. Raises `TurnRefused` when it is over."""
+        self._told(LockstepError(reason))
+
+    def _told(self, item: End | LockstepError) -> None:
+        if self.over == OVER:
+            raise TurnRefused(OVER, "the rollout is over")
+        self.over = OVER
+        self._inbox.put_nowait(item)
+
+
+def remote_environment(address: str, what: str) -> type[Remote]:
+    """An environment that is played at `http://HOST:PORT`. Raises `InputError` naming `what` for another address."""
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "http" or not host or not port or parts.path.strip("/"):
+        raise InputError(f"{what}: an address must be http://HOST:PORT, as in http://127.0.0.1:8000")
+    return type("Http", (Remote,), {"desk": Desk((host, port))})

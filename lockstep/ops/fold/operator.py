@@ -1,0 +1,28 @@
+"""Adding up what several ranks or shards have, in an order that is stated."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..operator import operator
+
+
+@operator("lockstep::fold_rows", mutates=("total",), cuda="triton:fold_rows")
+def fold_rows(total: Tensor, rows_RN: Tensor, cell: int = 0) -> None:
+    """Add rows to a total, row by row, in the total's precision.
+
+    Args:
+        total: float32 or float64, of N elements. rows_RN: of any float dtype.
+        cell: rows of a cell, the last of which may have fewer. Each cell's rows are added up from 0, and the cells to
+            the total, one by one; 0: every row goes to the total.
+    """
+    rows = rows_RN.view(-1, *total.shape)
+    if not cell:
+        for row in rows:
+            total.add_(row)
+        return
+    for own in rows.split(cell):
+        found = total.new_zeros(total.shape)
+        for row in own:
+            found.add_(row)
+        total.add_(found)

@@ -1,0 +1,87 @@
+"""The server of a run, in the event loop in which environments wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from concurrent.futures import Future
+from typing import Self
+
+import uvicorn
+
+from ...environments.calls import event_loop
+from ...environments.remote import Remote
+from ...machine import server_key
+from ...session.build import TrainingSession
+from ..app import make_app
+from ..server import KEEP_ALIVE, LEAVING, listen
+from ..settings import Settings
+from .service import UNDER, RolloutService, end, take
+
+STARTING = 60.0  # seconds that the server, and what plays rollouts, has to begin or to end
+
+
+class RolloutServer:
+    """Answers at the desk of `environment` within a `with` block. Of several ranks each answers for its own rollouts,
+    at the port of the desk's address and those after it.
+
+    Raises `InputError` when it cannot listen there, and whatever `Remote.playing` does as it begins.
+    """
+
+    def __init__(self, run: TrainingSession, environment: type[Remote]) -> None:
+        host, port = environment.desk.address
+        key = server_key() or None
+        self._settings = Settings(run.config.model or run.config.arch, host, port + run.world.rank * (port > 0), key)
+        self._settings.validate()
+        self._environment, self._service = environment, RolloutService(run, environment, self._settings)
+        self._begun: Future[None] = Future()
+        self._stop = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        self._socket, desk = listen(self._settings.host, self._settings.port), self._environment.desk
+        host, port = self._socket.getsockname()[:2]
+        desk.url, desk.model = (
+            f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+            self._settings.name,
+        )
+        self._served = asyncio.run_coroutine_threadsafe(self._serve(), event_loop())
+        self._served.add_done_callback(self._ended)
+        try:
+            self._begun.result(STARTING)
+        except BaseException:
+            self.__exit__()
+            raise
+        if desk.address[1]:
+            print(f"rollouts are played at {desk.url}{self._settings.remark}", file=sys.stderr, flush=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._environment.desk.url = ""
+        event_loop().call_soon_threadsafe(self._stop.set)
+        with contextlib.suppress(Exception):  # what it raised as it began was told
+            self._served.result(STARTING)
+
+    def _ended(self, served: Future[None]) -> None:
+        if not self._begun.done():
+            self._begun.set_exception(served.exception() or RuntimeError("the server ended as it began"))
+
+    async def _serve(self) -> None:
+        app = make_app(self._service, UNDER, {"/rollouts": take, f"{UNDER}/end": end})
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=int(LEAVING),
+        )
+        http = uvicorn.Server(config)
+        answering = asyncio.create_task(http.serve(sockets=[self._socket]))
+        try:
+            async with self._environment.playing():
+                self._begun.set_result(None)
+                await self._stop.wait()
+        finally:
+            self._service.stopping = http.should_exit = True
+            await answering
+            self._socket.close()

@@ -1,0 +1,174 @@
+"""Requests as turns of a run's rollouts, and the routes by which rollouts are taken and ended.
+
+A request is a turn of its rollout: the run samples it, as its own settings say and keyed as it keys every sample, so it
+has the bits of a rollout in process and is compared like all that is sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Annotated, Any
+from weakref import WeakKeyDictionary
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from ...environments.environment import Turn
+from ...environments.remote import LIMIT, OVER, Remote, TurnRefused
+from ...errors import InputError
+from ...session.build import TrainingSession
+from ...types import SampleIdentity, Segment, Trajectory
+from ..batcher import Job, Update
+from ..bodies import SamplingFields, TokenSampling, read_body
+from ..chat_prompt import Message
+from ..errors import ApiError, closing, refused
+from ..events import answered
+from ..service import Service
+from ..settings import Settings
+from ..ticket import Ticket
+
+UNDER = "/rollouts/{rollout}"  # what a rollout's own routes begin with
+WAIT = 10.0  # seconds that a request for a rollout waits where it does not say
+_STATUS = {OVER: 410, LIMIT: 400}  # of refusals; others 409
+_CODES = {OVER: "rollout_over", LIMIT: "context_length_exceeded"}
+
+
+class RolloutService(Service):
+    """A service whose requests are turns of the rollouts of a run."""
+
+    def __init__(self, run: TrainingSession, environment: type[Remote], settings: Settings) -> None:
+        context = run.prompt_limit.tokens + run.config.max_response_length
+        super().__init__(run.policy, run.engine, settings, context, run.config.seed)
+        self.desk, self.sampling, self._seed = environment.desk, replace(run.sampling, n=1), run.config.seed
+        self._stops = {*self.sampling.stop_token_ids, *run.policy.model.config.eos_token_ids}
+        self._given: WeakKeyDictionary[Remote, int] = WeakKeyDictionary()  # answers that a prompt itself has
+        self._turns: dict[Job, asyncio.Task[None]] = {}
+
+    def seeded(self, body: SamplingFields) -> int:
+        if body.seed is not None:
+            raise _own("seed", body.seed, "its seed, step and sample")
+        body.seed = self._seed
+        return self._seed
+
+    def job(self, prompt_ids: list[int], body: SamplingFields, max_tokens: int, field: str, group: int = 0) -> Job:
+        prefix = "sampling_params." if isinstance(body, TokenSampling) else ""
+        for name in ("temperature", "top_p", "top_k", "min_p", "n", "ignore_eos"):
+            given, own = getattr(body, name), getattr(self.sampling, name)
+            if name in body.model_fields_set and given != own:
+                raise _own(f"{prefix}{name}", given, own)
+        if other := set(body.stop) - set(self.sampling.stop):
+            raise _own(f"{prefix}stop", sorted(other), list(self.sampling.stop))
+        if len(prompt_ids) >= self.context:
+            message = f"the prompt has {len(prompt_ids)} tokens; the run has room for {self.context} with what follows"
+            raise refused(field, message, "context_length_exceeded")
+        try:
+            self._check(prompt_ids, replace(self.sampling, max_completion_length=1), group)
+        except InputError as error:
+            raise refused(field, str(error)) from error
+        most = min(max_tokens, self.sampling.max_completion_length)
+        further = tuple(token for token in body.stop_token_ids if token not in self._stops)
+        sampling = replace(self.sampling, max_completion_length=most, stop_token_ids=further)
+        return Job(prompt_ids, sampling, SampleIdentity(self._seed, 0, 0, 0))
+
+    def remembered(self, request: Request, messages: list[Message]) -> list[Message]:
+        rollout = self.rollout(request)
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if not rollout.turns:
+            self._given[rollout] = len(answers)
+        sampled = answers[self._given.get(rollout, 0) :]
+        for message, token_ids in zip(sampled, rollout.turns, strict=False):
+            message.setdefault("token_ids", token_ids)
+        return messages
+
+    def rollout(self, request: Request) -> Remote:
+        """The one that a request is about, by its path, or by its session. Raises `ApiError` for one that is over, or
+        never was."""
+        name = request.path_params["rollout"]
+        found = self.desk.rollouts.get(request.headers.get("x-session-id", "") if name == "session" else name)
+        if found is None:
+            raise ApiError(410, "this rollout is over, or never was", code="rollout_over")
+        return found
+
+    def open(self, request: Request, jobs: list[Job]) -> Ticket:
+        self.rollout(request)
+        if len(jobs) > 1:
+            raise refused("prompt", f"there are {len(jobs)} prompts; a turn of a rollout has one")
+        return super().open(request, jobs)
+
+    def enter(self, ticket: Ticket) -> None:
+        self.open_samples += 1
+        (job,) = ticket.jobs
+        self._turns[job] = asyncio.create_task(self._turn(ticket, job))
+
+    def leave(self, ticket: Ticket) -> None:
+        self.open_samples -= 1
+        (job,) = ticket.jobs
+        self._turns.pop(job).cancel()  # the run goes on with it, and answers who asks again
+
+    async def _turn(self, ticket: Ticket, job: Job) -> None:
+        item: Update | Exception
+        try:
+            rollout, sampling = self.rollout(ticket.request), job.sampling
+            turn = await rollout.turn(job.prompt_ids, sampling.max_completion_length, sampling.stop_token_ids)
+            item = _update(job, turn)
+        except ApiError as error:
+            item = error
+        except TurnRefused as error:
+            item = ApiError(_STATUS.get(error.code, 409), str(error), code=_CODES.get(error.code, error.code))
+        ticket.news.put_nowait((job, item))
+
+
+def _own(field: str, given: Any, own: Any) -> ApiError:
+    return refused(field, f"{field} is {given!r}; the run samples with its own, {own!r}: leave it out")
+
+
+def _update(job: Job, turn: Turn) -> Update:
+    """A whole turn, as an engine would tell of it."""
+    sampled = turn.sampled
+    assert sampled is not None and sampled.logprobs is not None and sampled.model_logprobs is not None
+    reason = "length" if turn.finish_reason == "truncated" else turn.finish_reason
+    whole = Trajectory([Segment(job.prompt_ids), sampled], reason, job.identity)
+    return Update(0, sampled.token_ids, sampled.logprobs, sampled.model_logprobs, whole)
+
+
+class TakeBody(BaseModel):
+    """Of `/rollouts`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    wait: Annotated[float, Field(ge=0, le=600)] = WAIT
+
+
+class EndBody(BaseModel):
+    """Of `/rollouts/ID/end`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    reward: float | dict[str, float] | None = None
+    error: str | None = None
+
+
+async def take(service: Service, request: Request) -> Response:
+    """A rollout to play, once there is one; status 503 where there is none in the time."""
+    assert isinstance(service, RolloutService)
+    body = await read_body(request, TakeBody, service.settings.max_body_mib << 20)
+    rollout = None if service.stopping else await service.desk.take(body.wait)
+    if rollout is None:
+        raise closing() if service.stopping else ApiError(503, "there is no rollout to play now", code="no_rollout")
+    base = str(request.base_url).rstrip("/")
+    told = {"id": rollout.id, "base_url": f"{base}/rollouts/{rollout.id}/v1", "model": service.settings.name}
+    return answered({**told, "row": rollout.row, "seed": rollout.seed})
+
+
+async def end(service: Service, request: Request) -> Response:
+    """How a rollout ended."""
+    assert isinstance(service, RolloutService)
+    body = await read_body(request, EndBody, service.settings.max_body_mib << 20)
+    rollout = service.rollout(request)
+    try:
+        rollout.fail(body.error) if body.error is not None else rollout.end(body.reward)
+    except TurnRefused as error:
+        raise ApiError(410, str(error), code="rollout_over") from error
+    return answered({})

@@ -1,0 +1,132 @@
+"""Generation by ranks that share a model: in every bit that of one process, whatever is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partialmethod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import on_ranks
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.config import CompileConfig, GeneratorConfig, ParallelConfig
+from lockstep.distributed import World, collectives, join
+from lockstep.errors import InputError, LockstepError
+from lockstep.generator import Engine, PartWeights, SharedWeights
+from lockstep.graph import EAGER, Runtime
+from lockstep.models import Decoder, ModelConfig, ModelPart
+from lockstep.models.checks import require_degree
+from lockstep.models.init import architecture, initialize
+from lockstep.types import SampleIdentity, SamplingParams
+
+# Of the cases together: prompts in chunks, samples that are preempted, prefixes found again, new weights, and each kind
+# of sampling.
+CASES = [
+    ("tiny", torch.float32, "step", 112),
+    ("tiny-qwen3-moe", torch.bfloat16, "none", 400),
+    ("tiny-deepseek-v3", torch.float32, "none", 112),
+    ("tiny-gpt-oss", torch.bfloat16, "none", 112),
+    ("tiny-olmo2", torch.float32, "none", 256),
+]
+SMALL = GeneratorConfig(max_num_seqs=5, page_size=16, max_num_batched_tokens=24, steps_per_sync=4)
+
+
+def decoder(arch: str, dtype: torch.dtype) -> Decoder:
+    """Random weights that make the tokens differ from one another, norms and biases among them."""
+    model = initialize(Decoder(architecture(arch), dtype), 0)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4) if p.dim() > 1 else p.add_(torch.empty(p.shape).normal_(0, 0.3, generator=draw))
+    return model
+
+
+def generated(
+    model: Decoder, weights: Callable[[Callable[[], int]], SharedWeights], tokens: int, runtime: Runtime = EAGER
+) -> list[Any]:
+    """What two rounds make, of which the second is by other weights; at last how many samples were preempted."""
+    version = [0]
+    engine = Engine(weights(lambda: version[0]), SMALL, tokens, runtime=runtime)
+    prompts = [[(7 * g + i) % 97 for i in range(3 + 17 * g)] for g in range(3)]
+    prompts.append(prompts[-1])  # found again
+    kinds = [SamplingParams(n=2, max_completion_length=21 + g, ignore_eos=True) for g in range(4)]
+    kinds[1] = replace(kinds[1], temperature=0.0)
+    kinds[2] = replace(kinds[2], temperature=0.8, top_p=0.9, top_k=20)
+    found: list[Any] = []
+    for version[0] in range(2):
+        made = engine.generate(prompts, kinds, [SampleIdentity(0, 0, version[0], g) for g in range(4)])
+        found += [asdict(trajectory) for group in made for trajectory in group]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.02)
+    return [*found, engine.scheduler.preemptions]
+
+
+def cut(model: Decoder, world: World) -> Callable[[Callable[[], int]], SharedWeights]:
+    return lambda version: PartWeights(ModelPart(model, world.generator), version)
+
+
+def differing(world: World, arch: str, dtype: torch.dtype, capture: str, tokens: int) -> tuple[int, int]:
+    """How many samples differ from those of one process, and how many were preempted."""
+    config = CompileConfig(capture, cudagraph_mode="none")  # type: ignore[arg-type]
+    runtime = Runtime(config, torch.device("cpu"), mesh=world.sizes, peers=world)
+    model, other = decoder(arch, dtype), decoder(arch, dtype)
+    *one, preempted = generated(model, lambda version: SharedWeights(model, version), tokens)
+    *several, again = generated(other, cut(other, world), tokens, runtime)
+    assert preempted == again
+    return sum(a != b for a, b in zip(one, several, strict=True)), preempted
+
+
+def every_case(ranks: int) -> dict[str, Any]:
+    world = join(ParallelConfig(generator_tp=ranks, timeout=100), "cpu")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {arch: differing(world, arch, *case) for arch, *case in CASES[: 5 if ranks == 2 else 0]}
+    wrong, right = ("tiny", torch.float32, "none", 400), collectives._side_by_side
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_side_by_side", lambda parts: right(parts.flip(0)))
+        found["by rank in reverse"] = differing(world, *wrong)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartWeights, "__init__", partialmethod(_then, PartWeights.__init__, patch, world))
+        found["a sum over ranks"] = differing(world, *wrong)[0]
+    world.agree("a number", 5)
+    try:
+        world.agree("the generator's schedule", world.rank)
+    except LockstepError as error:
+        found["agree"] = str(error)
+    world.close()
+    return found
+
+
+def _then(weights: PartWeights, made: Any, patch: pytest.MonkeyPatch, world: World, *about: Any) -> None:
+    """From here on each rank has a part of what a product sums over, and the parts are added by an all-reduce."""
+    made(weights, *about)
+    axis = world.generator.tp
+
+    def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        own = collectives.gather(weight_NK, axis).flatten(0, 1).chunk(axis.size, 1)[axis.rank]
+        total = x_TK.chunk(axis.size, 1)[axis.rank] @ own.t()
+        dist.all_reduce(total, group=world.together)
+        return residual_TN + total.chunk(axis.size, 1)[axis.rank]
+
+    patch.setattr(ops, "linear_add", linear_add)
+
+
+def test_two_ranks_generate_what_one_does() -> None:
+    first, second = on_ranks(2, every_case, 2)
+    for found in (first, second):
+        assert [found[arch][0] for arch, *_ in CASES] == [0] * len(CASES), found
+        assert sum(found[arch][1] > 0 for arch, *_ in CASES) >= 2, found  # preempted
+        assert found["by rank in reverse"] > 0 and found["a sum over ranks"] > 0
+        assert "the generator's schedule is not the same on both" in found["agree"]
+
+
+def test_a_degree_that_does_not_divide_is_refused() -> None:
+    config: ModelConfig = architecture("qwen3-8b")
+    require_degree(config, 8, "parallel.generator_tp")
+    with pytest.raises(InputError, match=r"parallel.generator_tp is 3, which does not divide .*_heads 8.*; use 1 or 2"):
+        require_degree(config, 3, "parallel.generator_tp")

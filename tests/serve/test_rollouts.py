@@ -1,0 +1,198 @@
+"""The server of a run: rollouts played over HTTP have the bits of those in process, and what is wrong is refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIStatusError, OpenAI
+from scripted import scripted_folder
+
+from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from lockstep.environments import End, Environment, Turn, make_environment
+from lockstep.errors import InputError, LockstepError
+from lockstep.run.train import train
+
+CUT: list[str] = []  # rollouts that were asked for too much
+VERSIONS: list[int] = []  # of weights, that answers told of
+FOLLOWING = {"role": "user", "content": "Is it 5"}
+
+
+class InProcess(Environment):
+    """Asks twice more, and rewards what was said last."""
+
+    def start(self, row: dict[str, Any], seed: int) -> Any:
+        self.left = 2
+        return row["prompt"]
+
+    def step(self, turn: Turn) -> Any:
+        self.left -= 1
+        return [FOLLOWING] if self.left else End(worth(turn.text))
+
+
+def worth(text: str) -> float:
+    return sum(text.encode()) % 7
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return held.getsockname()[1]
+
+
+def config(folder: Path, environment: str, steps: int = 1, **task: Any) -> RunConfig:
+    rows = [{"prompt": [{"role": "user", "content": f"Row {i}."}], "n": i} for i in range(4)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = {"environment_timeout": 20.0, "max_turns": 3, "validation_prompts": 0, **task}
+    return RunConfig(
+        steps=steps,
+        model=str(folder / "model") if (folder / "model").exists() else str(scripted_folder(folder / "model")),
+        task=TaskConfig("dataset", str(folder / "rows.jsonl"), environment=environment, **given),
+        sampling=SamplingConfig(num_generations=2, max_completion_length=12),
+        trainer=TrainerConfig(prompts_per_step=2, skip_zero_variance=False, max_idle_steps=4),
+    )
+
+
+def samples(folder: Path) -> list[Any]:
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    found = [(line["step"], line["group"], sample) for line in lines for sample in line["samples"]]
+    names = ("token_ids", "logprobs", "model_logprobs", "reward", "finish_reason")
+    return [(s, g, *(sample.get(name) for name in names)) for s, g, sample in found]
+
+
+Player = Callable[[str, dict[str, Any], httpx.Client], dict[str, Any]]
+
+
+def chats(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
+    """A chat client that sends messages alone back, as most do."""
+    client = OpenAI(base_url=told["base_url"], api_key="none", max_retries=0)
+    messages, text = list(told["row"]["prompt"]), ""
+    for _ in range(2):
+        answer = client.chat.completions.create(model=told["model"], messages=messages, logprobs=True)
+        said, text = answer.choices[0].message, answer.choices[0].message.content or ""
+        VERSIONS.append(answer.choices[0].weights_version)
+        messages += [{"role": "assistant", "content": said.content or ""}, FOLLOWING]
+        if answer.choices[0].finish_reason == "length":
+            break
+    return {"reward": worth(text)}
+
+
+def play(url: str, player: Player, over: threading.Event, count: list[Any]) -> None:
+    """Take rollouts and play them, one after another, until the run is over."""
+    with httpx.Client(base_url=url, timeout=60) as http:
+        while not over.is_set():
+            try:
+                answer = http.post("/rollouts", json={"wait": 0.2})
+            except httpx.TransportError:  # not yet, or not any more
+                over.wait(0.02)
+                continue
+            if answer.status_code == 200:
+                told = answer.json()
+                count.append(http.post(f"/rollouts/{told['id']}/end", json=player(url, told, http)).status_code)
+            else:
+                assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+
+
+def trained(folder: Path, run: str, player: Player, **asked: Any) -> list[Any]:
+    url, over, count = f"http://127.0.0.1:{free_port()}", threading.Event(), list[Any]()
+    thread = threading.Thread(target=play, args=(url, player, over, count))
+    thread.start()
+    try:
+        train(config(folder, url, **asked), folder / run, resume=False)
+    finally:
+        over.set()
+        thread.join(60)
+    return count
+
+
+def test_a_rollout_over_http_has_the_bits_of_one_in_process(tmp_path: Path) -> None:
+    train(config(tmp_path, f"{__file__}:InProcess", 2), tmp_path / "in-process", resume=False)
+    assert trained(tmp_path, "http", chats, steps=2) == [200] * 8
+    certificate = json.loads((tmp_path / "http" / "parity.json").read_text())
+    found = samples(tmp_path / "http")
+    assert certificate["identical"] and certificate["tokens_checked"] == sum(len(one[2]) for one in found) > 0
+    assert found == samples(tmp_path / "in-process") and len(found) == 8
+    assert sorted(VERSIONS) == VERSIONS and set(VERSIONS) == {0, 1} and len(VERSIONS) > 8
+
+
+def refuses(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
+    """Asks for what cannot be, and then plays a turn in tokens, twice, and one that is cut short."""
+    ask, base = told["base_url"].removesuffix("/v1") + "/inference/v1/generate", told["base_url"]
+
+    def refused(status: int, code: str | None, param: str | None, **fields: Any) -> None:
+        answer = http.post(ask, json={"token_ids": [5, 6], **fields})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (status, code, param), error
+
+    refused(400, None, "sampling_params.temperature", sampling_params={"temperature": 0.5})
+    refused(400, None, "sampling_params.stop", sampling_params={"stop": ["x"]})
+    refused(400, None, "seed", sampling_params={"seed": 4})
+    refused(400, None, "token_ids", token_ids=[])
+    refused(400, "context_length_exceeded", "token_ids", token_ids=[5] * 3000)
+    refused(404, "model_not_found", "model", model="another")
+    assert http.post("/rollouts/none/v1/chat/completions", json={"messages": FOLLOWING}).status_code in (400, 410)
+    assert http.post("/rollouts/none/end", json={"reward": 1}).json()["error"]["code"] == "rollout_over"
+    assert http.post(f"/rollouts/{told['id']}/end", json={"reward": "a"}).json()["error"]["param"].startswith("reward")
+    with pytest.raises(APIStatusError, match="there are 2 prompts"):
+        OpenAI(base_url=base, api_key="none").completions.create(model="", prompt=["a", "b"])
+    asked = {"token_ids": list(b"Is it 5"), "sampling_params": {"logprobs": 1, "stop_token_ids": [258, 511]}}
+    first = http.post(ask, json=asked).json()["choices"]
+    again = http.post(ask, json=asked).json()["choices"]
+    assert first == again and len(first[0]["token_ids"]) == len(first[0]["logprobs"]["content"])
+    refused(409, "other_tokens", None, token_ids=[5, 7, 8])
+    refused(409, "other_tokens", None, token_ids=[*asked["token_ids"], *first[0]["token_ids"]])
+    if first[0]["finish_reason"] == "stop":
+        CUT.append(told["id"])
+        longer = {"token_ids": [*asked["token_ids"], *first[0]["token_ids"], 9], "sampling_params": {"max_tokens": 1}}
+        cut = http.post(ask, json=longer).json()["choices"][0]
+        assert cut["finish_reason"] == "length" and len(cut["token_ids"]) == 1
+        following = longer["token_ids"] + cut["token_ids"] + [9]
+        refused(400, "context_length_exceeded", None, token_ids=following)
+        refused(400, "context_length_exceeded", None, token_ids=following)
+    return {"reward": {"first": 1.0, "second": told["row"]["n"]}}
+
+
+def test_what_a_rollout_cannot_be_asked_is_refused_and_a_turn_is_sampled_once(tmp_path: Path) -> None:
+    assert trained(tmp_path, "run", refuses) == [200] * 4
+    found = samples(tmp_path / "run")
+    assert len(found) == 4 and CUT and {one[6] for one in found} <= {"truncated", "length"}
+    certificate = json.loads((tmp_path / "run" / "parity.json").read_text())
+    assert certificate["identical"] and certificate["tokens_checked"] == sum(len(one[2]) for one in found)
+
+
+def fails(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
+    """Every other row's rollouts end with an error before their first turn."""
+    return {"error": "the game crashed"} if told["row"]["n"] % 2 else chats(url, told, http)
+
+
+def test_a_player_that_fails_is_left_out_and_told_of(tmp_path: Path) -> None:
+    trained(tmp_path, "run", fails, steps=2)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step.get("environment/errors", 0) for step in steps) == 4
+    assert (
+        "its environment failed: LockstepError: the game crashed"
+        in (tmp_path / "run" / "environment_errors.txt").read_text()
+    )
+    assert len(samples(tmp_path / "run")) == 4
+
+
+def test_a_rollout_that_nobody_plays_is_overdue(tmp_path: Path) -> None:
+    asked = config(tmp_path, f"http://127.0.0.1:{free_port()}", environment_timeout=0.2)
+    with pytest.raises(InputError, match="step 1: the environment failed for 4 trajectories"):
+        train(asked, tmp_path / "run", resume=False)
+
+
+def test_an_address_is_checked(tmp_path: Path) -> None:
+    for address in ("http://127.0.0.1", "http://", "http://h:70000", "http://h:80/path"):
+        with pytest.raises(InputError, match="must be http://HOST:PORT"):
+            make_environment(TaskConfig(environment=address))
+    with socket.create_server(("127.0.0.1", 0)) as held, pytest.raises(InputError, match="cannot listen on 127.0.0.1"):
+        train(config(tmp_path, f"http://127.0.0.1:{held.getsockname()[1]}"), tmp_path / "run", resume=False)
+    kind: Any = make_environment(TaskConfig(environment="http://127.0.0.1:9"))
+    with pytest.raises(LockstepError, match="runs while training alone"):
+        kind().start({}, 0).send(None)
