@@ -131,8 +131,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "environments": (
-        "rewards",
+        "rewards sandbox",
         "base calls environment",
+        "answers tokens",
         "episodes remote tools",
         "adapters led",
         "collect data tasks worked",

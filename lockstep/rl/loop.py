@@ -58,7 +58,8 @@ class Loop:
         self.replaced: list[RolloutGroup] = []  # in the latest step, by dynamic sampling
         task = config.task
         response = config.max_response_length, task.turns, task.environment_timeout
-        self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason)
+        packed = config.trainer.max_tokens_per_micro_batch
+        self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason, packed)
         self.failures = Failures()
         self._most_sampled = min(task.turns * config.sampling.max_completion_length, config.max_response_length)
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step

@@ -57,7 +57,7 @@ def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
     paths = {name: settings[name] for name in _DATA_FIELDS}
     for name in _NAMED:
         paths[name] = (settings[name] or "").rpartition(":")[0] or None
-    paths |= {f"task.tools {tool}": tool.rpartition(":")[0] for tool in settings["task.tools"]}
+    paths |= {f"task.tools {tool}": tool.rpartition(":")[0] or None for tool in settings["task.tools"]}
     return {name: _fingerprint(path) for name, path in paths.items()}
 
 
