@@ -147,7 +147,7 @@ def test_every_sampled_token_of_every_turn_is_the_trainers(config: ModelConfig) 
     sampled = sum(len(r.token_ids) for g in groups for r in g.rollouts)
     assert (result.tokens_checked, result.tokens_different) == (sampled, 0)
     if result.routing is not None:
-        given = [s for g in groups for r in g.rollouts for s in r.response if not s.sampled]
+        given = [s for g in groups for r in g.rollouts for s in r.branches[0][1:] if not s.sampled]
         between = sum(len(s.token_ids) + 1 for s in given)  # and the sampled token before, which draws nothing
         held = sum(len(g.prompt_ids) for g in groups) + between
         assert (result.routing.prompt_tokens_checked, result.routing.prompt_tokens_different) == (held, 0)
@@ -169,7 +169,7 @@ def test_a_prompt_is_run_once_and_pages_of_earlier_turns_are_found_again(model: 
     engine.scheduler.schedule_prefill = counted  # type: ignore[method-assign]
     groups = collect(engine, Talk).groups
     prompts = sum(len(g.prompt_ids) for g in groups)
-    later = [len(s.token_ids) for g in groups for r in g.rollouts for s in r.response if not s.sampled]
+    later = [len(s.token_ids) for g in groups for r in g.rollouts for s in r.branches[0][1:] if not s.sampled]
     assert len(later) > 6
     prefixes = {group: set.union(*(shared[group, sample] for sample in range(3))) for group in (0, 4)}
     assert [len(found) for found in prefixes.values()] == [1, 1] and set.isdisjoint(*prefixes.values())
