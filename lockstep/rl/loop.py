@@ -47,7 +47,7 @@ class Loop:
         self.run = run
         self.world = run.world
         self.algorithm = run.trainer.algorithm
-        shards = config.parallel.batch_shards or run.world.size
+        shards = config.parallel.batch_shards or run.world.mesh.fsdp.size
         self.shards = range(shards)
         self.own_shards = run.world.mesh.fsdp.own(self.shards)
         self.device = run.policy.model.embed.device

@@ -229,11 +229,11 @@ class Recorder:
             checkpoint.save(folder, step, tensors, state, keep_last, self.world)
 
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """What this rank writes of a checkpoint, and the trainer's numbers. Where not all see the run's folder, the
-        first has all tensors."""
+        """What this rank writes of a checkpoint, and the trainer's numbers. Where not all see the run's folder, or
+        ranks share products, the first has all tensors."""
         trainer, world = loop.run.trainer, self.world
         folder = world.from_first(lambda: self.run_dir)
-        if world.size == 1 or not all(world.gather(folder.is_dir())):
+        if world.size == 1 or world.tp > 1 or not all(world.gather(folder.is_dir())):
             tensors, counters = trainer.state()
             return ({"trainer": tensors} if world.first else {}), counters
         own, alike = trainer.local_state()

@@ -20,7 +20,8 @@ from .parameters import Buffer, FlatParameters
 
 class AdamWTensors(NamedTuple):
     """What an update reads and writes: weights in the compute dtype; float32 gradients, masters and moments, all flat;
-    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor."""
+    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor.
+    Where ranks have some gradients alike also which blocks this one counts (`FlatParameters.counted`)."""
 
     weights: Tensor
     grad: Tensor
@@ -28,6 +29,7 @@ class AdamWTensors(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     steps: Tensor
+    counted: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class AdamW:
 
     def tensors(self) -> AdamWTensors:
         """The live tensors."""
-        return AdamWTensors(self.flat.data, self.flat.grad, self.master, self.exp_avg, self.exp_avg_sq, self.steps)
+        state = self.master, self.exp_avg, self.exp_avg_sq, self.steps
+        return AdamWTensors(self.flat.data, self.flat.grad, *state, self.flat.counted)
 
     def reset(self) -> None:
         """Forget moments and step counts; the masters stay."""
@@ -163,7 +166,7 @@ class AdamW:
             try:
                 self._take_over(own, state[name])
             except (KeyError, ValueError) as error:
-                size = [2] if name == "steps" else [self.flat.layout.one_rank.size]
+                size = [2] if name == "steps" else [self.flat.whole_layout.size]
                 found = error if isinstance(error, ValueError) else f"expected shape {size}, found nothing"
                 raise ValueError(f"optimizer state {name!r}: {found}") from error
         self.flat.data.copy_(self.master)
@@ -184,12 +187,15 @@ def adamw_step(t: AdamWTensors, by: AdamW, lr: Tensor, ok: Tensor) -> tuple[Tens
     The norm is the root of the exact sum of the same blocks' squares on any number of ranks.
     """
     settings = by.settings
-    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(ops.square_sums(t.grad))))
+    squares = ops.square_sums(t.grad)
+    if t.counted is not None:
+        squares = torch.where(t.counted, squares, 0.0)
+    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(squares)))
     applied = ok & torch.isfinite(grad_norm)
     max_norm = settings.max_grad_norm
     grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
     betas = settings.beta1, settings.beta2
-    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:])
+    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:6])
     for group in by.groups:
         last = group is by.groups[-1]
         ops.adamw(

@@ -99,13 +99,13 @@ class TrainerPrograms:
             self.by_name[name].lasting = step.COMPARED
 
     def _updating(self) -> graph.Inputs:
-        t = self.optimizer.tensors()._asdict()
+        t = {name: tensor for name, tensor in self.optimizer.tensors()._asdict().items() if tensor is not None}
         weights, grad = t.pop("weights"), t.pop("grad")
         if t["master"] is weights:
             del t["master"]
         s = self.state
         own = {"statistics": s.values, "results": s.results, "lr": s.lr, "sampled": s.sampled}
-        buffer = {**own, **s.router_biases}
+        buffer = {**own, **({"counted": t.pop("counted")} if "counted" in t else {}), **s.router_biases}
         return graph.Inputs(param={"weights": weights}, grad={"grad": grad}, buffer=buffer, optimizer=t)
 
     def constants(self) -> dict[str, graph.Constants]:
@@ -143,7 +143,7 @@ class TrainerPrograms:
     def train_case(self, name: str, batch: PackedBatch, load: Callable[[], object], with_support: bool) -> graph.Case:
         """A launch of `forward_backward` on `batch`, to be checked."""
         made = self.case(name, batch, load, loss_type=self.loss_type, with_support=with_support)
-        return replace(made, eager=self._sparing_body)
+        return replace(made, eager=self._sparing_body if self.flat.reads_own else None)
 
     def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
         """What a program returns for a batch, by name."""
@@ -210,7 +210,8 @@ class TrainerPrograms:
 
     def _optim_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         weights, b = inputs.param["weights"], inputs.buffer
-        tensors = AdamWTensors(**{"master": weights, **inputs.optimizer}, weights=weights, grad=inputs.grad["grad"])
+        masters = {"master": weights, **inputs.optimizer}
+        tensors = AdamWTensors(**masters, weights=weights, grad=inputs.grad["grad"], counted=b.get("counted"))
         s = step.named(b["statistics"])
         ok = torch.isfinite(s["loss"])
         if self.state.enforce_parity:
