@@ -25,7 +25,7 @@ from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
 from .graph_inputs import complete
 from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
-from .optimizer import AdamW, frozen_parameters, parameter_groups
+from .optimizer import frozen_parameters, optimizer_of, parameter_groups
 from .packing import blank_batch
 from .parameters import Buffer, flat_parameters
 from .programs import TrainerPrograms, UpdateState
@@ -94,7 +94,7 @@ class Trainer:
         self.flat = flat_parameters(trained, world.mesh, frozen_parameters(model, optimizer), reader)
         self.flat.add_up(cells)
         self._cells_begun, self._cell_ended = False, False  # of an update's several: one has ended, and the last so far
-        self.optimizer = AdamW(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
+        self.optimizer = optimizer_of(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
         self.weights_version = 0
         device = self.flat.data.device
         lr, sampled = torch.zeros((), device=device), torch.zeros((), dtype=torch.float64, device=device)
@@ -168,13 +168,13 @@ class Trainer:
                 self.values(batch)
             if with_checks:
                 self.check(batch)
-        for name in {"end_cell", "end_cells"} & self.programs.by_name.keys():
+        for name in [name for name in ("end_cell", "end_cells") if name in self.programs.by_name]:
             self.programs.by_name[name]()
         self.gather_weights()
         self._results.make_room()
         self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
         try:
-            self.programs.by_name["optim_step"]()  # clears the gradients
+            self._launch_update()  # clears the gradients
         finally:
             self._results.reset()
             self._values.zero_()
@@ -229,8 +229,12 @@ class Trainer:
         if self._cells_begun:
             self.programs.by_name["end_cells"]()
         self._cells_begun = self._cell_ended = False
-        self.programs.by_name["optim_step"]()
+        self._launch_update()
         return self._launched(lr, sampled)
+
+    def _launch_update(self) -> None:
+        self.programs.by_name["optim_step"]()
+        self.optimizer.launched()
 
     def _to_compare(self) -> int:
         """Sampled tokens of the batches since the last update that were to be compared, of all ranks, by the

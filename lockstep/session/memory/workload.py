@@ -78,6 +78,11 @@ class Workload:
         return Cells(parallel.batch_shards or self.groups, parallel.cell, self.groups)
 
     @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state is on the host."""
+        return self.config.optimizer.offload
+
+    @property
     def b(self) -> int:
         """Bytes of an element in the compute dtype."""
         return self.dtype.itemsize
