@@ -30,7 +30,12 @@ class Saver:
 
     Args:
         shared: whether all ranks see the folder; else the first alone writes.
+
+    Attributes:
+        copies: whether there is memory for a copy on every rank; else a save waits until it is written.
     """
+
+    copies = True
 
     def __init__(self, folder: Path, keep_last: int, world: World, shared: bool) -> None:
         self._folder, self._keep_last, self._world = folder, keep_last, world
@@ -53,8 +58,11 @@ class Saver:
 
         temporary, words = self._world.from_first(begin)
         place = _Place(target, temporary, self._world.rank, self._writers)
-        self._writing = _Writing(place, self._copies.of(tensors), words, self._keep_last)
+        written = self._copies.of(tensors) if self.copies else tensors
+        self._writing = _Writing(place, written, words, self._keep_last)
         self._writing.start()
+        if not self.copies:
+            self.wait()
 
     def look(self) -> None:
         """Raise what went wrong with the checkpoint that is being written, if one is."""
