@@ -110,6 +110,8 @@ PARTS = (
     Part("cpu-algorithms_bits", _case("algorithms_bits", "--only", "rloo"), 30, 180, "cpu"),
     Part("cpu-algorithms_learning", _case("algorithms_learning", "--tiny", "--only", "rloo", "--seeds", "1"),
          15, 120, "cpu"),
+    Part("cpu-tool_learning", _case("tool_learning", "--tiny", "--seeds", "1", "--steps", "2"), 8, 90, "cpu"),
+    Part("cpu-agent_kills", _case("agent_kills", "--kills", "1", "--steps", "6"), 15, 120, "cpu"),
     Part("cpu-endurance", _case("endurance", "--steps", "4"), 8, 90, "cpu"),
     Part("cpu-growth", _case("growth", "--tiny", "--repeats", "1"), 10, 90, "cpu"),
     Part("cpu-seed_workload", _case("seed_workload", "--arch", "tiny", "--steps", "2"), 12, 120, "cpu"),

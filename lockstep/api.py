@@ -130,7 +130,9 @@ def _told(doing: str) -> Iterator[None]:
 def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
     from .session.build import resolve
 
-    before, now = resolve(resumed(run_dir), world.size), resolve(config, world.size)
+    old = resumed(run_dir)
+    layout = replace(old.parallel, fsdp=config.parallel.fsdp, tp=config.parallel.tp)  # any, of the same batches
+    before, now = resolve(replace(old, parallel=layout), world.size), resolve(config, world.size)
     _refuse_changes(run_dir, before, now)
 
 

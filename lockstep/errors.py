@@ -1,5 +1,7 @@
 """Exceptions a user can meet. Messages name what was wrong, where, and what would be right."""
 
+from typing import Any
+
 
 class LockstepError(Exception):
     """A run or check failed. The command line prints the message and exits with code 1.
@@ -29,6 +31,14 @@ class PromptTooLong(InputError):
         self.size = size
 
 
+class RewritesPast(InputError):
+    """A chat template leaves out what it showed of earlier answers; `messages` are those so far, without that."""
+
+    def __init__(self, message: str, messages: list[dict[str, Any]]) -> None:
+        super().__init__(message)
+        self.messages = messages
+
+
 class ParityError(LockstepError):
     """Generator and trainer disagree on a log-probability; no weight was changed by that step."""
 
@@ -40,6 +50,11 @@ class NonFiniteError(LockstepError):
 
 class PeerLost(LockstepError):
     """Another process of the run is gone, or did not come to where the others wait for it."""
+
+
+class ToolUnavailable(LockstepError):
+    """A tool could not do its work, through no fault of the model's. A tool that raises it leaves the trajectory out,
+    as an environment that fails; of any other error it raises the model is told."""
 
 
 class Terminated(KeyboardInterrupt):

@@ -73,6 +73,8 @@ class Segment:
     (`ops.route_digest`), and which a sampled one was drawn after. `last_route` tells of a sampled segment which its
     last token went to (-1: unknown, or nothing was sampled after it). `rewards` are what its environment gave this
     turn, by name, which the trajectory's have in them; `wait_s` are the seconds that the environment took to answer it.
+
+    `anew`: a given one that begins a branch: the model was given all of it, and nothing before it is its context.
     """
 
     token_ids: list[int]
@@ -85,6 +87,7 @@ class Segment:
     wait_s: float = 0.0
     last_route: int = -1
     rewards: Mapping[str, float] | None = None
+    anew: bool = False
 
 
 @dataclass
@@ -92,7 +95,9 @@ class Trajectory:
     """What one sample was given and what it sampled, in order, and what scoring and the algorithm made of it.
 
     It begins with a given segment, the prompt; a single turn is two segments. Tokens are never decoded and encoded
-    again: the generator and environments append segments, the trainer reads them.
+    again: the generator and environments append segments, the trainer reads them. Where what was shown before is shown
+    in another way (a template leaves out earlier thinking), a branch begins: the model goes on from a new prompt, and
+    what was sampled stands in the branch that it was sampled in, once.
 
     Attributes:
         finish_reason: how its last sampled segment ended; one that ended by "stop" ends with the stop token.
@@ -165,10 +170,19 @@ class Trajectory:
         return "".join(turn.text for turn in self.turns)
 
     @property
-    def response(self) -> list[Segment]:
-        """The segments after the prompt, up to the last sampled one: given tokens after it predict nothing."""
-        last = max((i for i, segment in enumerate(self.segments) if segment.sampled), default=0)
-        return self.segments[1 : last + 1]
+    def branches(self) -> list[list[Segment]]:
+        """The segments that are each other's context: a prompt with what follows it, up to the last that was sampled,
+        as given tokens after it predict nothing. The first is the only one, but for what is given anew."""
+        starts = [i for i, segment in enumerate(self.segments) if segment.anew or not i]
+        parts = [self.segments[i:j] for i, j in zip(starts, [*starts[1:], len(self.segments)], strict=True)]
+        ends = [max((i for i, segment in enumerate(part) if segment.sampled), default=0) for part in parts]
+        return [part[: end + 1] for part, end in zip(parts, ends, strict=True) if end or part is parts[0]]
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens that the model goes on from."""
+        begun = max(i for i, segment in enumerate(self.segments) if segment.anew or not i)
+        return [token for segment in self.segments[begun:] for token in segment.token_ids]
 
 
 Completion = Trajectory  # the name that `LLM.generate` has for one of a single turn

@@ -124,6 +124,11 @@ def _mistral(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     return _theta(rng) | {"sliding_window": rng.choice((None, _window(rng), _window(rng)))}
 
 
+def _mixtral(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    experts = {"num_local_experts": rng.choice((3, 6)), "num_experts_per_tok": rng.choice((1, 2, 3))}
+    return _mistral(rng, sizes) | experts | {"intermediate_size": rng.choice((16, 23))}
+
+
 def _olmo2(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     return _theta(rng, **rng.choice(({}, YARN))) | _halves(sizes)
 
@@ -181,6 +186,8 @@ MAKERS: dict[str, Maker] = {
     "deepseek_v3": (transformers.DeepseekV3Config, _deepseek_v3),
     "qwen2": (transformers.Qwen2Config, _qwen2),
     "mistral": (transformers.MistralConfig, _mistral),
+    "mixtral": (transformers.MixtralConfig, _mixtral),
+    "phi3": (transformers.Phi3Config, _mistral),
     "olmo2": (transformers.Olmo2Config, _olmo2),
     "olmo3": (transformers.Olmo3Config, _olmo3),
     "gemma3_text": (transformers.Gemma3TextConfig, _gemma3_text),

@@ -73,7 +73,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "cache": ("fingerprint file_hashes tensor_file user_folder", "tokenizers"),
-    "distributed": ("mesh torch_private", "collectives placement ranks", "join spread", "."),
+    "distributed": ("mesh torch_private", "collectives placement ranks", "join pieces spread sums", "."),
     "ops": (
         "native.library pdl precompile records rows",
         "logprobs.philox operator",
@@ -122,7 +122,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "trainer": (
-        "graph_inputs parameters routing shapes",
+        "graph_inputs parameters routing shapes tp",
         "optimizer packing",
         "step",
         "mismatches programs",
@@ -131,10 +131,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "environments": (
-        "rewards",
+        "rewards sandbox",
         "base calls environment",
+        "answers tokens",
         "episodes remote tools",
-        "adapters",
+        "adapters led",
         "collect data tasks worked",
         "loading",
         ".",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report
+from common import Report, made_by
 
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.models import Decoder, ModelConfig, save_model
@@ -205,6 +205,7 @@ def outcome(config: RunConfig, folder: Path) -> dict[str, Any]:
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trl", type=Path, metavar="FOLDER", help="with TRL's examples")
     parser.add_argument("--verifiers", type=Path, metavar="FOLDER", help="with example environments of verifiers")
+    parser.add_argument("--add", action="store_true", help="keep what the file has of runs that are not run again")
     parser.add_argument("--tasks", nargs="*", default=TASKS, metavar="NAME", help="of reasoning-gym")
 
 
@@ -212,6 +213,8 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
     found: dict[str, dict[str, Any]] = {}
     report.figures |= {"runs": found, "not_run": NOT_RUN}
     report.path = report.path and report.path.resolve()
+    if args.add and report.path is not None and report.path.exists():
+        found.update(json.loads(report.path.read_text())["runs"])
     given, here = args.trl and args.trl.resolve(), Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -223,7 +226,7 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
                 runs |= verifiers_runs(here / args.verifiers, work)
             for number, (name, run) in enumerate(runs.items()):
                 print(name, file=sys.stderr, flush=True)
-                found[name] = outcome(run, work / f"run{number}")
+                found[name] = outcome(run, work / f"run{number}") | {"commit": made_by()["commit"]}
                 report.save()
         finally:
             os.chdir(here)

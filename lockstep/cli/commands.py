@@ -245,6 +245,7 @@ def _eval(flags: Eval) -> Outcome:
         reward=flags.reward,
         environment=flags.environment,
         tools=flags.tools,
+        allow_unsandboxed=flags.allow_unsandboxed,
         max_turns=flags.max_turns,
         max_response_length=flags.max_response_length,
         validation_prompts=prompts,

@@ -278,6 +278,8 @@ class Eval(_AnswerFlags):
     """What answers the model, as task.environment of train."""
     tools: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
     """Functions that the model may call, as task.tools."""
+    allow_unsandboxed: _Switch = False
+    """Let the tool python run programs that cannot be cut off, as task.allow_unsandboxed."""
     max_turns: int = 8
     """Completions that a trajectory may have in an environment."""
     max_response_length: int = 0

@@ -187,10 +187,12 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
     require_divisor(c.parallel, ranks)
     if ranks > 1:
         _check_several(c.compile, ranks)
-    shards = c.parallel.batch_shards or ranks
-    if shards % ranks:
+    groups = ranks // c.parallel.tp
+    shards = c.parallel.batch_shards or groups
+    if shards % groups:
+        what = f"{ranks} processes" if groups == ranks else f"{groups} groups of {c.parallel.tp} processes"
         raise InputError(
-            f"parallel.batch_shards is {shards}, which {ranks} processes cannot share evenly; use a multiple of {ranks}"
+            f"parallel.batch_shards is {shards}, which {what} cannot share evenly; use a multiple of {groups}"
         )
     prompts = c.trainer.prompts_per_step
     if prompts % shards:
@@ -202,13 +204,14 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
 
 
 def require_divisor(c: ParallelConfig, ranks: int) -> None:
-    """Raise `InputError` where so many processes are not groups of those that generate together."""
-    together, are = c.generator_tp, "there is one process" if ranks == 1 else f"there are {ranks} processes"
-    refuse(
-        ranks % together > 0,
-        f"parallel.generator_tp is {together}, and {are}: start a multiple of {together}, such as torchrun "
-        f"--nproc-per-node {together} -m lockstep, or set it to a divisor of {ranks}",
-    )
+    """Raise `InputError` where so many processes are not groups of those that share products, in either role."""
+    are = "there is one process" if ranks == 1 else f"there are {ranks} processes"
+    for name, together in {"tp": c.tp, "generator_tp": c.generator_tp}.items():
+        refuse(
+            ranks % together > 0,
+            f"parallel.{name} is {together}, and {are}: start a multiple of {together}, such as torchrun "
+            f"--nproc-per-node {together} -m lockstep, or set it to a divisor of {ranks}",
+        )
 
 
 def _check_several(c: CompileConfig, ranks: int) -> None:

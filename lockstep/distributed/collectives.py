@@ -21,12 +21,12 @@ from .mesh import Axis
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's `x`, [ranks, *x.shape], by rank; the same everywhere."""
-    return torch_private.wait(torch_private.all_gather(x.reshape(1, *x.shape), axis.size, axis.group))
+    return _all(x.reshape(1, *x.shape), axis)
 
 
 def unshard(shard: Tensor, shape: Sequence[int], axis: Axis) -> Tensor:
     """The whole tensor whose parts, one a rank, are `shard`: flat, of equal size, the last ones padded at the end."""
-    whole = torch_private.wait(torch_private.all_gather(shard, axis.size, axis.group))
+    whole = _all(shard, axis)
     size = prod(shape)
     return (whole if size == whole.numel() else whole[:size]).view(shape)
 
@@ -44,7 +44,9 @@ def exchange(x: Tensor, size: int, axis: Axis) -> Tensor:
     flat = x.reshape(-1)
     if flat.numel() < size * axis.size:
         flat = functional.pad(flat, (0, size * axis.size - flat.numel()))
-    return torch_private.wait(torch_private.all_to_all(flat, axis.size, axis.group)).view(axis.size, size)
+    if axis.size > 1:
+        flat = torch_private.wait(torch_private.all_to_all(flat, axis.size, axis.group))
+    return flat.view(axis.size, size)
 
 
 def gather_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
@@ -112,3 +114,8 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(sum_of_columns(grad, ctx.axis) for grad in grads)
+
+
+def _all(x: Tensor, axis: Axis) -> Tensor:
+    """Every rank's `x`, along dimension 0; of one rank, its own."""
+    return x if axis.size == 1 else torch_private.wait(torch_private.all_gather(x, axis.size, axis.group))

@@ -23,16 +23,18 @@ def join(config: ParallelConfig, device_type: str) -> World:
     """The world of this process: all that torchrun started, over NCCL on GPUs and gloo on CPUs, or itself alone.
 
     Raises:
-        InputError: `parallel.fsdp` is not the number of processes, or these are on devices of different kinds, as where
-            there are more of them than GPUs.
+        InputError: `parallel.fsdp` times `parallel.tp` is not the number of processes, or these are on devices of
+            different kinds, as where there are more of them than GPUs.
         PeerLost: another process did not come.
     """
-    launch, together = machine.launched(), config.generator_tp
+    launch = machine.launched()
     require_divisor(config, launch.processes)
-    if config.fsdp not in (0, launch.processes):
+    shards, tp = config.fsdp, config.tp
+    if shards not in (0, launch.processes // tp):
+        apart = f" and parallel.tp {tp}" if tp > 1 else ""
         raise InputError(
-            f"parallel.fsdp is {config.fsdp}, and {_words(launch.processes)}; start it with torchrun "
-            f"--nproc-per-node {config.fsdp} -m lockstep, or leave parallel.fsdp at 0 for as many as there are"
+            f"parallel.fsdp is {shards}{apart}, and {_words(launch.processes)}; start it with torchrun "
+            f"--nproc-per-node {shards * tp} -m lockstep, or leave parallel.fsdp at 0 for as many as there are"
         )
     if launch.processes == 1:
         return ONE
@@ -40,7 +42,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
     if on_gpu:
         machine.prepare_nccl()
     timeout = timedelta(seconds=config.timeout)
-    world = World(launch.rank, launch.processes, config.timeout, on_gpu, together)
+    world = World(launch.rank, launch.processes, config.timeout, on_gpu, tp, config.generator_tp)
     with world.peers(), world.deadline("joining the other processes"):
         dist.init_process_group("gloo", timeout=timeout)  # what goes through the host
         world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
@@ -48,7 +50,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
         for axis in world.axes:
             torch_private.name_group(axis.group, _own_group(world, axis, backend, patience))
             gather(torch.zeros(1, device=device_type), axis)  # a communicator is made at its first use
-        if together > 1:
+        if config.generator_tp > 1:
             host = _own_group(world, world.generator.tp, "gloo", timeout)
             world = replace(world, together=host)
     return world
@@ -56,8 +58,10 @@ def join(config: ParallelConfig, device_type: str) -> World:
 
 def _own_group(world: World, axis: Axis, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """The group of the ranks along an axis that this one is of; all ranks make all groups."""
-    ranks, width = list(range(world.size)), world.generator_tp
-    along = {"fsdp": [ranks], "generator_tp": [ranks[i : i + width] for i in ranks[::width]]}
+    ranks, tp = list(range(world.size)), world.tp
+    widths = {"tp": tp, "generator_tp": world.generator_tp}
+    along = {name: [ranks[i : i + width] for i in ranks[::width]] for name, width in widths.items()}
+    along["fsdp"] = [ranks[i::tp] for i in range(tp)]
     made = [(of, dist.new_group(of, backend=backend, timeout=timeout)) for of in along[axis.name]]
     return next(group for of, group in made if world.rank in of)
 

@@ -38,6 +38,7 @@ class World:
     Attributes:
         timeout: seconds that a rank waits for the others.
         on_gpu: whether they train on GPUs.
+        tp: neighbours that share each product of the trainer; it divides `size`.
         generator_tp: neighbours that generate together; it divides `size`.
         together: the group of those, for what goes through the host.
     """
@@ -46,6 +47,7 @@ class World:
     size: int = 1
     timeout: float = 0.0
     on_gpu: bool = False
+    tp: int = 1
     generator_tp: int = 1
     together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
@@ -54,7 +56,8 @@ class World:
     @property
     def mesh(self) -> Mesh:
         """Where this process lies among the others, as the trainer has them."""
-        return Mesh(fsdp=Axis("fsdp", self.size, self.rank))
+        shards, tp = self.size // self.tp, Axis("tp", self.tp, self.rank % self.tp)
+        return Mesh(fsdp=Axis("fsdp", shards, self.rank // self.tp), tp=tp)
 
     @property
     def generator(self) -> Mesh:

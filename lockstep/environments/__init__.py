@@ -23,12 +23,14 @@ from .tasks.word_arithmetic import WordArithmetic
 
 if TYPE_CHECKING:
     from .collect import Collector
-    from .environment import End, Environment, Next, Turn
-    from .episodes import Failures, Limits, Tokens
+    from .environment import Branch, End, Environment, Next, Turn
+    from .episodes import Failures, Limits
     from .loading import make_environment
+    from .tokens import Said, Tokens, plain
     from .worked import worked_trajectories
 
 _WITH_TORCH = {
+    "Branch": "environment",
     "Collector": "collect",
     "End": "environment",
     "Environment": "environment",
@@ -36,7 +38,9 @@ _WITH_TORCH = {
     "Turn": "environment",
     "Failures": "episodes",
     "Limits": "episodes",
-    "Tokens": "episodes",
+    "Said": "tokens",
+    "Tokens": "tokens",
+    "plain": "tokens",
     "make_environment": "loading",
     "worked_trajectories": "worked",
 }

@@ -14,10 +14,11 @@ from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
 from .base import Problem, draw
 from .environment import Environment, SingleTurn
-from .episodes import Asked, Episode, Failures, Limits, Play, Sampler, Tokens
+from .episodes import Asked, Episode, Failures, Limits, Play, Sampler
 from .led import follow, leading
 from .rewards.calls import Logged
 from .rewards.reward_set import RewardSet, Scoring
+from .tokens import Tokens
 
 LOGGED = "logged/"  # of metrics that reward functions logged
 

@@ -40,6 +40,14 @@ class Next:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """What is given begins anew: the model goes on from this alone, as from another prompt. What was sampled before is
+    trained in the branch that it was sampled in."""
+
+    given: Given
+
+
+@dataclass(frozen=True)
 class End:
     """The end of a trajectory. `reward` is the last turn's, added to what other turns had; None leaves it to the task's
     reward functions, and with `functions` they are asked as well, and added.
@@ -96,7 +104,7 @@ class Environment:
         """
         return row["prompt"]
 
-    def step(self, turn: Turn) -> Given | Next | End | Awaitable[Given | Next | End]:
+    def step(self, turn: Turn) -> Given | Branch | Next | End | Awaitable[Given | Branch | Next | End]:
         """What follows a turn. One that ended by "length" or "truncated" is the last, whatever is answered."""
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
@@ -127,6 +135,7 @@ class Environment:
             "environment/given_tokens": mean(sum(len(s.token_ids) for s in of_one) for of_one in given),
             "environment/sampled_tokens": mean(len(t.token_ids) for t in trajectories),
             "environment/wait_s": mean(sum(turn.wait_s for turn in t.turns) for t in trajectories),
+            "environment/branches": mean(len(t.branches) - 1 for t in trajectories),
             "environment/truncated": mean(float(t.finish_reason == "truncated") for t in trajectories),
         }
 

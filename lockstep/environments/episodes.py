@@ -7,24 +7,23 @@ tokens are keyed by the trajectory and their place in it, and a trajectory's pag
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from ..errors import InputError, LockstepError
+from ..errors import InputError, LockstepError, RewritesPast
 from ..timings import Timings
 from ..types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ..user_functions import one_line
-from .base import Encode, Problem
+from .answers import count, is_chat, is_given, is_tokens, unlike, wrong_end, wrong_reward
+from .base import Problem
 from .calls import Answer, Calls, Failure
-from .environment import End, Environment, Message, Next, Reward, Turn, by_name
+from .environment import Branch, End, Environment, Next, Turn, by_name
+from .tokens import Messages, Tokens, answering, said_by
 
 FAILURES = 16  # trajectories in a row that their environment fails end the run
 
 _log = logging.getLogger("lockstep")
-
-Messages = list[Message]
 
 
 class NewTokens(Protocol):
@@ -46,36 +45,18 @@ class Sampler(Protocol):
     def abort(self, request_id: int) -> list[Trajectory]: ...
 
 
-# continue_(messages, given): tokens of text or messages that follow an answer; `messages` are those so far, the answer
-# the last; None where the prompt was no chat.
-Continue = Callable[[Messages | None, str | Messages], list[int]]
-
-
-def _said(text: str) -> tuple[Message, bool]:
-    return {"role": "assistant", "content": text}, False
-
-
-class Tokens(NamedTuple):
-    """How given text becomes tokens, once; the text of tokens, for people; and sampled text as a message, with whether
-    it began a call that is none. `with_tools`: the same where the model may call these (`Environment.tools`)."""
-
-    prompt: Encode
-    following: Continue
-    text: Callable[[list[int]], str] = str
-    message: Callable[[str], tuple[Message, bool]] = _said
-    with_tools: Callable[[Sequence[Mapping[str, Any]]], Tokens] | None = None
-
-
 @dataclass(frozen=True)
 class Limits:
     """Of a trajectory: the tokens of its prompt and those after it (None: no limit but a turn's), its turns, and the
-    seconds that its environment may take to answer (0: any); and in words where the first comes from."""
+    seconds that its environment may take to answer (0: any); in words where the first comes from; and the rows that its
+    branches may take together in a micro-batch."""
 
     prompt_tokens: int | None = None
     response_tokens: int | None = None
     turns: int = 1
     timeout: float = 0.0
     prompt_reason: str = ""
+    packed_tokens: int | None = None
 
 
 @dataclass(eq=False)
@@ -257,7 +238,7 @@ class Play:
         for started in ready:
             episodes, given = [one for one, _ in started], [value for _, value in started]
             failure = next((value for value in given if isinstance(value, Failure)), None)
-            failure = failure or _unlike(given, self._environment.begin_alike)
+            failure = failure or unlike(given, self._environment.begin_alike)
             if failure is not None:
                 for episode in episodes:
                     self._fail(episode, failure)
@@ -278,8 +259,8 @@ class Play:
         try:
             if tokens.with_tools is not None:
                 tokens = tokens.with_tools(episodes[0].environment.tools)
-            ids = given if _is_tokens(given) else tokens.prompt(given)
-            text = tokens.text(given) if _is_tokens(given) else given
+            ids = given if is_tokens(given) else tokens.prompt(given)
+            text = tokens.text(given) if is_tokens(given) else given
         except InputError as error:
             raise InputError(f"{asked.where}: {error}") from error
         if not ids:
@@ -290,7 +271,7 @@ class Play:
             raise InputError(f"{asked.where}: the prompt has {len(ids)} tokens; at most {most} are allowed{why}")
         for episode in episodes:
             episode.tokens, episode.prompt = tokens, text
-            episode.messages = list(given) if _is_chat(given) else None
+            episode.messages = list(given) if is_chat(given) else None
         return ids
 
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:
@@ -298,7 +279,10 @@ class Play:
         first = min(episode.sample for episode in episodes)
         if len(episodes) == 1:
             sampling = episodes[0].environment.until(sampling)
-        identity = replace(self._identity, group=episodes[0].group, sample=first)
+        trajectory = episodes[0].trajectory
+        branch = sum(segment.anew for segment in trajectory.segments) if trajectory is not None else 0
+        domain = self._identity.domain + (branch << 8)  # places repeat in a branch, and random numbers must not
+        identity = replace(self._identity, group=episodes[0].group, sample=first, domain=domain)
         request_id = self._sampler.add_request(token_ids, sampling, identity)
         self._sampled |= {(request_id, episode.sample): episode for episode in episodes}
 
@@ -318,7 +302,9 @@ class Play:
             episode.trajectory = made
         else:
             segments, routes = episode.trajectory.segments, made.prompt.route_digests
-            if routes is not None:
+            if routes is not None and segments[-1].anew:
+                segments[-1].route_digests = routes
+            elif routes is not None:
                 new = len(segments[-1].token_ids)
                 segments[-1].route_digests, segments[-2].last_route = routes[-new:], routes[-new - 1]
             segments.append(turn)
@@ -326,25 +312,26 @@ class Play:
         if made.finish_reason == "length" and len(turn.token_ids) < self._sampling.max_completion_length:
             episode.trajectory.finish_reason = "truncated"
         episode.turns += 1
+        said = episode.tokens.said(turn)
         if episode.messages is not None:
-            episode.messages.append({"role": "assistant", "content": turn.text})
-        said = episode.tokens.message(turn.text)
+            episode.messages.append(said.in_chat)
         last = episode.trajectory.cut_off or episode.turns >= self._limits.turns
-        told = Turn(turn.text, list(turn.token_ids), episode.trajectory.finish_reason, *said, last, turn)
+        reason = episode.trajectory.finish_reason
+        told = Turn(turn.text, list(turn.token_ids), reason, said.message, said.malformed, last, turn)
         self._calls.call(episode, episode.environment.step, told)
 
     def _stepped(self, episode: Episode, given: Any) -> None:
         trajectory = episode.trajectory
         assert trajectory is not None
         if isinstance(given, Next):
-            if wrong := _wrong_reward(given.reward):
+            if wrong := wrong_reward(given.reward):
                 self._fail(episode, Failure(wrong))
                 return
             trajectory.segments[-1].rewards, given = by_name(given.reward), given.given
             episode.rewarded = True
         if isinstance(given, End):
             self._end(episode, given)
-        elif not (_is_chat(given) or _is_tokens(given) or isinstance(given, str)):
+        elif not is_given(given.given if isinstance(given, Branch) else given):
             kind = f"{type(given).__name__} {one_line(given, repr)}"
             self._fail(episode, Failure(f"step returned {kind}; it must be text, messages, token ids or an End"))
         elif trajectory.cut_off:
@@ -358,45 +345,68 @@ class Play:
     def _go_on(self, episode: Episode, given: Any) -> None:
         trajectory = episode.trajectory
         assert trajectory is not None
-        ids, text = self._following(episode, given)
-        trajectory.segments.append(Segment(ids, text=text))
-        used = sum(len(segment.token_ids) for segment in trajectory.segments[1:])
-        most = self._limits.response_tokens
-        room = self._sampling.max_completion_length if most is None else most - used
-        if room < 1:
+        anew = isinstance(given, Branch)
+        try:
+            ids, text = self._anew(episode, given.given) if anew else self._following(episode, given)
+        except RewritesPast as past:
+            assert episode.messages is not None
+            given = answering(episode.messages[-1], given)
+            (ids, text), anew = self._anew(episode, [*episode.messages, *given]), True
+            episode.messages = [*past.messages, *given]
+        trajectory.segments.append(Segment(ids, text=text, anew=anew))
+        if (room := self._room(trajectory)) < 1:
             trajectory.segments.pop()
             trajectory.finish_reason = "truncated"
             self._cut(episode)
             return
         sampling = replace(self._sampling, n=1, max_completion_length=min(room, self._sampling.max_completion_length))
-        self._request([episode], [t for segment in trajectory.segments for t in segment.token_ids], sampling)
+        self._request([episode], trajectory.context, sampling)
+
+    def _room(self, trajectory: Trajectory) -> int:
+        """Tokens that may still be sampled."""
+        context, branches = len(trajectory.context), 1 + sum(segment.anew for segment in trajectory.segments)
+        room, most = self._sampling.max_completion_length, self._limits.response_tokens
+        if most is not None:
+            room = most - max(context - len(trajectory.prompt.token_ids), len(trajectory.token_ids))
+        if branches > 1 and self._limits.packed_tokens is not None:  # the last token of each takes no row
+            room = min(room, self._limits.packed_tokens + branches - sum(len(s.token_ids) for s in trajectory.segments))
+        return room
 
     def _following(self, episode: Episode, given: Any) -> tuple[list[int], str]:
         """The tokens of what was given, and its text. What was sampled is never encoded: of a chat's messages, those
         tokens are taken that come after it."""
-        if _is_tokens(given):
+        if is_tokens(given):
             return list(given), ""
         assert episode.trajectory is not None
-        ids = episode.tokens.following(episode.messages, given)
         if isinstance(given, str):
-            return ids, given
+            return episode.tokens.following(episode.messages, given), given
+        if episode.messages is not None:
+            given = answering(episode.messages[-1], given)
+        ids = episode.tokens.following(episode.messages, given)
         assert episode.messages is not None
         episode.messages += given
         last = episode.trajectory.segments[-1].token_ids[-1]
         ended = episode.trajectory.finish_reason == "stop" and ids[:1] == [last]  # the template closes its answers so
-        return ids[ended:], "\n".join(f"{message.get('role')}: {message.get('content')}" for message in given)
+        return ids[ended:], said_by(given)
+
+    def _anew(self, episode: Episode, given: Any) -> tuple[list[int], str]:
+        """The same of what a branch begins with."""
+        episode.messages = list(given) if is_chat(given) else None
+        if is_tokens(given):
+            return list(given), ""
+        return episode.tokens.prompt(given), given if isinstance(given, str) else said_by(given)
 
     def _cut(self, episode: Episode) -> None:
         episode.cut = True
         self._calls.call(episode, episode.environment.cut)
 
     def _end(self, episode: Episode, end: Any) -> None:
-        if wrong := _wrong_end(end):
+        if wrong := wrong_end(end):
             self._fail(episode, Failure(wrong))
             return
         assert episode.trajectory is not None
         if end.reward is not None or episode.rewarded:
-            _count(end.reward, episode.trajectory)
+            count(end.reward, episode.trajectory)
         episode.trajectory.environment = episode.environment.variant
         episode.end = end
         self._failures.forget()
@@ -404,50 +414,3 @@ class Play:
     def _fail(self, episode: Episode, failure: Failure) -> None:
         episode.failure = failure
         self._failures.add(self._where(episode), failure)
-
-
-def _is_chat(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(message, dict) for message in given)
-
-
-def _is_tokens(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
-
-
-def _unlike(given: list[Any], alike: bool) -> Failure | None:
-    """What is wrong with the prompts of a group's samples; None if all is well."""
-    for one in given:
-        if not (isinstance(one, str) or _is_chat(one) or _is_tokens(one)):
-            kind = f"{type(one).__name__} {one_line(one, repr)}"
-            return Failure(f"start returned {kind}; it must be text, messages or token ids")
-    if alike and any(other != given[0] for other in given):
-        return Failure("start returned other prompts for samples of one group; it may depend on row and seed alone")
-    return None
-
-
-def _wrong_end(end: Any) -> str:
-    """What is wrong with an end; nothing if all is well."""
-    if not isinstance(end, End):
-        return f"cut returned {type(end).__name__} {one_line(end, repr)}; it must be an End"
-    return "" if end.reward is None else _wrong_reward(end.reward)
-
-
-def _wrong_reward(reward: Any) -> str:
-    for value in reward.values() if isinstance(reward, Mapping) else [reward]:
-        if not (isinstance(value, (int, float)) and math.isfinite(value)):
-            return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name"
-    return ""
-
-
-def _count(last: Reward | None, trajectory: Trajectory) -> None:
-    """Note the reward of the last turn, and what all of them come to."""
-    turn, total = trajectory.turns[-1], dict[str, float]()
-    if last is not None:
-        turn.rewards = _added(turn.rewards or {}, by_name(last))
-    for turn in trajectory.turns:
-        total = _added(total, turn.rewards or {})
-    trajectory.rewards, trajectory.reward = dict(total), sum(total.values())
-
-
-def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    return {**one, **{name: one[name] + value if name in one else value for name, value in other.items()}}

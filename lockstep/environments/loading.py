@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..config import TaskConfig
@@ -13,10 +13,14 @@ from .adapters.verifiers import NAME as VERIFIERS
 from .adapters.verifiers import verifiers_environment
 from .environment import Environment, SingleTurn
 from .remote import remote_environment
+from .sandbox import python_tool
 from .tasks.calculator import Calculator
-from .tools import tool_environment
+from .tools import Tool, tool_environment
 
 ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator}
+TOOLS: dict[str, Callable[[TaskConfig], Tool]] = {
+    "python": lambda config: python_tool(allow_unsandboxed=config.allow_unsandboxed)
+}
 
 
 def make_environment(config: TaskConfig) -> type[Environment]:
@@ -24,7 +28,7 @@ def make_environment(config: TaskConfig) -> type[Environment]:
 
     Raises `InputError` when it cannot be loaded or is no environment.
     """
-    tools = [load_function(tool, f"task.tools {tool!r}") for tool in config.tools]
+    tools = [_tool(tool, config) for tool in config.tools]
     if config.environment is None:
         return tool_environment(tools, "task.tools") if tools else SingleTurn
     what = f"task.environment {config.environment!r}"
@@ -49,3 +53,9 @@ def _named(name: str, config: TaskConfig, what: str) -> Any:
     if name == VERIFIERS:
         return verifiers_environment(config.data, config.max_turns, what)
     return load_named(name, what, f", or one of {', '.join(ENVIRONMENTS)}, {VERIFIERS}", kind="Class")
+
+
+def _tool(name: str, config: TaskConfig) -> Tool:
+    if name in TOOLS:
+        return TOOLS[name](config)
+    return load_function(name, f"task.tools {name!r}", f", or one of {', '.join(TOOLS)}")

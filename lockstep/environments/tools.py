@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..errors import InputError
+from ..errors import InputError, ToolUnavailable
 from .calls import event_loop, in_the_main_thread
 from .environment import End, Environment, Message, Turn
 
@@ -38,7 +38,7 @@ def schema(tool: Tool, what: str) -> dict[str, Any]:
 class ToolEnvironment(Environment):
     """Answers the calls of a turn with what the functions return; a turn without a call is the last. The task's reward
     functions score the conversation. A function that raises, is not there, or is called in a malformed way is answered
-    with the error."""
+    with the error; one that raises `ToolUnavailable` leaves the trajectory out."""
 
     functions: ClassVar[Sequence[Tool]] = ()
     schemas: ClassVar[Sequence[Mapping[str, Any]]] = ()
@@ -94,6 +94,8 @@ class ToolEnvironment(Environment):
         if waiting:
             found = asyncio.run_coroutine_threadsafe(gathered(), event_loop()).result()
             for i, result in zip(waiting, found, strict=True):
+                if isinstance(result, ToolUnavailable):
+                    raise result
                 results[i] = {"error": str(result)} if isinstance(result, BaseException) else result
         return [(call["name"], result) for call, result in zip(calls, results, strict=True)]
 
@@ -105,6 +107,8 @@ def _called(tool: Tool | None, call: Mapping[str, Any]) -> Any:
         if _of(tool) in _in_main:
             return in_the_main_thread(lambda: tool(**call["arguments"]))
         return tool(**call["arguments"])
+    except ToolUnavailable:
+        raise
     except Exception as error:
         if not str(error).startswith(_OF_MAIN) or _of(tool) in _in_main:
             return {"error": str(error)}

@@ -10,7 +10,8 @@ from ..timings import Timings
 from ..types import WARMUP_DOMAIN, SampleIdentity, SamplingParams, Segment, Trajectory
 from .base import Problem
 from .environment import Environment
-from .episodes import Asked, Episode, Failures, Limits, Play, Tokens
+from .episodes import Asked, Episode, Failures, Limits, Play
+from .tokens import Tokens
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from ..models.checks import memory_bytes
 HOST_CACHE = 2 << 30  # bytes that a cache may have on a CPU, unless its capacity is given
 
 
-def bytes_per_token(config: ModelConfig, dtype: torch.dtype, ranks: int = 1) -> int:
-    """Cache bytes of one position, keys and values, all layers, on each of so many ranks that share the heads."""
-    heads, key, value = config.cached_by(ranks)
+def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Cache bytes of one position, keys and values, all layers."""
+    heads, key, value = config.cached
     return config.num_layers * heads * (key + value) * dtype.itemsize
 
 
@@ -36,13 +36,11 @@ def plan_cache_tokens(
     device: torch.device,
     sequences: int,
     tokens_per_sequence: int,
-    ranks: int = 1,
 ) -> int:
     """Capacity in tokens, decided and checked before anything is generated.
 
     `generator.kv_cache_tokens` when given; otherwise what `sequences` of `tokens_per_sequence` need at once, bounded
-    by `max_num_seqs` and by the memory at hand (half of the GPU's free memory; 2 GiB on a CPU); for each of so many
-    ranks that share the heads.
+    by `max_num_seqs` and by the memory at hand (half of the GPU's free memory; 2 GiB on a CPU).
 
     Raises:
         InputError: not even one sequence of that length fits.
@@ -50,7 +48,7 @@ def plan_cache_tokens(
     one_sequence = per_sequence(config, tokens_per_sequence) - config.page_size
     if config.kv_cache_tokens:
         planned = config.kv_cache_tokens
-        needed, memory = planned * bytes_per_token(model, dtype, ranks), memory_bytes(device)
+        needed, memory = planned * bytes_per_token(model, dtype), memory_bytes(device)
         refuse(
             needed > memory,
             f"generator.kv_cache_tokens: {planned} tokens take {needed / 2**30:,.0f} GiB, and {device.type} has "
@@ -59,7 +57,7 @@ def plan_cache_tokens(
     else:
         wanted = min(sequences, config.max_num_seqs) * per_sequence(config, tokens_per_sequence)
         free = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else HOST_CACHE
-        planned = min(wanted, rounded(free // bytes_per_token(model, dtype, ranks)))
+        planned = min(wanted, rounded(free // bytes_per_token(model, dtype)))
     refuse(
         planned // config.page_size * config.page_size < one_sequence,
         f"generator.kv_cache_tokens: the cache holds {planned} tokens, one sequence may need {one_sequence}; raise it, "

@@ -43,8 +43,10 @@ class Engine:
             reading of their results (`read`) are measured.
         ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
             where nothing would be won, 0 on a CPU.
-        agree: of an engine that several ranks run, is told the schedule's state every `AGREED` launches; raises where
-            that of another rank is another.
+
+    Attributes:
+        agree: is told the schedule's state every `AGREED` launches, and raises where it is another on a rank that runs
+            the same engine.
     """
 
     def __init__(
@@ -55,7 +57,6 @@ class Engine:
         detokenize: Callable[[list[int]], str] | None = None,
         runtime: Runtime = EAGER,
         ahead: int | None = None,
-        agree: Callable[[object], None] | None = None,
     ) -> None:
         model = weights.model
         self.config = config
@@ -63,8 +64,9 @@ class Engine:
         self.detokenize = detokenize
         device = model.embed.device
         pages = cache_tokens // config.page_size
-        cleared, ranks = model.masks is not None, model.spread.axis.size
-        self.cache = KVCache(model.config, pages, config.page_size, model.embed.dtype, device, cleared, ranks)
+        ranks = model.spread.axis.size
+        own, cleared = model.config.shared_by(ranks), model.masks is not None
+        self.cache = KVCache(own, pages, config.page_size, model.embed.dtype, device, cleared)
         count, width = max(row_buckets(config.max_num_seqs)[0], least_rows(ranks)), self.cache.pages_for(MIN_CONTEXT)
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
@@ -76,7 +78,8 @@ class Engine:
         self._flight: deque[Block] = deque()  # launched, and not read yet
         self._grown: list[Sequence] = []  # by what was read
         self._ids = itertools.count()
-        self._agree, self._launches = agree, 0
+        self.agree: Callable[[str], None] | None = None
+        self._launches = 0
         self._pending: dict[int, dict[int, Trajectory | None]] = {}
 
     def generate(
@@ -209,8 +212,8 @@ class Engine:
             self.scheduler.clock += block.steps
         self.drain(self.ahead)
         self._launches += 1
-        if self._agree is not None and self._launches % AGREED == 0:
-            self._agree(self.scheduler.digest())
+        if self.agree is not None and self._launches % AGREED == 0:
+            self.agree(self.scheduler.digest())
         grown, self._grown = self._grown, []
         return list(dict.fromkeys(grown))
 

@@ -30,9 +30,6 @@ class KVCache:
 
     With `cleared`, values are zero in a page that is handed out: for attention that multiplies what a query does not
     see by zero, which leaves what is not finite in the result.
-
-    Args:
-        ranks: those that share the heads, of which each has its own cache, and its host the same pages.
     """
 
     def __init__(
@@ -43,9 +40,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         cleared: bool = False,
-        ranks: int = 1,
     ) -> None:
-        heads, key, value = config.cached_by(ranks)
+        heads, key, value = config.cached
         shape = (config.num_layers, num_pages + 1, page_size, heads)
         self.k = torch.zeros(*shape, key, dtype=dtype, device=device)
         self.v = torch.zeros(*shape, value, dtype=dtype, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 
 from ..errors import InputError, refuse
@@ -179,10 +179,10 @@ class ModelConfig:
             return 1, self.mla.key_dim, 0
         return self.num_kv_heads, self.head_dim, self.head_dim
 
-    def cached_by(self, ranks: int) -> tuple[int, int, int]:
-        """`cached` of each of so many ranks that share the heads. A latent is of all heads, and whole on each."""
-        heads, key, value = self.cached
-        return heads if self.mla is not None else heads // ranks, key, value
+    def shared_by(self, ranks: int) -> ModelConfig:
+        """As each of so many ranks that share the heads has it. A latent is of all heads, and whole on each."""
+        kv_heads = self.num_kv_heads if self.mla is not None else self.num_kv_heads // ranks
+        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer's feed-forward is a mixture of experts."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cache.tokenizers import kept
-from ..errors import InputError, LockstepError, PromptTooLong, refuse
+from ..errors import InputError, LockstepError, PromptTooLong, RewritesPast, refuse
 from ..json_file import read_json, read_object
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
 
 
+_THOUGHT = "</think>"
 _MARK = "\ue000\ue001\ue000"  # of the private use area: in no text, and no template changes it
 
 
@@ -225,28 +226,29 @@ def encode_following(
     messages: list[dict[str, Any]],
     following: list[dict[str, Any]],
     chat_template_kwargs: dict[str, Any] | None = None,
+    ends: Sequence[str] = (),
 ) -> list[int]:
     """Token ids of what the chat template puts after the last of `messages`, an answer, when others follow it: the
-    answer's end, those messages, and the generation prompt.
+    answer's end, those messages, and the generation prompt. `ends` are the texts of the tokens that end answers: one of
+    them ends an answer with `tool_calls`.
 
-    Raises `InputError` when the template does not show an answer as it is, or leaves out what it showed before: such
-    tokens would not follow those that were sampled; or when it leaves out what is to follow.
+    Raises `RewritesPast` when the template leaves out what it showed before: such tokens would not follow those that
+    were sampled. Raises `InputError` when it does not show an answer as it is, or leaves out what is to follow.
     """
     *before, answer = messages
-    marked = {**answer, "content": f"{answer['content']}{_MARK}"}
-    whole = render_chat(tokenizer, [*before, marked, *following], chat_template_kwargs)
+    whole = render_chat(tokenizer, [*before, _marked(answer), *following], chat_template_kwargs)
     head, found, tail = whole.rpartition(_MARK)
+    if answer.get("tool_calls"):
+        tail = tail[min((place for end in ends if (place := tail.find(end)) >= 0), default=len(tail)) :]
     roles = " and ".join(sorted({str(message.get("role")) for message in following}))
     where = f"{_template_file(tokenizer)} cannot go on from what was sampled with a message of role {roles}"
-    refuse(not found or _MARK in head, f"{where}: it does not show an answer as it is; give text or token ids instead")
-    thoughts = [m["content"].rpartition("</think>")[0].strip() for m in messages if m.get("role") == "assistant"]
-    refuse(
-        any(thought.removeprefix("<think>").strip() not in head for thought in thoughts),
-        f"{where}: it leaves out the thinking of earlier answers, which the model has seen; give text or token ids "
-        "instead, or turn thinking off by task.chat_template_kwargs",
-    )
+    shown = found and tail and _MARK not in head
+    refuse(not shown, f"{where}: it does not show an answer as it is; give text or token ids instead")
     unseen = next((m.get("role") for m in following if not _is_shown(m.get("content"), tail)), None)
     refuse(unseen is not None, f"{where}: it leaves out what a message of role {unseen} says; give text or token ids")
+    kept = [message if _thought(message) in head else _without_thought(message) for message in messages]
+    if kept != messages:
+        raise RewritesPast(f"{where}: it leaves out the thinking of earlier answers, which the model has seen", kept)
     return encode_text(tokenizer, tail)
 
 
@@ -255,6 +257,28 @@ def _is_shown(content: Any, text: str) -> bool:
     if not isinstance(content, str):
         return True
     return content.strip() in text or json.dumps(content.strip(), ensure_ascii=False)[1:-1] in text
+
+
+def _marked(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer with a mark at its end, or in the last of its calls."""
+    if not answer.get("tool_calls"):
+        return {**answer, "content": f"{answer['content']}{_MARK}"}
+    *calls, last = answer["tool_calls"]
+    function = {**last["function"], "arguments": {**last["function"]["arguments"], "mark": _MARK}}
+    return {**answer, "tool_calls": [*calls, {**last, "function": function}]}
+
+
+def _thought(message: dict[str, Any]) -> str:
+    """What an answer has thought: before `</think>`, or as templates that have a field for it take it."""
+    if message.get("role") != "assistant":
+        return ""
+    thought = message.get("thinking") or message["content"].rpartition(_THOUGHT)[0]
+    return thought.strip().removeprefix("<think>").strip()
+
+
+def _without_thought(message: dict[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in message.items() if name != "thinking"}
+    return {**rest, "content": message["content"].rpartition(_THOUGHT)[2].lstrip("\n")}
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:

@@ -47,7 +47,7 @@ class Loop:
         self.run = run
         self.world = run.world
         self.algorithm = run.trainer.algorithm
-        shards = config.parallel.batch_shards or run.world.size
+        shards = config.parallel.batch_shards or run.world.mesh.fsdp.size
         self.shards = range(shards)
         self.own_shards = run.world.mesh.fsdp.own(self.shards)
         self.device = run.policy.model.embed.device
@@ -58,7 +58,8 @@ class Loop:
         self.replaced: list[RolloutGroup] = []  # in the latest step, by dynamic sampling
         task = config.task
         response = config.max_response_length, task.turns, task.environment_timeout
-        self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason)
+        packed = config.trainer.max_tokens_per_micro_batch
+        self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason, packed)
         self.failures = Failures()
         self._most_sampled = min(task.turns * config.sampling.max_completion_length, config.max_response_length)
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step

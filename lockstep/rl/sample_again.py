@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ..environments import End, Environment, Failures, Problem, Turn
+from ..environments import Branch, End, Environment, Failures, Problem, Turn
 from ..environments.base import draw
 from ..environments.episodes import Asked, Play
 from ..errors import LockstepError
@@ -17,21 +17,24 @@ class Recorded(Environment):
     """Gives what a record says was given, as its tokens."""
 
     instant: ClassVar[bool] = True
-    given: ClassVar[list[list[int]]]
+    given: ClassVar[list[tuple[list[int], bool]]]
 
     def __init__(self) -> None:
         self._left = list(self.given)
 
     def start(self, row: dict[str, Any], seed: int) -> Any:
-        return self._left.pop(0)
+        return self._left.pop(0)[0]
 
     def step(self, turn: Turn) -> Any:
-        return self._left.pop(0) if self._left else End(0.0)
+        if not self._left:
+            return End(0.0)
+        tokens, anew = self._left.pop(0)
+        return Branch(tokens) if anew else tokens
 
 
-def sample_again(loop: Loop, identity: SampleIdentity, given: list[list[int]] | None) -> Trajectory:
+def sample_again(loop: Loop, identity: SampleIdentity, given: list[tuple[list[int], bool]] | None) -> Trajectory:
     """Sample the trajectory of `identity` with the weights of now. `given` are the tokens of its prompt and of what is
-    given after each turn; None asks the task and the environment anew.
+    given after each turn, with whether they begin a branch; None asks the task and the environment anew.
 
     Raises `LockstepError` when the environment fails.
     """

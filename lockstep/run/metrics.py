@@ -47,6 +47,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "environment/sampled_tokens": "Sampled tokens a trajectory",
         "environment/given_tokens": "Given tokens a trajectory, the prompt's aside",
         "environment/wait_s": "Waited for answers, seconds a trajectory",
+        "environment/branches": "Begun anew in a trajectory, as its past was shown in another way",
         "environment/truncated": "Ended by a limit, share",
         "environment/errors": "Trajectories left out, as their environment failed",
         "environment/<fn>/trajectories": "Trajectories of <fn>",
@@ -55,6 +56,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "environment/<fn>/sampled_tokens": "Sampled tokens a trajectory of <fn>",
         "environment/<fn>/given_tokens": "Given tokens a trajectory of <fn>",
         "environment/<fn>/wait_s": "Waited for answers of <fn>, seconds a trajectory",
+        "environment/<fn>/branches": "Begun anew in a trajectory of <fn>",
         "environment/<fn>/truncated": "Of <fn> ended by a limit, share",
         "environment/<fn>/errors": "Trajectories of <fn> left out",
     },
@@ -262,11 +264,12 @@ def logprobs_digest(rollout: Trajectory) -> str:
 def _segments(rollout: Trajectory) -> list[dict[str, Any]]:
     """The segments in order, each with its kind and its number of tokens. Where there are more than a prompt and its
     completion, which the record has anyway, those after the prompt have their text, given ones their tokens, sampled
-    ones their rewards."""
+    ones their rewards. One that begins a branch is `anew`."""
     found: list[dict[str, Any]] = []
     for segment in rollout.segments:
         found.append({"kind": "sampled" if segment.sampled else "given", "tokens": len(segment.token_ids)})
         if len(rollout.segments) > 2 and segment is not rollout.prompt:
             found[-1] |= {"text": segment.text} | ({} if segment.sampled else {"token_ids": segment.token_ids})
             found[-1] |= {"rewards": dict(segment.rewards)} if segment.rewards else {}
+            found[-1] |= {"anew": True} if segment.anew else {}
     return found

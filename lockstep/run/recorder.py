@@ -240,10 +240,10 @@ class Recorder:
         self._saver.save(step, tensors, self._state(loop, counters) if self.world.first else {})
 
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """What this rank writes of a checkpoint, and the trainer's numbers. Where not all see the run's folder, the
-        first has all tensors."""
+        """What this rank writes of a checkpoint, and the trainer's numbers. Where not all see the run's folder, or
+        ranks share products, the first has all tensors."""
         trainer, world = loop.run.trainer, self.world
-        if world.size == 1 or not self._all_see():
+        if world.size == 1 or world.tp > 1 or not self._all_see():
             tensors, counters = trainer.state()
             return ({"trainer": tensors} if world.first else {}), counters
         own, alike = trainer.local_state()

@@ -24,6 +24,7 @@ from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
 
 SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # every step's metrics have them
 CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
+LAYOUT = "parallel.fsdp", "parallel.tp"  # of the processes, which any others go on for
 _NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # path.py:name
 _DATA_FIELDS = ("task.data", "task.validation_data", *_NAMED)
 _MODELS = {"model": "model", "teacher": "loss.teacher"}  # what records a folder's files, and the field that names it
@@ -56,7 +57,7 @@ def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
     paths = {name: settings[name] for name in _DATA_FIELDS}
     for name in _NAMED:
         paths[name] = (settings[name] or "").rpartition(":")[0] or None
-    paths |= {f"task.tools {tool}": tool.rpartition(":")[0] for tool in settings["task.tools"]}
+    paths |= {f"task.tools {tool}": tool.rpartition(":")[0] or None for tool in settings["task.tools"]}
     return {name: _fingerprint(path) for name, path in paths.items()}
 
 
@@ -111,9 +112,10 @@ def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     Equal words are equal arithmetic, whatever computes them. They come from one process's few threads and small
     tensors, so what else chooses an order of additions must be equal too. Without words, all that was recorded must.
     """
+    then, now = ({"tp": 1, **found} for found in (then, now))  # as in earlier versions
     if "words" not in then:
         return [_was(name, then, now) for name in then if name in now and then[name] != now[name]]
-    names = ["dtype", "threads"] + ["device"] * (now["operators"] == "cuda")
+    names = ["dtype", "threads", "tp"] + ["device"] * (now["operators"] == "cuda")
     changed = [_was(name, then, now) for name in names if then[name] != now[name]]
     both = [name for name in now["words"] if name in then["words"]]  # earlier versions wrote fewer
     words = [name for name in both if then["words"][name] != now["words"][name]]
@@ -182,7 +184,7 @@ def _require_same_config(
     earlier = _settings(EARLIER)
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name, earlier.get(name)), new.get(name)
-        if before != after and not (name == "steps" and after > before):
+        if before != after and name not in LAYOUT and not (name == "steps" and after > before):
             rule = "it may only be raised" if name == "steps" else "only --steps may change"
             raise InputError(
                 f"--resume {run_dir}: {name} was {before!r} when {loaded.path.name} was saved and is {after!r} in "

@@ -19,7 +19,7 @@ from fastapi import Request
 from ..errors import InputError
 from ..generator import Engine
 from ..session.text.policy import Policy
-from ..session.text.tool_calls import tool_format
+from ..session.text.tool_formats import tool_format
 from ..types import GENERATE_DOMAIN, SampleIdentity
 from .batcher import Batcher, Job, News
 from .bodies import SamplingFields
@@ -54,7 +54,8 @@ class Service:
         self.metrics = ServerMetrics(engine)
         self.most_samples = engine.config.max_num_seqs + settings.max_waiting
         self.open_samples, self.stopping = 0, False
-        self.tool_format = tool_format(policy.tokenizer)
+        form = tool_format(policy.tokenizer)  # calls between special tokens are in no text that a client sees
+        self.tool_format = None if form is None or form.special else replace(form, thinks=False)
         self.token_text = lru_cache(TOKEN_TEXTS)(self._token_text)
         self._check = engine.check
         self._seeds = random.Random(seed)

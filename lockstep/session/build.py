@@ -82,8 +82,8 @@ class Session:
     def cache_tokens(self, sequences: int, tokens: int) -> int:
         """The capacity of a KV cache that is planned for so many sequences of so many tokens (`plan_cache_tokens`)."""
         model = self.policy.model
-        about = model.config, model.embed.dtype, model.embed.device
-        return plan_cache_tokens(self.config.generator, *about, sequences, tokens, self.world.generator_tp)
+        about = model.config.shared_by(self.world.generator_tp), model.embed.dtype, model.embed.device
+        return plan_cache_tokens(self.config.generator, *about, sequences, tokens)
 
     def new_engine(self, cache_tokens: int, version: Callable[[], int] = lambda: 0) -> Engine:
         """An engine that reads the model's own weights, which are of version `version()`; of ranks that generate
@@ -91,8 +91,10 @@ class Session:
         model, mesh = self.policy.model, self.world.generator
         alone = mesh.tp.size == 1
         weights = SharedWeights(model, version) if alone else PartWeights(ModelPart(model, mesh), version)
-        agree = None if alone else partial(self.world.agree, "the generator's schedule")
-        return Engine(weights, self.config.generator, cache_tokens, self.policy.decode, self.runtime, agree=agree)
+        engine = Engine(weights, self.config.generator, cache_tokens, self.policy.decode, self.runtime)
+        if not alone:
+            engine.agree = partial(self.world.agree, "the generator's schedule")
+        return engine
 
     def kernel_list(self, *about: object) -> Path | None:
         """Where the kernels of what depends on these, and on the model, are listed; None on a CPU, which has none."""
@@ -128,6 +130,7 @@ class TrainingSession(Session):
         with timings.measured("task"):
             self.task = make_task(config.task, groups)
             self.environment = make_environment(config.task)
+        require_degree(model_config(config), world.tp, "parallel.tp")
         memory = min(world.gather(memory_at_hand(device)))
         asked = partial(workload, config, world.size, device.type == "cuda", model_config(config))
         _planned(asked(prompt_limit=prompt_limit(config, model_config(config)).tokens), memory, device)
@@ -171,7 +174,7 @@ def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
     require_degree(w.model, together, "parallel.generator_tp")
     require_memory(w.model, w.dtype, device, f"arch {c.arch}" if c.model is None else str(resolve_folder(c.model)))
     if not w.on_gpu or g.kv_cache_tokens:  # it must hold a sequence
-        plan_cache_tokens(g, w.model, w.dtype, device, w.sequences, w.sequence_tokens, together)
+        plan_cache_tokens(g, w.model.shared_by(together), w.dtype, device, w.sequences, w.sequence_tokens)
     found = require_room(w, memory)
     require_host_room(found)
     return found
@@ -193,6 +196,7 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
     algorithm_of(config.loss)
     model, on_gpu = model_config(config), device.type == "cuda"
     config = settled(config, ranks, device)
+    require_degree(model, config.parallel.tp, "parallel.tp")
     require_degree(model, config.parallel.generator_tp, "parallel.generator_tp")
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)

@@ -22,7 +22,8 @@ from .parameters import Buffer, FlatParameters
 
 class AdamWTensors(NamedTuple):
     """What an update reads and writes: weights in the compute dtype; float32 gradients, masters and moments, all flat;
-    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor."""
+    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor.
+    Where ranks have some gradients alike also which blocks this one counts (`FlatParameters.counted`)."""
 
     weights: Tensor
     grad: Tensor
@@ -30,6 +31,7 @@ class AdamWTensors(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     steps: Tensor
+    counted: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -145,24 +147,27 @@ class AdamW:
 
     def inputs(self) -> graph.Inputs:
         """What `update` reads and writes, besides the rate `lr`, which is a buffer of its inputs too."""
-        t = self.tensors()._asdict()
+        t = {name: tensor for name, tensor in self.tensors()._asdict().items() if tensor is not None}
         weights, grad = t.pop("weights"), t.pop("grad")
         if t["master"] is weights:
             del t["master"]
-        return graph.Inputs(param={"weights": weights}, grad={"grad": grad}, optimizer=t)
+        counted = {"counted": t.pop("counted")} if "counted" in t else {}
+        return graph.Inputs(param={"weights": weights}, grad={"grad": grad}, buffer=counted, optimizer=t)
 
     def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
         """`step` as a function of its inputs, and all of it with `launched`, which comes behind it."""
-        weights = inputs.param["weights"]
-        t = AdamWTensors(**{"master": weights, **inputs.optimizer}, weights=weights, grad=inputs.grad["grad"])
-        return adamw_step(t, self, inputs.buffer["lr"], ok)
+        weights, b = inputs.param["weights"], inputs.buffer
+        masters = {"master": weights, **inputs.optimizer}
+        t = AdamWTensors(**masters, weights=weights, grad=inputs.grad["grad"], counted=b.get("counted"))
+        return adamw_step(t, self, b["lr"], ok)
 
     def launched(self) -> None:
         """What of an update is no part of a graph: nothing."""
 
     def tensors(self) -> AdamWTensors:
         """The live tensors."""
-        return AdamWTensors(self.flat.data, self.flat.grad, self.master, self.exp_avg, self.exp_avg_sq, self.steps)
+        state = self.master, self.exp_avg, self.exp_avg_sq, self.steps
+        return AdamWTensors(self.flat.data, self.flat.grad, *state, self.flat.counted)
 
     def reset(self) -> None:
         """Forget moments and step counts; the masters stay."""
@@ -188,7 +193,7 @@ class AdamW:
             try:
                 self._take_over(own, state[name])
             except (KeyError, ValueError) as error:
-                size = [2] if name == "steps" else [self.flat.layout.one_rank.size]
+                size = [2] if name == "steps" else [self.flat.whole_layout.size]
                 found = error if isinstance(error, ValueError) else f"expected shape {size}, found nothing"
                 raise ValueError(f"optimizer state {name!r}: {found}") from error
         self._round_masters()
@@ -211,17 +216,21 @@ def adamw_step(t: AdamWTensors, by: AdamW, lr: Tensor, ok: Tensor) -> tuple[Tens
 
     The norm is the root of the exact sum of the same blocks' squares on any number of ranks.
     """
-    grad_norm, step = _clipped(t.grad, by, lr, ok)
-    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:])
+    grad_norm, step = _clipped((t.grad, t.counted), by, lr, ok)
+    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:6])
     for group in by.groups:
         last = group is by.groups[-1]
         _adamw(group.of(state, t.steps if last else t.steps.clone()), step, by.settings, group)  # the last counts it
     return grad_norm, step.applied
 
 
-def _clipped(grad: Tensor, by: AdamW, lr: Tensor, ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
-    """The gradient's norm, and the update that it allows."""
-    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(ops.square_sums(grad))))
+def _clipped(given: tuple[Tensor, Tensor | None], by: AdamW, lr: Tensor, ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
+    """The norm of a gradient, of which these blocks count, and the update that it allows."""
+    grad, counted = given
+    squares = ops.square_sums(grad)
+    if counted is not None:
+        squares = torch.where(counted, squares, 0.0)
+    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(squares)))
     applied = ok & torch.isfinite(grad_norm)
     max_norm = by.settings.max_grad_norm
     grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
@@ -264,11 +273,12 @@ class OffloadedAdamW(AdamW):
             self.master[piece.begin : piece.end].copy_(weights[piece.begin : piece.end])
 
     def inputs(self) -> graph.Inputs:
-        return graph.Inputs(grad={"grad": self.flat.grad}, buffer={"decided": self.decided})
+        counted = {} if self.flat.counted is None else {"counted": self.flat.counted}
+        return graph.Inputs(grad={"grad": self.flat.grad}, buffer={**counted, "decided": self.decided})
 
     def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
         b = inputs.buffer
-        grad_norm, step = _clipped(inputs.grad["grad"], self, b["lr"], ok)
+        grad_norm, step = _clipped((inputs.grad["grad"], b.get("counted")), self, b["lr"], ok)
         b["decided"].copy_(torch.stack([step.lr, step.grad_scale, step.applied.float()]))
         return grad_norm, step.applied
 

@@ -1,8 +1,9 @@
 """Groups to packed micro-batches: a prompt stands once, its responses follow and reach it as a shared prefix.
 
 A response's rows hold all its tokens but the last, which predicts nothing; the first one's logits come from the
-prompt's last row. Sampled tokens alone are predicted; given ones between them are context. Batches
-are padded to few shapes (`shapes.py`), so that few graphs serve every step.
+prompt's last row. Sampled tokens alone are predicted; given ones between them are context. A trajectory's further
+branches stand behind it, each with a prompt of its own. Batches are padded to few shapes (`shapes.py`), so that few
+graphs serve every step.
 """
 
 from __future__ import annotations
@@ -87,10 +88,13 @@ def pack_shards(
 def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
     drafts: list[_Draft] = []
     limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
+    branched = any(len(trajectory.branches) > 1 for group in groups for trajectory in group.rollouts)
+    most = how.shapes[0].segments if how.shapes and branched else None  # without branches none has more
     for group in groups:
         needed = [_tokens_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
-        for part, tokens in _parts(group, needed, limit, per_sample, how.share_prefix):
-            if not drafts or per_sample or len(drafts[-1].tokens) + tokens > limit:
+        for part, tokens in _parts(group, needed, _Most(limit, most), per_sample, how.share_prefix):
+            full = bool(drafts) and most is not None and len(drafts[-1].segments) + _segments(part.rollouts) > most
+            if not drafts or per_sample or full or len(drafts[-1].tokens) + tokens > limit:
                 drafts.append(_Draft())
             drafts[-1].add(part, how.share_prefix)
     return drafts
@@ -125,10 +129,22 @@ def packed_slots(batches: list[PackedBatch]) -> tuple[int, int]:
     return sum(b.tokens_T.numel() for b in batches), sum(int(b.cu_seqlens[-1]) for b in batches)
 
 
+class _Most(NamedTuple):
+    """What a micro-batch may have: tokens, and segments (None: any number)."""
+
+    tokens: int
+    segments: int | None
+
+
+def _segments(rollouts: Sequence[Trajectory]) -> int:
+    """That trajectories of one prompt take, at most."""
+    return 1 + sum(len(trajectory.branches) for trajectory in rollouts)
+
+
 def _parts(
-    group: RolloutGroup, needed: list[int], limit: int, per_sample: bool, share_prefix: bool
+    group: RolloutGroup, needed: list[int], most: _Most, per_sample: bool, share_prefix: bool
 ) -> Iterator[tuple[RolloutGroup, int]]:
-    """`group` cut into consecutive parts of at most `limit` tokens and one prompt, or one trajectory, with the tokens
+    """`group` cut into consecutive parts of at most `most` and one prompt, or one trajectory, with the tokens
     each takes; `needed` are those of each trajectory with its prompt."""
     part: list[Trajectory] = []
     first: list[int] = []
@@ -137,7 +153,8 @@ def _parts(
         prompt = trajectory.prompt.token_ids
         together = bool(part) and not per_sample and first == prompt
         tokens = alone - len(prompt) if together and share_prefix else alone
-        if part and not (together and used + tokens <= limit):
+        room = most.segments is None or _segments([*part, trajectory]) <= most.segments
+        if part and not (together and room and used + tokens <= most.tokens):
             yield replace(group, rollouts=part), used
             part, used, tokens = [], 0, alone
         if not part:
@@ -153,14 +170,15 @@ def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
     name, first = trajectory.name or "a trajectory", trajectory.prompt
     if first.sampled:
         raise ValueError(f"{name}: it begins with a sampled segment; the first is the prompt, which is given")
-    prompt, response = len(first.token_ids), sum(len(s.token_ids) for s in trajectory.response)
-    if not prompt or not any(s.sampled and s.token_ids for s in trajectory.segments):
-        empty = "completion" if prompt else "prompt"
+    sizes = [(len(b[0].token_ids), sum(len(s.token_ids) for s in b[1:])) for b in trajectory.branches]
+    if not all(prompt for prompt, _ in sizes) or not any(s.sampled and s.token_ids for s in trajectory.segments):
+        empty = "completion" if all(prompt for prompt, _ in sizes) else "prompt"
         raise InputError(f"{name}: its {empty} is empty; training needs at least one token of each")
-    if (needed := prompt + response - 1) > max_tokens:
+    if (needed := sum(prompt + response - 1 for prompt, response in sizes)) > max_tokens:
+        tokens = " and ".join(f"a prompt of {prompt} and a completion of {response}" for prompt, response in sizes)
         raise InputError(
-            f"{name}: a prompt of {prompt} and a completion of {response} tokens do not fit in "
-            f"trainer.max_tokens_per_micro_batch {max_tokens}; it must be at least {needed}"
+            f"{name}: {tokens} tokens do not fit in trainer.max_tokens_per_micro_batch {max_tokens}; it must be at "
+            f"least {needed}"
         )
     for segment in trajectory.segments:
         _check_lengths(name, segment)
@@ -200,18 +218,24 @@ class _Draft:
         if share_prefix:
             self.add_prompt(prompt)
         for trajectory in group.rollouts:
-            response = trajectory.response  # of its tokens all but the last take rows; known are routes of given ones
-            own = [token for segment in response for token in segment.token_ids][:-1]
-            routes = [route for segment in response for route in _given_routes(segment)][:-1]
-            if share_prefix:
-                row = len(self.tokens)
-                self._segment(own, routes, start, len(prompt.token_ids))
-            else:
-                start, row = len(self.tokens), len(self.tokens) + len(prompt.token_ids)
-                self._segment(prompt.token_ids + own, _given_routes(prompt) + routes, 0, 0)
-            self._predict(response, start + len(prompt.token_ids) - 1, row)
+            for number, branch in enumerate(trajectory.branches):
+                shared = start if share_prefix and not number else None
+                self._add_branch(branch, shared)
             self.sequences.append(trajectory)
             self.sampling.append(group.sampling)
+
+    def _add_branch(self, branch: list[Segment], shared: int | None) -> None:
+        """Add a prompt with its response; or that alone, where the prompt stands from row `shared` on."""
+        prompt, *response = branch  # of its tokens all but the last take rows; known are routes of given ones
+        own = [token for segment in response for token in segment.token_ids][:-1]
+        routes = [route for segment in response for route in _given_routes(segment)][:-1]
+        if shared is not None:
+            start, row = shared, len(self.tokens)
+            self._segment(own, routes, start, len(prompt.token_ids))
+        else:
+            start, row = len(self.tokens), len(self.tokens) + len(prompt.token_ids)
+            self._segment(prompt.token_ids + own, _given_routes(prompt) + routes, 0, 0)
+        self._predict(response, start + len(prompt.token_ids) - 1, row)
 
     def add_prompt(self, prompt: Segment) -> None:
         """Add given tokens that what follows may share."""

@@ -6,11 +6,12 @@ same micro-batches one after another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate as running_totals
+from itertools import repeat
 from math import prod
 from typing import Protocol
 
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from .. import distributed, graph, ops
 from ..distributed.mesh import ALONE, Mesh
+from ..distributed.pieces import joined, runs, whole_shape
+from ..distributed.placement import Placement
+from ..distributed.sums import sum_of_all
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 
@@ -59,10 +63,13 @@ class Layout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a buffer: of a parameter's shape in one process, flat otherwise."""
-        spans = list(zip(self.shapes, self.sizes, self.offsets, strict=False))
-        if self.ranks == 1:
-            return [flat[at : at + prod(shape)].view(shape) for shape, _, at in spans]
-        return [flat[at : at + size] for _, size, at in spans]
+        if self.ranks > 1:
+            return self.flat_views(flat)
+        return [flat[at : at + prod(s)].view(s) for s, at in zip(self.shapes, self.offsets, strict=False)]
+
+    def flat_views(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a buffer, flat and padded."""
+        return [flat[at : at + size] for size, at in zip(self.sizes, self.offsets, strict=False)]
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """The buffer of a rank, from that of a single process."""
@@ -71,18 +78,27 @@ class Layout:
             buffer[at : at + count] = whole[begin : begin + count]
         return buffer
 
-    def overlaps(self, rank: int, other: Layout) -> Iterator[tuple[int, int, int, int]]:
+    def overlaps(
+        self, rank: int, other: Layout, pieces: Sequence[Iterable[Piece]] | None = None
+    ) -> Iterator[tuple[int, int, int, int]]:
         """What of a rank's buffer lies where in those of another layout of the same parameters, in order: where it
         begins here, its size, the other rank, and where it begins there. Padding is left out where the other has none.
+
+        Args:
+            pieces: where these parameters are parts of the other's: what lies where in each (`distributed.pieces`).
         """
         spans = zip(self.shapes, self.sizes, self.offsets, other.sizes, other.offsets, strict=False)
-        for shape, size, at, width, begin in spans:
-            first, last = rank * size, min((rank + 1) * size, prod(shape))
-            while first < last:
-                source, inside = divmod(first, width)
-                count = min(last - first, width - inside)
-                yield at + first - rank * size, count, source, begin + inside
-                first += count
+        for i, (shape, size, at, width, begin) in enumerate(spans):
+            for here, there, length in pieces[i] if pieces else [(0, 0, prod(shape))]:
+                first, last = max(rank * size, here), min((rank + 1) * size, here + length)
+                while first < last:
+                    source, inside = divmod(first - here + there, width)
+                    count = min(last - first, width - inside)
+                    yield at + first - rank * size, count, source, begin + inside
+                    first += count
+
+
+Piece = tuple[int, int, int]  # where it begins in a part, where in the whole, and its elements
 
 
 class Buffer(Protocol):
@@ -101,15 +117,21 @@ class FlatParameters:
     stay as they are, whole on every rank.
 
     Args:
+        model: as it is on the mesh, where ranks share its products.
         frozen: names of parameters that are not trained.
 
     Attributes:
         names, parameters: the model's own, in buffer order: matrices, then vectors; a tied one stands once.
-        layout: where each lies.
+        layout: where each lies. whole_layout: where they lie in one process, which shares no product.
+        reads_own: whether the model's own parameters are the weights, whole.
         parts, grads: views of `data` and `grad`, one a parameter: its shape in one process, flat where it is sharded.
         data, grad: [layout.size], compute dtype and float32; the gaps are zero and stay so.
         num_matrix_elements: where the vectors begin.
+        counted: which blocks of `grad` this rank counts in the norm, bool; None: all.
     """
+
+    reads_own = True
+    counted: Tensor | None = None
 
     def __init__(self, model: Decoder, mesh: Mesh = ALONE, frozen: Collection[str] = ()) -> None:
         for name, parameter in model.named_parameters():
@@ -119,13 +141,18 @@ class FlatParameters:
         self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
         first = self.parameters[0]
         assert all(p.dtype == first.dtype and p.device == first.device for p in self.parameters)
-        shapes = [model.placements[name].shape_on(mesh, tuple(p.shape)) for name, p in named]
-        self.layout = Layout.of(shapes, mesh.fsdp.size)
+        self.mesh, self.placements = mesh, [model.placements[name] for name in self.names]
+        self.layout = Layout.of([p.shape for p in self.parameters], mesh.fsdp.size)
+        placed = zip(self.placements, self.layout.shapes, strict=True)
+        self.whole_layout = Layout.of([whole_shape(on, mesh, shape) for on, shape in placed])
         self.num_matrix_elements = self.layout.offsets[sum(p.dim() >= 2 for p in self.parameters)]
         self.data = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
         self.grad = torch.zeros(self.layout.size, dtype=torch.float32, device=first.device)
-        self.parts, self.grads = self.layout.views(self.data), self.layout.views(self.grad)
+        self.parts, self.grads = self._views(self.data), self._views(self.grad)
         self._take_over()
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return self.layout.views(flat)
 
     def _take_over(self) -> None:
         for parameter, part in zip(self.parameters, self.parts, strict=True):
@@ -173,12 +200,13 @@ class FlatParameters:
         Raises:
             ValueError: theirs are not of the parameters' size.
         """
-        theirs = Layout.of(self.layout.shapes, len(parts))
+        theirs = Layout.of(self.whole_layout.shapes, len(parts))
         for buffer in parts:
             if list(buffer.shape) != [theirs.size]:
                 raise ValueError(f"expected shape [{theirs.size}], found {list(buffer.shape)}")
         end = 0
-        for at, count, source, begin in self.layout.overlaps(self.rank, theirs):
+        pieces = [runs(*one) for one in zip(self.placements, repeat(self.mesh), theirs.shapes, strict=False)]
+        for at, count, source, begin in self.layout.overlaps(self.rank, theirs, pieces):
             own[end:at].zero_()
             end = at + count
             own[at:end].copy_(parts[source][begin : begin + count])
@@ -203,24 +231,41 @@ class FlatParameters:
 
 
 class ShardedParameters(FlatParameters):
-    """`FlatParameters` of one of several ranks, which has a shard of both buffers, cut along the mesh's `fsdp`.
+    """`FlatParameters` of one of several ranks, which has a shard of both buffers: of what it has by `tp`, a part cut
+    along the mesh's `fsdp`.
 
-    The model keeps parameters of its own, which `gather` brings up to date.
+    The model keeps parameters of its own, which `gather` brings up to date. Where another, which is whole, is the
+    `reader` that generates, those are the reader's, and the model keeps none but the frozen ones.
 
     Attributes:
         gathering: what `gather` reads and writes.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh, frozen: Collection[str] = ()) -> None:
+    def __init__(self, model: Decoder, mesh: Mesh, frozen: Collection[str] = (), reader: Decoder | None = None) -> None:
         self.axis = mesh.fsdp
         super().__init__(model, mesh, frozen)
-        own = {name: p.data for name, p in zip(self.names, self.parameters, strict=True)}
+        self.counted = self._counted()
+        self.reads_own = reader is None
+        own = {name: p.data for name, p in (reader or model).named_parameters() if name in self.names}
         self.gathering = graph.Inputs(param=self._named_parts(), buffer=own)
+        for parameter in () if self.reads_own else self.parameters:
+            parameter.data = parameter.new_empty(()).expand(parameter.shape)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return self.layout.flat_views(flat)
 
     def _take_over(self) -> None:
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             own = parameter.data.flatten()[part.numel() * self.axis.rank :][: part.numel()]
             part[: own.numel()].copy_(own)
+
+    def _counted(self) -> Tensor | None:
+        """What the ranks of `tp` have alike, the first has for the norm."""
+        if self.mesh.tp.size == 1:
+            return None
+        own = [on.tp is not None or self.mesh.tp.rank == 0 for on in self.placements]
+        blocks = torch.tensor([size // ALIGNMENT for size in self.layout.sizes])
+        return torch.tensor(own).repeat_interleave(blocks).to(self.data.device)
 
     def _named_parts(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.parts, strict=True))
@@ -237,10 +282,15 @@ class ShardedParameters(FlatParameters):
             return distributed.unshard(part, self.layout.shapes[self.names.index(name)], self.axis)
 
     def gather(self, inputs: graph.Inputs) -> dict[str, Tensor]:
-        """Bring the model's own parameters (`gathering`) up to date."""
-        for name, part in inputs.param.items():
-            inputs.buffer[name].copy_(self.gathered(name, part))
+        """Bring the parameters of the model that generates (`gathering`) up to date."""
+        for on, (name, part) in zip(self.placements, inputs.param.items(), strict=True):
+            inputs.buffer[name].copy_(self._joined(on, self.gathered(name, part)))
         return {}
+
+    def _joined(self, on: Placement, part: Tensor) -> Tensor:
+        """A whole parameter, from what this rank has by `tp`."""
+        tp = self.mesh.tp
+        return part if on.tp is None or tp.size == 1 else joined(on, distributed.gather(part, tp).unbind())
 
     @contextmanager
     def micro_batch(
@@ -261,6 +311,8 @@ class ShardedParameters(FlatParameters):
         values = inputs.buffer["statistics"]
         own = torch.zeros_like(values)
         yield replace(inputs, buffer={**inputs.buffer, "statistics": own})
+        if self.mesh.tp.size > 1:  # all have them alike, unless one has gone wrong
+            own = distributed.gather(own, self.mesh.tp).amax(0)
         rows = distributed.gather(own, self.axis)
         largest = [torch.maximum(values[i], rows[:, i].amax()) for i in maxima]
         ops.fold_rows(values, rows)
@@ -268,21 +320,30 @@ class ShardedParameters(FlatParameters):
             values[i].copy_(value)
 
     def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
-        """Add whole gradients of all ranks to this rank's part of the totals, float32, rank by rank."""
+        """Add whole gradients of all ranks to this rank's part of the totals, float32, rank by rank.
+
+        Of what the ranks of `tp` have alike each has the gradient of its own work, which are added up first.
+        """
+        placements = dict(zip(self.names, self.placements, strict=True))
         for name, total, grad in zip(names or self.names, totals, grads, strict=True):
             with _serving(name), graph.backward():
+                if placements[name].tp is None and self.mesh.tp.size > 1:
+                    grad = sum_of_all(grad, self.mesh.tp)
                 ops.fold_rows(total, distributed.exchange(grad, total.numel(), self.axis))
 
     def summed_words(self, words: Tensor) -> Tensor:
-        return distributed.gather(words, self.axis).sum(0)
+        for axis in self.mesh.axes:
+            words = distributed.gather(words, axis).sum(0)
+        return words
 
     def whole(self, local: Tensor) -> Tensor:
-        one, first = self.layout.one_rank, self.axis.rank == 0
+        one, first = self.whole_layout, self.axis.rank == self.mesh.tp.rank == 0
         whole = torch.zeros(one.size if first else 0, dtype=local.dtype)
-        for part, size, at in zip(self.layout.views(local), one.sizes, one.offsets, strict=False):
-            parts = distributed.gather(part.to(self.data.device), self.axis).flatten()
+        for i, part in enumerate(self._views(local)):
+            own = distributed.unshard(part.to(self.data.device), self.layout.shapes[i], self.axis)
+            found = self._joined(self.placements[i], own).flatten()
             if first:
-                whole[at : at + size] = parts[:size]
+                whole[one.offsets[i] :][: found.numel()] = found
         return whole
 
     @property
@@ -290,10 +351,14 @@ class ShardedParameters(FlatParameters):
         return self.axis.rank
 
 
-def flat_parameters(model: Decoder, mesh: Mesh, frozen: Collection[str] = ()) -> FlatParameters:
-    """A model's parameters, but for those that are `frozen`, as they are trained on this mesh."""
-    kind = ShardedParameters if mesh.fsdp.size > 1 else FlatParameters
-    return kind(model, mesh, frozen)
+def flat_parameters(
+    model: Decoder, mesh: Mesh, frozen: Collection[str] = (), reader: Decoder | None = None
+) -> FlatParameters:
+    """A model's parameters, but for those that are `frozen`, as they are trained on this mesh; `reader`, by default the
+    model, generates with them."""
+    if mesh.axes or reader is not None:
+        return ShardedParameters(model, mesh, frozen, reader)
+    return FlatParameters(model, mesh, frozen)
 
 
 def _serving(name: str) -> AbstractContextManager[None]:

@@ -138,7 +138,7 @@ class TrainerPrograms:
     def train_case(self, name: str, batch: PackedBatch, load: Callable[[], object], with_support: bool) -> graph.Case:
         """A launch of `forward_backward` on `batch`, to be checked."""
         made = self.case(name, batch, load, loss_type=self.loss_type, with_support=with_support)
-        return replace(made, eager=self._sparing_body)
+        return replace(made, eager=self._sparing_body if self.flat.reads_own else None)
 
     def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
         """What a program returns for a batch, by name."""

@@ -15,6 +15,7 @@ from ..algorithms import Algorithm, TokenValues
 from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
+from .tp.head import of_rows, once, token_logprobs
 
 # What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
 # the trained and the checked tokens; those that were compared with the generator's are `identical` or `different`.
@@ -86,7 +87,8 @@ def predicting_rows(model: Decoder, batch: PackedBatch, routes: list[Routing] | 
 def critic_values(model: Decoder, rows_CD: Tensor) -> Tensor:
     """What the value head says of hidden rows, float32 [C]: the router's product, whose sums have one order."""
     assert model.value_head is not None, "a critic without a value head"
-    return ops.router_logits(rows_CD, model.value_head).flatten()
+    head = model.value_head
+    return of_rows(model, rows_CD, lambda rows: ops.router_logits(rows, head).flatten())
 
 
 def score(
@@ -96,8 +98,7 @@ def score(
     it is wanted, the routing."""
     routes: list[Routing] | None = [] if with_routing and model.config.moe_layers else None
     rows_CD = predicting_rows(model, batch, routes)
-    filters = ops.Filters(batch.temperature_C, batch.top_k_C, batch.top_p_C, batch.min_p_C)
-    scores = ops.token_logprobs(rows_CD, model.lm_head, batch.targets_C, filters, batch.support_C, batch.truncated)
+    scores = token_logprobs(model, rows_CD, batch)
     return rows_CD, scores, routing.routed(routes, batch) if routes else None
 
 
@@ -119,7 +120,7 @@ def forward(
     statistics = named(values)
     rows_CD, scores, routed = score(model, batch)
     value_C = None if model.value_head is None else critic_values(model, rows_CD)
-    loss = _loss(statistics, batch, (scores, routed, value_C), objective)
+    loss = _loss(model, statistics, batch, (scores, routed, value_C), objective)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
     if not with_support:
@@ -133,6 +134,7 @@ def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
 
 
 def _loss(
+    model: Decoder,
     statistics: dict[str, Tensor],
     batch: PackedBatch,
     found: tuple[ops.TokenLogprobs, routing.Routed | None, Tensor | None],
@@ -154,7 +156,7 @@ def _loss(
     if routed is not None and algorithm.router_aux_loss_coef > 0:
         aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # its mean over the tokens trained on
         statistics["aux_loss"].add_(aux_loss.detach())
-        loss = loss + algorithm.router_aux_loss_coef * aux_loss
+        loss = loss + algorithm.router_aux_loss_coef * once(model, aux_loss)
     statistics["loss"].add_(loss.detach())
     statistics["tokens"].add_(batch.valid_C.sum())
     statistics["clipped"].add_(clipped_C.sum())  # never padding: its advantage is 0

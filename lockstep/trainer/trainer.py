@@ -32,6 +32,7 @@ from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
 from .shapes import BatchShape
 from .step import STATISTICS, found_names, take
+from .tp.decoder import in_trainer
 
 
 class Trainer:
@@ -84,7 +85,9 @@ class Trainer:
         self.world = world
         if algorithm_of(loss).has_critic and model.value_head is None:
             model.add_value_head()
-        self.flat = flat_parameters(model, world.mesh, frozen_parameters(model, optimizer))
+        trained = in_trainer(model, world.mesh)
+        reader = None if trained is model else model
+        self.flat = flat_parameters(trained, world.mesh, frozen_parameters(model, optimizer), reader)
         self.optimizer = optimizer_of(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
         self.weights_version = 0
         device = self.flat.data.device
@@ -98,8 +101,8 @@ class Trainer:
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
         state = UpdateState(self._values, self._results.rows, lr, sampled, enforce_parity, balanced)
         self._runtime = runtime
-        runtime.prepare(*filter(None, (model, reference)))
-        self.programs = TrainerPrograms(self._runtime, model, reference, self.optimizer, loss, state)
+        runtime.prepare(*filter(None, (trained, reference)))
+        self.programs = TrainerPrograms(self._runtime, trained, reference, self.optimizer, loss, state)
         self.algorithm = self.programs.algorithm
         if self.algorithm.has_teacher and reference is None:
             raise ValueError(f"loss.loss_type is {loss.loss_type}: it needs a teacher as the reference model")
@@ -223,7 +226,7 @@ class Trainer:
         """Sampled tokens of the batches since the last update that were to be compared, of all ranks, by the
         trajectories that they were made of."""
         own = sum(len(s.token_ids) for batch, _ in self._scored for s in batch.sequences)
-        return sum(self.world.gather(own))
+        return sum(self.world.gather(own)) // self.world.mesh.tp.size
 
     def gather_weights(self) -> None:
         """Give the model the weights of the last update, for whoever generates with it. In one process it has them."""
@@ -254,6 +257,7 @@ class Trainer:
             "device": torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(),
             "operators": ops.cpu_backend() if on_cpu else "cuda",
             "threads": torch.get_num_threads() if on_cpu else 0,
+            "tp": self.world.tp,
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -310,7 +314,7 @@ class Trainer:
     def _mismatches(self, scored: Checked) -> list[Mismatch]:
         """Of all ranks, which know alike that there are some."""
         found = self.world.gather(mismatches(scored))
-        return [mismatch for one in found for mismatch in one][:MAX_MISMATCHES]
+        return list(dict.fromkeys(mismatch for one in found for mismatch in one))[:MAX_MISMATCHES]
 
     def _routing(self, s: dict[str, float]) -> RoutingResult | None:
         if self._moe is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
 import time
 from dataclasses import replace
 from itertools import accumulate
@@ -146,7 +147,7 @@ def test_every_sampled_token_of_every_turn_is_the_trainers(config: ModelConfig) 
     sampled = sum(len(r.token_ids) for g in groups for r in g.rollouts)
     assert (result.tokens_checked, result.tokens_different) == (sampled, 0)
     if result.routing is not None:
-        given = [s for g in groups for r in g.rollouts for s in r.response if not s.sampled]
+        given = [s for g in groups for r in g.rollouts for s in r.branches[0][1:] if not s.sampled]
         between = sum(len(s.token_ids) + 1 for s in given)  # and the sampled token before, which draws nothing
         held = sum(len(g.prompt_ids) for g in groups) + between
         assert (result.routing.prompt_tokens_checked, result.routing.prompt_tokens_different) == (held, 0)
@@ -168,7 +169,7 @@ def test_a_prompt_is_run_once_and_pages_of_earlier_turns_are_found_again(model: 
     engine.scheduler.schedule_prefill = counted  # type: ignore[method-assign]
     groups = collect(engine, Talk).groups
     prompts = sum(len(g.prompt_ids) for g in groups)
-    later = [len(s.token_ids) for g in groups for r in g.rollouts for s in r.response if not s.sampled]
+    later = [len(s.token_ids) for g in groups for r in g.rollouts for s in r.branches[0][1:] if not s.sampled]
     assert len(later) > 6
     prefixes = {group: set.union(*(shared[group, sample] for sample in range(3))) for group in (0, 4)}
     assert [len(found) for found in prefixes.values()] == [1, 1] and set.isdisjoint(*prefixes.values())
@@ -242,6 +243,11 @@ class NotANumber(Wrong):
         return End({"a": 1.0, "b": float("nan")})
 
 
+class ItsProcessIsKilled(Wrong):
+    def wrong(self) -> Any:
+        return subprocess.run(["sh", "-c", "kill -9 $$"], check=True)
+
+
 class RewardsByNothing(Wrong):
     def wrong(self) -> Any:
         return Next("on", {"a": float("inf")})
@@ -255,6 +261,7 @@ class GarbageInNext(Wrong):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
+        (ItsProcessIsKilled, "died with <Signals.SIGKILL: 9>"),
         (RewardsByNothing, "its reward is {'a': inf}; it must be a finite number, or several by name"),
         (GarbageInNext, "step returned int 3; it must be text, messages, token ids or an End"),
         (Raises, "SystemExit: gone"),
@@ -297,6 +304,26 @@ def test_many_failures_in_a_row_end_the_run_with_the_first_ones_traceback(model:
     told = failures.take()
     assert len(told) == FAILURES and traceback in told[0] and failures.take() == []
     assert all(" sample " in one.splitlines()[-1] for one in told), "what happened stands last"
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda: 0.5, "cut returned float 0.5; it must be an End"),
+    ],
+)
+def test_a_cut_trajectory_whose_worth_is_unknown_is_left_out(model: Decoder, cut: Any, message: str) -> None:
+    """And is no zero."""
+
+    class Uncut(Talk):
+        def cut(self) -> Any:
+            return cut()
+
+    failures = Failures()
+    found = collect(engine_of(model), Uncut, replace(LIMITS, turns=1), failures=failures)
+    assert found.groups == [] and found.counts["environment/errors"] == 6 == len(failures.told)
+    assert sum(len(g.rollouts) for g in found.without_reward) == 6 and message in failures.told[0]
 
 
 def test_rewards_of_turns_add_up_and_stand_at_their_tokens(model: Decoder, expected: list[Any]) -> None:

@@ -23,14 +23,15 @@ from lockstep.config import (
     TaskConfig,
     TrainerConfig,
 )
-from lockstep.environments import End, Environment, Next, Turn, make_environment
+from lockstep.environments import Branch, End, Environment, Next, Turn, make_environment
 from lockstep.errors import InputError
 from lockstep.run.replay import replay
 from lockstep.run.train import train
 
 
 class Toy(Environment):
-    """Asks for three words, one a turn; the reward is how many of them have an `e`."""
+    """Asks for three words, one a turn, the last of them now and then in a branch; the reward is how many of them have
+    an `e`."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -44,7 +45,9 @@ class Toy(Environment):
         self.said.append(turn.text)
         if len(self.said) == 3:
             return self.cut()
-        return Next(f"\nword {self.draw.randrange(10)}: ", {"said": 0.125})
+        asked = f"\nword {self.draw.randrange(10)}: "
+        anew = len(self.said) == 2 and len(turn.text) % 2 == 0
+        return Next(Branch(f"After 2 words,{asked}") if anew else asked, {"said": 0.125})
 
     def cut(self) -> End:
         return End({"e": float(sum("e" in text for text in self.said)), "turns": 0.01 * len(self.said)})
@@ -91,6 +94,8 @@ def test_it_is_played_trained_and_resumed_with_the_same_bits(config: RunConfig, 
     assert sampled == sum(len(sample["token_ids"]) for sample in samples)
     assert (certificate["identical"], certificate["tokens_checked"]) == (True, sampled)
     assert all(re.fullmatch(r"(?s).{1,12} word \d: ", line["prompt"]) for line in rollouts), "as it was given"
+    anew = [s for sample in samples for s in sample["segments"] if s.get("anew")]
+    assert anew and all(segment["text"].startswith("After 2 words,") for segment in anew)
     several = [sample for sample in samples if len(sample["segments"]) > 2]
     assert several and all(sample["segments"][2]["text"].startswith("\nword") for sample in several)
     assert_reported(tmp_path / "whole", samples)

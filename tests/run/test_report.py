@@ -105,13 +105,16 @@ def test_several_turns_are_shown_apart(tmp_path: Path) -> None:
         {"kind": "sampled", "tokens": 3, "text": "<call>1+1</call>"},
         {"kind": "given", "tokens": 1, "text": "it is 2", "token_ids": [5]},
         {"kind": "sampled", "tokens": 4, "text": "the answer"},
+        {"kind": "given", "tokens": 9, "text": "all of it", "token_ids": [5] * 9, "anew": True},
+        {"kind": "sampled", "tokens": 2, "text": "more"},
     ]
     with MetricsWriter(tmp_path / "rollouts.jsonl") as rollouts:
         rollouts.write({"step": 0, "group": 0, "prompt": "p", "samples": [{"text": "all", "segments": segments}]})
     text = read(tmp_path).text
     at = text.index("sampled, 3 tokens")
     shown = ["sampled, 3 tokens", "<call>1+1</call>", "given, 1 tokens", "it is 2", "sampled, 4 tokens", "the answer"]
-    assert text[at : at + 6] == shown
+    shown += ["given anew, a branch, 9 tokens", "all of it", "sampled, 2 tokens", "more"]
+    assert text[at : at + 10] == shown
 
 
 def test_damaged_rollouts_are_left_out(tmp_path: Path) -> None:

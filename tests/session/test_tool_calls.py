@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.models.tokenizer import byte_tokenizer
+from lockstep.environments.tokens import answering
+from lockstep.errors import RewritesPast
+from lockstep.models.tokenizer import byte_tokenizer, encode_following, render_chat
 from lockstep.serve.batcher import Update
 from lockstep.serve.text import GrowingText, visible
-from lockstep.session.text.tool_calls import CODER, HERMES, LLAMA, ToolCall, ToolFormat, tool_format
+from lockstep.session.text.tool_calls import ToolCall, ToolFormat
+from lockstep.session.text.tool_formats import CODER, GLM, HARMONY, HERMES, LLAMA, MISTRAL, tool_format
 from lockstep.types import Segment, Trajectory
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "all": {}}}
@@ -41,6 +45,18 @@ CITY = ToolCall("weather", '{"city": "Bogotá"}')
         (LLAMA, ' {"name": "weather", "parameters": {"city": "Bogotá"}}', "", [CITY]),
         (LLAMA, '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "",
          [ToolCall("a", "{}"), ToolCall("b", "{}")]),
+        (GLM, "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n<arg_key>days</arg_key>\n"
+         "<arg_value>3</arg_value>\n</tool_call>", "", [ToolCall("weather", '{"city": "12", "days": 3}')]),
+        (GLM, "a<tool_call>now</tool_call><tool_call>now\n</tool_call>", "a", [ToolCall("now", "{}")] * 2),
+        (HARMONY, "<|channel|>analysis<|message|>Call to=functions.f?<|end|><|start|>assistant<|channel|>commentary "
+         'to=functions.weather <|constrain|>json<|message|>{"city": "Bogotá"}<|call|>', "", [CITY]),
+        (HARMONY, ' to=functions.weather<|channel|>commentary json<|message|>{"city":"Bogotá"}', "", [CITY]),
+        (HARMONY, "<|channel|>analysis<|message|>no<|end|><|start|>assistant<|channel|>final<|message|>A.", "A.", []),
+        (HARMONY, '<|channel|>analysis to=functions.f<|message|>{}<|end|>', "", []),
+        (MISTRAL, 'Yes [TOOL_CALLS] [{"name": "a", "arguments": {}, "id": "123456789"}, {"name": "b"}]', "Yes",
+         [ToolCall("a", "{}"), ToolCall("b", "{}")]),
+        (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Bogotá"}[TOOL_CALLS]b[CALL_ID]123456789[ARGS]{}', "",
+         [CITY, ToolCall("b", "{}")]),
     ],
 )  # fmt: skip
 def test_calls_are_read(form: ToolFormat, text: str, kept: str, calls: list[ToolCall]) -> None:
@@ -65,6 +81,14 @@ def test_calls_are_read(form: ToolFormat, text: str, kept: str, calls: list[Tool
         (CODER, "<tool_call><function=f>rest</function></tool_call>"),
         (CODER, "<tool_call><function=f><parameter=x>1</function></tool_call>"),
         (CODER, "<tool_call><function=></function></tool_call>"),
+        (GLM, '<tool_call>{"name": "f"}</tool_call>'.replace("{", "<")),
+        (GLM, "<tool_call>two words</tool_call>"),
+        (GLM, "<tool_call>f<arg_key>x</arg_key></tool_call>"),
+        (HARMONY, " to=functions.f<|channel|>commentary<|message|>[1]"),
+        (HARMONY, ' to=functions.f<|channel|>commentary<|message|>{"x": '),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": 3}]'),
+        (MISTRAL, '[TOOL_CALLS]a[ARGS]{"x": 1'),
+        (MISTRAL, "[TOOL_CALLS] []"),
         (LLAMA, "{}"),
         (LLAMA, '{"name": "f", "parameters": {}} and more'),
         (LLAMA, 'Well: {"name": "f", "parameters": {}}'),
@@ -76,13 +100,43 @@ def test_what_is_no_call_stays_text(form: ToolFormat, text: str) -> None:
     assert form.parser(text, [TOOL]) == (text, [])
 
 
+THINKING = replace(HERMES, thinks=True)
+CALL = '<tool_call>{"name":"f"}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "kept", "calls", "malformed"),
+    [
+        (HERMES, f"<think>Perhaps {CALL}?</think>No.", f"<think>Perhaps {CALL}?</think>No.", 0, False),
+        (HERMES, f"\n<think>Perhaps {CALL}", f"\n<think>Perhaps {CALL}", 0, False),
+        (HERMES, f"<think>{CALL}</think>{CALL}", f"<think>{CALL}</think>", 1, False),
+        (HERMES, f"Perhaps {CALL}</think>", "Perhaps </think>", 1, False),
+        (THINKING, f"Perhaps {CALL}</think>", f"Perhaps {CALL}</think>", 0, False),
+        (THINKING, f"Hm.</think>{CALL}", "Hm.</think>", 1, False),
+        (HERMES, "<think>x</think><tool_call>{bad}", "<think>x</think><tool_call>{bad}", 0, True),
+        (LLAMA, '<think>x</think>{"name": "f", "parameters": {}}', "<think>x</think>", 1, False),
+        (HARMONY, "to=functions.f<|channel|>commentary<|message|>", "to=functions.f<|channel|>commentary<|message|>", 0,
+         True),
+        (MISTRAL, "[TOOL_CALLS]f", "[TOOL_CALLS]f", 0, True),
+    ],
+)  # fmt: skip
+def test_a_call_within_a_thought_is_none(form: ToolFormat, text: str, kept: str, calls: int, malformed: bool) -> None:
+    message, found = form.message(text)
+    assert (message["content"], len(message.get("tool_calls", [])), found) == (kept, calls, malformed)
+
+
 CALL_TEXTS = (
+    *("<think>", "</think>", "<arg_key>", "weather"),
     *("<tool_call>", "</tool_call>", "<tool", '{"name": "f"}', '{"name": "weather", "parameters": {"days": 3}}', " "),
     *("<function=weather>", "<parameter=city>", "x", "</parameter>", "</function>", "é", "{", "}", ";", "STOP", "ST"),
 )
 
 
-@given(st.sampled_from([HERMES, CODER, LLAMA]), st.lists(st.sampled_from(CALL_TEXTS), max_size=12), st.integers(1, 7))
+@given(
+    st.sampled_from([HERMES, CODER, LLAMA, GLM, replace(HERMES, thinks=True)]),
+    st.lists(st.sampled_from(CALL_TEXTS), max_size=12),
+    st.integers(1, 7),
+)
 def test_pieces_add_up_to_the_whole(form: ToolFormat, texts: list[str], size: int) -> None:
     """Of any text, cut at any bytes, with a stop string besides; what was shown is never taken back."""
     text = "".join(texts)
@@ -116,26 +170,118 @@ PUBLISHED: dict[str, ToolFormat | None] = {
     "qwen3": HERMES,
     "qwen3_instruct_2507": HERMES,
     "qwen3_vl": HERMES,
-    "qwen3_6": CODER,
+    "qwen3_6": replace(CODER, thinks=True),
     "llama3_1": LLAMA,
     "llama3_2": LLAMA,
     "llama3": None,
-    "glm4moe": None,
-    "gptoss": None,
+    "glm4moe": GLM,
+    "gptoss": HARMONY,
     "gemma3": None,
     "phi3": None,
     "deepseekv3": None,
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+# As Mistral's 7B-Instruct-v0.3 renders tools, in short; TRL has none of its templates.
+MISTRALS = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'user' %}"
+    "{% if tools and loop.first %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST] {{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
+    "{{ ', ' if not loop.last }}{% endfor %}]</s>"
+    "{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+    '[TOOL_RESULTS] {"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+def tokenizer_of(name: str) -> Any:
+    """The byte-level tokenizer with a published template, whose turns end as that model's do."""
+    tokenizer: Any = byte_tokenizer()
+    text = MISTRALS if name == "mistral" else (templates() / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = text
+    ends = {"llama": "<|eot_id|>", "mistral": "</s>", "glm": "<|endoftext|>", "gptoss": "<|return|>"}
+    tokenizer.eos_token = next((end for begin, end in ends.items() if name.startswith(begin)), tokenizer.eos_token)
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "mistral"])
 def test_formats_of_published_templates(name: str) -> None:
     """The format is the one that reads a call out of what the template makes of it."""
-    tokenizer: Any = byte_tokenizer()
-    tokenizer.chat_template = (templates() / f"{name}.jinja").read_text(encoding="utf-8")
-    if name.startswith("llama"):
-        tokenizer.eos_token = "<|eot_id|>"
-    assert tool_format(tokenizer) == PUBLISHED[name]
+    assert tool_format(tokenizer_of(name)) == {**PUBLISHED, "mistral": MISTRAL}[name]
+
+
+ARGUMENTS = {"city": 'Bogotá "D.C."\nnorth', "days": 3, "all": [1, {"k": True}, None, 1.5]}
+ASK = [{"role": "user", "content": "And?"}]
+ENDS = ("<|im_end|>", "<|eot_id|>", "</s>", "<|call|>", "<|return|>", "<|observation|>")
+
+
+@pytest.mark.parametrize("name", [*(name for name, form in PUBLISHED.items() if form is not None), "mistral"])
+def test_what_a_template_renders_is_read_back_and_gone_on_from(name: str) -> None:
+    """An answer with calls, two of them where the template renders as many, is read as what it was; and what follows is
+    what the template itself has there."""
+    tokenizer = tokenizer_of(name)
+    found = tool_format(tokenizer)
+    assert found is not None
+    form = replace(found, tools=(TOOL,), thinks=False)
+    made = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    calls = [{**made, "id": f"{i:09d}"} for i in range(1 if name in ("gptoss",) or name.startswith("llama") else 2)]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [{"role": "tool", "name": "weather", "content": f"rain {i}"} for i in range(len(calls))]
+    shown = render_chat(tokenizer, ASK, {"tools": [TOOL]})
+    whole = render_chat(tokenizer, [*ASK, answer, *answering(answer, results)], {"tools": [TOOL]})
+    said = whole[len(shown) :] if whole.startswith(shown) else whole.rpartition("And?")[2].partition("assistant")[2]
+    end = min((place, end) for end in ENDS if (place := said.find(end)) >= 0)
+    sampled = said[: end[0]]
+    message, malformed = form.message(sampled)
+    told = [call["function"] for call in message["tool_calls"]]
+    assert told == [call["function"] for call in calls] and not malformed
+    chat = [*ASK, form.in_chat(sampled, message, malformed)]
+    following = encode_following(tokenizer, chat, answering(chat[-1], results), {"tools": [TOOL]}, ENDS)
+    assert tokenizer.decode(following) == said[end[0] :]
+
+
+def test_the_thoughts_of_gpt_oss_are_kept_within_a_round_of_tools_and_left_out_after_it() -> None:
+    tokenizer = tokenizer_of("gptoss")
+    form = tool_format(tokenizer)
+    assert form is not None
+    thought = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
+    asked = f"{thought}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{}}"
+    said = f"{thought}<|channel|>final<|message|>Rain."
+    first, last = (form.in_chat(text, *form.message(text)) for text in (asked, said))
+    assert first["thinking"] == last["thinking"] == "Let me see." and (first["content"], last["content"]) == (
+        "",
+        "Rain.",
+    )
+    result = {"role": "tool", "name": "weather", "content": "rain"}
+    after = tokenizer.decode(encode_following(tokenizer, [*ASK, first], [result], {"tools": [TOOL]}, ENDS))
+    start = "<|call|><|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
+    assert after == f'{start}"rain"<|end|><|start|>assistant'
+    chat = [*ASK, first, result, last]
+    with pytest.raises(RewritesPast, match="leaves out the thinking") as raised:
+        encode_following(tokenizer, chat, ASK, {"tools": [TOOL]}, ENDS)
+    assert [m.get("thinking") for m in raised.value.messages] == [None] * 4
+    again = encode_following(tokenizer, raised.value.messages, ASK, {"tools": [TOOL]}, ENDS)
+    assert tokenizer.decode(again) == "<|end|><|start|>user<|message|>And?<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("name", ["gptoss", "mistral"])
+def test_a_malformed_call_is_answered_where_templates_want_calls(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    form = tool_format(tokenizer)
+    assert form is not None
+    text = {"gptoss": " to=functions.f<|channel|>commentary<|message|>{", "mistral": "[TOOL_CALLS]f"}[name]
+    message, malformed = form.message(text)
+    chat = [*ASK, form.in_chat(text, message, malformed)]
+    error = answering(chat[-1], [{"role": "tool", "name": "", "content": "malformed"}])
+    after = tokenizer.decode(encode_following(tokenizer, chat, error, {"tools": [TOOL]}, ENDS))
+    assert (
+        malformed and after.startswith(("<|call|><|start|>functions.", "</s>[TOOL_RESULTS]")) and "malformed" in after
+    )
 
 
 def test_a_tokenizer_without_a_template_has_no_format() -> None:

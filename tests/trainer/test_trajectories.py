@@ -23,6 +23,7 @@ from lockstep.generator import Engine, SharedWeights
 from lockstep.models.folder import save_model
 from lockstep.models.weight_map import weight_map
 from lockstep.trainer import pack
+from lockstep.trainer.shapes import BatchShape
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
 # Tokens of each segment, given and sampled in turn, of the samples of two prompts. The last given ones predict nothing.
@@ -49,6 +50,15 @@ def several_turns(seed: int = 0) -> list[RolloutGroup]:
     return groups
 
 
+def in_branches(seed: int = 0) -> list[RolloutGroup]:
+    """The same with a branch begun at some given segments, and one more in the middle of a trajectory."""
+    groups = several_turns(seed)
+    of_all(groups)[1].segments[2].anew = True  # the second of three turns goes on in a branch
+    of_all(groups)[4].segments[2:2] = [Segment([7, 8], anew=True), Segment([9], True, [-4.0], [-4.0])]
+    of_all(groups)[4].segments[4].anew = True
+    return groups
+
+
 def of_all(groups: list[RolloutGroup]) -> list[Trajectory]:
     return [t for group in groups for t in group.rollouts]
 
@@ -57,10 +67,17 @@ def plain_losses(model: Any, groups: list[RolloutGroup], algorithm: str) -> tupl
     """The step's loss in float32, and each trajectory's log-probabilities, of sampled tokens at temperature 1."""
     trajectories, losses, logprobs = of_all(groups), [], []
     for t in trajectories:
-        ids = torch.tensor([[token for segment in t.segments for token in segment.token_ids]])
-        sampled = torch.tensor([segment.sampled for segment in t.segments for _ in segment.token_ids])[1:]
-        logits = model(ids).logits[0, :-1][sampled]
-        targets = ids[0, 1:][sampled][:, None]
+        parts: list[list[Segment]] = []
+        for segment in t.segments:  # a branch knows nothing of another
+            parts += [[]] if segment.anew or not parts else []
+            parts[-1].append(segment)
+        found, wanted = [], []
+        for part in parts:
+            ids = torch.tensor([[token for segment in part for token in segment.token_ids]])
+            sampled = torch.tensor([segment.sampled for segment in part for _ in segment.token_ids])[1:]
+            found.append(model(ids).logits[0, :-1][sampled])
+            wanted.append(ids[0, 1:][sampled])
+        logits, targets = torch.cat(found), torch.cat(wanted)[:, None]
         logprobs.append(torch.log_softmax(logits, 1).gather(1, targets)[:, 0])
         now = torch.log_softmax(logits / WARM.temperature, 1).gather(1, targets)[:, 0]
         log_ratio = now - torch.tensor([x for segment in t.segments for x in segment.logprobs or ()])
@@ -99,9 +116,12 @@ def assert_same_gradients(trainer: Any, other: Any) -> None:
         assert want is not None and (have - want).norm() <= 1e-5 * want.norm()
 
 
-@pytest.mark.parametrize(("algorithm", "share_prefix"), [("grpo", True), ("dapo", False), ("gspo", True)])
-def test_loss_and_gradients_are_those_of_sampled_tokens_alone(make_model, tmp_path, algorithm, share_prefix):
-    model, groups = make_model(), several_turns()
+@pytest.mark.parametrize(
+    ("algorithm", "share_prefix", "branched"),
+    [("grpo", True, False), ("dapo", False, False), ("gspo", True, False), ("gspo", True, True), ("dapo", False, True)],
+)
+def test_loss_and_gradients_are_those_of_sampled_tokens_alone(make_model, tmp_path, algorithm, share_prefix, branched):
+    model, groups = make_model(), in_branches() if branched else several_turns()
     other = dense(model, tmp_path)
     loss, _ = plain_losses(other, groups, algorithm)
     loss.backward()
@@ -111,7 +131,10 @@ def test_loss_and_gradients_are_those_of_sampled_tokens_alone(make_model, tmp_pa
         trainer.forward_backward(batch)
     assert_same_gradients(trainer, other)
     result = trainer.optim_step(LR)
-    assert result.loss == pytest.approx(loss.item(), rel=1e-5) and result.tokens == 3 + 40 + 1 + 1 + 9 + 30 + 7 + 1 + 20
+    assert (
+        result.loss == pytest.approx(loss.item(), rel=1e-5)
+        and result.tokens == 3 + 40 + 1 + 1 + 9 + 30 + 7 + 1 + 20 + branched
+    )
 
 
 def test_given_tokens_that_are_trained_and_sampled_ones_that_are_not_make_another_gradient(make_model, tmp_path):
@@ -129,6 +152,29 @@ def test_given_tokens_that_are_trained_and_sampled_ones_that_are_not_make_anothe
         trainer.forward_backward(one_batch(wrong, check_parity=False))
         with pytest.raises(AssertionError):
             assert_same_gradients(trainer, other)
+
+
+def test_branches_are_packed_each_with_its_own_prompt(make_model):
+    groups = in_branches()
+    whole = pack(groups, max_tokens=300, check_parity=False)
+    rows = sum(len(g.prompt_ids) for g in groups)  # once each; further branches with their own, all but a last token
+    for t in of_all(groups):
+        rows += sum(len(s.token_ids) for branch in t.branches for s in branch) - len(t.prompt.token_ids)
+        rows -= len(t.branches)
+    assert sum(int(batch.cu_seqlens[-1]) for batch in whole) == rows
+    targets = [t for batch in whole for t in batch.targets_C[batch.valid_C].tolist()]
+    assert targets == [token for t in of_all(groups) for token in t.token_ids], "each sampled token once, in order"
+    shape = BatchShape(300, 300, 4, 300)
+    few = pack(groups, max_tokens=300, check_parity=False, shapes=[shape])
+    assert len(few) > len(whole) and all(len(batch.cu_seqlens) == 5 for batch in few), "no more segments than planned"
+    with pytest.raises(
+        InputError, match="of 70 and a completion of 1 and a prompt of 80 and a completion of 12 tokens"
+    ):
+        pack(groups, max_tokens=130, check_parity=False)
+    empty = in_branches()
+    of_all(empty)[1].segments[2].token_ids = []
+    with pytest.raises(InputError, match="its prompt is empty"):
+        pack(empty, max_tokens=300, check_parity=False)
 
 
 def test_a_turn_in_two_pieces_is_packed_as_one(make_model):

@@ -10,13 +10,17 @@ class ParallelConfig(Section):
     """Several processes, started with torchrun: each trains on its share of a step with a shard of the weights."""
 
     fsdp: int = between(0, 4096, default=0)
-    """Processes that weights, gradients and moments are sharded over; 0 for all that torchrun started."""
+    """Processes that weights, gradients and moments are sharded over, times `tp` all that there are; 0 for as many as
+    torchrun started."""
+    tp: int = between(1, 64, default=1)
+    """Neighbouring processes that train on the same micro-batches, each with its part of the heads and of every
+    product's output columns. Log-probabilities do not depend on it in any bit; sums in gradients have another order."""
     generator_tp: int = between(1, 64, default=1)
     """Neighbouring processes that generate the same samples together, each with its part of the heads and of every
     product's output columns: a decode step takes less time, and the KV cache less of each one's memory. No bit depends
     on it."""
     batch_shards: int = between(0, 1 << 16, default=0)
-    """Parts that a step's prompts are dealt into, each packed by itself; 0 is one a process. Bits depend on this number
-    and not on that of the processes, which must divide it."""
+    """Parts that a step's prompts are dealt into, each packed by itself; 0 is one a process, or a group of `tp`. Bits
+    depend on this number and not on that of the processes, which must divide it."""
     timeout: float = between(1, 86400, default=300.0)
     """Seconds a process waits for the others before it ends the run."""

@@ -60,7 +60,10 @@ class TaskConfig(Section):
     an environment_factory of TRL's; verifiers, which plays the tasks of its data; or http://HOST:PORT, where other
     processes play. Left out: nothing does, a prompt is completed once."""
     tools: tuple[str, ...] = ()
-    """Functions that the model may call, as module:function or path.py:function; their docstrings describe them."""
+    """Functions that the model may call, as module:function or path.py:function, whose docstrings describe them, or the
+    ready one python."""
+    allow_unsandboxed: bool = False
+    """Let the tool python run programs that the model writes where they cannot be cut off from network and files."""
     max_turns: int = at_least(1, default=8)
     """Completions that a trajectory may have in an environment; what would follow the last ends it, as truncated."""
     max_response_length: int = at_least(0, default=0)
@@ -106,6 +109,8 @@ class TaskConfig(Section):
         if self.environment is None and not self.tools:
             for name in ("max_turns", "max_response_length", "environment_timeout"):
                 yield name, "without task.environment; remove it, or name one"
+        if "python" not in self.tools:
+            yield "allow_unsandboxed", "without the tool python; remove it, or name it in task.tools"
         if self.name not in DATA_TASKS:
             for name in _DATA_FIELDS:
                 yield name, f"on {self.name}; remove it, or name a recipe: gsm8k or dataset"

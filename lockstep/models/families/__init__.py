@@ -3,11 +3,26 @@
 import difflib
 import functools
 from collections import Counter
+from os.path import commonprefix
 from typing import Any
 
 from ...errors import InputError
 from ..config import ModelConfig
-from . import deepseek_v3, gemma3_text, glm4_moe, gpt_oss, llama, mistral, olmo2, olmo3, qwen2, qwen3, qwen3_moe
+from . import (
+    deepseek_v3,
+    gemma3_text,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from .family import Family, Raw
 
 FAMILIES: dict[str, Family] = {
@@ -16,6 +31,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": qwen2.FAMILY,
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "phi3": phi3.FAMILY,
     "gemma3_text": gemma3_text.FAMILY,
     "olmo2": olmo2.FAMILY,
     "olmo3": olmo3.FAMILY,
@@ -41,14 +58,14 @@ def nearest(name: str, field: str, value: Any = None) -> str:
 
 def nearest_to(values: dict[str, Any]) -> str:
     """The end of a message that refuses a whole config.json: the family with most of the fields that tell families
-    apart in common, and of several the one whose name is most like its."""
+    apart in common, and of several the one whose name begins most like its, or is most like it."""
     name, own = str(values.get("model_type")), _telling()
     theirs = {field for fields in own.values() for field in fields} & values.keys()
 
-    def likeness(other: str) -> tuple[float, float]:
+    def likeness(other: str) -> tuple[float, int, float]:
         either = own[other] | theirs
         shared = len(own[other] & theirs) / len(either) if either else 1.0
-        return shared, difflib.SequenceMatcher(None, name, other).ratio()
+        return shared, len(commonprefix((name, other))), difflib.SequenceMatcher(None, name, other).ratio()
 
     return f"the nearest family that can is {max(FAMILIES, key=likeness)}"
 
@@ -61,7 +78,8 @@ def _telling() -> dict[str, set[str]]:
         for name, family in FAMILIES.items()
     }
     having = Counter(field for fields in own.values() for field in fields)
-    everywhere = {"intermediate_size", "num_key_value_heads"}  # which some write for themselves
+    # what many files have, though few families write it for themselves
+    everywhere = {"intermediate_size", "num_key_value_heads", "original_max_position_embeddings"}
     return {name: {field for field in fields if having[field] <= 2} - everywhere for name, fields in own.items()}
 
 

@@ -215,6 +215,27 @@ def odd_words(tiny: ModelConfig) -> Callable[[ModelConfig, ModelConfig], dict[st
     return lambda config, odd: {"layers": replace(tiny, num_layers=2, vocab_size=509, hidden_size=131)}
 
 
+def one_window(raw: Raw) -> dict[str, Any]:
+    """The window of all layers, where there is one."""
+    if not raw.values.get("sliding_window"):
+        return {}
+    return {
+        "sliding_window": raw.integer("sliding_window"),
+        "sliding_layers": tuple(range(raw.integer("num_hidden_layers"))),
+    }
+
+
+def write_one_window(config: ModelConfig) -> dict[str, Any]:
+    """What `one_window` reads."""
+    return {"sliding_window": config.sliding_window or None}
+
+
+def all_or_none(config: ModelConfig) -> None:
+    """A check: all layers have a window, or none has."""
+    some = 0 < len(config.sliding_layers) < config.num_layers
+    refuse(some, f"model config: sliding_layers must be all layers of a {config.family}, or none")
+
+
 def no_windows(config: ModelConfig) -> None:
     """A check: the family has none."""
     refuse(

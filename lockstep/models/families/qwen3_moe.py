@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...errors import refuse
 from ..blocks.layer import QKNormLayer
 from ..blocks.weight_slices import slices_with_qk_norm
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
-from .family import EXPERT_SIZES, PLAIN, WINDOW, Family, Raw, switched_windows, write_switched_window
+from .family import EXPERT_SIZES, PLAIN, WINDOW, Family, Raw, all_or_none, switched_windows, write_switched_window
 
 
 def _read(raw: Raw) -> dict[str, Any]:
@@ -46,11 +45,6 @@ def golden(config: ModelConfig, odd: ModelConfig) -> dict[str, ModelConfig]:
     return experts | qwen3.golden(config, odd)
 
 
-def _check(config: ModelConfig) -> None:
-    some = 0 < len(config.sliding_layers) < config.num_layers
-    refuse(some, f"model config: sliding_layers must be all layers of a {config.family}, or none")
-
-
 def _size(layers: int, hidden: int, ffn: int, heads: int, width: int) -> ModelConfig:
     return ModelConfig(
         151936, hidden, ffn, layers, heads, 4, 128, tie_word_embeddings=False, family="qwen3_moe",
@@ -66,7 +60,7 @@ FAMILY = Family(
     read=_read,
     write=_write,
     sizes=EXPERT_SIZES,
-    check=_check,
+    check=all_or_none,
     defaults=WINDOW,
     golden=golden,
     architectures={

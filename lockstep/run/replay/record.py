@@ -35,11 +35,13 @@ def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[
     raise InputError(f"{path} has no trajectory {step}/{group}/{sample}")
 
 
-def given_tokens(loop: Loop, record: dict[str, Any], recorded: dict[str, Any]) -> list[list[int]]:
-    """The tokens of the prompt and of what was given after it; of older runs the prompt is encoded again."""
+def given_tokens(loop: Loop, record: dict[str, Any], recorded: dict[str, Any]) -> list[tuple[list[int], bool]]:
+    """The tokens of the prompt and of what was given after it, and whether these began a branch; of older runs the
+    prompt is encoded again."""
     first, *rest = recorded["segments"]
     prompt = first.get("token_ids") or record.get("prompt_token_ids") or loop.run.policy.encode(record["prompt"])
-    return [prompt, *(segment["token_ids"] for segment in rest if segment["kind"] == "given")]
+    given = [segment for segment in rest if segment["kind"] == "given"]
+    return [(prompt, False), *((one["token_ids"], bool(one.get("anew"))) for one in given)]
 
 
 def difference(recorded: dict[str, Any], found: Trajectory) -> str:

@@ -82,7 +82,8 @@ def _turns(sample: dict[str, Any], waited: Sequence[Any]) -> list[tuple[str, Any
         return [("", sample.get("text"), "")]
     answered, found = iter(waited), []
     for turn in turns:
-        facts, given = [f"{text(turn.get('kind'))}, {text(turn.get('tokens'))} tokens"], turn.get("kind") == "given"
+        kind = f"{text(turn.get('kind'))}{' anew, a branch' if turn.get('anew') else ''}"
+        facts, given = [f"{kind}, {text(turn.get('tokens'))} tokens"], turn.get("kind") == "given"
         if isinstance(rewards := turn.get("rewards"), dict):
             facts.append(f"reward: {_parts(rewards)}")
         if not given and (seconds := as_float(next(answered, None))) is not None:

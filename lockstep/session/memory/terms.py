@@ -72,7 +72,7 @@ def cache(w: Workload, tokens: int) -> int:
     """Keys and values of so many tokens and of one page more, `L K (key + value) b` each (`ModelConfig.cached`), the
     heads shared by the ranks that generate together."""
     page = w.config.generator.page_size
-    each = bytes_per_token(w.model, w.dtype, w.config.parallel.generator_tp)
+    each = bytes_per_token(w.model.shared_by(w.config.parallel.generator_tp), w.dtype)
     return (tokens // page + 1) * page * (each + 4 * (w.model.moe_layers > 0))
 
 
@@ -82,7 +82,7 @@ def supports(w: Workload) -> int:
     filtered = c.sampling.top_k > 0 or c.sampling.top_p < 1 or c.sampling.min_p > 0
     if c.trainer.num_iterations == 1 or not filtered:
         return 0
-    groups = c.trainer.prompts_per_step // w.ranks
+    groups = c.trainer.prompts_per_step // w.groups
     return groups * c.sampling.num_generations * c.max_response_length * -(-w.model.vocab_size // 8)
 
 

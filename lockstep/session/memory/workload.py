@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import RunConfig
+from ...distributed.mesh import Axis, Mesh
 from ...models import Decoder, ModelConfig, num_parameters
 from ...trainer import frozen_parameters
 from ...trainer.parameters import Layout
@@ -48,6 +49,11 @@ class Workload:
         groups = self.ranks // c.parallel.generator_tp or 1
         trained = -(-c.trainer.prompts_per_step // groups) * c.sampling.num_generations
         return max(trained, -(-c.task.validation_prompts // groups))
+
+    @property
+    def groups(self) -> int:
+        """Groups of processes that have micro-batches of their own."""
+        return self.ranks // self.config.parallel.tp
 
     @property
     def sequence_tokens(self) -> int:
@@ -104,8 +110,9 @@ class Workload:
     def layout(self) -> Layout:
         """Where the trained parameters lie, padded and cut."""
         frozen = frozen_parameters(self.decoder, self.config.optimizer)
-        shapes = [tuple(p.shape) for name, p in self.decoder.named_parameters() if name not in frozen]
-        return Layout.of(shapes, self.ranks)
+        mesh, placements = Mesh(tp=Axis("tp", self.config.parallel.tp)), self.decoder.placements
+        trained = [(name, tuple(p.shape)) for name, p in self.decoder.named_parameters() if name not in frozen]
+        return Layout.of([placements[name].shape_on(mesh, shape) for name, shape in trained], self.groups)
 
 
 @cache

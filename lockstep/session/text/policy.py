@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from ...environments import Environment, Problem, Task, Tokens
+from ...environments import Environment, Problem, Said, Task, Tokens, plain
 from ...errors import InputError
 from ...models import Decoder
 from ...models.tokenizer import check_size, encode_following, encode_prompt, encode_text, longest_token
-from .tool_calls import Tool, ToolFormat, tool_format
+from ...types import Segment
+from .tool_calls import Tool, ToolFormat
+from .tool_formats import FORMATS, tool_format
 
 PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
 
@@ -53,17 +55,29 @@ class Policy:
             return encode_text(self.tokenizer, given)
         if messages is None:
             raise InputError("the environment gave messages after a text prompt; give text, or begin with messages")
-        return encode_following(self.tokenizer, messages, given, self._variables(tools))
+        ends = [self.tokenizer.decode([token]) for token in self.model.config.eos_token_ids]
+        return encode_following(self.tokenizer, messages, given, self._variables(tools), ends)
 
     @property
     def tokens(self) -> Tokens:
         """How the environments' text becomes tokens."""
-        return Tokens(self.encode, self.encode_following, self.tokenizer.decode, with_tools=self.tokens_with)
+        said = self._said if self.tool_format is not None and self.tool_format.special else plain
+        return Tokens(self.encode, self.encode_following, self.tokenizer.decode, said, self.tokens_with)
+
+    def _said(self, turn: Segment, tools: Sequence[Tool] = ()) -> Said:
+        """What was sampled as a chat message of the model's tool format."""
+        assert self.tool_format is not None
+        form, text = replace(self.tool_format, tools=tuple(tools)), turn.text
+        if form.special:
+            ended = turn.token_ids[-1] in self.model.config.eos_token_ids
+            text = self.tokenizer.decode(turn.token_ids[: len(turn.token_ids) - ended], skip_special_tokens=False)
+        message, malformed = form.message(text)
+        return Said(message, malformed, form.in_chat(text, message, malformed))
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """How the model's chat template teaches to call tools; None if it teaches none that is known."""
-        return tool_format(self.tokenizer)
+        return tool_format(self.tokenizer, self.template_variables)
 
     def tokens_with(self, tools: Sequence[Tool]) -> Tokens:
         """`tokens` where the model may call these. Raises `InputError` when its template teaches no calls."""
@@ -71,12 +85,11 @@ class Policy:
             return self.tokens
         if self.tool_format is None:
             raise InputError(
-                "the model's chat template teaches no form of tool calls that is known (Hermes and Qwen, Qwen-Coder, "
-                "Llama 3), so it cannot call tools; use another model, or an environment that reads calls itself"
+                f"the model's chat template teaches no form of tool calls that is known ({', '.join(FORMATS)}), so it "
+                "cannot call tools; use another model, or an environment that reads calls itself"
             )
-        form = replace(self.tool_format, tools=tuple(tools))
         encode, following = partial(self.encode, tools=tools), partial(self.encode_following, tools=tools)
-        return Tokens(encode, following, self.tokenizer.decode, form.message, self.tokens_with)
+        return Tokens(encode, following, self.tokenizer.decode, partial(self._said, tools=tools), self.tokens_with)
 
     def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> int:
         """Tokens of the longest prompt among the first step's and the validation problems, with its tools."""

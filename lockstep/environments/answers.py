@@ -1,0 +1,64 @@
+"""What environments may answer, and what is wrong with what they do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..types import Trajectory
+from ..user_functions import one_line
+from .calls import Failure
+from .environment import End, Reward, by_name
+
+
+def is_chat(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(isinstance(message, dict) for message in given)
+
+
+def is_tokens(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
+
+
+def is_given(given: Any) -> bool:
+    return isinstance(given, str) or is_chat(given) or is_tokens(given)
+
+
+def unlike(given: list[Any], alike: bool) -> Failure | None:
+    """What is wrong with the prompts of a group's samples; None if all is well."""
+    for one in given:
+        if not is_given(one):
+            kind = f"{type(one).__name__} {one_line(one, repr)}"
+            return Failure(f"start returned {kind}; it must be text, messages or token ids")
+    if alike and any(other != given[0] for other in given):
+        return Failure("start returned other prompts for samples of one group; it may depend on row and seed alone")
+    return None
+
+
+def wrong_end(end: Any) -> str:
+    """What is wrong with an end; nothing if all is well."""
+    if not isinstance(end, End):
+        return f"cut returned {type(end).__name__} {one_line(end, repr)}; it must be an End"
+    return "" if end.reward is None else wrong_reward(end.reward)
+
+
+def wrong_reward(reward: Any) -> str:
+    """What is wrong with a reward; nothing if all is well."""
+    for value in reward.values() if isinstance(reward, Mapping) else [reward]:
+        if not (isinstance(value, (int, float)) and math.isfinite(value)):
+            return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name"
+    return ""
+
+
+def count(last: Reward | None, trajectory: Trajectory) -> None:
+    """Note the reward of the last turn, and what all of them come to."""
+    turn, total = trajectory.turns[-1], dict[str, float]()
+    if last is not None:
+        turn.rewards = _added(turn.rewards or {}, by_name(last))
+    for turn in trajectory.turns:
+        total = _added(total, turn.rewards or {})
+    trajectory.rewards, trajectory.reward = dict(total), sum(total.values())
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {**one, **{name: one[name] + value if name in one else value for name, value in other.items()}}

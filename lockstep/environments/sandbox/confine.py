@@ -1,0 +1,272 @@
+"""Runs one program confined: `python -I -S confine.py SECONDS CPU_SECONDS MEMORY PROCESSES OUTPUT FILES CUT_OFF PARENT
+RUNNER`.
+
+The program comes by standard input. What goes out is one line, how it ended, and then what it wrote. This process
+starts the program, reads what it writes and kills it with all its descendants when it takes too long, writes too much,
+or this process's own parent is gone. It imports the standard library alone, so that starting is cheap.
+
+Cut off, the program is the first process of namespaces of its own: it sees no other process, no network and no file
+but Python's, the system's libraries, and a small folder in memory; its user has no rights anywhere. All of it ends with
+the program. Otherwise the limits hold, and where this user is root it is nobody, if that one can read Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+import time
+
+NOBODY = 65534
+FOLDER = "/tmp"  # the program's own, cut off
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/nix/store")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+
+# <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>
+NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+DETACH = 2
+SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVILEGES = 1, 36, 38
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "ppc64le": 203, "s390x": 217, "riscv64": 41}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: object) -> None:
+    """A function of the C library. Raises `OSError` with its name where it fails."""
+    plain = [a.encode() if isinstance(a, str) else ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    if getattr(_libc, name)(*plain) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+class Confinement:
+    """What holds for the program; all sizes in bytes, times in seconds."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        numbers = list(map(int, arguments[1:8]))
+        self.seconds = float(arguments[0])
+        self.cpu_seconds, self.memory, self.processes, self.output, self.files, self.cut_off, self.parent = numbers
+        self.runner = arguments[8]
+        self.root = os.geteuid() == 0
+        self.changes_user = self.root
+        self.python = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
+        self.folder = FOLDER if self.cut_off else tempfile.mkdtemp()
+        if self.root and not self.cut_off:
+            os.seteuid(NOBODY)
+            self.changes_user = os.access(self.python, os.X_OK, effective_ids=True)
+            os.seteuid(0)
+
+    def run(self) -> tuple[str, bytes]:
+        """How the program ended, and its output."""
+        out, failed = os.pipe(), os.pipe()
+        if self.cut_off:
+            self._leave_namespaces()
+        elif sys.platform == "linux":
+            _call("prctl", SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what outlives its parent stays in reach
+        child = os.fork()
+        if child == 0:
+            self._become(out[1], failed[1])
+        os.close(out[1])
+        os.close(failed[1])
+        try:
+            if reason := os.read(failed[0], 4096):
+                os.waitpid(child, 0)
+                return f"unable {reason.decode()}", b""
+            return self._watch(child, out[0])
+        finally:
+            if not self.cut_off:
+                _end_all(child)
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _watch(self, child: int, out: int) -> tuple[str, bytes]:
+        """Wait for the end of the program, or end it."""
+        until, written, why, status, open_ = time.monotonic() + self.seconds, bytearray(), "", None, True
+        while status is None or (open_ and self.cut_off):  # cut off, all that can write ends with it
+            if status is None:
+                pid, found, used = os.wait4(child, os.WNOHANG)
+                status = found if pid else None
+            if not open_:
+                time.sleep(0.005)
+            elif select.select([out], [], [], 0.02 if status is None else 0)[0]:
+                piece = os.read(out, 1 << 16)
+                written += piece
+                open_ = bool(piece)
+            if len(written) > self.output:
+                why = "output"
+            elif status is None:
+                why = "time" if time.monotonic() > until else "parent" if os.getppid() != self.parent else ""
+            if why:
+                break
+        if status is None:
+            os.kill(child, signal.SIGKILL)
+            _, status, used = os.wait4(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if (
+            not why and code == -signal.SIGKILL and used.ru_utime + used.ru_stime > self.cpu_seconds / 2
+        ):  # ticks overcount
+            why = "cpu"
+        return why or f"exit {code}", bytes(written[: self.output])
+
+    def _leave_namespaces(self) -> None:
+        """Have namespaces of its own, where users are mapped by a process that has stayed outside."""
+        if self.root:
+            with contextlib.suppress(PermissionError):
+                os.setgroups([])
+        ready, answer, mine = os.pipe(), os.pipe(), os.getpid()
+        helper = os.fork()
+        if helper == 0:
+            os.close(ready[1])
+            os.read(ready[0], 1)
+            os._exit(self._map_users(mine, answer[1]))
+        os.close(answer[1])
+        _call("unshare", NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
+        os.close(ready[1])
+        told = os.read(answer[0], 4096).decode()
+        os.waitpid(helper, 0)
+        if told not in ("two", "one"):
+            raise OSError(errno.EPERM, told)
+        self.changes_user = told == "two"
+        with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as limit:
+            limit.write("0")  # none within this one
+
+    def _map_users(self, pid: int, answer: int) -> int:
+        """Root has two users, as limits of processes do not hold for it: itself, who mounts, and nobody."""
+        one = f"{NOBODY} {{}} 1"
+        told = ""
+        with contextlib.suppress(OSError):
+            _write(f"/proc/{pid}/setgroups", "deny")
+        for name, text in (("two", f"0 0 1\n{NOBODY} {NOBODY} 1"), ("one", one)):
+            if name == "two" and not self.root:
+                continue
+            try:
+                _write(f"/proc/{pid}/uid_map", text.format(os.geteuid()))
+                _write(f"/proc/{pid}/gid_map", text.format(os.getegid()))
+                told = name
+                break
+            except OSError as error:
+                told = f"users cannot be mapped: {error.strerror}"
+        os.write(answer, told.encode())
+        return 0
+
+    def _become(self, out: int, failed: int) -> None:
+        """Be the program, in what is left of this process."""
+        try:
+            os.setsid()
+            if self.cut_off:
+                self._cut_files()
+                _call("sethostname", "sandbox", 7)
+            self._give_up_rights()
+            self._limit()
+            os.chdir(self.folder)
+            for descriptor in (1, 2):
+                os.dup2(out, descriptor)
+            os.set_inheritable(failed, False)
+            os.execve(self.python, [self.python, "-s", "-S", "-B", "-c", self.runner], self._environment())
+        except BaseException as error:
+            os.write(failed, f"{type(error).__name__}: {error}".encode()[:4000])
+        os._exit(1)
+
+    def _environment(self) -> dict[str, str]:
+        """The same at every call."""
+        own = {"HOME": self.folder, "TMPDIR": self.folder, "LANG": "C.UTF-8", "TZ": "UTC"}
+        return own | {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"}
+
+    def _cut_files(self) -> None:
+        """See Python and libraries, which cannot be written, and a folder that is gone with the program."""
+        _call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
+        paths = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), self.python, *LIBRARIES, *DEVICES}
+        paths.add(os.path.join(sys.base_prefix, "lib"))
+        within = [path for path in paths if any(path.startswith(f"{other}/") for other in paths)]
+        opened = {path: os.open(path, os.O_PATH) for path in paths.difference(within) if os.path.exists(path)}
+        _call("mount", "tmpfs", FOLDER, "tmpfs", NO_SUID, f"size=1m,nr_inodes={len(opened) * 8 + 64},mode=755")
+        for path, descriptor in opened.items():
+            _bind(descriptor, f"{FOLDER}{path}", read_only=path not in DEVICES)
+        os.makedirs(f"{FOLDER}{FOLDER}", exist_ok=True)
+        options = f"size={self.files},nr_inodes=1024,mode=700,uid={NOBODY},gid={NOBODY}"
+        _call("mount", "tmpfs", f"{FOLDER}{FOLDER}", "tmpfs", NO_SUID | NO_DEVICES, options)
+        os.chdir(FOLDER)
+        if _libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b".") < 0:
+            raise OSError(ctypes.get_errno(), "pivot_root: " + os.strerror(ctypes.get_errno()))
+        _call("umount2", ".", DETACH)
+        _call("mount", None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SUID, None)
+
+    def _give_up_rights(self) -> None:
+        if self.changes_user:
+            if not self.cut_off:
+                os.chown(self.folder, NOBODY, NOBODY)
+                os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        if sys.platform == "linux":
+            _call("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+            _call("prctl", SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+
+    def _limit(self) -> None:
+        limits = {
+            resource.RLIMIT_AS: self.memory,
+            resource.RLIMIT_CPU: self.cpu_seconds,
+            resource.RLIMIT_NPROC: self.processes,
+            resource.RLIMIT_FSIZE: self.files,
+            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_CORE: 0,
+        }
+        for kind, value in limits.items():
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _bind(descriptor: int, target: str, read_only: bool) -> None:
+    """Show what is open at `target`, too."""
+    source = f"/proc/self/fd/{descriptor}"
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o444))
+    _call("mount", source, target, None, BIND | RECURSIVE, None)
+    if read_only:
+        locked = os.statvfs(target).f_flag & NO_EXEC  # cannot be taken away
+        _call("mount", None, target, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES | locked, None)
+    os.close(descriptor)
+
+
+def _end_all(child: int) -> None:
+    """Kill what a program has left behind: its session, and what has left that and so become this process's child."""
+    with contextlib.suppress(OSError):
+        os.killpg(child, signal.SIGKILL)
+    until = time.monotonic() + 2
+    with contextlib.suppress(OSError):  # no children are left, or they cannot be listed
+        while time.monotonic() < until:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                for pid in file.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.001)
+
+
+def main() -> None:
+    """Run the program, and tell how it ended."""
+    try:
+        ended, output = Confinement(sys.argv[1:]).run()
+    except Exception as error:
+        ended, output = f"unable {error.strerror if isinstance(error, OSError) else error!r}", b""
+    sys.stdout.buffer.write(ended.replace("\n", " ").encode() + b"\n" + output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A Python interpreter as a tool: each program in a process of its own, with limits, and cut off from the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ...errors import InputError, ToolUnavailable, refuse
+
+MIB = 1 << 20
+GRACE = 10.0  # seconds beyond its own limit until the process that watches a program is given up
+
+PythonTool = Callable[[str], Coroutine[None, None, str]]
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Of one program. What holds for a process (processor time, memory) each of its processes may use.
+
+    Attributes:
+        seconds: from start to end, whatever it does; `cpu_seconds` of processor time.
+        memory_mib: of addresses, not only of what was touched; `files_mib` of all its files.
+        processes: and threads.
+        output_bytes: of what it writes; the rest is cut off, and the program ended.
+        patience: seconds that a program may wait until others have ended, of which as many run as there are cores.
+    """
+
+    seconds: float = 15.0
+    cpu_seconds: int = 5
+    memory_mib: int = 512
+    files_mib: int = 16
+    processes: int = 8
+    output_bytes: int = 8192
+    patience: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            refuse(value <= 0, f"SandboxLimits: {name} is {value}; it must be more than 0")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A program's output, standard error included, and how it ended: "exit", or the limit that it met, "time", "cpu" or
+    "output". `code` is its exit code, or of a signal the negative number."""
+
+    output: str
+    ended: str
+    code: int = 0
+
+
+def run_python(code: str, limits: SandboxLimits | None = None, allow_unsandboxed: bool = False) -> Ran:
+    """Run a program and wait for its end.
+
+    Raises `ToolUnavailable` when it cannot be started, and without `allow_unsandboxed` where it cannot be cut off.
+    """
+    limits = limits or SandboxLimits()
+    numbers = (limits.cpu_seconds, limits.memory_mib * MIB, limits.processes, limits.output_bytes)
+    flags = (*numbers, limits.files_mib * MIB, int(not allow_unsandboxed or can_cut_off() == ""), os.getpid())
+    script, runner = Path(__file__).with_name("confine.py"), Path(__file__).with_name("runner.py")
+    command = [sys.executable, "-I", "-S", str(script), str(limits.seconds), *map(str, flags), runner.read_text()]
+    try:
+        done = subprocess.run(
+            command,
+            input=code.encode(errors="replace"),
+            capture_output=True,
+            env={},
+            timeout=limits.seconds + GRACE,
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolUnavailable(f"the Python tool: {error}") from error
+    head, _, output = done.stdout.partition(b"\n")
+    ended, _, about = head.decode().partition(" ")
+    if ended not in ("exit", "time", "cpu", "output"):
+        told = about or done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"code {done.returncode}"
+        raise ToolUnavailable(f"the Python tool cannot start a program: {told}")
+    return Ran(output.decode(errors="replace"), ended, int(about or 0))
+
+
+# What a program tries that must not succeed, a word for each that does.
+_ATTEMPTS = """
+import os, socket
+found = [] if os.getppid() == 0 else ["other processes"]
+found += ["files"] * any(map(os.path.exists, ("/etc/passwd", "/proc/self", "/home")))
+try:
+    open("/lib/written", "w")
+    found.append("files to write")
+except OSError:
+    pass
+try:
+    socket.create_connection(("127.0.0.1", 9), 1)
+except OSError as error:
+    found += [] if error.errno == 101 else ["the network"]
+try:
+    children = [os.fork() for _ in range(16)]
+    found.append("any number of processes") if 0 not in children else os._exit(0)
+except OSError:
+    pass
+print(*found, sep=", ")
+"""
+
+
+@cache
+def can_cut_off() -> str:
+    """Why programs cannot be cut off from this machine; nothing where they can, which one has tried."""
+    try:
+        ran = run_python(_ATTEMPTS)
+    except ToolUnavailable as error:
+        return str(error)
+    if ran.ended != "exit" or ran.code:
+        return f"a program that tries to get out failed: {ran.output.strip()[-300:]}"
+    return f"a program gets at {ran.output.strip()}" if ran.output.strip() else ""
+
+
+def python_tool(limits: SandboxLimits | None = None, allow_unsandboxed: bool = False) -> PythonTool:
+    """A function `python(code)` as `task.tools` takes them. Programs of different calls share nothing.
+
+    Raises `InputError` where programs cannot be started, or cannot be cut off and that is not allowed.
+    """
+    limits = limits or SandboxLimits()
+    if (reason := can_cut_off()) and not allow_unsandboxed:
+        raise InputError(
+            f"task.tools python: programs cannot be cut off from this machine: {reason}. It needs Linux with user "
+            "namespaces that users may have (in a container often a setting of its own), or task.allow_unsandboxed, "
+            "with which what the model writes has the network and all files that this user has"
+        )
+    try:
+        ran = run_python("6 * 7", limits, allow_unsandboxed)
+    except ToolUnavailable as error:
+        raise InputError(f"task.tools python: {error}") from error
+    if ran.output != "42\n":
+        raise InputError(f"task.tools python: {limits} do not let Python start: {shown(ran, limits)}")
+
+    async def python(code: str) -> str:
+        """Run a Python program and return what it prints, and the value of its last line if that is an expression.
+        Each program starts anew, with the standard library alone and without network.
+
+        Args:
+            code: The program.
+        """
+        asked = time.monotonic()
+
+        def run() -> str:
+            if time.monotonic() - asked > limits.patience:
+                return "[not run: too many programs were waiting]"
+            return shown(run_python(code, limits, allow_unsandboxed), limits)
+
+        return await asyncio.get_running_loop().run_in_executor(_pool(), run)
+
+    return python
+
+
+def shown(ran: Ran, limits: SandboxLimits) -> str:
+    """What the model is told."""
+    cut = {
+        "time": f"[stopped: it ran longer than {limits.seconds:g} s]",
+        "cpu": f"[stopped: it used more than {limits.cpu_seconds} s of processor time]",
+        "output": f"[stopped: it wrote more than {limits.output_bytes} bytes]",
+        "exit": f"[ended by signal {-ran.code}]" if ran.code < 0 else "" if ran.output else "[no output]",
+    }
+    return "\n".join(part for part in (ran.output.rstrip("\n"), cut[ran.ended]) if part)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="python-tool")

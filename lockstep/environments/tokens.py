@@ -1,0 +1,57 @@
+"""How what is given becomes tokens, and what was sampled a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..types import Segment
+from .base import Encode
+from .environment import Message
+
+Messages = list[Message]
+
+# continue_(messages, given): tokens of text or messages that follow an answer; `messages` are those so far, the answer
+# the last; None where the prompt was no chat.
+Continue = Callable[[Messages | None, str | Messages], list[int]]
+
+
+class Said(NamedTuple):
+    """What was sampled as a chat message, whether it began a call that is none, and the message that stands for it
+    where the chat template is asked what follows."""
+
+    message: Message
+    malformed: bool
+    in_chat: Message
+
+
+def plain(turn: Segment) -> Said:
+    """A text without calls."""
+    message = {"role": "assistant", "content": turn.text}
+    return Said(message, False, message)
+
+
+class Tokens(NamedTuple):
+    """How given text becomes tokens, once; the text of tokens, for people; and what was sampled as a message.
+    `with_tools`: the same where the model may call these (`Environment.tools`)."""
+
+    prompt: Encode
+    following: Continue
+    text: Callable[[list[int]], str] = str
+    said: Callable[[Segment], Said] = plain
+    with_tools: Callable[[Sequence[Mapping[str, Any]]], Tokens] | None = None
+
+
+def answering(answer: Message, given: Messages) -> Messages:
+    """Messages of tools with the ids of the calls that they answer in order, where those have some."""
+    ids = iter([call["id"] for call in answer.get("tool_calls", []) if "id" in call])
+    asks = [message.get("role") == "tool" and "tool_call_id" not in message for message in given]
+    found = [next(ids, None) if asked else None for asked in asks]
+    return [
+        message if one is None else {**message, "tool_call_id": one} for message, one in zip(given, found, strict=True)
+    ]
+
+
+def said_by(messages: Messages) -> str:
+    """Messages as a text for people."""
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)

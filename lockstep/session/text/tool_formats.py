@@ -1,0 +1,218 @@
+"""The formats in which chat templates teach to call tools, a row each. What is no well-formed call stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...errors import InputError
+from ...models.tokenizer import render_chat
+from .tool_calls import Parsed, Tool, ToolCall, ToolFormat, call_of, loads, refuse_constant
+
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+
+
+def _between(text: str, read: Callable[[str], ToolCall | None]) -> Parsed:
+    """Calls between `<tool_call>` and `</tool_call>`, any number of them."""
+    calls: list[ToolCall] = []
+    kept, place = "", 0
+    while (start := text.find(_OPENING, place)) >= 0 and (end := text.find(_CLOSING, start)) >= 0:
+        start = text.rfind(_OPENING, start, end)  # one that was begun anew
+        call = read(text[start + len(_OPENING) : end])
+        end += len(_CLOSING)
+        kept += text[place:start] if call else text[place:end]
+        calls += [call] if call else []
+        place = end
+    return kept + text[place:], calls
+
+
+def _hermes(text: str, _: Sequence[Tool]) -> Parsed:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen2.5, Qwen3)."""
+    return _between(text, lambda inner: call_of(loads(inner), ("arguments",)))
+
+
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _coder(text: str, tools: Sequence[Tool]) -> Parsed:
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>` (Qwen3-Coder, Qwen3.5).
+    A value is text where the tool's schema says so, and JSON elsewhere, if it is some."""
+
+    def read(inner: str) -> ToolCall | None:
+        found = _FUNCTION.fullmatch(inner)
+        if found is None or _PARAMETER.sub("", found[2]).strip():
+            return None
+        return _typed(found[1], _PARAMETER.findall(found[2]), tools)
+
+    return _between(text, read)
+
+
+_NAME = re.compile(r"\s*([^<>\s]+)\s*")
+_ARGUMENT = re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+
+
+def _glm(text: str, tools: Sequence[Tool]) -> Parsed:
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>` (GLM-4.5), values as above."""
+
+    def read(inner: str) -> ToolCall | None:
+        name = _NAME.match(inner)
+        if name is None or _ARGUMENT.sub("", inner[name.end() :]):
+            return None
+        return _typed(name[1], _ARGUMENT.findall(inner), tools)
+
+    return _between(text, read)
+
+
+def _typed(name: str, values: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> ToolCall:
+    """A call whose values are text: JSON, if it is some and the tool's schema does not say that it is text."""
+    types = _types(name, tools)
+    arguments: dict[str, Any] = {}
+    for key, value in values:
+        read_value = None if types.get(key) == "string" else loads(value)
+        arguments[key] = value if read_value is None and value.strip() != "null" else read_value
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
+    """The type that a tool's schema has for each parameter."""
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            schema = tool["function"].get("parameters")
+            properties = schema.get("properties") if isinstance(schema, dict) else None
+            found = properties.items() if isinstance(properties, dict) else ()
+            return {key: value.get("type") for key, value in found if isinstance(value, dict)}
+    return {}
+
+
+_PYTHON_TAG = "<|python_tag|>"
+
+
+def _llama(text: str, _: Sequence[Tool]) -> Parsed:
+    """The whole text is `{"name": ..., "parameters": {...}}`, or several with semicolons between (Llama 3)."""
+    decoder = json.JSONDecoder(parse_constant=refuse_constant)
+    calls: list[ToolCall] = []
+    rest = text.strip().removeprefix(_PYTHON_TAG).lstrip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return text, []
+        call = call_of(value, ("parameters", "arguments"))
+        if call is None:
+            return text, []
+        calls.append(call)
+        after = rest[end:].lstrip()
+        if after and not after.startswith(";"):
+            return text, []
+        rest = after[1:].lstrip()
+    return ("", calls) if calls else (text, [])
+
+
+# A message: who it is for may stand before or after the channel.
+_MESSAGE = re.compile(
+    r"(?P<before>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<after>[^<]*(?:<\|constrain\|>[^<]*)?)<\|message\|>(?P<body>.*)",
+    re.DOTALL,
+)
+_PARTS = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>assistant")
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+
+
+def _harmony(text: str, _: Sequence[Tool]) -> Parsed:
+    """Messages of channels: one of `commentary` to `functions.NAME` is a call, `analysis` is a thought and left out
+    (gpt-oss)."""
+    calls: list[ToolCall] = []
+    kept = []
+    for part in _PARTS.split(text):
+        found = _MESSAGE.fullmatch(part)
+        if found is None:
+            kept.append(part)
+            continue
+        recipient = _RECIPIENT.search(found["before"] + found["after"])
+        if recipient is None or found["channel"] != "commentary":
+            kept += [found["body"]] * (found["channel"] != "analysis")
+            continue
+        call = call_of({"name": recipient[1], "arguments": loads(found["body"])}, ("arguments",))
+        calls += [call] if call else []
+        kept += [] if call else [part]
+    return "".join(kept), calls
+
+
+_CALLS = "[TOOL_CALLS]"
+_NAMED_CALL = re.compile(r"\s*([^\s\[{]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+
+
+def _mistral(text: str, _: Sequence[Tool]) -> Parsed:
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]`, or of newer tokenizers
+    `[TOOL_CALLS]NAME[ARGS]{...}` for each (Mistral)."""
+    said, *parts = text.split(_CALLS)
+    values: list[Any] = []
+    for part in parts:
+        if (named := _NAMED_CALL.fullmatch(part)) is not None:
+            values.append({"name": named[1], "id": named[2], "arguments": loads(named[3])})
+        else:
+            found = loads(part)
+            values += found if isinstance(found, list) and found else [found]
+    calls = [call_of(value, ("arguments",)) for value in values]
+    well = [call for call in calls if call is not None]
+    return (said.rstrip(), well) if well and len(well) == len(calls) else (text, [])
+
+
+def _analysis(text: str) -> str:
+    """The thoughts of gpt-oss."""
+    found = map(_MESSAGE.fullmatch, _PARTS.split(text))
+    return "\n".join(one["body"] for one in found if one is not None and one["channel"] == "analysis")
+
+
+HERMES = ToolFormat((_OPENING,), False, _hermes)
+CODER = ToolFormat((_OPENING,), False, _coder)
+GLM = ToolFormat((_OPENING,), False, _glm)
+LLAMA = ToolFormat(("{", _PYTHON_TAG), True, _llama)
+HARMONY = ToolFormat(("to=functions.",), False, _harmony, special=True, thinking=_analysis)
+MISTRAL = ToolFormat((_CALLS,), False, _mistral, special=True)
+
+FORMATS = {
+    "Hermes and Qwen": HERMES,
+    "Qwen-Coder": CODER,
+    "GLM": GLM,
+    "Llama 3": LLAMA,
+    "gpt-oss": HARMONY,
+    "Mistral": MISTRAL,
+}
+
+_PROBE: Tool = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer", "description": "A number."}}},
+    },
+}
+_ASKED, _CALLED = "What is the question?", {"name": "probe", "arguments": {"x": 1}}
+
+
+def tool_format(tokenizer: Any, variables: dict[str, Any] | None = None) -> ToolFormat | None:
+    """The format of the tokenizer's chat template with these variables: the one that reads a call out of what the
+    template makes of it. None for a template that shows no tools, or calls them in a form that is not known here."""
+    user = {"role": "user", "content": _ASKED}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "0" * 9, "function": _CALLED}],
+    }
+    try:
+        shown = render_chat(tokenizer, [user], {**(variables or {}), "tools": [_PROBE]})
+        text = render_chat(tokenizer, [user, call], {**(variables or {}), "tools": [_PROBE]})
+    except InputError:
+        return None
+    if "A number." not in shown:
+        return None
+    said = text[len(shown) :] if text.startswith(shown) else text[text.rfind(_ASKED) + len(_ASKED) :]
+    parts = said.split(tokenizer.eos_token) if tokenizer.eos_token else [said]
+    wanted = [ToolCall("probe", '{"x": 1}')]
+    read = (form for form in FORMATS.values() if any(form.parser(part, (_PROBE,))[1] == wanted for part in parts))
+    form = next(read, None)
+    return form and replace(form, thinks=shown.rstrip().endswith("<think>"))

@@ -1,0 +1,1 @@
+"""The trainer where neighbouring processes share its products (tensor parallelism)."""

@@ -1,0 +1,133 @@
+"""Ranks that share the trainer's products: the generator's log-probabilities in every bit, one process's updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from processes import on_ranks
+from small import FAMILIES, make_model
+from tp_cases import on_a_rank, trained
+
+from lockstep.config import CompileConfig, LossConfig, OptimizerConfig, ParallelConfig, RunConfig, resolve_parallel
+from lockstep.config.sections.compile import resolve_compile
+from lockstep.distributed import Axis, Mesh
+from lockstep.distributed.pieces import joined, runs
+from lockstep.errors import InputError
+from lockstep.models.checks import require_degree
+from lockstep.models.init import architecture
+from lockstep.trainer import Trainer
+from lockstep.trainer.parameters import FlatParameters, flat_parameters
+from lockstep.trainer.tp.decoder import in_trainer
+
+CASES: list[dict[str, Any]] = [
+    {"family": "llama"},
+    {"family": "llama", "graphs": True},
+    {"family": "qwen3_moe", "router_aux_loss_coef": 0.01},
+    {"family": "deepseek_v3"},
+    {"family": "qwen3", "loss_type": "ppo"},
+    {"family": "qwen3", "steps": 1, "reversed_gathers": True},
+]
+FOUR: list[dict[str, Any]] = [{"family": "qwen3_moe", "steps": 2}]
+
+
+def named(case: dict[str, Any]) -> str:
+    return " ".join(map(str, case.values()))
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[dict[str, Any]]]:
+    """What each of two ranks found, by case; they share every product."""
+    return found_by_case(2, CASES)
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, list[dict[str, Any]]]:
+    """What each of four ranks found, two shards times two that share products."""
+    return found_by_case(4, FOUR)
+
+
+def found_by_case(ranks: int, cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found = on_ranks(ranks, on_a_rank, 2, cases)
+    return {named(case): [of_rank[i] for of_rank in found] for i, case in enumerate(cases)}
+
+
+def assert_one_process_agrees(case: dict[str, Any], ranks: list[dict[str, Any]], shards: int) -> None:
+    torch.set_num_threads(1)
+    one = trained(**{name: value for name, value in case.items() if name != "graphs"})
+    for rank, found in enumerate(ranks):
+        own = one["logprobs"][rank // 2 :: shards]
+        assert len(found["logprobs"]) == len(own) > 0 and all(map(torch.equal, found["logprobs"], own))
+        assert found["results"] == ranks[0]["results"]
+        for (*known, checked, different), expected in zip(found["results"], one["results"], strict=True):
+            *expected, checked_by_one, _ = expected
+            assert known == pytest.approx(expected, rel=1e-5, abs=1e-7)
+            assert known[0] and different == 0 and checked == checked_by_one
+        for name, weight in one["weights"].items():
+            assert torch.equal(found["weights"][name], ranks[0]["weights"][name])
+            assert (found["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
+            assert torch.equal(found["again"][name], found["weights"][name])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "reversed_gathers" not in case], ids=named)
+def test_two_ranks_that_share_products_train_as_one_process(two: Any, case: dict[str, Any]) -> None:
+    assert_one_process_agrees(case, two[named(case)], shards=1)
+
+
+def test_shards_of_ranks_that_share_products_train_as_one_process(four: Any) -> None:
+    assert_one_process_agrees(FOUR[0], four[named(FOUR[0])], shards=2)
+
+
+def test_runs_of_one_layout_have_the_same_bits_captured_or_not(two: Any) -> None:
+    eager, captured = (two[named(case)][0] for case in CASES[:2])
+    assert eager["results"] == captured["results"]
+    for name in ("weights", "state"):
+        assert all(torch.equal(x, captured[name][key]) for key, x in eager[name].items())
+
+
+def test_ranks_that_are_gathered_last_first_are_noticed_and_nothing_is_written(two: Any) -> None:
+    for found in two[named(CASES[-1])]:
+        (applied, *_, checked, different) = found["results"][0]
+        assert not applied and 0 < different <= checked
+        start = make_model(torch.float32, config=FAMILIES["qwen3"])
+        assert all(torch.equal(p, found["weights"][name]) for name, p in start.named_parameters())
+
+
+def test_what_they_saved_one_process_goes_on_with(two: Any) -> None:
+    found = two[named(CASES[2])][0]
+    trainer = Trainer(make_model(torch.float32, 1, FAMILIES["qwen3_moe"]), OptimizerConfig(), LossConfig())
+    trainer.load_state(found["state"], {"weights_version": 3})
+    assert all(torch.equal(p, found["weights"][name]) for name, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_every_layout_reads_what_another_wrote(family: str) -> None:
+    model = make_model(torch.float32, config=FAMILIES[family])
+    written = FlatParameters(make_model(torch.float32, config=FAMILIES[family]))
+    shards = [flat_parameters(model, Mesh(Axis("fsdp", 3, rank))).data for rank in range(3)]
+    for shard, place in ((0, 0), (1, 0), (1, 1)):
+        mesh = Mesh(Axis("fsdp", 2, shard), tp=Axis("tp", 2, place))
+        flat = flat_parameters(in_trainer(model, mesh), mesh, (), model)
+        expected = flat.data.clone()
+        assert 0 < int(expected.count_nonzero()) < written.data.numel() / 2
+        for parts in ([written.data], shards):
+            flat.data.fill_(7)
+            flat.fill(flat.data, parts)
+            assert torch.equal(flat.data, expected)
+    parts = [dict(in_trainer(model, Mesh(tp=Axis("tp", 2, rank))).named_parameters()) for rank in range(2)]
+    for name, whole in model.named_parameters():
+        on, own = model.placements[name], [part[name].detach() for part in parts]
+        assert torch.equal(whole, own[0] if on.tp is None else joined(on, own))
+        pieces = list(runs(on, Mesh(tp=Axis("tp", 2, 1)), tuple(whole.shape)))
+        flat_parts = [whole.detach().flatten()[there : there + count] for _, there, count in pieces]
+        assert torch.equal(torch.cat(flat_parts), own[1].flatten())
+
+
+def test_degrees_that_a_model_cannot_be_shared_at_are_refused() -> None:
+    with pytest.raises(InputError, match=r"parallel\.tp is 4, .* num_key_value_heads 2; use 1 or 2"):
+        require_degree(architecture("tiny"), 4, "parallel.tp")
+    require_degree(architecture("tiny-deepseek-v3"), 4, "parallel.tp")
+    config = RunConfig(parallel=ParallelConfig(tp=4), compile=resolve_compile(CompileConfig(), False))
+    with pytest.raises(InputError, match=r"parallel\.tp is 4, and there are 6 processes: start a multiple of 4"):
+        resolve_parallel(config, 6)

@@ -1,0 +1,221 @@
+"""The Python tool: what a program cannot do, each limit that it meets, and what a model is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config import TaskConfig
+from lockstep.environments import Turn, make_environment
+from lockstep.environments.sandbox import Ran, SandboxLimits, python_tool, run_python
+from lockstep.environments.sandbox import python as module
+from lockstep.environments.tools import tool_environment
+from lockstep.errors import InputError, ToolUnavailable
+
+LIMITS = SandboxLimits(seconds=20.0, cpu_seconds=1, memory_mib=128, files_mib=1, processes=6, output_bytes=1000)
+SHORT = SandboxLimits(seconds=1.0, cpu_seconds=3, memory_mib=128, processes=6)
+
+needs_namespaces = pytest.mark.skipif(module.can_cut_off() != "", reason=module.can_cut_off())
+
+# name: program, limits, how it ends, and what it writes.
+BOMBS: dict[str, tuple[str, SandboxLimits, str, str]] = {
+    "waiting": ("import time\nprint('begun')\ntime.sleep(99)", SHORT, "time", "begun\n"),
+    "output": ("while True: print('x' * 99)", LIMITS, "output", ("x" * 99 + "\n") * 10),
+    "closed output": ("import os, time\nos.close(1)\nos.close(2)\ntime.sleep(99)", SHORT, "time", ""),
+    "memory": ("x = []\nwhile True: x.append(bytearray(1 << 24))", LIMITS, "exit", "MemoryError"),
+    "processes": ("import os\nwhile True:\n try: os.fork()\n except OSError: pass", SHORT, "time", ""),
+    "threads": (
+        "import threading as t, time\n[t.Thread(target=time.sleep, args=(9,), daemon=True).start() for _ in range(9)]",
+        *(LIMITS, "exit", "can't start new thread"),
+    ),
+    "one file": ("open('f', 'wb').write(bytes(3 << 20))", LIMITS, "exit", "OSError"),
+    "loop": ("import signal\nfor n in range(1, 20):\n try: signal.signal(n, signal.SIG_IGN)\n except OSError: pass\n"
+                "while True: pass", LIMITS, "cpu", ""),
+    "own end": ("import os\nos.abort()", LIMITS, "exit", ""),
+    "deep": ("def f(): f()\nf()", LIMITS, "exit", "RecursionError"),
+    "input": ("input()", LIMITS, "exit", "EOFError"),
+}  # fmt: skip
+
+# What a program may not reach; each prints what became of it.
+OUTSIDE = {
+    "passwords": ("open('/etc/passwd').read()", "FileNotFoundError"),
+    "variables": ("import os\nprint(sorted(os.environ), os.path.exists('/proc/self/environ'))", "False"),
+    "the home folder": ("import os\nprint(os.path.exists(HERE))", "False"),
+    "files to write": ("open('/lib/x', 'w')", "Read-only file system"),
+    "the folder itself": ("import os\nos.rmdir(os.getcwd())", "OSError"),
+    "many files": ("for i in range(9): open(str(i), 'wb').write(bytes(1 << 19))", "No space left"),
+    "the network": ("import socket\nsocket.create_connection(('127.0.0.1', PORT), 1)", "Network is unreachable"),
+    "the parent": ("import os\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)\nprint('alone')", "ProcessLookupError"),
+    "its parent's number": ("import os\nprint(os.getpid(), os.getppid(), os.getuid())", "1 0 65534"),
+    "root": ("import os\nos.setuid(0)", "Error: [Errno"),
+    "mounts": ("import ctypes, os\nprint(ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, 0))", "-1"),
+    "namespaces": ("import ctypes\nprint(ctypes.CDLL(None).unshare(0x10000000))", "-1"),
+}
+
+
+@pytest.fixture(scope="module")
+def listening() -> Iterator[int]:
+    """A port of this machine that accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def together(calls: list[Any]) -> list[Any]:
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda call: call(), calls))
+
+
+@pytest.mark.parametrize("cut_off", [pytest.param(True, marks=needs_namespaces), False], ids=["cut off", "limited"])
+def test_every_limit_ends_its_bomb(cut_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cut_off:
+        monkeypatch.setattr(module, "can_cut_off", lambda: "not asked for")
+    bombs = dict(BOMBS)
+    if not cut_off and not limited_processes():
+        del bombs["processes"], bombs["threads"]
+    found = together([lambda b=b: run_python(b[0], b[1], not cut_off) for b in bombs.values()])
+    for (name, (_, _, ended, output)), ran in zip(bombs.items(), found, strict=True):
+        assert ran.ended == ended, (name, ran)
+        assert output in ran.output and len(ran.output) <= 8192, (name, ran)
+        assert output != "" or ran.output == "" or name == "own end", (name, ran)
+
+
+def limited_processes() -> bool:
+    """Whether a limit of processes holds without namespaces: for root it does not."""
+    return run_python("import os\nprint(os.getuid())", LIMITS, True).output != "0\n"
+
+
+@needs_namespaces
+def test_what_is_cut_off_is_not_there(listening: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "of the run")
+    here = str(Path(__file__).parent)
+    programs = [f"PORT, HERE = {listening}, {here!r}\n{program}" for program, _ in OUTSIDE.values()]
+    found = together([lambda p=p: run_python(p, LIMITS) for p in programs])
+    for (name, (_, expected)), ran in zip(OUTSIDE.items(), found, strict=True):
+        assert expected in ran.output and "SECRET" not in ran.output, (name, ran)
+    again = run_python("import os\nprint(os.listdir(), os.getcwd())", LIMITS)
+    assert again == Ran("[] /tmp\n", "exit"), "nothing of another program is left"
+
+
+def test_a_program_that_is_not_cut_off_leaves_no_process(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+    """Those too that have left its session; and what is cut off elsewhere is there."""
+    monkeypatch.setattr(module, "can_cut_off", lambda: "not asked for")
+    code = (
+        "import os, socket, time\n"
+        f"socket.create_connection(('127.0.0.1', {listening}), 1)\n"
+        "ready, done = os.pipe()\n"
+        "for leave in (False, True):\n"
+        "    if os.fork() == 0:\n"
+        "        if leave: os.setsid()\n"
+        "        os.write(1, b'%d\\n' % os.getpid())\n"
+        "        os.write(done, b'.')\n"
+        "        time.sleep(99)\n"
+        "    os.read(ready, 1)\n"
+    )
+    ran = run_python(code, LIMITS, allow_unsandboxed=True)
+    assert ran.ended == "exit" and len(ran.output.split()) == 2, ran
+    for pid in map(int, ran.output.split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_program_ends_with_the_run() -> None:
+    """Its watcher looks whether its own parent is there."""
+    numbers = ("60", "9", str(1 << 28), "8", "99", "1048576", str(int(module.can_cut_off() == "")))
+    command = [sys.executable, "-I", "-S", str(Path(module.__file__).with_name("confine.py")), *numbers]
+    program = "import time; time.sleep(60)"
+    script = f"import os, subprocess, sys; subprocess.run([*sys.argv[1:], str(os.getpid()), {program!r}])"
+    run = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", script, *command],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    time.sleep(0.3)
+    os.kill(run.pid, signal.SIGKILL)
+    began = time.monotonic()
+    out, _ = run.communicate(timeout=20)  # all that could write is gone
+    assert out.startswith(b"parent") and time.monotonic() - began < 10
+
+
+def test_programs_repeat_and_show_their_last_value() -> None:
+    code = "import random, socket\nhash('a'), random.random(), list({'b', 'c', 'a'}), __name__"
+    first, again = together([lambda: run_python(code, allow_unsandboxed=True)] * 2)
+    assert first == again and first.ended == "exit" and "'__main__'" in first.output
+    assert run_python("x = 2\nx ** 100", allow_unsandboxed=True).output == f"{2**100}\n"
+    wrong = run_python("x = 1\nx / 0", allow_unsandboxed=True)
+    assert wrong.code == 1 and wrong.output.startswith('Traceback (most recent call last):\n  File "<program>", line 2')
+    assert "SyntaxError" in run_python("if", allow_unsandboxed=True).output
+    assert run_python("import sys; sys.exit(3)", allow_unsandboxed=True) == Ran("", "exit", 3)
+    assert run_python("print('é', '\udcff')", allow_unsandboxed=True).output == "é ?\n"
+
+
+def call(code: Any) -> dict[str, Any]:
+    return {"function": {"name": "python", "arguments": {"code": code}}}
+
+
+def test_it_is_a_tool_like_others() -> None:
+    """Several calls of a turn run beside each other; what goes wrong is an answer."""
+    make = tool_environment([python_tool(SHORT, allow_unsandboxed=True)], "a test")
+    schema = make.schemas[0]["function"]
+    assert schema["name"] == "python" and schema["parameters"]["required"] == ["code"]
+    calls = [call("import time; time.sleep(9)")] * 2 + [
+        call("1 + 1"),
+        call("pass"),
+        call(7),
+        {"function": {"name": "python", "arguments": {}}},
+    ]
+    began = time.monotonic()
+    said = make().step(Turn("", [0], "stop", {"role": "assistant", "content": "", "tool_calls": calls}))
+    told = [message["content"] for message in said]
+    assert told[:4] == ["[stopped: it ran longer than 1 s]"] * 2 + ["2", "[no output]"]
+    assert "error" in told[4] and "missing 1 required" in told[5] and time.monotonic() - began < 10
+
+
+def test_a_sandbox_that_cannot_start_is_told_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TaskConfig(tools=("python",))
+    monkeypatch.setattr(module, "can_cut_off", lambda: "unshare: Operation not permitted")
+    with pytest.raises(InputError, match=r"task.tools python: .*unshare: Operation not permitted.* task.allow_unsand"):
+        make_environment(config)
+    allowed = make_environment(TaskConfig(tools=("python",), allow_unsandboxed=True))
+    (answer,) = allowed().step(
+        Turn("", [0], "stop", {"role": "assistant", "content": "", "tool_calls": [call("7 * 6")]})
+    )
+    assert answer == {"role": "tool", "name": "python", "content": "42"}
+    with pytest.raises(InputError, match="memory_mib is 0; it must be more than 0"):
+        SandboxLimits(memory_mib=0)
+    with pytest.raises(InputError, match="memory_mib=1.* do not let Python start: "):
+        python_tool(SandboxLimits(memory_mib=1), allow_unsandboxed=True)
+
+
+def test_a_tool_that_is_not_available_is_no_answer() -> None:
+    def search(query: str) -> str:
+        """Search.
+
+        Args:
+            query: What for.
+        """
+        raise ToolUnavailable("the service is down")
+
+    async def search_async(query: str) -> str:
+        """Search.
+
+        Args:
+            query: What for.
+        """
+        raise ToolUnavailable("the service is down")
+
+    for tool in (search, search_async):
+        environment = tool_environment([tool], "a test")()
+        asked = {"function": {"name": tool.__name__, "arguments": {"query": "x"}}}
+        with pytest.raises(ToolUnavailable, match="the service is down"):
+            environment.step(Turn("", [0], "stop", {"role": "assistant", "content": "", "tool_calls": [asked]}))

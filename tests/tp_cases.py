@@ -1,0 +1,83 @@
+"""Training where ranks share the products, to be held against one process; run on each rank of `processes.on_ranks`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from small import FAMILIES, make_model, train_groups
+
+from lockstep import distributed
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
+from lockstep.distributed import ONE, World, join
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import EAGER, Runtime
+from lockstep.trainer import Packing, Trainer, pack_shards
+from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
+
+SAMPLED = SamplingParams(temperature=0.8, top_k=40, n=2, max_completion_length=7)
+OPTIMIZER = OptimizerConfig(weight_decay=0.1)
+
+
+def rollouts(trainer: Trainer, step: int) -> list[RolloutGroup]:
+    """Of the trainer's weights as they are, the same on every rank."""
+    engine = Engine(SharedWeights(trainer.model), GeneratorConfig(), cache_tokens=1024)
+    prompts = [[(7 * g + i) % 97 for i in range(3 + 5 * g)] for g in range(4)]
+    found = engine.generate(prompts, [SAMPLED] * 4, [SampleIdentity(0, 0, step, g) for g in range(4)])
+    return train_groups(prompts, [SAMPLED] * 4, found, weight=0.02)
+
+
+def trained(
+    family: str, world: World = ONE, steps: int = 3, graphs: bool = False, reversed_gathers: bool = False, **loss: Any
+) -> dict[str, Any]:
+    """Updates on two shards: the log-probabilities of the first one's micro-batches of this rank, what each found, then
+    the weights and what a checkpoint holds. `reversed_gathers` is the mutant."""
+    runtime = EAGER
+    if graphs:
+        runtime = Runtime(CompileConfig("step"), torch.device("cpu"), mesh=world.mesh.sizes, peers=world)
+    model = make_model(torch.float32, config=FAMILIES[family])
+    trainer = Trainer(model, OPTIMIZER, LossConfig(**loss), world=world, runtime=runtime)
+    seen, results = [], []
+    for step in range(steps):
+        groups = rollouts(trainer, step)
+        with _Reversed(reversed_gathers):
+            for batch in pack_shards([groups[::2], groups[1::2]], world.mesh.fsdp.own(range(2)), Packing(44), True):
+                if trainer.algorithm.has_critic:
+                    trainer.values(batch)
+                    batch.return_C.copy_(batch.old_value_C + batch.advantage_C)
+                trainer.forward_backward(batch)
+        seen += trainer.checked if step == 0 else []
+        found = trainer.optim_step(1e-3)
+        results.append((found.applied, found.loss, found.grad_norm, found.tokens_checked, found.tokens_different))
+        trainer.gather_weights()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state, numbers = trainer.state()
+    reader = Trainer(make_model(torch.float32, 1, FAMILIES[family]), OPTIMIZER, LossConfig(**loss), world=world)
+    reader.load_state(world.from_first(lambda: state), numbers)  # what one process would have saved, too
+    again = {name: p.detach().clone() for name, p in reader.model.named_parameters()}
+    runtime.close()
+    return {"logprobs": seen, "results": results, "weights": weights, "state": state, "again": again}
+
+
+class _Reversed:
+    """Within it ranks are gathered last first, where it is on."""
+
+    def __init__(self, on: bool) -> None:
+        self._on, self._gather = on, distributed.collectives.gather
+
+    def __enter__(self) -> None:
+        if self._on:
+            distributed.collectives.gather = lambda x, axis: self._gather(x, axis).flip(0)
+
+    def __exit__(self, *_: object) -> None:
+        distributed.collectives.gather = self._gather
+
+
+def on_a_rank(tp: int, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`trained`, case by case."""
+    torch.set_num_threads(1)
+    world = join(ParallelConfig(tp=tp, timeout=100), "cpu")
+    found = [trained(world=world, **case) for case in cases]
+    world.close()
+    return found
