@@ -243,7 +243,7 @@ class Recorder:
         """What this rank writes of a checkpoint, and the trainer's numbers. Where not all see the run's folder, or
         ranks share products, the first has all tensors."""
         trainer, world = loop.run.trainer, self.world
-        if world.size == 1 or world.tp > 1 or not self._all_see():
+        if world.size == 1 or not self._all_see():
             tensors, counters = trainer.state()
             return ({"trainer": tensors} if world.first else {}), counters
         own, alike = trainer.local_state()
@@ -293,9 +293,9 @@ class Recorder:
         self.trace()
 
     def _all_see(self) -> bool:
-        """Whether the run's folder is one that all ranks see."""
+        """Whether the run's folder is one that all ranks see, and what each has of a tensor one range of it."""
         folder = self.world.from_first(lambda: self.run_dir)
-        return all(self.world.gather(folder.is_dir()))
+        return self.world.tp == 1 and all(self.world.gather(folder.is_dir()))
 
     def warmup(self, loop: Loop, display: Display) -> None:
         """Supervised steps on worked examples before reinforcement learning."""

@@ -22,8 +22,7 @@ from .parameters import Buffer, FlatParameters
 
 class AdamWTensors(NamedTuple):
     """What an update reads and writes: weights in the compute dtype; float32 gradients, masters and moments, all flat;
-    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor.
-    Where ranks have some gradients alike also which blocks this one counts (`FlatParameters.counted`)."""
+    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor."""
 
     weights: Tensor
     grad: Tensor
@@ -31,7 +30,6 @@ class AdamWTensors(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     steps: Tensor
-    counted: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -147,27 +145,24 @@ class AdamW:
 
     def inputs(self) -> graph.Inputs:
         """What `update` reads and writes, besides the rate `lr`, which is a buffer of its inputs too."""
-        t = {name: tensor for name, tensor in self.tensors()._asdict().items() if tensor is not None}
+        t = self.tensors()._asdict()
         weights, grad = t.pop("weights"), t.pop("grad")
         if t["master"] is weights:
             del t["master"]
-        counted = {"counted": t.pop("counted")} if "counted" in t else {}
-        return graph.Inputs(param={"weights": weights}, grad={"grad": grad}, buffer=counted, optimizer=t)
+        return graph.Inputs(param={"weights": weights}, grad={"grad": grad}, buffer=self.flat.counted, optimizer=t)
 
     def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
         """`step` as a function of its inputs, and all of it with `launched`, which comes behind it."""
-        weights, b = inputs.param["weights"], inputs.buffer
-        masters = {"master": weights, **inputs.optimizer}
-        t = AdamWTensors(**masters, weights=weights, grad=inputs.grad["grad"], counted=b.get("counted"))
-        return adamw_step(t, self, b["lr"], ok)
+        weights = inputs.param["weights"]
+        t = AdamWTensors(**{"master": weights, **inputs.optimizer}, weights=weights, grad=inputs.grad["grad"])
+        return adamw_step(t, self, inputs.buffer, ok)
 
     def launched(self) -> None:
         """What of an update is no part of a graph: nothing."""
 
     def tensors(self) -> AdamWTensors:
         """The live tensors."""
-        state = self.master, self.exp_avg, self.exp_avg_sq, self.steps
-        return AdamWTensors(self.flat.data, self.flat.grad, *state, self.flat.counted)
+        return AdamWTensors(self.flat.data, self.flat.grad, self.master, self.exp_avg, self.exp_avg_sq, self.steps)
 
     def reset(self) -> None:
         """Forget moments and step counts; the masters stay."""
@@ -211,30 +206,26 @@ class AdamW:
             own.copy_(parts[0][:])
 
 
-def adamw_step(t: AdamWTensors, by: AdamW, lr: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
+def adamw_step(t: AdamWTensors, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) -> tuple[Tensor, Tensor]:
     """`AdamW.step` as a function of its tensors; of `by` it reads the layout, the settings and the groups.
 
     The norm is the root of the exact sum of the same blocks' squares on any number of ranks.
     """
-    grad_norm, step = _clipped((t.grad, t.counted), by, lr, ok)
-    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:6])
+    grad_norm, step = _clipped(t.grad, by, b, ok)
+    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:])
     for group in by.groups:
         last = group is by.groups[-1]
         _adamw(group.of(state, t.steps if last else t.steps.clone()), step, by.settings, group)  # the last counts it
     return grad_norm, step.applied
 
 
-def _clipped(given: tuple[Tensor, Tensor | None], by: AdamW, lr: Tensor, ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
-    """The norm of a gradient, of which these blocks count, and the update that it allows."""
-    grad, counted = given
-    squares = ops.square_sums(grad)
-    if counted is not None:
-        squares = torch.where(counted, squares, 0.0)
-    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(squares)))
+def _clipped(grad: Tensor, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
+    """The gradient's norm, and the update that it allows, at the rate `lr` of the update's buffers."""
+    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(by.flat.own_squares(ops.square_sums(grad), b))))
     applied = ok & torch.isfinite(grad_norm)
     max_norm = by.settings.max_grad_norm
     grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
-    return grad_norm, ops.AdamWStep(lr, grad_scale, applied)
+    return grad_norm, ops.AdamWStep(b["lr"], grad_scale, applied)
 
 
 def _adamw(state: ops.AdamWState, step: ops.AdamWStep, settings: UpdateSettings, group: ParameterGroup) -> None:
@@ -273,12 +264,11 @@ class OffloadedAdamW(AdamW):
             self.master[piece.begin : piece.end].copy_(weights[piece.begin : piece.end])
 
     def inputs(self) -> graph.Inputs:
-        counted = {} if self.flat.counted is None else {"counted": self.flat.counted}
-        return graph.Inputs(grad={"grad": self.flat.grad}, buffer={**counted, "decided": self.decided})
+        return graph.Inputs(grad={"grad": self.flat.grad}, buffer={"decided": self.decided, **self.flat.counted})
 
     def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
         b = inputs.buffer
-        grad_norm, step = _clipped((inputs.grad["grad"], b.get("counted")), self, b["lr"], ok)
+        grad_norm, step = _clipped(inputs.grad["grad"], self, b, ok)
         b["decided"].copy_(torch.stack([step.lr, step.grad_scale, step.applied.float()]))
         return grad_norm, step.applied
 
