@@ -59,11 +59,13 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
         report.figures |= {**settings, "whole": whole, "tries": []}
         for number in range(given.tries):
             found = tried(given, folder, folder / f"killed-{number}", chance, seconds)
-            found["same"] = left(folder / f"killed-{number}") == whole
+            found["same"] = not any(found["exit_codes"]) and left(folder / f"killed-{number}") == whole
+            if not found["same"]:
+                found["said"] = (folder / f"killed-{number}.log").read_text()[-4000:]
             report.figures["tries"].append(found)
             report.save()
     tries = report.figures["tries"]
-    same = sum(found["same"] and not any(found["exit_codes"]) for found in tries)
+    same = sum(found["same"] for found in tries)
     kills = [kill for found in tries for kill in found["kills"]]
     report.figures["same"] = same
     report.notes.append(f"{same} of {len(tries)} runs, killed {len(kills)} times, left the bits of one that was not")
