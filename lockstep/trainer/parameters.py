@@ -242,13 +242,14 @@ class FlatParameters:
 
     def held(self, model: Decoder) -> dict[str, Held]:
         """What this rank writes of the model's tensors: its parts, and as large ones of what all ranks have whole."""
-        parts, ranks, found = dict(zip(self.names, self.parts, strict=True)), self.layout.ranks, {}
+        shapes = dict(zip(self.names, self.layout.shapes, strict=True))
+        parts, found = dict(zip(self.names, self.parts, strict=True)), {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            size = parts[name].numel() if name in parts else -(-tensor.numel() // ranks)
+            part = parts[name] if shapes.get(name) == tuple(tensor.shape) else None
+            size = -(-tensor.numel() // self.layout.ranks) if part is None else part.numel()
             first = min(self.rank * size, tensor.numel())
-            count = min(size, tensor.numel() - first)
-            values = parts[name].flatten() if name in parts else tensor.detach().flatten()[first:]
-            found[name] = Held(values[:count], first)
+            values = tensor.detach().flatten()[first:] if part is None else part.flatten()
+            found[name] = Held(values[: min(size, tensor.numel() - first)], first)
         return found
 
     @property

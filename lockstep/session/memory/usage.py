@@ -21,7 +21,7 @@ from ...models.init import architecture
 from ...trainer import Trainer
 from .plan import MemoryPlan, plan
 from .remedies import refusal
-from .terms import CONTEXT, GIB
+from .terms import CONTEXT, GIB, STATE_ON_HOST
 from .workload import Workload
 
 
@@ -62,6 +62,23 @@ def require_room(w: Workload, memory: int) -> MemoryPlan:
     if not found.fits:
         raise InputError(refusal(w, found))
     return found
+
+
+def require_host_room(found: MemoryPlan) -> None:
+    """`InputError` where this process's part of the host's memory does not hold the state that a plan has there."""
+    needed, there = found.host.get(STATE_ON_HOST, 0), memory_at_hand(torch.device("cpu"))
+    if needed > there:
+        raise InputError(
+            f"optimizer.offload needs {needed / GIB:.1f} GiB of the host's memory a process, and there are "
+            f"{there / GIB:.1f}; use more GPUs, over which masters and moments are sharded, or leave it off"
+        )
+
+
+def holds_copy(found: MemoryPlan, device: torch.device) -> bool:
+    """Whether four fifths of the host's memory have room for the copy that a checkpoint is written from, too; the rest
+    is for all else, the disk's cache above all."""
+    taken = sum(found.host.values()) + (found.total if device.type == "cpu" else 0)
+    return taken <= 0.8 * memory_at_hand(torch.device("cpu"))
 
 
 def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]:
