@@ -126,7 +126,7 @@ def supervised(model: str, seed: int, tiny: bool) -> RunConfig:
             warmup_batch_size=batch,
             warmup_learning_rate=2e-3,
             warmup_reward=0.9,
-            warmup_interval=10,
+            warmup_interval=5,
             skip_zero_variance=False,
         ),
         loss=LossConfig(scale_rewards="group"),
