@@ -93,7 +93,8 @@ class Collector:
         asked = [self._asked(*item, domain, step, where) for item in problems]
         samples = len(problems) * sampling.n if self.limits.turns == 1 else None
         with leading(self.world, self.sampler, samples) as sampler:
-            play = Play(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
+            kind = self.environment.plays or Play
+            play = kind(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
             try:
                 return self._played(play, asked, sampling, SampleIdentity(self.seed, domain, step, 0), where)
             finally:
@@ -164,7 +165,7 @@ def _score(
         [of[id(rollout)].prompt for _, rollout in rows],
         [ends[id(rollout)].completion or rollout.text for _, rollout in rows],
         [rollout.token_ids for _, rollout in rows],
-        [group.columns for group, _ in rows],
+        [{**group.columns, **ends[id(rollout)].columns} for group, rollout in rows],
         about._replace(
             origins=[origins[number] for number in numbers],
             groups=numbers,
