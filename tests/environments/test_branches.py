@@ -49,6 +49,9 @@ def test_each_sampled_token_is_compared_once(config: ModelConfig) -> None:
         result = compare(make_model(torch.float32, config=config), groups, share_prefix)
         assert result.tokens_checked == sum(len(t.token_ids) for t in all_of(groups))
         assert result.tokens_different == 0
+        if result.routing is not None:
+            begun = sum(len(s.token_ids) for t in branched for s in t.segments if s.anew)
+            assert result.routing.prompt_tokens_checked > begun and result.routing.prompt_tokens_different == 0
     assert Forgets.metrics(all_of(groups))["environment/branches"] == len(branched) / 6
     for t in branched:
         begun = next(i for i, segment in enumerate(t.segments) if segment.anew)

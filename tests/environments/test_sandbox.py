@@ -10,22 +10,35 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from small import CONFIG, make_model
 
 from lockstep.config import TaskConfig
-from lockstep.environments import Turn, make_environment
+from lockstep.environments import Environment, Limits, Problem, Turn, make_environment, worked_trajectories
 from lockstep.environments.sandbox import Ran, SandboxLimits, python_tool, run_python
 from lockstep.environments.sandbox import python as module
 from lockstep.environments.tools import tool_environment
 from lockstep.errors import InputError, ToolUnavailable
+from lockstep.models.tokenizer import byte_tokenizer
+from lockstep.session.text.policy import Policy
 
 LIMITS = SandboxLimits(seconds=20.0, cpu_seconds=1, memory_mib=128, files_mib=1, processes=6, output_bytes=1000)
 SHORT = SandboxLimits(seconds=1.0, cpu_seconds=3, memory_mib=128, processes=6)
 
 needs_namespaces = pytest.mark.skipif(module.can_cut_off() != "", reason=module.can_cut_off())
+
+# A template that shows tools and calls as Qwen3's does, in short.
+CHAT = (
+    "{% if tools %}tools: {{ tools[0].function.description }}\n{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
 
 # name: program, limits, how it ends, and what it writes.
 BOMBS: dict[str, tuple[str, SandboxLimits, str, str]] = {
@@ -79,9 +92,9 @@ def together(calls: list[Any]) -> list[Any]:
 def test_every_limit_ends_its_bomb(cut_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not cut_off:
         monkeypatch.setattr(module, "can_cut_off", lambda: "not asked for")
-    bombs = dict(BOMBS)
-    if not cut_off and not limited_processes():
-        del bombs["processes"], bombs["threads"]
+    bombs = dict(BOMBS) if cut_off else {name: BOMBS[name] for name in ("waiting", "output", "memory", "one file")}
+    if not cut_off and limited_processes():
+        bombs["processes"] = BOMBS["processes"]
     found = together([lambda b=b: run_python(b[0], b[1], not cut_off) for b in bombs.values()])
     for (name, (_, _, ended, output)), ran in zip(bombs.items(), found, strict=True):
         assert ran.ended == ended, (name, ran)
@@ -157,6 +170,33 @@ def test_programs_repeat_and_show_their_last_value() -> None:
     assert "SyntaxError" in run_python("if", allow_unsandboxed=True).output
     assert run_python("import sys; sys.exit(3)", allow_unsandboxed=True) == Ran("", "exit", 3)
     assert run_python("print('é', '\udcff')", allow_unsandboxed=True).output == "é ?\n"
+
+
+class Asks(Environment):
+    """A chat in which the model's turns are known."""
+
+    @classmethod
+    def worked_turns(cls, row: dict[str, Any], worked_example: str) -> list[str]:
+        called = '<tool_call>\n{"name": "python", "arguments": {"code": "%s"}}\n</tool_call>'
+        return ["<think>" + called % "1" + "</think>" + called % "6 * 7" + called % "1 / 0", "<tool_call>6", "42"]
+
+
+def test_a_model_calls_it_in_the_form_of_its_chat_template() -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    policy = Policy(make_model(torch.float32, config=replace(CONFIG, eos_token_ids=(258,))), tokenizer)
+    tools = make_environment(TaskConfig(tools=("python",), allow_unsandboxed=True))
+    kind = type("Known", (Asks, tools), {})
+    problem = Problem([{"role": "user", "content": "6 * 7?"}], worked_example="")
+    limits = Limits(turns=8)
+    (made,) = worked_trajectories(kind, [problem], policy.tokens, policy.encode_completion, limits)
+    prompt, *after = [segment.text or tokenizer.decode(segment.token_ids) for segment in made.segments]
+    assert "tools: Run a Python program" in prompt
+    assert [text.split("\n")[0] for text in after[1::2]] == [
+        "tool: 42",
+        "tool: {'error': 'the call is malformed: it is not in the form that was asked for'}",
+    ]
+    assert "ZeroDivisionError" in after[1] and after[4] == "42" and len(after) == 5
 
 
 def call(code: Any) -> dict[str, Any]:
