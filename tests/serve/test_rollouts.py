@@ -18,6 +18,7 @@ from scripted import scripted_folder
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import End, Environment, Turn, make_environment
 from lockstep.errors import InputError, LockstepError
+from lockstep.run.replay import replay
 from lockstep.run.train import train
 
 CUT: list[str] = []  # rollouts that were asked for too much
@@ -168,6 +169,9 @@ def test_what_a_rollout_cannot_be_asked_is_refused_and_a_turn_is_sampled_once(tm
     assert certificate["identical"] and certificate["tokens_checked"] == sum(len(one[2]) for one in found)
     step = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert step["environment/branches"] == len(CUT) / 4, "other tokens than before"
+    branched = next(i for i, one in enumerate(found) if one[4] == "truncated")
+    again = replay(tmp_path / "run", f"0/{branched // 2}/{branched % 2}")
+    assert again.turns == 2 and not again.difference and again.logprobs_compared
 
 
 def fails(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
