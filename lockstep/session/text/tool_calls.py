@@ -58,7 +58,7 @@ class ToolFormat:
         return len(text) if end < 0 else end + len(_THOUGHT)
 
     def message(self, text: str) -> tuple[dict[str, Any], bool]:
-        """The chat message that a whole completion is, and whether a call that it began is none, perhaps beside others."""
+        """The chat message that a whole completion is, and whether a call that it began is none."""
         said, calls = self.parse(text)
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if calls:
