@@ -164,3 +164,33 @@ def prepare_nccl() -> None:
 
 def _expandable(name: str) -> bool:
     return "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "")
+
+
+_PAGES_FROM = 64 << 20  # bytes that have pages of their own
+_REGISTER_PORTABLE = 1
+
+
+def host_buffer(size: int, pinned: bool) -> torch.Tensor:
+    """So many bytes of the host's memory, uint8; pinned where CUDA is to copy to it and from it at the rate of the bus
+    and beside its other work, unless there are few. (torch rounds up what it pins itself to a power of two.)
+
+    Raises:
+        InputError: the system pins no more memory.
+    """
+    import weakref
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+
+    buffer = torch.empty(size, dtype=torch.uint8)
+    if pinned and size >= _PAGES_FROM:
+        with ThreadPoolExecutor(8) as pool:  # pages that are there are pinned much faster
+            list(pool.map(torch.Tensor.zero_, buffer.chunk(8)))
+        runtime, begin = torch.cuda.cudart(), buffer.data_ptr()
+        if int(runtime.cudaHostRegister(begin, size, _REGISTER_PORTABLE)):
+            raise InputError(
+                f"the system does not pin {size / 2**30:.1f} GiB of the host's memory (ulimit -l); leave "
+                "optimizer.offload off, and checkpoint.interval at 0"
+            )
+        weakref.finalize(buffer, runtime.cudaHostUnregister, begin).atexit = False
+    return buffer

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"cache", "distributed", "ops"},
     "graph": {"cache", "distributed", "ops"},
     "generator": {"graph", "models", "ops"},
-    "trainer": {"algorithms", "distributed", "graph", "models", "ops"},
+    "trainer": {"algorithms", "distributed", "graph", "machine", "models", "ops"},
     "environments": {"distributed"},
     "session": {
         "algorithms",
@@ -72,7 +72,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "dapo dppo dr_grpo gspo ppo reinforce_pp rloo",
         ".",
     ),
-    "cache": ("fingerprint file_hashes user_folder", "tokenizers"),
+    "cache": ("fingerprint file_hashes tensor_file user_folder", "tokenizers"),
     "distributed": ("mesh torch_private", "collectives placement ranks", "join pieces spread sums", "."),
     "ops": (
         "native.library pdl precompile records rows",
@@ -149,6 +149,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "rl": ("critic dynamic_sampling step_checks step_metrics", "loop", "sample_again sft_warmup"),
     "run": (
+        "checkpoint.files",
+        "checkpoint.saver",
         "checkpoint closing crash display lock metrics trackers",
         "faults resume timeline",
         "report",

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -222,6 +223,27 @@ class World:
                 torch.cuda.synchronize()
         finally:
             timer.cancel()
+
+    @contextlib.contextmanager
+    def watched(self, doing: str) -> Iterator[Callable[[], None]]:
+        """Within, the process ends where what this yields was not called for as long as `deadline` waits: for launches
+        that follow one another, of which any may wait on a device for another rank."""
+        if self.size == 1:
+            yield lambda: None
+            return
+        latest, over = [time.monotonic()], threading.Event()
+
+        def watch() -> None:
+            seconds = self.timeout + GRACE
+            while not over.wait(seconds / 20):
+                if time.monotonic() - latest[0] > seconds:
+                    self._give_up(doing, seconds)
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield lambda: latest.__setitem__(0, time.monotonic())
+        finally:
+            over.set()
 
     @contextlib.contextmanager
     def told_by(self, told: Callable[[str], str]) -> Iterator[None]:

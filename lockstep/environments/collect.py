@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -88,22 +89,28 @@ class Collector:
         if not problems:
             return nothing
         if not self.world.leads:
-            follow(self.sampler([], []), self.world.told)
+            follow(self.world, self.sampler([], []))
             return nothing
         asked = [self._asked(*item, domain, step, where) for item in problems]
         samples = len(problems) * sampling.n if self.limits.turns == 1 else None
-        with leading(self.world, self.sampler, samples) as sampler:
-            play = Play(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
-            try:
-                return self._played(play, asked, sampling, SampleIdentity(self.seed, domain, step, 0), where)
-            finally:
-                play.close()
+        identity = SampleIdentity(self.seed, domain, step, 0)
+        with ExitStack() as stack:
+            with leading(self.world, self.sampler, samples) as sampler:
+                play = Play(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
+                stack.callback(play.close)
+                played = play.run(asked, sampling, identity)
+            return self._played(played, play.sampled_tokens, asked, sampling, identity, where)
 
     def _played(
-        self, play: Play, asked: list[Asked], sampling: SamplingParams, identity: SampleIdentity, where: str
+        self,
+        played: list[list[Episode]],
+        sampled_tokens: int,
+        asked: list[Asked],
+        sampling: SamplingParams,
+        identity: SampleIdentity,
+        where: str,
     ) -> Collected:
         """What was played, scored."""
-        played = play.run(asked, sampling, identity)
         groups: list[RolloutGroup] = []
         failed: list[RolloutGroup] = []
         for a, episodes in zip(asked, played, strict=True):
@@ -114,8 +121,8 @@ class Collector:
                 if rollouts := [e.trajectory for e in some if e.trajectory is not None]:
                     into.append(RolloutGroup(rollouts, sampling, a.group, some[0].prompt, a.problem.columns))
         kept = sum(len(r.token_ids) for group in groups + failed for r in group.rollouts)
-        if kept != play.sampled_tokens:  # they would not all be compared
-            raise LockstepError(f"{where}: {play.sampled_tokens} tokens were sampled, and trajectories have {kept}")
+        if kept != sampled_tokens:  # they would not all be compared
+            raise LockstepError(f"{where}: {sampled_tokens} tokens were sampled, and trajectories have {kept}")
         about = Scoring(
             f"{where}, groups {asked[0].group} to {asked[-1].group}",
             step=identity.step if identity.domain == TRAIN_DOMAIN else 0,

@@ -14,14 +14,15 @@ from ..distributed import World
 from ..types import SampleIdentity, SamplingParams, Trajectory
 from .episodes import NewTokens, Sampler
 
+_DOING = "a launch of the generator"
 Told = list[tuple[Any, ...]]  # a generator's calls: a method's name, and its arguments
 
 
 class _Counted:
-    """A generator, and of each request how many samples have not finished."""
+    """A generator, and of each request how many samples have not finished; `launched` is called after each launch."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, launched: Callable[[], None]) -> None:
+        self._sampler, self._launched = sampler, launched
         self.left: dict[int, int] = {}
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
@@ -31,6 +32,7 @@ class _Counted:
 
     def advance(self) -> Sequence[NewTokens]:
         grown = self._sampler.advance()
+        self._launched()
         for one in grown:
             self.left[one.request_id] -= one.completion is not None
         self.left = {request_id: samples for request_id, samples in self.left.items() if samples}
@@ -54,8 +56,10 @@ class Leader(_Counted):
         samples: as many as will be asked for in all; None where that is not known.
     """
 
-    def __init__(self, sampler: Sampler, tell: Callable[[Told], object], samples: int | None) -> None:
-        super().__init__(sampler)
+    def __init__(
+        self, sampler: Sampler, launched: Callable[[], None], tell: Callable[[Told], object], samples: int | None
+    ) -> None:
+        super().__init__(sampler, launched)
         self._tell, self._to_come = tell, samples
         self._untold: Told = []
         self._alone = False  # the others finish what there is by themselves
@@ -101,18 +105,21 @@ def leading(
     if world.together is None:
         yield sampler
         return
-    leader = Leader(sampler([], []), world.told, samples)
-    try:
-        yield lambda *_: leader
-    finally:
-        leader.end()
+    with world.watched(_DOING) as launched:
+        leader = Leader(sampler([], []), launched, world.told, samples)
+        try:
+            yield lambda *_: leader
+        finally:
+            leader.end()
 
 
-def follow(sampler: Sampler, hear: Callable[[], Told]) -> None:
+def follow(world: World, sampler: Sampler) -> None:
     """Do what the first rank does with its generator, until it ends."""
-    own = _Counted(sampler)
-    while True:
-        for name, *arguments in hear():
-            if name == "end":
-                return
-            getattr(own, name)(*arguments)
+    with world.watched(_DOING) as launched:
+        own = _Counted(sampler, launched)
+        while True:
+            calls: Told = world.told()
+            for name, *arguments in calls:
+                if name == "end":
+                    return
+                getattr(own, name)(*arguments)

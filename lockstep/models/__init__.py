@@ -4,6 +4,14 @@ from .blocks.attention import Masks, PackedAttention, PagedAttention
 from .blocks.moe import Routing
 from .config import ModelConfig
 from .decoder import Decoder, num_parameters
-from .folder import TEMPLATES, describe_folder, load_model, load_value_head, resolve_folder, save_model
+from .folder import (
+    TEMPLATES,
+    Held,
+    describe_folder,
+    load_model,
+    load_value_head,
+    resolve_folder,
+    save_model,
+)
 from .parts import ModelPart
 from .patterns import by_pattern

@@ -7,13 +7,15 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache.file_hashes import fingerprints
+from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, cut
 from ..errors import InputError, LockstepError
 from ..json_file import read_object
 from .blocks.weight_slices import WeightSlice
@@ -22,7 +24,7 @@ from .config import ModelConfig
 from .decoder import Decoder
 from .families import require_family, text_part
 from .hf_config import end_of_sequence, from_hf, to_hf, without_nulls
-from .shards import cut, file_names, read_tensors, weights_path
+from .shards import file_names, read_tensors, weights_path
 from .weight_map import HEAD, fused_experts, weight_map
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
@@ -212,27 +214,105 @@ def save_model(
     Raises:
         LockstepError: a file cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LockstepError(f"{folder}: the folder cannot be made ({error.strerror})") from error
-    dtype = str(model.embed.dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", to_hf(model.config, dtype))
-    _write_json(folder / "generation_config.json", _generation_config(model.config))
-    tensors = _tensors(model)
-    pieces = [(piece, piece.of(tensors)) for piece in weight_map(model.config)]
-    shards = list(cut(((item, item[1].nbytes) for item in pieces), max_shard_bytes))
-    placed: dict[str, str] = {}
-    for i, shard in enumerate(shards):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        file = {piece.name: piece.to_hf(rows).contiguous().cpu() for piece, rows in shard}
-        _write_tensors(folder / name, file, metadata or {})
-        placed |= dict.fromkeys(file, name)
-    if model.value_head is not None:
-        _write_tensors(folder / VALUE_HEAD, {"value_head": model.value_head.detach().cpu()}, metadata or {})
-    if len(shards) > 1:
-        total = sum(rows.nbytes for _, rows in pieces)
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
+    export = Export(model, folder, max_shard_bytes, metadata)
+    export.begin()
+    export.write(whole(model))
+    export.arrange()
+
+
+class Held(NamedTuple):
+    """What one process has of a tensor: flat elements, of which the first is element `first` of the tensor."""
+
+    values: Tensor
+    first: int
+
+
+def whole(model: Decoder) -> dict[str, Held]:
+    """All of a model, by the decoder's names."""
+    return {name: Held(tensor.flatten(), 0) for name, tensor in _tensors(model).items()}
+
+
+class Export:
+    """A model's folder that several processes write, each what it has, with the bytes of one: the first begins, then
+    all write, and when all have, all arrange. The arguments are those of `save_model`; so are the errors.
+
+    What is written at one time is `tensor_file.CHUNK_BYTES`, or a block of rows that a folder has in another form.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        folder: Path,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self._model, self._folder = model, folder
+        tensors = {name: tensor.to("meta") for name, tensor in _tensors(model).items()}
+        pieces = [(piece, piece.of(tensors)) for piece in weight_map(model.config)]
+        shards = list(cut(((item, item[1].nbytes) for item in pieces), max_shard_bytes))
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        placed = dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
+        if model.value_head is not None:
+            placed[VALUE_HEAD] = [(_VALUE_HEAD_PIECE, tensors["value_head"])]
+        about = {"format": "pt", **(metadata or {})}
+        self._files = [
+            (TensorFile(folder / name, {p.name: Entry.of(_in_folder(p, rows)) for p, rows in shard}, about), shard)
+            for name, shard in placed.items()
+        ]
+
+    def begin(self) -> None:
+        """Write all but the weights, for which there is room then."""
+        folder, config = self._folder, self._model.config
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LockstepError(f"{folder}: the folder cannot be made ({error.strerror})") from error
+        dtype = str(self._model.embed.dtype).removeprefix("torch.")
+        _write_json(folder / "config.json", to_hf(config, dtype))
+        _write_json(folder / "generation_config.json", _generation_config(config))
+        for file, _ in self._files:
+            with _writing(file.path):
+                file.create()
+        weights = [file for file, _ in self._files if file.path.name != VALUE_HEAD]
+        if len(weights) > 1:
+            total = sum(entry.nbytes for file in weights for entry in file.entries.values())
+            index = {name: file.path.name for file in weights for name in file.entries}
+            _write_json(
+                folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
+            )
+
+    def write(self, held: Mapping[str, Held]) -> None:
+        """Write what this process has of the model's tensors, by the decoder's names."""
+        for file, pieces in self._files:
+            with _writing(file.path), file.open() as opened:
+                for piece, rows in pieces:
+                    values, first = held[piece.parameter]
+                    start = piece.start * (rows.shape[-1] if rows.dim() > 1 else 1)
+                    begin, end = max(first, start), min(first + values.numel(), start + rows.numel())
+                    if begin < end:
+                        opened.write(piece.name, begin - start, values[begin - first : end - first])
+
+    def arrange(self, rank: int = 0, ranks: int = 1) -> None:
+        """Bring what a folder has in another form into it, every rank of so many its part."""
+        for file, pieces in self._files:
+            with _writing(file.path), file.open() as opened:
+                for piece, rows in pieces:
+                    if piece.form is not None:
+                        _arrange(opened, piece, rows, (rank, ranks))
+
+
+_VALUE_HEAD_PIECE = WeightSlice("value_head", "value_head", 0, 1 << 62)
+
+
+def _arrange(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part: tuple[int, int]) -> None:
+    """Of a tensor's blocks, as many at a time as are a chunk, those whose turn is this rank's."""
+    assert piece.form is not None
+    width, (rank, ranks) = rows.numel() // rows.shape[0], part
+    count = max(1, CHUNK_BYTES // (piece.form.block * width * rows.itemsize)) * piece.form.block
+    for at in range(rank * count, piece.rows, ranks * count):
+        shape = min(count, piece.rows - at), *rows.shape[1:]
+        found = file.read(piece.name, at * width, prod(shape)).view(shape)
+        file.write(piece.name, at * width, piece.to_hf(found).flatten())
 
 
 @contextlib.contextmanager
@@ -263,13 +343,9 @@ def _write_json(path: Path, value: dict) -> None:
         raise LockstepError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """A safetensors file with the permissions of the files beside it, which the library keeps to the owner."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        save_file(tensors, path, metadata={"format": "pt", **metadata})
-        shutil.copymode(path.with_name("config.json"), path)
-    except (OSError, SafetensorError) as error:
+        yield
+    except OSError as error:
         raise LockstepError(f"{path}: cannot be written ({error})") from error

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -14,8 +13,6 @@ from . import mxfp4
 from .config import ModelConfig
 from .families import family_of, is_wrapped
 from .weight_map import HEAD, fused_experts, is_left_out, of_text, weight_map
-
-T = TypeVar("T")
 
 
 def weights_path(folder: Path) -> Path:
@@ -97,19 +94,6 @@ def _what_is_there(path: Path) -> str:
     except OSError as error:
         return f"cannot be read, {error.strerror}"  # a loop of links, a folder that may not be entered
     return "a folder, not a file" if path.is_dir() else "not a regular file"
-
-
-def cut(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
-    """The items, each given with its size, in parts of up to `limit` together, or of a single one."""
-    part: list[T] = []
-    used = 0
-    for item, size in sizes:
-        if part and used + size > limit:
-            yield part
-            part, used = [], 0
-        part.append(item)
-        used += size
-    yield part
 
 
 class _Once:

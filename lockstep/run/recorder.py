@@ -84,6 +84,7 @@ class Recorder:
         self._waits: MetricsWriter | None = None  # of a run of several turns
         self._trackers: Trackers | None = None
         self._loop: Loop | None = None
+        self._saver: checkpoint.Saver | None = None
         self._rewards: list[float] = []
         self._prompt: Any = None  # of a step's first group
         self.memory_plan = ""  # its table, once there is one
@@ -214,26 +215,36 @@ class Recorder:
         return loaded.step
 
     def checkpoint(self, loop: Loop, step: int) -> None:
-        """Save when `checkpoint.interval` says so, and at the end."""
+        """Save when `checkpoint.interval` says so, and at the end, while the run goes on; tell of a checkpoint that
+        could not be written."""
         c = self.config.checkpoint
-        if c.interval == 0 or (step % c.interval and step != self.config.steps):
-            return
-        with loop.run.timings.measured("checkpoint"):
-            self._save(loop, step)
+        due = c.interval > 0 and (step % c.interval == 0 or step == self.config.steps)
+        if due:
+            with loop.run.timings.measured("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
+                self._save(loop, step)
+        elif self._saver is not None:
+            self._saver.look()
+
+    def checkpoints_written(self, loop: Loop) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        if self._saver is not None:
+            with loop.run.timings.measured("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
+                self._saver.wait()
 
     def _save(self, loop: Loop, step: int) -> None:
-        with self.world.deadline("writing a checkpoint", timeouts=10):
-            tensors, counters = self._tensors(loop)
-            state = self._state(loop, counters) if self.world.first else {}
-            folder, keep_last = self.run_dir / CHECKPOINTS, self.config.checkpoint.keep_last
-            checkpoint.save(folder, step, tensors, state, keep_last, self.world)
+        if self._saver is None:
+            shared = self._all_see()
+            self._saver = checkpoint.Saver(
+                self.run_dir / CHECKPOINTS, self.config.checkpoint.keep_last, self.world, shared
+            )
+        tensors, counters = self._tensors(loop)
+        self._saver.save(step, tensors, self._state(loop, counters) if self.world.first else {})
 
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
         """What this rank writes of a checkpoint, and the trainer's numbers. Where not all see the run's folder, or
         ranks share products, the first has all tensors."""
         trainer, world = loop.run.trainer, self.world
-        folder = world.from_first(lambda: self.run_dir)
-        if world.size == 1 or world.tp > 1 or not all(world.gather(folder.is_dir())):
+        if world.size == 1 or not self._all_see():
             tensors, counters = trainer.state()
             return ({"trainer": tensors} if world.first else {}), counters
         own, alike = trainer.local_state()
@@ -274,11 +285,18 @@ class Recorder:
             write_json(self.run_dir / PARITY_FILE, loop.certificate.to_dict())
 
     def save_model(self, loop: Loop) -> None:
-        """Export the model."""
-        if self.world.first:
-            with loop.run.timings.measured("save_model"), writing(self.run_dir / FINAL_MODEL):
-                save_policy(loop.run.policy, self.run_dir / FINAL_MODEL)
+        """Export the model: each rank the weights that it has, where all see the run's folder."""
+        run, folder, together = loop.run, self.world.from_first(lambda: self.run_dir / FINAL_MODEL), self._all_see()
+        if together or self.world.first:
+            held = run.trainer.flat.held(run.policy.model) if together else None
+            with run.timings.measured("save_model"), writing(folder), self.world.deadline("exporting the model", 10):
+                save_policy(run.policy, folder, held, self.world if together else ONE)
         self.trace()
+
+    def _all_see(self) -> bool:
+        """Whether the run's folder is one that all ranks see, and what each has of a tensor one range of it."""
+        folder = self.world.from_first(lambda: self.run_dir)
+        return self.world.tp == 1 and all(self.world.gather(folder.is_dir()))
 
     def warmup(self, loop: Loop, display: Display) -> None:
         """Supervised steps on worked examples before reinforcement learning."""
@@ -341,6 +359,8 @@ class Recorder:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Whatever ended the run, leave a summary and a report of what there is, and the evidence of a failed check."""
+        if self._saver is not None:
+            self._saver.leave(error)
         try:
             self._finish(error)
         except (LockstepError, OSError) as unwritten:

@@ -69,6 +69,7 @@ def _train(
             start = 0
             recorder.validate(loop, display, 0)
             recorder.checkpoint(loop, 0)
+            recorder.checkpoints_written(loop)  # a run that has steps can always be gone on with
         recorder.open(start)
         for step in range(start, config.steps):
             raise_received()
@@ -86,6 +87,7 @@ def _train(
             if recorded(step + 1):
                 recorder.trace(loop.spans, metrics)
         recorder.save_model(loop)
+        recorder.checkpoints_written(loop)
     if loop.run.runtime.compiles:
         recorder.summary["compile"] = loop.run.compile_report()
         loop.run.runtime.close()

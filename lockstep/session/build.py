@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,11 @@ from ..config import (
 )
 from ..distributed import ONE, World
 from ..environments import PromptLimit, make_environment, make_task
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..generator import Engine, PartWeights, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
 from ..machine import bound_threads
-from ..models import Decoder, ModelConfig, ModelPart, load_model, load_value_head, resolve_folder
+from ..models import Decoder, Held, ModelConfig, ModelPart, load_model, load_value_head, resolve_folder
 from ..models.checks import require_degree, require_memory
 from ..models.init import architecture, initialize
 from ..models.tokenizer import (
@@ -287,6 +288,11 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     if config.compile.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {config.compile.cudagraph_mode}; CUDA graphs need a GPU, use none")
     require_plugins(config.compile, device)
+    refuse(
+        config.optimizer.offload and device.type == "cpu",
+        "optimizer.offload is on, and the device is a CPU, whose memory is the host's: it would save nothing; leave it "
+        "off, or use a GPU",
+    )
     return config
 
 
@@ -335,12 +341,18 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
     return PromptLimit(size - completion, f"{holder} less {what} of {completion}")
 
 
-def save_policy(policy: Policy, folder: Path) -> None:
-    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template."""
-    from ..models import save_model
-    from ..models.folder import all_or_nothing
+def save_policy(policy: Policy, folder: Path, held: Mapping[str, Held] | None = None, world: World = ONE) -> None:
+    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. Every
+    rank of `world` calls it and writes the weights that are `held`; by default one process writes the model's own."""
+    from ..models.folder import Export, all_or_nothing, whole
     from ..models.tokenizer import save_tokenizer
 
-    with all_or_nothing(folder):
-        save_model(policy.model, folder)
+    def begin() -> None:
+        export.begin()
         save_tokenizer(policy.tokenizer, folder)
+
+    export = Export(policy.model, folder)
+    with all_or_nothing(folder) if world.first else nullcontext():
+        world.from_first(begin)
+        world.share(lambda: export.write(held or whole(policy.model)))
+        world.share(lambda: export.arrange(world.rank, world.size))

@@ -155,18 +155,20 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
     """Updates that are clipped, not clipped, and refused for each reason."""
 
     def load(kind: int) -> None:
-        t, state = programs.optimizer.tensors(), programs.state
+        grad, state = programs.flat.grad, programs.state
+        own = programs.by_name["optim_step"].inputs.optimizer  # nothing, where an update is no part of the graph
         state.values.fill_(1)
         state.sampled.fill_(2 if kind == 4 else 1)
         named(state.values)["different"].fill_(float(kind == 3))
         state.lr.fill_(1e-3)
-        _waves(t.grad, 1e-9 if kind == 1 else 1.0)
-        _waves(t.exp_avg, 1e-3)
-        _waves(t.exp_avg_sq, 1e-6)
-        t.exp_avg_sq.abs_()
-        t.steps.fill_(kind)
+        _waves(grad, 1e-9 if kind == 1 else 1.0)
+        if own:
+            _waves(own["exp_avg"], 1e-3)
+            _waves(own["exp_avg_sq"], 1e-6)
+            own["exp_avg_sq"].abs_()
+            own["steps"].fill_(kind)
         if kind == 2:
-            t.grad[-1] = math.inf
+            grad[-1] = math.inf
 
     kinds = ("first", "tiny", "not finite", "mismatch", "not covered")
     return [graph.Case(name, load=partial(load, kind)) for kind, name in enumerate(kinds)]

@@ -1,27 +1,28 @@
 """AdamW on float32 masters over flat buffers (`parameters`), predicated on the device: in one process an update writes
-the very weights that a colocated generator reads."""
+the very weights that a colocated generator reads. Its state is on the device, or in the host's memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import graph, ops
 from ..config import OptimizerConfig
 from ..errors import refuse
+from ..machine import host_buffer
 from ..models import Decoder, by_pattern
 from .parameters import Buffer, FlatParameters
 
 
 class AdamWTensors(NamedTuple):
     """What an update reads and writes: weights in the compute dtype; float32 gradients, masters and moments, all flat;
-    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor.
-    Where ranks have some gradients alike also which blocks this one counts (`FlatParameters.counted`)."""
+    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor."""
 
     weights: Tensor
     grad: Tensor
@@ -29,7 +30,6 @@ class AdamWTensors(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     steps: Tensor
-    counted: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class UpdateSettings:
     epsilon: float
     max_grad_norm: float
     router_bias_rate: float
+    offload: bool
 
     @classmethod
     def of(cls, config: OptimizerConfig) -> Self:
@@ -118,11 +119,13 @@ class AdamW:
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, groups: Sequence[ParameterGroup] = ()) -> None:
         self.flat, self.settings = flat, UpdateSettings.of(config)
         self.groups = tuple(groups) or (one_group(flat, config),)
-        # In float32 the compute weights are the masters.
-        self.master = flat.data if flat.data.dtype == torch.float32 else flat.data.float()
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
-        self.steps = torch.zeros(2, device=self.master.device)  # updates applied: the matrices', the vectors'
+        self._make_state()
+        self.steps = torch.zeros(2, device=flat.data.device)  # updates applied: the matrices', the vectors'
+
+    def _make_state(self) -> None:
+        weights = self.flat.data  # in float32 they are the masters
+        self.master = weights if weights.dtype == torch.float32 else weights.float()
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
 
     def step(self, lr: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the accumulated gradients if `ok` and their norm is finite; clear them in any case.
@@ -135,12 +138,31 @@ class AdamW:
         Returns:
             Global gradient norm before clipping (float32) and whether the update was applied (bool), 0-dim.
         """
-        return adamw_step(self.tensors(), self, lr, ok)
+        inputs = self.inputs()
+        found = self.update(replace(inputs, buffer={**inputs.buffer, "lr": lr}), ok)
+        self.launched()
+        return found
+
+    def inputs(self) -> graph.Inputs:
+        """What `update` reads and writes, besides the rate `lr`, which is a buffer of its inputs too."""
+        t = self.tensors()._asdict()
+        weights, grad = t.pop("weights"), t.pop("grad")
+        if t["master"] is weights:
+            del t["master"]
+        return graph.Inputs(param={"weights": weights}, grad={"grad": grad}, buffer=self.flat.counted, optimizer=t)
+
+    def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
+        """`step` as a function of its inputs, and all of it with `launched`, which comes behind it."""
+        weights = inputs.param["weights"]
+        t = AdamWTensors(**{"master": weights, **inputs.optimizer}, weights=weights, grad=inputs.grad["grad"])
+        return adamw_step(t, self, inputs.buffer, ok)
+
+    def launched(self) -> None:
+        """What of an update is no part of a graph: nothing."""
 
     def tensors(self) -> AdamWTensors:
         """The live tensors."""
-        state = self.master, self.exp_avg, self.exp_avg_sq, self.steps
-        return AdamWTensors(self.flat.data, self.flat.grad, *state, self.flat.counted)
+        return AdamWTensors(self.flat.data, self.flat.grad, self.master, self.exp_avg, self.exp_avg_sq, self.steps)
 
     def reset(self) -> None:
         """Forget moments and step counts; the masters stay."""
@@ -169,6 +191,9 @@ class AdamW:
                 size = [2] if name == "steps" else [self.flat.whole_layout.size]
                 found = error if isinstance(error, ValueError) else f"expected shape {size}, found nothing"
                 raise ValueError(f"optimizer state {name!r}: {found}") from error
+        self._round_masters()
+
+    def _round_masters(self) -> None:
         self.flat.data.copy_(self.master)
 
     def _take_over(self, own: Tensor, given: Tensor | Sequence[Buffer]) -> None:
@@ -181,29 +206,155 @@ class AdamW:
             own.copy_(parts[0][:])
 
 
-def adamw_step(t: AdamWTensors, by: AdamW, lr: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
+def adamw_step(t: AdamWTensors, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) -> tuple[Tensor, Tensor]:
     """`AdamW.step` as a function of its tensors; of `by` it reads the layout, the settings and the groups.
 
     The norm is the root of the exact sum of the same blocks' squares on any number of ranks.
     """
-    settings = by.settings
-    squares = ops.square_sums(t.grad)
-    if t.counted is not None:
-        squares = torch.where(t.counted, squares, 0.0)
-    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(squares)))
-    applied = ok & torch.isfinite(grad_norm)
-    max_norm = settings.max_grad_norm
-    grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
-    betas = settings.beta1, settings.beta2
-    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:6])
+    grad_norm, step = _clipped(t.grad, by, b, ok)
+    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:])
     for group in by.groups:
         last = group is by.groups[-1]
-        ops.adamw(
-            group.of(state, t.steps if last else t.steps.clone()),  # the last counts the update
-            ops.AdamWStep(lr if group.scale == 1 else lr * group.scale, grad_scale, applied),
-            ops.AdamWSettings(group.decayed, *betas, settings.epsilon, group.weight_decay),
-        )
-    return grad_norm, applied
+        _adamw(group.of(state, t.steps if last else t.steps.clone()), step, by.settings, group)  # the last counts it
+    return grad_norm, step.applied
+
+
+def _clipped(grad: Tensor, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
+    """The gradient's norm, and the update that it allows, at the rate `lr` of the update's buffers."""
+    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(by.flat.own_squares(ops.square_sums(grad), b))))
+    applied = ok & torch.isfinite(grad_norm)
+    max_norm = by.settings.max_grad_norm
+    grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
+    return grad_norm, ops.AdamWStep(b["lr"], grad_scale, applied)
+
+
+def _adamw(state: ops.AdamWState, step: ops.AdamWStep, settings: UpdateSettings, group: ParameterGroup) -> None:
+    """Update a group, or a part of one, by its rate."""
+    if group.scale != 1:
+        step = step._replace(lr=step.lr * group.scale)
+    betas = settings.beta1, settings.beta2
+    ops.adamw(state, step, ops.AdamWSettings(group.decayed, *betas, settings.epsilon, group.weight_decay))
+
+
+CHUNK = 1 << 24  # elements of the state that are on the device at one time, twice
+
+
+class OffloadedAdamW(AdamW):
+    """`AdamW` whose moments and masters are in the host's memory, pinned where the device is a GPU, with the same bits:
+    the update's graph decides, and what it decides is done chunk by chunk behind it, each chunk of the state copied to
+    the device, updated there and copied back, while the next one comes and the last one goes.
+
+    Attributes:
+        decided: float32 [3]: rate, scale of the gradients, and whether the update is applied.
+    """
+
+    def _make_state(self) -> None:
+        weights, size = self.flat.data, self.flat.layout.size
+        on_gpu, masters = weights.is_cuda, weights.dtype != torch.float32
+        flat = host_buffer((2 + masters) * size * 4, on_gpu).zero_().view(torch.float32).view(-1, size)
+        self.exp_avg, self.exp_avg_sq, *apart = flat
+        (self.master,) = apart or (weights,)
+        self._host = list(flat)
+        self.decided = torch.zeros(3, device=weights.device)
+        self._pieces = list(_pieces(self.groups, CHUNK))
+        most = max(piece.end - piece.begin for piece in self._pieces)
+        self._chunks = [_Chunk(len(flat), most, weights.device) for _ in range(2)]
+        self._coming, self._going = (torch.cuda.Stream() if on_gpu else None for _ in range(2))
+        for piece in self._pieces if masters else ():
+            self.master[piece.begin : piece.end].copy_(weights[piece.begin : piece.end])
+
+    def inputs(self) -> graph.Inputs:
+        return graph.Inputs(grad={"grad": self.flat.grad}, buffer={"decided": self.decided, **self.flat.counted})
+
+    def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
+        b = inputs.buffer
+        grad_norm, step = _clipped(inputs.grad["grad"], self, b, ok)
+        b["decided"].copy_(torch.stack([step.lr, step.grad_scale, step.applied.float()]))
+        return grad_norm, step.applied
+
+    def launched(self) -> None:
+        """Do what `update` has decided. The host waits for nothing; copies back to it may go on (`settle`)."""
+        lr, grad_scale, applied = self.decided.unbind()
+        step = ops.AdamWStep(lr, grad_scale, applied != 0)
+        for i, piece in enumerate(self._pieces):
+            chunk, count = self._chunks[i % 2], piece.end - piece.begin
+            here, there = chunk.rows[:, :count], [x[piece.begin : piece.end] for x in self._host]
+            with _on(self._coming, chunk.gone if i else _event(self._going)):
+                for own, host in zip(here, there, strict=True):
+                    own.copy_(host, non_blocking=True)
+            _wait(_event(self._coming))
+            steps = self.steps if i == len(self._pieces) - 1 else self.steps.clone()
+            _adamw(self._state(piece, here, steps), step, self.settings, piece)
+            with _on(self._going, _event(None if self._going is None else torch.cuda.current_stream())):
+                for own, host in zip(here, there, strict=True):
+                    host.copy_(own, non_blocking=True)
+            chunk.gone = _event(self._going)
+
+    def _state(self, piece: ParameterGroup, here: Tensor, steps: Tensor) -> ops.AdamWState:
+        weights, grad = (x[piece.begin : piece.end] for x in (self.flat.data, self.flat.grad))
+        exp_avg, exp_avg_sq, *apart = here
+        rounded, master = (weights, apart[0]) if apart else (None, weights)
+        return ops.AdamWState(rounded, grad, master, exp_avg, exp_avg_sq, steps)
+
+    def settle(self) -> None:
+        """Wait until the state is the host's to read and write."""
+        if self._going is not None:
+            torch.cuda.synchronize()
+
+    def reset(self) -> None:
+        self.settle()
+        super().reset()
+
+    def local_state(self) -> dict[str, Tensor]:
+        self.settle()
+        return super().local_state()
+
+    def _round_masters(self) -> None:
+        for piece in self._pieces:
+            self.flat.data[piece.begin : piece.end].copy_(
+                self.master[piece.begin : piece.end].to(self.flat.data.device)
+            )
+
+
+class _Chunk:
+    """Room on the device for a chunk of the state, float32 [rows, elements], and when it is free again."""
+
+    def __init__(self, rows: int, size: int, device: torch.device) -> None:
+        self.rows = torch.empty(rows, size, device=device)
+        self.gone: torch.cuda.Event | None = None
+
+
+def _pieces(groups: Sequence[ParameterGroup], most: int) -> Iterator[ParameterGroup]:
+    """The groups in parts of so many elements at most."""
+    for group in groups:
+        for begin in range(group.begin, group.end, most):
+            end = min(begin + most, group.end)
+            decayed = min(max(group.begin + group.decayed - begin, 0), end - begin)
+            yield replace(group, begin=begin, end=end, decayed=decayed)
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[None]:
+    """What is launched within is launched on this stream, behind an event."""
+    if stream is not None and after is not None:
+        stream.wait_event(after)
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        yield
+
+
+def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """When a stream has done what it was given so far."""
+    return None if stream is None else stream.record_event()
+
+
+def _wait(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def optimizer_of(flat: FlatParameters, config: OptimizerConfig, groups: Sequence[ParameterGroup]) -> AdamW:
+    """With its state where the configuration has it."""
+    return (OffloadedAdamW if config.offload else AdamW)(flat, config, groups)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

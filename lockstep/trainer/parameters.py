@@ -6,7 +6,7 @@ same micro-batches one after another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from ..distributed.mesh import ALONE, Mesh
 from ..distributed.pieces import joined, runs, whole_shape
 from ..distributed.placement import Placement
 from ..distributed.sums import sum_of_all
-from ..models import Decoder
+from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 
 ALIGNMENT = SQUARES_BLOCK  # elements: whole blocks of the gradient's norm, and well aligned for vector loads
@@ -127,11 +127,10 @@ class FlatParameters:
         parts, grads: views of `data` and `grad`, one a parameter: its shape in one process, flat where it is sharded.
         data, grad: [layout.size], compute dtype and float32; the gaps are zero and stay so.
         num_matrix_elements: where the vectors begin.
-        counted: which blocks of `grad` this rank counts in the norm, bool; None: all.
+        counted: "counted", which blocks of `grad` this rank counts in the norm, bool; where it is empty, all.
     """
 
     reads_own = True
-    counted: Tensor | None = None
 
     def __init__(self, model: Decoder, mesh: Mesh = ALONE, frozen: Collection[str] = ()) -> None:
         for name, parameter in model.named_parameters():
@@ -141,6 +140,7 @@ class FlatParameters:
         self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
         first = self.parameters[0]
         assert all(p.dtype == first.dtype and p.device == first.device for p in self.parameters)
+        self.counted: dict[str, Tensor] = {}
         self.mesh, self.placements = mesh, [model.placements[name] for name in self.names]
         self.layout = Layout.of([p.shape for p in self.parameters], mesh.fsdp.size)
         placed = zip(self.placements, self.layout.shapes, strict=True)
@@ -185,6 +185,10 @@ class FlatParameters:
         for total, grad in zip(totals, grads, strict=True):
             total.add_(grad)
 
+    def own_squares(self, squares: Tensor, buffers: Mapping[str, Tensor]) -> Tensor:
+        """Of the blocks' sums of squares those that this rank counts, the others 0; `counted` is among the buffers."""
+        return torch.where(buffers["counted"], squares, 0.0) if self.counted else squares
+
     def summed_words(self, words: Tensor) -> Tensor:
         """The words of an `ops.exact_sum` over all ranks' numbers, from those of this rank's."""
         return words
@@ -211,6 +215,17 @@ class FlatParameters:
             end = at + count
             own[at:end].copy_(parts[source][begin : begin + count])
         own[end:].zero_()
+
+    def held(self, model: Decoder) -> dict[str, Held]:
+        """What this rank writes of the model's tensors: its parts, and as large ones of what all ranks have whole."""
+        parts, ranks, found = dict(zip(self.names, self.parts, strict=True)), self.layout.ranks, {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            size = parts[name].numel() if name in parts else -(-tensor.numel() // ranks)
+            first = min(self.rank * size, tensor.numel())
+            count = min(size, tensor.numel() - first)
+            values = parts[name].flatten() if name in parts else tensor.detach().flatten()[first:]
+            found[name] = Held(values[:count], first)
+        return found
 
     @property
     def rank(self) -> int:
@@ -247,13 +262,13 @@ class ShardedParameters(FlatParameters):
             own = parameter.data.flatten()[part.numel() * self.axis.rank :][: part.numel()]
             part[: own.numel()].copy_(own)
 
-    def _counted(self) -> Tensor | None:
+    def _counted(self) -> dict[str, Tensor]:
         """What the ranks of `tp` have alike, the first has for the norm."""
         if self.mesh.tp.size == 1:
-            return None
-        own = [on.tp is not None or self.mesh.tp.rank == 0 for on in self.placements]
+            return {}
+        own = torch.tensor([on.tp is not None or self.mesh.tp.rank == 0 for on in self.placements])
         blocks = torch.tensor([size // ALIGNMENT for size in self.layout.sizes])
-        return torch.tensor(own).repeat_interleave(blocks).to(self.data.device)
+        return {"counted": own.repeat_interleave(blocks).to(self.data.device)}
 
     def _named_parts(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.parts, strict=True))
@@ -328,7 +343,7 @@ class ShardedParameters(FlatParameters):
         one, first = self.whole_layout, self.axis.rank == self.mesh.tp.rank == 0
         whole = torch.zeros(one.size if first else 0, dtype=local.dtype)
         for i, part in enumerate(self._views(local)):
-            own = distributed.unshard(part, self.layout.shapes[i], self.axis)
+            own = distributed.unshard(part.to(self.data.device), self.layout.shapes[i], self.axis)
             found = self._joined(self.placements[i], own).flatten()
             if first:
                 whole[one.offsets[i] :][: found.numel()] = found

@@ -18,7 +18,7 @@ from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
 from .graph_inputs import OPEN_SIZES, batch_of, statics_of
-from .optimizer import AdamW, AdamWTensors, adamw_step
+from .optimizer import AdamW
 from .parameters import ShardedParameters
 
 
@@ -99,14 +99,9 @@ class TrainerPrograms:
             self.by_name[name].lasting = step.COMPARED
 
     def _updating(self) -> graph.Inputs:
-        t = {name: tensor for name, tensor in self.optimizer.tensors()._asdict().items() if tensor is not None}
-        weights, grad = t.pop("weights"), t.pop("grad")
-        if t["master"] is weights:
-            del t["master"]
-        s = self.state
-        own = {"statistics": s.values, "results": s.results, "lr": s.lr, "sampled": s.sampled}
-        buffer = {**own, **({"counted": t.pop("counted")} if "counted" in t else {}), **s.router_biases}
-        return graph.Inputs(param={"weights": weights}, grad={"grad": grad}, buffer=buffer, optimizer=t)
+        s, own = self.state, self.optimizer.inputs()
+        shared = {"statistics": s.values, "results": s.results, "lr": s.lr, "sampled": s.sampled}
+        return replace(own, buffer={**shared, **own.buffer, **s.router_biases})
 
     def constants(self) -> dict[str, graph.Constants]:
         """For each function what its graphs depend on: the very objects that its body reads."""
@@ -209,16 +204,14 @@ class TrainerPrograms:
         return {"model_logprob_C": scores.model_logprob_C}
 
     def _optim_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
-        weights, b = inputs.param["weights"], inputs.buffer
-        masters = {"master": weights, **inputs.optimizer}
-        tensors = AdamWTensors(**masters, weights=weights, grad=inputs.grad["grad"], counted=b.get("counted"))
+        b = inputs.buffer
         s = step.named(b["statistics"])
         ok = torch.isfinite(s["loss"])
         if self.state.enforce_parity:
             ok = ok & (s["different"] == 0) & (s["identical"] == b["sampled"])
             if self.experts:
                 ok = ok & (s["prompt_routed_differently"] == 0)
-        grad_norm, applied = adamw_step(tensors, self.optimizer, b["lr"], ok)
+        grad_norm, applied = self.optimizer.update(inputs, ok)
         if biases := [b[name] for name in self.state.router_biases]:
             routing.balance(biases, s["loads"], self.optimizer.settings.router_bias_rate, applied)
         step.take(b["statistics"], b["results"], grad_norm, applied, self.experts)

@@ -24,7 +24,7 @@ from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
 from .graph_inputs import complete
 from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
-from .optimizer import AdamW, frozen_parameters, parameter_groups
+from .optimizer import frozen_parameters, optimizer_of, parameter_groups
 from .packing import blank_batch
 from .parameters import Buffer, flat_parameters
 from .programs import TrainerPrograms, UpdateState
@@ -88,7 +88,7 @@ class Trainer:
         trained = in_trainer(model, world.mesh)
         reader = None if trained is model else model
         self.flat = flat_parameters(trained, world.mesh, frozen_parameters(model, optimizer), reader)
-        self.optimizer = AdamW(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
+        self.optimizer = optimizer_of(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
         self.weights_version = 0
         device = self.flat.data.device
         lr, sampled = torch.zeros((), device=device), torch.zeros((), dtype=torch.float64, device=device)
@@ -163,7 +163,7 @@ class Trainer:
         self._results.make_room()
         self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
         try:
-            self.programs.by_name["optim_step"]()  # clears the gradients
+            self._launch_update()  # clears the gradients
         finally:
             self._results.reset()
             self._values.zero_()
@@ -215,8 +215,12 @@ class Trainer:
         if sampled != self._expected:
             self.programs.state.sampled.fill_(sampled)
         self._rate, self._expected = lr, sampled
-        self.programs.by_name["optim_step"]()
+        self._launch_update()
         return self._launched(lr, sampled)
+
+    def _launch_update(self) -> None:
+        self.programs.by_name["optim_step"]()
+        self.optimizer.launched()
 
     def _to_compare(self) -> int:
         """Sampled tokens of the batches since the last update that were to be compared, of all ranks, by the

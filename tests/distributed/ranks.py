@@ -44,7 +44,7 @@ from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build, resolve
-from lockstep.trainer import BatchShape, Packing, Trainer, pack_shards
+from lockstep.trainer import BatchShape, Packing, Trainer, optimizer, pack_shards
 from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingParams
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
@@ -367,6 +367,20 @@ def state_in_one_process(world: World) -> Any:
     two = go_on(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, state)
     read = go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, (apart, state[1]))
     return on_all(world, different(one, two) + different(one, read))
+
+
+@check
+def offloaded(world: World) -> Any:
+    """The optimizer's state in the host's memory, of ranks that go on from what they saved, and on the device."""
+    one = Trainer(decoder(torch.bfloat16), OPTIMIZER, LossConfig())
+    run(one, ONE, steps=1)
+    config, chunk = replace(OPTIMIZER, offload=True), optimizer.CHUNK
+    optimizer.CHUNK = 5 * 1024
+    first, second = (Trainer(decoder(torch.bfloat16), config, LossConfig(), world=world) for _ in range(2))
+    optimizer.CHUNK = chunk
+    run(first, world, steps=1)
+    second.load_state(parts(first), saved(first)[1])
+    return on_all(world, different(run(second, world), run(one, ONE)))
 
 
 @check

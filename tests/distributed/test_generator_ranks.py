@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +16,25 @@ from processes import on_ranks
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.config import CompileConfig, GeneratorConfig, ParallelConfig
-from lockstep.distributed import World, collectives, join
+from lockstep.config import (
+    CompileConfig,
+    GeneratorConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from lockstep.distributed import ONE, World, collectives, join
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, PartWeights, SharedWeights
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, ModelConfig, ModelPart
 from lockstep.models.checks import require_degree
 from lockstep.models.init import architecture, initialize
+from lockstep.rl.loop import Loop
+from lockstep.session.build import build
 from lockstep.types import SampleIdentity, SamplingParams
 
 # Of the cases together: prompts in chunks, samples that are preempted, prefixes found again, new weights, and each kind
@@ -80,6 +93,92 @@ def differing(world: World, arch: str, dtype: torch.dtype, capture: str, tokens:
     *several, again = generated(other, cut(other, world), tokens, runtime)
     assert preempted == again
     return sum(a != b for a, b in zip(one, several, strict=True)), preempted
+
+
+ENVIRONMENT = """
+import random, time
+from lockstep.environments import End, Environment
+
+class Asks(Environment):
+    "Two turns, whose answers come in any order."
+
+    def step(self, turn):
+        self.turns = getattr(self, "turns", 0) + 1
+        time.sleep(random.random() / 50)
+        return " and?" if self.turns == 1 else self.cut()
+
+    def cut(self):
+        return End({"own": float(self.turns)}, functions=True)
+"""
+REWARD = """
+def low(completion_ids, **_):
+    return [sum(t < 300 for t in ids) / len(ids) for ids in completion_ids]
+
+def fails(completion_ids, **_):
+    raise ValueError("no reward today")
+"""
+
+
+def of_a_run(folder: Path, turns: int, reward: str) -> RunConfig:
+    own = {"environment": f"{folder / 'own.py'}:Asks", "max_turns": turns} if turns > 1 else {}
+    reward, data = f"{folder / 'own.py'}:{reward}", str(folder / "data.jsonl")
+    return RunConfig(
+        recipe="dataset",
+        device="cpu",
+        task=TaskConfig("dataset", data=data, reward=(reward,), validation_prompts=0, **own),
+        sampling=SamplingConfig(num_generations=4, max_completion_length=7, top_p=0.9),
+        trainer=TrainerConfig(prompts_per_step=4, max_tokens_per_micro_batch=100),
+        generator=GeneratorConfig(max_num_seqs=6, kv_cache_tokens=256, page_size=16),
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        parallel=ParallelConfig(batch_shards=2, generator_tp=2),
+        compile=CompileConfig("none"),
+    )
+
+
+def stepped(folder: Path, turns: int, world: World, reward: str = "low") -> list[Any]:
+    """What two steps of a run sampled and found, and the weights after them."""
+    config = of_a_run(folder, turns, reward)
+    if world is ONE:
+        config = replace(config, parallel=ParallelConfig(batch_shards=2))
+    loop = Loop(config, build(config, world))
+    found: list[Any] = []
+    for step in range(2):
+        metrics, groups = loop.step(step)
+        assert metrics["parity/tokens_different"] == 0 and metrics["grad_norm"] > 0
+        found += [metrics["loss"], metrics["grad_norm"], metrics["reward/mean"]]
+        found += [
+            (r.rewards, [(s.token_ids, s.logprobs, s.model_logprobs) for s in r.segments])
+            for g in groups
+            for r in g.rollouts
+        ]
+    return found + [p.detach().clone() for p in loop.run.policy.model.parameters()]
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    """Steps of one turn and of two, and of a reward that fails on the rank that scores."""
+    world = join(ParallelConfig(generator_tp=2, timeout=100), "cpu")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {f"{turns} turns": stepped(folder, turns, world) for turns in (1, 2)}
+    try:
+        stepped(folder, 2, world, reward="fails")
+    except LockstepError as error:
+        found["fails"] = str(error)
+    world.close()
+    return found
+
+
+def test_runs_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    prompts = [json.dumps({"prompt": "hello " * (1 + i % 4)}) for i in range(9)]
+    (tmp_path / "own.py").write_text(REWARD + ENVIRONMENT)
+    (tmp_path / "data.jsonl").write_text("\n".join(prompts))
+    several = on_ranks(2, runs, tmp_path)
+    for turns in (1, 2):
+        one = stepped(tmp_path, turns, ONE)
+        for found in several:
+            for a, b in zip(one, found[f"{turns} turns"], strict=True):
+                assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    assert all("no reward today" in found["fails"] for found in several)
 
 
 def every_case(ranks: int) -> dict[str, Any]:

@@ -24,7 +24,9 @@ def found() -> dict[str, Any]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "experts", "whole_sequences", "a_teacher", "a_critic"])
+@pytest.mark.parametrize(
+    "kind", ["float32", "bfloat16", "experts", "whole_sequences", "a_teacher", "a_critic", "offloaded"]
+)
 def test_gradients_updates_and_statistics_are_those_of_one_process(found: dict[str, Any], kind: str) -> None:
     assert found[kind] == [[], []]
 

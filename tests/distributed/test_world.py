@@ -94,6 +94,20 @@ def test_a_wait_that_nothing_ends_ends_the_process(monkeypatch: pytest.MonkeyPat
     assert ended == ["the step"]
 
 
+def test_launches_that_follow_one_another_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    over = threading.Event()
+    monkeypatch.setattr(World, "_give_up", lambda self, doing, seconds: (ended.append(doing), over.set()))
+    monkeypatch.setattr("lockstep.distributed.ranks.GRACE", 0.2)
+    with World(0, 2).watched("a launch") as launched:
+        for _ in range(8):
+            launched()
+            assert not over.wait(0.04)
+        assert over.wait(60) and ended[0] == "a launch"
+    with ONE.watched("none") as launched:
+        launched()
+
+
 def test_a_deadline_is_for_what_was_launched_too(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[bool] = []
     monkeypatch.setattr("torch.cuda.synchronize", lambda: waited.append(True))

@@ -207,6 +207,20 @@ def test_the_text_part_of_a_model_that_sees(family: str, whole: str, form: str, 
         load_model(tmp_path, torch.float32)
 
 
+def test_a_text_part_has_the_family_s_defaults(tmp_path: Path) -> None:
+    """As the config.json of Gemma 3 4B, whose text part says what differs from them alone."""
+    sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text = {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, **sizes}
+    values = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106], "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    expected = FAMILIES["gemma3_text"].architectures["gemma3-4b"]
+    assert read_config(tmp_path) == replace(expected, eos_token_ids=(1, 106))
+    for kind in ("gemma3n_text", None):
+        edited(text_config=text | {"model_type": kind})(tmp_path)
+        with pytest.raises(InputError, match=r"config\.json: model_type is 'gemma3', which reads more than text"):
+            read_config(tmp_path)
+
+
 def test_weights_of_4_bits_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     """Experts of 32 inputs and more, in blocks and scales that lie in two files."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from lockstep import ops
+from lockstep.cache import tensor_file
 from lockstep.cache.tokenizers import KeptTokenizer
 from lockstep.errors import InputError, LockstepError
 from lockstep.models import (
@@ -25,8 +26,9 @@ from lockstep.models import (
     resolve_folder,
     save_model,
 )
-from lockstep.models.folder import read_config
-from lockstep.models.init import ARCHITECTURES, init_folder
+from lockstep.models import folder as folder_module
+from lockstep.models.folder import Export, Held, read_config, whole
+from lockstep.models.init import ARCHITECTURES, init_folder, initialize
 from lockstep.models.weight_map import weight_map
 
 transformers = pytest.importorskip("transformers")
@@ -177,6 +179,35 @@ def test_round_trip_keeps_every_bit(name: str, dtype: torch.dtype, shard_bytes: 
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in state.items())
     assert read_config(tmp_path / "in") == read_config(tmp_path / "out")
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id in (3, [3])
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.startswith("tiny")])
+def test_ranges_of_any_processes_are_the_bytes_of_the_library(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes, each with a third of every tensor, cut anywhere; heads and experts lie across the cuts."""
+    model = initialize(Decoder(ARCHITECTURES[name], torch.bfloat16), 0)
+    for module in (folder_module, tensor_file):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 5000)
+    exports = [Export(model, tmp_path / "three", 200_000) for _ in range(3)]
+    exports[0].begin()
+    for rank, export in enumerate(exports):
+        sizes = {name: -(-held.values.numel() // 3) for name, held in whole(model).items()}
+        firsts = {name: min(rank * size, whole(model)[name].values.numel()) for name, size in sizes.items()}
+        parts = {n: Held(h.values[firsts[n] :][: sizes[n]], firsts[n]) for n, h in whole(model).items()}
+        export.write(parts)
+    for rank, export in enumerate(exports):
+        export.arrange(rank, 3)
+    save_model(model, tmp_path / "one", 200_000)
+    tensors = {n: p.detach() for n, p in model.named_parameters()} | dict(model.named_buffers())
+    pieces = {piece.name: piece.to_hf(piece.of(tensors)).contiguous() for piece in weight_map(model.config)}
+    for path in (tmp_path / "one").iterdir():
+        written = path.read_bytes()
+        assert written == (tmp_path / "three" / path.name).read_bytes(), path.name
+        if path.suffix == ".safetensors":
+            names = load_file(path).keys()
+            assert written == save({name: pieces.pop(name) for name in names}, {"format": "pt"}), path.name
+    assert not pieces
 
 
 def test_experts_load_from_either_layout(tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ import os
 import random
 import resource
 import shutil
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,10 @@ import torch
 from processes import wait_for
 from torch import Tensor
 
-from lockstep.errors import LockstepError
+from lockstep.distributed import ONE, World
+from lockstep.errors import LockstepError, PeerLost
 from lockstep.run import checkpoint
+from lockstep.run.checkpoint import files
 
 
 def contents(step: int) -> dict[str, dict[str, Tensor]]:
@@ -31,12 +36,16 @@ def contents(step: int) -> dict[str, dict[str, Tensor]]:
 
 
 def save(folder: Path, step: int, keep_last: int = 2) -> Path:
-    return checkpoint.save(folder, step, contents(step), {"step": step, "seen": [0.1 * step]}, keep_last)
+    return checkpoint.save(folder, step, contents(step), state(step), keep_last)
+
+
+def state(step: int) -> dict[str, object]:
+    return {"step": step, "seen": [0.1 * step]}
 
 
 def assert_whole(loaded: checkpoint.LoadedCheckpoint | None, step: int) -> None:
     assert loaded is not None and loaded.step == step
-    assert loaded.state == {"step": step, "seen": [0.1 * step]}
+    assert loaded.state == state(step)
     for name, expected in contents(step).items():
         actual = dict(loaded.tensors(name))
         assert actual.keys() == expected.keys()
@@ -68,7 +77,7 @@ def test_values_survive_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_large_groups_are_split_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 100)
+    monkeypatch.setattr(files, "_SHARD_BYTES", 100)
     tensors = {f"t{i}": torch.full((n,), float(i)) for i, n in enumerate([10, 10, 10, 60, 1, 1])}  # 4 bytes each
     checkpoint.save(tmp_path, 1, {"a": tensors, "a-b": {"other": torch.ones(1)}, "none": {}}, {}, 1)
     loaded = checkpoint.latest(tmp_path)
@@ -226,12 +235,13 @@ def _dies_after(survived: int, folder: Path, step: int, monkeypatch: pytest.Monk
     return False
 
 
-def _save_forever(folder: Path) -> None:
+def _save_forever(folder: Path, behind: bool) -> None:
     loaded = checkpoint.latest(folder)
     step = 0 if loaded is None else loaded.step
+    saver = checkpoint.Saver(folder, 2, ONE, shared=True)
     while True:
         step += 1
-        save(folder, step)
+        saver.save(step, contents(step), state(step)) if behind else save(folder, step)
 
 
 def newest(folder: Path) -> int:
@@ -243,8 +253,8 @@ def test_kill_9_leaves_a_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
     context.set_forkserver_preload(["torch", "safetensors.torch", "lockstep.run.checkpoint"])
     delays = random.Random(0)
     reached = 0
-    for _ in range(5):
-        process = context.Process(target=_save_forever, args=(tmp_path,), daemon=True)
+    for turn in range(5):
+        process = context.Process(target=_save_forever, args=(tmp_path, turn % 2 == 0), daemon=True)
         process.start()
         wait_for(lambda: newest(tmp_path) > reached)  # noqa: B023 (called at once)
         time.sleep(delays.random() * 0.02)
@@ -274,3 +284,117 @@ def test_a_full_disk_leaves_the_checkpoints_before(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
     assert_whole(checkpoint.latest(tmp_path), 1)
+
+
+@pytest.fixture
+def held_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, no file reaches the disk."""
+    free, fsync = threading.Event(), os.fsync
+
+    def held(descriptor: int) -> None:
+        assert free.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", held)
+    return free
+
+
+def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held_disk: threading.Event) -> None:
+    """What is saved is what was, whatever is written over it since; the next save waits, and so does the end."""
+    saver, live = checkpoint.Saver(tmp_path, 2, ONE, shared=True), contents(1)
+    saver.save(1, live, state(1))
+    for tensor in (tensor for group in live.values() for tensor in group.values()):
+        tensor.fill_(7)
+    saver.look()
+    assert not list(tmp_path.glob("step_*"))
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(saver.save, 2, contents(2), state(2))
+        time.sleep(0.05)
+        assert not second.done()
+        held_disk.set()
+        second.result(60)
+    assert_whole(checkpoint.latest(tmp_path, 1), 1)
+    saver.wait()
+    saver.wait()
+    assert_whole(checkpoint.latest(tmp_path), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    saver = checkpoint.Saver(tmp_path, 2, ONE, shared=True)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        saver.save(2, contents(2), {"loss": float("nan")})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for told in (saver.look, saver.wait, lambda: saver.save(3, {}, {})):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+        try:
+            saver.save(2, contents(2), state(2))
+            with pytest.raises(LockstepError, match=r"could not write checkpoint .*step_2: .*File too large"):
+                wait_for(told)  # `look` has nothing to tell at first
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        saver.look()  # told once
+        assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    assert_whole(checkpoint.latest(tmp_path), 1)
+
+
+class _Together(World):
+    """Ranks that are threads."""
+
+    def __init__(self, rank: int, values: list[object], meeting: threading.Barrier) -> None:
+        super().__init__(rank, len(values), timeout=60)
+        vars(self).update(_values=values, _meeting=meeting)
+
+    def gather(self, value: object) -> list[object]:
+        self._values[self.rank] = value
+        self._meeting.wait(60)
+        found = list(self._values)
+        self._meeting.wait(60)
+        return found
+
+
+def _on_two(call: Callable[[World], object]) -> list[object]:
+    """What a call returns, or raises, on either of two ranks."""
+    meeting, values = threading.Barrier(2), [None, None]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(call, _Together(rank, values, meeting)) for rank in range(2)]
+        return [one.exception(60) or one.result(60) for one in calls]
+
+
+def test_ranks_write_their_parts_and_are_told_of_one_that_fails(tmp_path: Path) -> None:
+    def saved(world: World) -> None:
+        saver = checkpoint.Saver(tmp_path, 2, world, shared=True)
+        saver.save(1, {f"x.{world.rank}": {"own": torch.full((3,), float(world.rank))}}, {"of": world.rank})
+        saver.wait()
+        wrong = {f"x.{world.rank}": {"own": torch.zeros(3, dtype=torch.complex64 if world.rank else torch.float32)}}
+        saver.save(2, wrong, {})
+        while True:
+            saver.look()
+
+    assert [type(error) for error in _on_two(saved)] == [ValueError, ValueError]
+    loaded = checkpoint.latest(tmp_path)
+    assert loaded is not None and loaded.step == 1 and loaded.state == {"of": 0}
+    assert [part["own"][:].tolist() for part in loaded.parts("x")] == [[0.0] * 3, [1.0] * 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_leaving_waits_for_the_disk_and_for_no_rank_that_is_lost(tmp_path: Path, held_disk: threading.Event) -> None:
+    def lost(world: World) -> None:
+        if not world.first:  # never writes its part
+            world.from_first(lambda: None)
+            return
+        saver = checkpoint.Saver(tmp_path, 2, world, shared=True)
+        saver.save(5, {"x.0": {"own": torch.ones(3)}}, {})
+        saver.leave(PeerLost("gone"))
+
+    with ThreadPoolExecutor(1) as pool:
+        saver = checkpoint.Saver(tmp_path, 2, ONE, shared=True)
+        saver.save(1, contents(1), state(1))
+        left = pool.submit(saver.leave, KeyboardInterrupt())
+        time.sleep(0.05)
+        assert not left.done()
+        held_disk.set()
+        left.result(60)
+    assert_whole(checkpoint.latest(tmp_path), 1)
+    assert _on_two(lost) == [None, None]

@@ -41,6 +41,10 @@ class OptimizerConfig(Section):
     """Balance experts that are chosen with a bias (DeepSeek-V3): with each update an expert's bias goes up by this when
     it had fewer tokens than the mean, and down when it had more; 0 leaves the biases as they are."""
 
+    offload: bool = False
+    """Keep the masters and moments in the host's memory, 12 bytes a parameter, and bring them to the GPU in chunks for
+    an update: the same bits on less of a GPU, and an update that takes as long as the copies."""
+
     def check(self) -> None:
         refuse("" in self.freeze, "optimizer.freeze has an empty pattern; name a parameter, or leave it out")
         for name in ("lr_scales", "weight_decays"):

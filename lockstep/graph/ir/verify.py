@@ -27,6 +27,20 @@ OURS = {
 }
 _ATTENTION = "aten._scaled_dot_product"
 
+# What adds floats of several ranks in an order that their number decides, and what must not follow from such a sum.
+ADDS_RANKS = frozenset(
+    f"_c10d_functional.{name}"
+    for name in (
+        *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+        *("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
+    )
+)
+DECIDES = {
+    "lockstep.token_logprobs": "log-probabilities follow",
+    "lockstep.route": "a choice of experts follows",
+    **dict.fromkeys(("lockstep.sample", "lockstep.sample_logits"), "a sampled token follows"),
+}
+
 # Our operators (`namespace.name`) whose GPU path waits for the device, and why: CUDA graphs with them are refused.
 NOT_GRAPH_SAFE: dict[str, str] = {}
 
@@ -42,7 +56,7 @@ def verify(captured: Captured, not_graph_safe: Mapping[str, str] = NOT_GRAPH_SAF
     """
     problems = list(_signature(captured))
     if not problems:  # the other checks rely on it
-        problems = [*_constants(captured), *_numerics(captured), *_writes(captured)]
+        problems = [*_constants(captured), *_numerics(captured), *_sums_of_ranks(captured), *_writes(captured)]
         problems += _recordable(captured, not_graph_safe) if captured.recorded else []
     if problems:
         shown = "\n  ".join(problems[:MAX_PROBLEMS])
@@ -104,6 +118,25 @@ def _numerics(captured: Captured) -> Iterator[str]:
         due = "ops.attention_packed or ops.attention_paged" if name.startswith(_ATTENTION) else OURS.get(name)
         if due and not is_backward(node):
             yield f"{_where(node)}: the forward pass must use {due}, whose bits are fixed"
+
+
+def _sums_of_ranks(captured: Captured) -> Iterator[str]:
+    """Nothing that is compared bit by bit, and no key or value, follows from floats added across ranks."""
+    specs, lies_in = dict(captured.placeholders()), origins(captured.graph)
+    sums: dict[fx.Node, fx.Node] = {}  # what follows from one, and memory that holds such: the sum
+    for node in captured.graph.nodes if any(op_name(n) in ADDS_RANKS for n in captured.graph.nodes) else ():
+        floats = any(t.dtype.is_floating_point for n in node.all_input_nodes for t in tensors_in(captured.value(n)))
+        read = (sums.get(n) or next((sums[o] for o in lies_in[n] if o in sums), None) for n in node.all_input_nodes)
+        found = node if op_name(node) in ADDS_RANKS and floats else next(filter(None, read), None)
+        if found is None:
+            continue
+        sums[node] = found
+        touched = [origin for argument in written(node) for origin in lies_in[argument]]
+        sums |= dict.fromkeys(touched, found)
+        cached = [specs[o] for o in touched if o in specs and specs[o].role == "kv"]
+        why = DECIDES.get(op_name(node)) or (f"{cached[0]} is written" if cached else "")
+        if why and not is_backward(node):
+            yield f"{_where(found)} adds floats of several ranks, and {why} from it in {_where(node)}; gather words"
 
 
 def _writes(captured: Captured) -> Iterator[str]:

@@ -13,7 +13,11 @@ from ..config import ModelConfig, MoEConfig
 
 
 class Form(Protocol):
-    """How a folder has rows in another way than the decoder. Nothing is rounded, and the two are inverse."""
+    """How a folder has rows in another way than the decoder. Nothing is rounded, and the two are inverse. So many rows
+    as `block` says, from any multiple of it on, have their elements where the folder's tensor has them."""
+
+    @property
+    def block(self) -> int: ...
 
     def from_hf(self, tensor: Tensor) -> Tensor:
         """The decoder's rows of a folder's tensor."""
@@ -29,6 +33,11 @@ class Interleaved:
 
     head: int
     rotated: int
+
+    @property
+    def block(self) -> int:
+        """See `Form`."""
+        return self.head
 
     def from_hf(self, tensor: Tensor) -> Tensor:
         """See `Form`."""
@@ -52,6 +61,11 @@ class PartlyRotated:
 
     head: int
     rotated: int
+
+    @property
+    def block(self) -> int:
+        """See `Form`."""
+        return self.head
 
     def from_hf(self, tensor: Tensor) -> Tensor:
         """See `Form`."""

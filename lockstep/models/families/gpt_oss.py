@@ -28,6 +28,11 @@ class InTurn:
 
     outputs: int
 
+    @property
+    def block(self) -> int:
+        """See `Form`."""
+        return self.outputs
+
     def from_hf(self, tensor: Tensor) -> Tensor:
         """See `Form`."""
         return tensor.transpose(1, -1).unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 2)
@@ -42,6 +47,11 @@ class ByInput:
     """A folder's experts are by inputs, [E, F, D], or vectors, [E, D]; the decoder's rows are outputs."""
 
     outputs: int
+
+    @property
+    def block(self) -> int:
+        """See `Form`."""
+        return self.outputs
 
     def from_hf(self, tensor: Tensor) -> Tensor:
         """See `Form`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,6 +18,8 @@ STAYS: dict[str, Callable[[Workload], int]] = {
     "shard of the weights": terms.shard,
     "masters": terms.masters,
     "moments": terms.moments,
+    "chunks of the state": terms.offloaded_chunks,
+    "copy for checkpoints": terms.saved_copy,
     "gradients": terms.gradients,
     "reference or teacher": terms.frozen,
     "sampled supports": terms.supports,
@@ -35,6 +37,7 @@ class MemoryPlan:
 
     Attributes:
         memory: of the device, that may be taken. terms: by name; nothing is in two of them.
+        host: bytes of the host's memory beside a GPU's, by name.
         cache_tokens: the capacity of the KV cache. again: layers whose forward pass the backward pass computes again.
         fits: they have room, with a cache of one sequence at the least.
     """
@@ -44,6 +47,7 @@ class MemoryPlan:
     cache_tokens: int
     again: int
     fits: bool
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -55,7 +59,8 @@ class MemoryPlan:
         shown = {name: round(size / GIB, 3) for name, size in self.terms.items() if size}
         about = {"cache_tokens": self.cache_tokens, "layers_computed_again": self.again, "fits": self.fits}
         return {"memory_gib": round(self.memory / GIB, 3), "planned_gib": round(self.total / GIB, 3), **about} | {
-            "terms_gib": shown
+            "terms_gib": shown,
+            "host_gib": {name: round(size / GIB, 3) for name, size in self.host.items()},
         }
 
     def table(self) -> str:
@@ -64,9 +69,8 @@ class MemoryPlan:
         lines = [f"  {name:<22} {size / GIB:>8.2f} GiB" for size, name in rows]
         again = f", {self.again} layers computed again" if self.again else ""
         about = f"KV cache of {self.cache_tokens:,} tokens{again}"
-        return "\n".join(
-            [*lines, f"  {'together':<22} {self.total / GIB:>8.2f} of {self.memory / GIB:.2f} GiB; {about}"]
-        )
+        lines.append(f"  {'together':<22} {self.total / GIB:>8.2f} of {self.memory / GIB:.2f} GiB; {about}")
+        return "\n".join(lines + [f"  on the host: {name} {size / GIB:.2f} GiB" for name, size in self.host.items()])
 
 
 def plan(w: Workload, memory: int) -> MemoryPlan:
@@ -113,7 +117,7 @@ def _with(w: Workload, memory: int, again: int, tokens: int) -> MemoryPlan:
     found |= _pool(w, again)
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
     found[ALLOCATOR] = int(taken * terms.ALLOCATOR) if w.on_gpu else 0
-    return MemoryPlan(memory, found, tokens, again, False)
+    return MemoryPlan(memory, found, tokens, again, False, terms.host(w))
 
 
 def _pool(w: Workload, again: int) -> dict[str, int]:

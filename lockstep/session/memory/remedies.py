@@ -44,6 +44,9 @@ def remedies(w: Workload, memory: int) -> Iterator[str]:
     full = replace(c, compile=replace(c.compile, recompute=("full",), activation_memory_gib=0.0))
     if not c.compile.recompute and c.compile.capture == "step" and _fits(full, w, memory):
         yield "--compile.recompute full"
+    offloaded = replace(c, optimizer=replace(c.optimizer, offload=True))
+    if w.on_gpu and not c.optimizer.offload and _fits(offloaded, w, memory):
+        yield f"--optimizer.offload, with {12 * w.layout.size / GIB:.1f} GiB of the host's memory a GPU"
     ranks = _ranks(w, memory)
     if ranks:
         yield f"{ranks} GPUs (torchrun), over which masters, moments and gradients are sharded"

@@ -9,6 +9,7 @@ the captured graph: `tests/session/test_memory_plan.py` holds them to the bytes 
 from __future__ import annotations
 
 from ...generator.cache_capacity import bytes_per_token
+from ...trainer.optimizer import CHUNK
 from .workload import Workload
 
 GIB = 1 << 30
@@ -35,13 +36,34 @@ def shard(w: Workload) -> int:
 
 
 def masters(w: Workload) -> int:
-    """`4 n`; 0 in float32, where the weights are the masters."""
-    return 0 if w.b == 4 else 4 * w.layout.size
+    """`4 n`; 0 in float32, where the weights are the masters, and where they are on the host."""
+    return 0 if w.b == 4 or w.offloads else 4 * w.layout.size
 
 
 def moments(w: Workload) -> int:
-    """`8 n`: AdamW's two, in float32."""
-    return 8 * w.layout.size
+    """`8 n`: AdamW's two, in float32; 0 where they are on the host."""
+    return 0 if w.offloads else 8 * w.layout.size
+
+
+def offloaded_chunks(w: Workload) -> int:
+    """Two chunks of masters and moments that are on the host, `24 CHUNK`."""
+    return 24 * min(CHUNK, w.layout.size) if w.offloads else 0
+
+
+def host(w: Workload) -> dict[str, int]:
+    """What a process takes of the host's memory beside a GPU, by name: `12 n` where masters and moments are there, and
+    `12 n` for a checkpoint's copy."""
+    state = 12 * w.layout.size
+    found = {
+        "masters and moments": state * w.offloads,
+        "copy for checkpoints": state * (w.config.checkpoint.interval > 0),
+    }
+    return {name: size for name, size in found.items() if size and w.on_gpu}
+
+
+def saved_copy(w: Workload) -> int:
+    """`12 n` of a CPU, whose memory is the host's: a checkpoint's copy."""
+    return 12 * w.layout.size if w.config.checkpoint.interval and not w.on_gpu else 0
 
 
 def gradients(w: Workload) -> int:
@@ -217,8 +239,9 @@ def machine_check(w: Workload) -> int:
 
 
 def state_copies(w: Workload) -> int:
-    """What the check of an update copies to put it back: the state and the weights that it writes, `18 n`."""
-    return masters(w) + moments(w) + gradients(w) + w.layout.size * w.b
+    """What the check of an update copies to put it back: the state and the weights that it writes, `18 n`; the
+    gradients alone where the state is on the host."""
+    return gradients(w) if w.offloads else masters(w) + moments(w) + gradients(w) + w.layout.size * w.b
 
 
 def context(w: Workload) -> int:

@@ -67,12 +67,16 @@ def require_room(w: Workload, memory: int) -> MemoryPlan:
 def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]:
     """GiB that the terms of the plan have by now, where that is known, and all that the device's driver counts."""
     optimizer, flat, device = trainer.optimizer, trainer.flat, trainer.flat.data.device
+
+    def on_device(tensor: torch.Tensor) -> int:
+        return tensor.nbytes if tensor.device == device else 0
+
     kept = {p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in trainer.model.parameters()}
     sizes = {
         "weights": sum(kept.values()),
         "shard of the weights": 0 if flat.data.untyped_storage().data_ptr() in kept else flat.data.nbytes,
-        "masters": 0 if optimizer.master is flat.data else optimizer.master.nbytes,
-        "moments": optimizer.exp_avg.nbytes + optimizer.exp_avg_sq.nbytes,
+        "masters": 0 if optimizer.master is flat.data else on_device(optimizer.master),
+        "moments": on_device(optimizer.exp_avg) + on_device(optimizer.exp_avg_sq),
         "gradients": flat.grad.nbytes,
         "KV cache": sum(tensor.nbytes for tensor in cache.tensors().values()),
     }

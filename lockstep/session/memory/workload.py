@@ -71,6 +71,11 @@ class Workload:
         return self.ranks > 1
 
     @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state is on the host."""
+        return self.config.optimizer.offload
+
+    @property
     def b(self) -> int:
         """Bytes of an element in the compute dtype."""
         return self.dtype.itemsize

@@ -69,6 +69,49 @@ def test_a_planted_fault_is_named(body, message: str) -> None:
         verify(captured(body, writes={"grad"}))
 
 
+def added_over_ranks(x: Tensor) -> Tensor:
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_reduce(x, "sum", "@tp"))
+
+
+def words_over_ranks(x: Tensor) -> Tensor:
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(x, 2, "@tp"))[:4]
+
+
+def log_probabilities(t: Inputs, x: Tensor) -> dict[str, Tensor]:
+    rows, targets = t.user["x"][:, 0], torch.zeros(4, dtype=torch.int64)
+    by = ops.Filters(rows, targets.int(), rows, rows)
+    return {"y": ops.token_logprobs(x + 1, t.param["w"], targets, by).logprob_C}
+
+
+def keys(t: Inputs, x: Tensor) -> dict[str, Tensor]:
+    t.kv["k"].copy_(t.user["x"])
+    t.kv["k"][1:].copy_(x[1:] * 2)
+    return {}
+
+
+def scores(t: Inputs, x: Tensor) -> dict[str, Tensor]:
+    in_memory = torch.empty_like(x)
+    in_memory.copy_(x)
+    return {"y": ops.route(in_memory, None, ops.RouteSettings(2, False, 1, 1, True, 1.0))[0]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (log_probabilities, r"log-probabilities follow from it in node token_logprobs"),
+        (keys, r"kv 'k' is written from it in node copy_"),
+        (scores, r"a choice of experts follows from it in node route"),
+    ],
+)
+def test_a_float_added_across_ranks_decides_nothing(body, message: str) -> None:
+    with pytest.raises(GraphError, match=rf"node all_reduce.* adds floats of several ranks, and {message}"):
+        verify(captured(lambda t: body(t, added_over_ranks(t.user["x"])), writes={"kv"}))
+    verify(captured(lambda t: body(t, words_over_ranks(t.user["x"])), writes={"kv"}))  # what moves may be read
+    verify(captured(lambda t: {"y": added_over_ranks(t.user["x"])} | body(t, t.user["x"]), writes={"kv"}))
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

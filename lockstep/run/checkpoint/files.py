@@ -4,9 +4,9 @@
 size and SHA-256. Nothing in it executes. A checkpoint is written in a hidden folder beside its place, every file
 fsynced, the manifest last, then renamed; a process killed at any instant leaves the checkpoints before it untouched.
 
-Integrity: SHA-256 of each shard, on one thread a shard (hashing releases the interpreter lock, so the rate is that of
-the cores together). Shards also bound the memory that tensors on a GPU take on their way to disk. Of several ranks each
-writes what it has, under a name with its number, and any number of them reads the ranges that it needs (`slices`).
+Of several ranks each writes what it has, under a name with its number, and says so in a list of its files, which the
+first rank waits for; any number of them reads the ranges that it needs (`slices`). A thread a file writes and hashes,
+both of which release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +27,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.file_hashes import fingerprints
-from ..distributed import ONE, World
-from ..errors import LockstepError
-from ..json_file import read_json
-from ..models.shards import cut
+from ...cache.file_hashes import fingerprints
+from ...cache.tensor_file import Entry, TensorFile, cut
+from ...errors import LockstepError
+from ...json_file import read_json
 
 _FORMAT = 1
 _SHARD_BYTES = 1 << 30
 _STATE, _MANIFEST, _SUFFIX = "state.json", "manifest.json", ".safetensors"
+_LIST = ".written-{}.json"  # by a rank, of its files; gone when the checkpoint is whole
+_WRITERS = 4  # threads
 
 _log = logging.getLogger("lockstep.run.checkpoint")
 
@@ -101,15 +103,9 @@ class TensorInFile:
 
 
 def save(
-    folder: Path,
-    step: int,
-    tensors: dict[str, dict[str, Tensor]],
-    state: dict[str, Any],
-    keep_last: int,
-    world: World = ONE,
+    folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], keep_last: int
 ) -> Path:
-    """Write checkpoint `folder/step_N` and return its path; then delete what it makes superfluous. Every rank of
-    `world` calls it and writes tensors of its own, under names that no other has; the first does all else.
+    """Write checkpoint `folder/step_N` of one process and return its path; then delete what it makes superfluous.
 
     `tensors` maps a file name (with or without `.safetensors`) to the tensors it holds, on any device. `state` must
     survive JSON unchanged: string keys, no tuples, no NaN. Deleted are checkpoints beyond the `keep_last` newest, those
@@ -117,33 +113,28 @@ def save(
 
     Raises `LockstepError` when the disk refuses; earlier checkpoints are then as they were.
     """
-    target = folder / f"step_{step}"
-    with _telling(target):
-        temporary = world.from_first(lambda: _begun(folder, step))
+    target, words = folder / f"step_{step}", as_json(state)
+    with telling(target):
+        temporary = begun(folder, step)
         try:
-            written = world.share(lambda: _written(temporary, tensors))
-            world.from_first(lambda: _finished(target, temporary, written, state))
-            if world.first:
-                _prune(folder, step, keep_last)
+            write_part(temporary, 0, tensors)
+            finish(target, temporary, words, [read_json(temporary / _LIST.format(0))], keep_last)
         except BaseException:
-            if world.first:
-                shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
     return target
 
 
 @contextmanager
-def _telling(target: Path) -> Iterator[None]:
+def telling(target: Path) -> Iterator[None]:
     """What a disk refuses, as a `LockstepError`."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise LockstepError(f"could not write checkpoint {target}: {error}") from error
 
 
-def _begun(folder: Path, step: int) -> Path:
+def begun(folder: Path, step: int) -> Path:
     """A hidden folder beside the checkpoint's place."""
     temporary = folder.absolute() / f".tmp-step_{step}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -151,25 +142,39 @@ def _begun(folder: Path, step: int) -> Path:
     return temporary
 
 
-def _written(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-    """Write tensors into the folder; the files' sizes and digests by name."""
-    names = [file for name, group in tensors.items() for file in _write_tensors(folder, _stem(name), group)]
-    return fingerprints(folder, names)
+def write_part(temporary: Path, rank: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write the tensors of a rank, to the disk, and then the list of the files, with their sizes and digests."""
+    files = {name: part for group, given in tensors.items() for name, part in _shards(_stem(group), given)}
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        written = list(pool.map(lambda item: _write_file(temporary / item[0], item[1]), files.items()))
+    partial = temporary / f".{_LIST.format(rank)}"
+    _write_text(partial, as_json(dict(zip(files, written, strict=True))))
+    partial.rename(temporary / _LIST.format(rank))
 
 
-def _finished(target: Path, temporary: Path, written: list[dict[str, Any]], state: dict[str, Any]) -> None:
-    """Write what tells of all ranks' files, and bring the folder to its place."""
-    _write_json(temporary / _STATE, state)
-    files = fingerprints(temporary, [_STATE]) | {name: entry for of_rank in written for name, entry in of_rank.items()}
+def list_of(temporary: Path, rank: int) -> dict[str, Any] | None:
+    """The files that a rank has written, once it has."""
+    path = temporary / _LIST.format(rank)
+    return read_json(path) if path.exists() else None
+
+
+def finish(target: Path, temporary: Path, state: str, lists: list[dict[str, Any]], keep_last: int) -> None:
+    """Write what tells of all ranks' files, bring the folder to its place, and delete what is superfluous."""
+    for rank in range(len(lists)):
+        (temporary / _LIST.format(rank)).unlink()
+    _write_text(temporary / _STATE, state)
+    files = fingerprints(temporary, [_STATE]) | {name: entry for of_rank in lists for name, entry in of_rank.items()}
     for name in files:  # another machine may have a folder of the same name
         (temporary / name).stat()
     step = int(target.name.removeprefix("step_"))
-    _write_json(temporary / _MANIFEST, _sealed({"format": _FORMAT, "step": step, "files": dict(sorted(files.items()))}))
+    manifest = _sealed({"format": _FORMAT, "step": step, "files": dict(sorted(files.items()))})
+    _write_text(temporary / _MANIFEST, as_json(manifest))
     _fsync(temporary)
     if target.exists():  # of the same step: a damaged one, usually
         _retire(target)
     os.rename(temporary, target)
     _fsync(target.parent)
+    _prune(target.parent, step, keep_last)
 
 
 def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
@@ -200,34 +205,32 @@ def _name_of(file: str) -> str | None:
     return file.rsplit("-", 1)[0] if file.endswith(_SUFFIX) else None
 
 
-def _write_tensors(folder: Path, stem: str, tensors: dict[str, Tensor]) -> list[str]:
-    """Write one name's tensors; the names of the files."""
-    from safetensors.torch import save_file
-
-    names = []
+def _shards(stem: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The files of a name's tensors."""
     sizes = ((key, tensor.nbytes) for key, tensor in tensors.items())
     for index, keys in enumerate(cut(sizes, _SHARD_BYTES), start=1):
-        path = folder / f"{stem}-{index:05d}{_SUFFIX}"
-        save_file(_on_host({key: tensors[key] for key in keys}), path)
-        _fsync(path)
-        names.append(path.name)
-    return names
+        yield f"{stem}-{index:05d}{_SUFFIX}", {key: tensors[key] for key in keys}
 
 
-def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors, no two on one storage (safetensors refuses tensors that share memory)."""
-    result: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for key, tensor in tensors.items():
-        host = tensor.detach().cpu().contiguous()
-        storage = host.untyped_storage().data_ptr()
-        result[key] = host.clone() if storage in storages else host
-        storages.add(storage)
-    return result
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write a file, to the disk; its size and SHA-256."""
+    file = TensorFile(path, {key: Entry.of(tensor) for key, tensor in tensors.items()})
+    digest = hashlib.sha256(file.header)
+    file.create()
+    with file.open() as opened:
+        for name in file.names:
+            opened.write(name, 0, tensors[name].flatten(), also=digest.update)
+        opened.flush()
+    return {"size": file.size, "sha256": digest.hexdigest()}
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+def as_json(value: dict[str, Any]) -> str:
+    """`ValueError` for what JSON has no word for."""
+    return json.dumps(value, allow_nan=False, indent=1) + "\n"
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
     _fsync(path)
 
 

@@ -1,0 +1,150 @@
+"""safetensors files whose tensors any number of processes write, each its ranges: the bytes that the library writes of
+whole tensors, and no more memory than a chunk.
+
+The format: eight bytes with the size of a JSON header, the header (of each tensor its dtype, its shape, and where it
+begins and ends in what follows), and the tensors; see https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 32 << 20  # that are on their way at one time
+_DTYPES = {  # the library's order, in which wider ones come first
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
+
+
+class Entry(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Entry:
+        """That of a tensor, which may be without memory."""
+        return Entry(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """A file at `path` of these tensors, laid out as the library does it.
+
+    Attributes:
+        header: what comes before the tensors. names: of them, in order.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> None:
+        order, self.path, self.entries = list(_DTYPES), path, entries
+        names = sorted(entries, key=lambda name: (-order.index(entries[name].dtype), name))
+        ends = [0, *accumulate(entries[name].nbytes for name in names)]
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        for name, begin, end in zip(names, ends, ends[1:], strict=False):
+            dtype, shape = entries[name]
+            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+        self.names = names
+        self._begins = {name: len(self.header) + begin for name, begin in zip(names, ends, strict=False)}
+        self.size = len(self.header) + ends[-1]
+
+    def create(self) -> None:
+        """Make the file, of its size, with its header: before anyone writes tensors."""
+        with self.path.open("wb") as file:
+            file.write(self.header)
+            file.truncate(self.size)
+
+    def open(self) -> OpenTensorFile:
+        """The file that one process has created, to write to."""
+        return OpenTensorFile(self)
+
+    def begin(self, name: str, element: int) -> int:
+        """Where an element of a tensor begins, in bytes of the file."""
+        return self._begins[name] + element * self.entries[name].dtype.itemsize
+
+
+class OpenTensorFile:
+    """Reads and writes ranges of a file's tensors, as long as it is open."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file, self._descriptor = file, os.open(file.path, os.O_RDWR)
+
+    def __enter__(self) -> OpenTensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def write(
+        self, name: str, first: int, values: Tensor, also: Callable[[memoryview], object] = lambda data: None
+    ) -> None:
+        """Write elements `first` and after of a tensor, from a flat one of its dtype on any device; `also` gets the
+        bytes, chunk by chunk."""
+        step = CHUNK_BYTES // values.itemsize
+        for at in range(0, values.numel(), step):
+            data = _bytes(values[at : at + step])
+            also(data)
+            begin = self._file.begin(name, first + at)
+            while data:  # a call may write less
+                done = os.pwrite(self._descriptor, data, begin)
+                data, begin = data[done:], begin + done
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """So many elements of a tensor, from `first` on, flat."""
+        dtype = self._file.entries[name].dtype
+        found = torch.empty(count, dtype=dtype)
+        data, begin = _bytes(found), self._file.begin(name, first)
+        while data:
+            done = os.preadv(self._descriptor, [data], begin)
+            if not done:
+                raise OSError(f"{self._file.path} ends within {name}")
+            data, begin = data[done:], begin + done
+        return found
+
+    def flush(self) -> None:
+        """To the disk, what this process wrote."""
+        os.fsync(self._descriptor)
+
+
+def _bytes(values: Tensor) -> memoryview:
+    """The bytes of a flat tensor; on the host they are its own."""
+    return values.detach().cpu().contiguous().view(torch.uint8).numpy().data
+
+
+def cut(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+    """The items, each given with its size, in parts of up to `limit` together, or of a single one."""
+    part: list[T] = []
+    used = 0
+    for item, size in sizes:
+        if part and used + size > limit:
+            yield part
+            part, used = [], 0
+        part.append(item)
+        used += size
+    yield part

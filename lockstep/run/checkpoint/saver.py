@@ -1,0 +1,183 @@
+"""Saving while the run goes on: a step waits until its state is copied to the host's memory, and a thread writes the
+copy. There is one copy, whose memory every save uses again, and so one save at a time."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...distributed import World
+from ...errors import PeerLost
+from ...machine import host_buffer
+from . import files
+
+_LOOK = 0.02  # seconds from one look for the other ranks' lists to the next
+_LEAVE = 20.0  # seconds that a process of several, which is told to end, waits; launchers kill after 30
+_ALIGNED = 64  # bytes
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+class Saver:
+    """The checkpoints of a run in `folder`. Every rank has one and makes its calls, and each call raises on all ranks
+    what writing raised on any: `LockstepError` where a disk refused. The checkpoints before are then as they were.
+
+    Args:
+        shared: whether all ranks see the folder; else the first alone writes.
+    """
+
+    def __init__(self, folder: Path, keep_last: int, world: World, shared: bool) -> None:
+        self._folder, self._keep_last, self._world = folder, keep_last, world
+        self._writers = world.size if shared else 1
+        self._copies = _HostCopies()
+        self._writing: _Writing | None = None
+
+    def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+        """Copy what this rank has of a checkpoint, and begin to write it; waits for the one before.
+
+        Args:
+            tensors, state: as of `files.save`; a rank's names are its own, and the state is the first's.
+        """
+        self.wait()
+        target = self._folder / f"step_{step}"
+
+        def begin() -> tuple[Path, str]:
+            with files.telling(target):
+                return files.begun(self._folder, step), files.as_json(state)
+
+        temporary, words = self._world.from_first(begin)
+        place = _Place(target, temporary, self._world.rank, self._writers)
+        self._writing = _Writing(place, self._copies.of(tensors), words, self._keep_last)
+        self._writing.start()
+
+    def look(self) -> None:
+        """Raise what went wrong with the checkpoint that is being written, if one is."""
+        if self._writing is not None and all(self._all(self._writing.ended)):
+            self._writing = None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is whole."""
+        if self._writing is not None:
+            self._all(self._writing.wait_for_own)  # the first waits for all, which one that failed would not come to
+            self._all(self._writing.wait)
+            self._writing = None
+
+    def leave(self, error: BaseException | None) -> None:
+        """After `error` on this rank, which calls nothing else: give what is being written the time that there is."""
+        if (writing := self._writing) is not None and error is not None:
+            if isinstance(error, PeerLost):
+                writing.give_up()
+            writing.join(None if self._world.size == 1 else _LEAVE)
+
+    def _all(self, call: Any) -> list[Any]:
+        try:
+            return self._world.share(call)
+        except BaseException as error:
+            if self._writing is not None and not isinstance(error, KeyboardInterrupt):
+                self._writing.discard()
+                self._writing = None
+            raise
+
+
+class _Place:
+    """Where a rank writes its part, of so many, of a checkpoint that will be `target`."""
+
+    def __init__(self, target: Path, temporary: Path, rank: int, writers: int) -> None:
+        self.target, self.temporary, self.rank, self.writers = target, temporary, rank, writers
+
+
+class _Writing(threading.Thread):
+    """A rank's part of a checkpoint being written, and by the first rank, when all have written theirs, finished."""
+
+    def __init__(self, place: _Place, tensors: Tensors, state: str, keep_last: int) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self._place, self._tensors, self._state, self._keep_last = place, tensors, state, keep_last
+        self._own, self._over = threading.Event(), threading.Event()
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """The thread."""
+        place = self._place
+        try:
+            with files.telling(place.target):
+                if place.rank < place.writers:
+                    files.write_part(place.temporary, place.rank, self._tensors)
+                self._own.set()
+                if place.rank == 0 and (lists := self._lists()):
+                    files.finish(place.target, place.temporary, self._state, lists, self._keep_last)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._own.set()
+
+    def _lists(self) -> list[dict[str, Any]]:
+        """Those of all ranks, when all are there; none when that is given up."""
+        found = list[dict[str, Any]]()
+        while len(found) < self._place.writers:
+            if (one := files.list_of(self._place.temporary, len(found))) is not None:
+                found.append(one)
+            elif self._over.wait(_LOOK):
+                return []
+        return found
+
+    def ended(self) -> bool:
+        """Whether it is; raises what went wrong."""
+        alive = self.is_alive()
+        if self._error is not None:
+            raise self._error
+        return not alive
+
+    def wait_for_own(self) -> None:
+        """Until this rank has written its files; raises what went wrong."""
+        self._own.wait()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Until it is ended; raises what went wrong."""
+        self.join()
+        self.ended()
+
+    def give_up(self) -> None:
+        """Wait for no other rank."""
+        self._over.set()
+
+    def discard(self) -> None:
+        """Leave nothing of it."""
+        self.give_up()
+        self.join()
+        if self._place.rank == 0:
+            shutil.rmtree(self._place.temporary, ignore_errors=True)
+
+
+class _HostCopies:
+    """Copies of tensors in one buffer of the host's memory, which a GPU's copy engine writes itself."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, tensors: Tensors) -> Tensors:
+        """Copies, until the next call. What was launched so far is waited for, and so are the copies."""
+        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for group in tensors.values() for tensor in group.values()]
+        on_gpu = any(tensor.is_cuda for group in tensors.values() for tensor in group.values())
+        if self._buffer.numel() < sum(sizes):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before there is another
+            self._buffer = host_buffer(sum(sizes), on_gpu)
+        begins = iter(torch.tensor([0, *sizes]).cumsum(0).tolist())
+        copies = {
+            name: {key: self._copied(tensor.detach(), next(begins)) for key, tensor in group.items()}
+            for name, group in tensors.items()
+        }
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copies
+
+    def _copied(self, tensor: Tensor, begin: int) -> Tensor:
+        copy = self._buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return copy.copy_(tensor, non_blocking=True)

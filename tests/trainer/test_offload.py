@@ -1,0 +1,75 @@
+"""The optimizer's state in the host's memory: every bit that it has on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from test_parameter_groups import GROUPED
+from updates import bits, one_batch, same
+
+from lockstep.config import CompileConfig, LossConfig, OptimizerConfig, RunConfig
+from lockstep.errors import InputError
+from lockstep.graph import Runtime
+from lockstep.models import Decoder
+from lockstep.session.build import resolve
+from lockstep.trainer import Trainer, optimizer
+
+LR = 1e-2
+
+
+@pytest.mark.parametrize("config", [OptimizerConfig(weight_decay=0.1), GROUPED], ids=["one group", "groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_have_the_bits_of_a_state_on_the_device(
+    make_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch, config: OptimizerConfig, dtype: torch.dtype
+) -> None:
+    """Updates that are applied, refused and not finite; the state goes from either to the other in between."""
+    monkeypatch.setattr(optimizer, "CHUNK", 7 * 1024)
+    kinds = (config, replace(config, offload=True))
+    plain, apart = (Trainer(make_model(dtype), kind, LossConfig()) for kind in kinds)
+    assert len(apart.optimizer._pieces) > max(5, len(plain.optimizer.groups))
+    for step in range(6):
+        for trainer in (plain, apart):
+            draw = torch.Generator().manual_seed(step)
+            trainer.flat.grad.copy_(10.0 ** (step - 3) * torch.randn(trainer.flat.grad.shape, generator=draw))
+            if step == 3:
+                trainer.flat.grad[-5] = torch.inf
+        found = [t.optimizer.step(torch.tensor(LR), torch.tensor(step != 2)) for t in (plain, apart)]
+        assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1] == (step not in (2, 3))
+        assert same(bits(plain), bits(apart)) and not apart.flat.grad.any()
+        if step == 4:
+            again = [Trainer(make_model(dtype, seed=1), kind, LossConfig()) for kind in reversed(kinds)]
+            for trainer, other in zip(again, (plain, apart), strict=True):
+                trainer.load_state(*other.state())
+            apart, plain = again
+    plain.optimizer.reset()
+    apart.optimizer.reset()
+    assert same(bits(plain), bits(apart)) and not apart.optimizer.exp_avg.any()
+
+
+def test_whole_steps_of_graphs_have_the_bits_of_a_state_on_the_device(
+    make_model: Callable[..., Decoder], make_groups: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "CHUNK", 7 * 1024)
+    found = []
+    for offload, runtime in ((False, None), (True, Runtime(CompileConfig("step"), torch.device("cpu")))):
+        config, given = (
+            OptimizerConfig(weight_decay=0.1, offload=offload),
+            {} if runtime is None else {"runtime": runtime},
+        )
+        trainer = Trainer(make_model(torch.bfloat16), config, LossConfig(), enforce_parity=False, **given)
+        for seed in range(3):
+            trainer.forward_backward(one_batch(make_groups(seed=seed), check_parity=False))
+            assert trainer.optim_step(LR).applied
+        found.append(bits(trainer))
+    assert same(*found)
+
+
+def test_it_is_refused_where_it_would_save_nothing() -> None:
+    config = RunConfig(device="cpu", optimizer=OptimizerConfig(offload=True))
+    with pytest.raises(
+        InputError, match="optimizer.offload is on, and the device is a CPU, whose memory is the host's"
+    ):
+        resolve(config)
