@@ -230,7 +230,11 @@ def test_a_sandbox_that_cannot_start_is_told_early(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "can_cut_off", lambda: "unshare: Operation not permitted")
     with pytest.raises(InputError, match=r"task.tools python: .*unshare: Operation not permitted.* task.allow_unsand"):
         make_environment(config)
-    allowed = make_environment(TaskConfig(tools=("python",), allow_unsandboxed=True))
+    allowed = make_environment(TaskConfig(tools=("python",), allow_unsandboxed=True, environment_timeout=20.0))
+    assert (SandboxLimits.within(20.0), SandboxLimits.within(0.0)) == (
+        SandboxLimits(5.0, patience=10.0),
+        SandboxLimits(),
+    )
     (answer,) = allowed().step(
         Turn("", [0], "stop", {"role": "assistant", "content": "", "tool_calls": [call("7 * 6")]})
     )
