@@ -263,6 +263,7 @@ class PackedBatch:
     old_value_C: Tensor | None = None  # float32, the critic's before the step's first update; see `add_values`
     return_C: Tensor | None = None  # float32, what the critic is to say
     cu_completions: Tensor | None = None  # int32 [S + 1]: completion n is rows cu[n]:cu[n + 1]; see `index_sequences`
+    ends_cell: bool = False  # its gradient is the last of a cell (`distributed.cells`) that takes several micro-batches
     together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
 
     def index_sequences(self) -> None:
