@@ -8,6 +8,7 @@ from typing import Any
 from ..config import TaskConfig
 from ..errors import InputError
 from ..user_functions import load_function, load_named
+from .adapters.rollout_func import is_rollout_func, rollout_environment
 from .adapters.trl import trl_environment
 from .adapters.verifiers import NAME as VERIFIERS
 from .adapters.verifiers import verifiers_environment
@@ -37,11 +38,15 @@ def make_environment(config: TaskConfig) -> type[Environment]:
         if tools:
             raise InputError(f"task.tools has no effect beside {what}, which answers turns itself; remove it")
         return kind
+    if is_rollout_func(kind):
+        if tools:
+            raise InputError(f"task.tools has no effect beside {what}, which plays its own rollouts; remove it")
+        return rollout_environment(kind)
     if isinstance(kind, Mapping) or (callable(kind) and (not isinstance(kind, type) or hasattr(kind, "reset"))):
         return trl_environment(kind, tools, what)
     raise InputError(
-        f"{what} must be a class, a subclass of lockstep.environments.Environment, or a factory of TRL's, whose "
-        "objects have a method reset"
+        f"{what} must be a class, a subclass of lockstep.environments.Environment, a factory of TRL's, whose "
+        "objects have a method reset, or a rollout_func of its own, of prompts and trainer"
     )
 
 
