@@ -160,6 +160,7 @@ class TrainingSession(Session):
             enforce_parity=config.parity == "strict",
             runtime=self.runtime,
             world=world,
+            cells=w.cells,
         )
         world.same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)

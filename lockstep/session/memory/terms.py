@@ -59,8 +59,8 @@ def host(w: Workload) -> dict[str, int]:
 
 
 def gradients(w: Workload) -> int:
-    """`4 n`, in float32."""
-    return 4 * w.layout.size
+    """`4 n`, in float32, and as many where the sum of a cell of shards is kept apart."""
+    return 4 * w.layout.size * (1 + w.cells.span_rounds)
 
 
 def frozen(w: Workload) -> int:

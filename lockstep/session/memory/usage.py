@@ -94,7 +94,7 @@ def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]
         "shard of the weights": 0 if flat.data.untyped_storage().data_ptr() in kept else flat.data.nbytes,
         "masters": 0 if optimizer.master is flat.data else on_device(optimizer.master),
         "moments": on_device(optimizer.exp_avg) + on_device(optimizer.exp_avg_sq),
-        "gradients": flat.grad.nbytes,
+        "gradients": flat.grad.nbytes + (0 if flat.cells is None else flat.cells.nbytes),
         "KV cache": sum(tensor.nbytes for tensor in cache.tensors().values()),
     }
     if device.type == "cuda":
