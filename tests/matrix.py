@@ -4,9 +4,10 @@
 
 A case is a family, a way and a seed: `same` (logits, greedy tokens and folders beside `transformers`), `float32` and
 `bfloat16` (generator and trainer over three updates, eager and captured), `processes` (`lockstep train` on two
-processes and on one, of the family's tiny random model). OUTCOME.json says of each what came of it and the seconds,
-and the commit; what it has of the same sources is not done again, so that an interrupted run is gone on with. Exits
-with 1 unless all hold.
+processes and on one, of the family's tiny random model), and `layouts`, the same of four families on two and four
+processes that share products in training, in generation, or in both. OUTCOME.json says of each what came of it and the
+seconds, and the commit; what it has of the same sources is not done again, so that an interrupted run is gone on with.
+Exits with 1 unless all hold.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,10 @@ from processes import finished
 from safetensors.torch import load_file
 
 from lockstep.cache import fingerprint
+from lockstep.models import Decoder, save_model
 from lockstep.models.families import FAMILIES
-from lockstep.models.init import init_folder
+from lockstep.models.init import init_folder, initialize
+from lockstep.models.tokenizer import byte_tokenizer, save_tokenizer
 
 SEEDS = 5
 REWARD = """
@@ -37,13 +41,24 @@ def low(completion_ids, **_):
     "The share of small tokens."
     return [sum(t < 200 for t in ids) / len(ids) for ids in completion_ids]
 """
+SPREAD = "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"
+# Processes, those that share the trainer's products, those that share the generator's, and whether steps are graphs.
+LAYOUTS = [
+    (processes, tp, generator_tp, graphs)
+    for processes in (2, 4)
+    for tp in (1, 2)
+    for generator_tp in (1, 2, 4)
+    for graphs in (False, True)
+    if generator_tp <= processes and tp * generator_tp > 1
+]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def cases() -> Iterator[tuple[str, str, int]]:
-    """Family, way and seed; the quickest ways first."""
+    """Family, way and seed; the quickest ways first. The seed of `layouts` is the layout's number."""
     for way, seeds in {"same": SEEDS, "processes": 1, **dict.fromkeys(DTYPES, SEEDS)}.items():
         yield from ((family, way, seed) for seed in range(seeds) for family in MAKERS)
+    yield from ((family, "layouts", number) for family in SPREAD for number in range(len(LAYOUTS)))
 
 
 def run(family: str, way: str, seed: int, folder: Path) -> None:
@@ -52,6 +67,8 @@ def run(family: str, way: str, seed: int, folder: Path) -> None:
         assert_same_model(family, seed, folder)
     elif way == "processes":
         assert_processes_agree(family, folder)
+    elif way == "layouts":
+        assert_layout_agrees(family, folder, *LAYOUTS[seed])
     else:
         assert_roles_agree(family, seed, folder, DTYPES[way])
 
@@ -82,6 +99,41 @@ def assert_processes_agree(family: str, folder: Path) -> None:
     steps = [json.loads(line) for line in (folder / "two" / "metrics.jsonl").read_text().splitlines()]
     assert all(step["grad_norm"] > 0 and step["parity/tokens_different"] == 0 for step in steps) and len(steps) == 3
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def assert_layout_agrees(family: str, folder: Path, processes: int, tp: int, generator_tp: int, graphs: bool) -> None:
+    """Three steps whose prompts run in chunks and whose samples are preempted: no token differs between the roles, the
+    first step samples what one process does, and where nobody shares the trainer's products all steps do."""
+    own = replace(next(iter(FAMILIES[family].architectures.values())), eos_token_ids=(byte_tokenizer().eos_token_id,))
+    config = own if own.mla is not None else replace(own, num_heads=8, num_kv_heads=4)
+    save_model(initialize(Decoder(config, torch.float32), 0), folder / "in")
+    save_tokenizer(byte_tokenizer(), folder / "in")
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": "hello " * (1 + i % 4)}) + "\n" for i in range(9)))
+    options = ["train", "dataset", "--model", str(folder / "in"), "--task.data", str(folder / "data.jsonl")]
+    options += ["--task.reward", f"{folder / 'rewards.py'}:low", "--task.validation-prompts", "0", "--steps", "3"]
+    options += ["--trainer.prompts-per-step", "8", "--sampling.num-generations", "4", "--parallel.batch-shards", "4"]
+    options += ["--sampling.max-completion-length", "24", "--optimizer.learning-rate", "3e-3", "--device", "cpu"]
+    options += [
+        "--generator.kv-cache-tokens",
+        "160",
+        "--generator.max-num-batched-tokens",
+        "24",
+        "--sampling.top-p",
+        "0.9",
+    ]
+    shared = ["--parallel.tp", str(tp), "--parallel.generator-tp", str(generator_tp)]
+    shared += ["--compile.capture", "step"] if graphs else []
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    for name, before, after in ("one", [], []), ("several", launcher, shared):
+        command = [sys.executable, *before, "-m", "lockstep", *options, *after, "--run-dir", str(folder / name)]
+        done = finished(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr[-2000:]
+    metrics = [json.loads(line) for line in (folder / "several" / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["grad_norm"] > 0 and step["parity/tokens_different"] == 0 for step in metrics) and len(metrics) == 3
+    one, several = ((folder / name / "rollouts.jsonl").read_text().splitlines() for name in ("one", "several"))
+    same = len(one) if tp == 1 else len(one) // 3
+    assert len(one) == len(several) == 24 and one[:same] == several[:same]
 
 
 def sources() -> str:
