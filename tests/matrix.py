@@ -4,10 +4,11 @@
 
 A case is a family, a way and a seed: `same` (logits, greedy tokens and folders beside `transformers`), `float32` and
 `bfloat16` (generator and trainer over three updates, eager and captured), `processes` (`lockstep train` on two
-processes and on one, of the family's tiny random model), and `layouts`, the same of four families on two and four
-processes that share products in training, in generation, or in both. OUTCOME.json says of each what came of it and the
-seconds, and the commit; what it has of the same sources is not done again, so that an interrupted run is gone on with.
-Exits with 1 unless all hold.
+processes and on one, of the family's tiny random model), `tp` (the same where processes share products, of the trainer
+and of the generator, in several degrees), `cells` (on one, two and four, of eight shards in two cells, with two updates
+a rollout, and gone on with on another number). OUTCOME.json says of each what came of it, the seconds and the commit;
+what it has of the same sources is not done again, so that an interrupted run is gone on with. Exits with 1 unless all
+hold.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ from processes import finished
 from safetensors.torch import load_file
 
 from lockstep.cache import fingerprint
-from lockstep.models import Decoder, save_model
+from lockstep.errors import InputError
+from lockstep.models.checks import require_degree
 from lockstep.models.families import FAMILIES
-from lockstep.models.init import init_folder, initialize
-from lockstep.models.tokenizer import byte_tokenizer, save_tokenizer
+from lockstep.models.init import init_folder
 
 SEEDS = 5
 REWARD = """
@@ -41,24 +42,14 @@ def low(completion_ids, **_):
     "The share of small tokens."
     return [sum(t < 200 for t in ids) / len(ids) for ids in completion_ids]
 """
-SPREAD = "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"
-# Processes, those that share the trainer's products, those that share the generator's, and whether steps are graphs.
-LAYOUTS = [
-    (processes, tp, generator_tp, graphs)
-    for processes in (2, 4)
-    for tp in (1, 2)
-    for generator_tp in (1, 2, 4)
-    for graphs in (False, True)
-    if generator_tp <= processes and tp * generator_tp > 1
-]
+TIMED = ("time/", "perf/", "memory/")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def cases() -> Iterator[tuple[str, str, int]]:
-    """Family, way and seed; the quickest ways first. The seed of `layouts` is the layout's number."""
-    for way, seeds in {"same": SEEDS, "processes": 1, **dict.fromkeys(DTYPES, SEEDS)}.items():
+    """Family, way and seed; the quickest ways first."""
+    for way, seeds in {"same": SEEDS, "processes": 1, "tp": 1, "cells": 1, **dict.fromkeys(DTYPES, SEEDS)}.items():
         yield from ((family, way, seed) for seed in range(seeds) for family in MAKERS)
-    yield from ((family, "layouts", number) for family in SPREAD for number in range(len(LAYOUTS)))
 
 
 def run(family: str, way: str, seed: int, folder: Path) -> None:
@@ -67,73 +58,113 @@ def run(family: str, way: str, seed: int, folder: Path) -> None:
         assert_same_model(family, seed, folder)
     elif way == "processes":
         assert_processes_agree(family, folder)
-    elif way == "layouts":
-        assert_layout_agrees(family, folder, *LAYOUTS[seed])
+    elif way == "cells":
+        assert_cells_agree(family, folder)
+    elif way == "tp":
+        assert_degrees_agree(family, folder)
     else:
         assert_roles_agree(family, seed, folder, DTYPES[way])
 
 
 def assert_processes_agree(family: str, folder: Path) -> None:
     """Three steps on two processes end with the weights of one process, and no token differed: that ends a run."""
+    options = run_of(family, folder)
+    options += ["--trainer.prompts-per-step", "4", "--parallel.batch-shards", "2", "--steps", "3"]
+    one, two = (trained(folder / str(count), count, options) for count in (1, 2))
+    assert_same_run(one, two, 3)
+
+
+def assert_cells_agree(family: str, folder: Path) -> None:
+    """Steps of two updates, of eight shards in two cells of several micro-batches each; two processes go on where four
+    have saved, one where two, and four where one has."""
+    options = run_of(family, folder)
+    options += ["--trainer.prompts-per-step", "16", "--trainer.max-tokens-per-micro-batch", "64"]
+    options += ["--trainer.num-iterations", "2", "--parallel.batch-shards", "8", "--parallel.cell", "4"]
+    options += ["--checkpoint.interval", "2"]
+    runs = {count: trained(folder / str(count), count, [*options, "--steps", "2"]) for count in (1, 2, 4)}
+    for count in (2, 4):
+        assert_same_run(runs[1], runs[count], 2)
+    for count, then in {4: 2, 2: 1, 1: 4}.items():
+        command = ["train", "--resume", str(folder / str(count)), "--steps", "3"]
+        runs[count] = trained(folder / str(count), then, command)
+    for count in (2, 4):
+        assert_same_run(runs[1], runs[count], 3)
+    flat = [option if before != "--parallel.cell" else "8" for before, option in pairwise(["", *options])]
+    other = trained(folder / "flat", 1, [*flat, "--steps", "2"])
+    assert other["metrics.jsonl"][0]["reward/mean"] == runs[1]["metrics.jsonl"][0]["reward/mean"]
+    assert any(not torch.equal(other["weights"][key], tensor) for key, tensor in runs[1]["weights"].items())
+
+
+def run_of(family: str, folder: Path) -> list[str]:
+    """The command of a run with the family's tiny random model, made here, without its steps and their prompts."""
     init_folder(next(iter(FAMILIES[family].architectures)), folder / "in", 0)
     (folder / "rewards.py").write_text(REWARD)
-    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": "hello " * (1 + i % 4)}) + "\n" for i in range(9)))
-    options = [
-        "train",
-        "dataset",
-        "--model",
-        str(folder / "in"),
-        "--task.data",
-        str(folder / "data.jsonl"),
-        "--steps",
-        "3",
-    ]
-    options += ["--task.reward", f"{folder / 'rewards.py'}:low", "--task.validation-prompts", "0"]
-    options += ["--trainer.prompts-per-step", "4", "--sampling.num-generations", "4", "--parallel.batch-shards", "2"]
-    options += ["--sampling.max-completion-length", "8", "--optimizer.learning-rate", "3e-3", "--device", "cpu"]
-    for name, launcher in {"one": [], "two": ["-m", "torch.distributed.run", "--nproc-per-node", "2"]}.items():
-        command = [sys.executable, *launcher, "-m", "lockstep", *options, "--run-dir", str(folder / name)]
-        done = finished(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (load_file(folder / name / "model" / "model.safetensors") for name in ("one", "two"))
-    steps = [json.loads(line) for line in (folder / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert all(step["grad_norm"] > 0 and step["parity/tokens_different"] == 0 for step in steps) and len(steps) == 3
-    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-
-
-def assert_layout_agrees(family: str, folder: Path, processes: int, tp: int, generator_tp: int, graphs: bool) -> None:
-    """Three steps whose prompts run in chunks and whose samples are preempted: no token differs between the roles, the
-    first step samples what one process does, and where nobody shares the trainer's products all steps do."""
-    own = replace(next(iter(FAMILIES[family].architectures.values())), eos_token_ids=(byte_tokenizer().eos_token_id,))
-    config = own if own.mla is not None else replace(own, num_heads=8, num_kv_heads=4)
-    save_model(initialize(Decoder(config, torch.float32), 0), folder / "in")
-    save_tokenizer(byte_tokenizer(), folder / "in")
-    (folder / "rewards.py").write_text(REWARD)
-    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": "hello " * (1 + i % 4)}) + "\n" for i in range(9)))
+    lines = [json.dumps({"prompt": "hello " * (1 + i % 4)}) + "\n" for i in range(19)]
+    (folder / "data.jsonl").write_text("".join(lines))
     options = ["train", "dataset", "--model", str(folder / "in"), "--task.data", str(folder / "data.jsonl")]
-    options += ["--task.reward", f"{folder / 'rewards.py'}:low", "--task.validation-prompts", "0", "--steps", "3"]
-    options += ["--trainer.prompts-per-step", "8", "--sampling.num-generations", "4", "--parallel.batch-shards", "4"]
-    options += ["--sampling.max-completion-length", "24", "--optimizer.learning-rate", "3e-3", "--device", "cpu"]
-    options += [
-        "--generator.kv-cache-tokens",
-        "160",
-        "--generator.max-num-batched-tokens",
-        "24",
-        "--sampling.top-p",
-        "0.9",
-    ]
-    shared = ["--parallel.tp", str(tp), "--parallel.generator-tp", str(generator_tp)]
-    shared += ["--compile.capture", "step"] if graphs else []
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    for name, before, after in ("one", [], []), ("several", launcher, shared):
-        command = [sys.executable, *before, "-m", "lockstep", *options, *after, "--run-dir", str(folder / name)]
-        done = finished(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr[-2000:]
-    metrics = [json.loads(line) for line in (folder / "several" / "metrics.jsonl").read_text().splitlines()]
-    assert all(step["grad_norm"] > 0 and step["parity/tokens_different"] == 0 for step in metrics) and len(metrics) == 3
-    one, several = ((folder / name / "rollouts.jsonl").read_text().splitlines() for name in ("one", "several"))
-    same = len(one) if tp == 1 else len(one) // 3
-    assert len(one) == len(several) == 24 and one[:same] == several[:same]
+    options += ["--task.reward", f"{folder / 'rewards.py'}:low", "--task.validation-prompts", "0"]
+    options += ["--sampling.num-generations", "4", "--sampling.max-completion-length", "8"]
+    return [*options, "--optimizer.learning-rate", "3e-3", "--device", "cpu"]
+
+
+def trained(run: Path, count: int, options: list[str]) -> dict[str, Any]:
+    """What a run on so many processes wrote, without times."""
+    launcher = [] if count == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    given = options if "--resume" in options else [*options, "--run-dir", str(run)]
+    done = finished([sys.executable, *launcher, "-m", "lockstep", *given], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = {"weights": load_file(run / "model" / "model.safetensors")}
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        found[name] = [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
+    return found
+
+
+def assert_same_run(one: dict[str, Any], other: dict[str, Any], steps: int) -> None:
+    """In every bit: rollouts, losses, norms and weights; in no step a token differed."""
+    found = one["metrics.jsonl"]
+    assert all(step["grad_norm"] > 0 and step["parity/tokens_different"] == 0 for step in found) and len(found) == steps
+    assert found == other["metrics.jsonl"] and one["rollouts.jsonl"] == other["rollouts.jsonl"] != []
+    a, b = one["weights"], other["weights"]
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+# Processes, and of the trainer and the generator how many share products.
+DEGREES = ((2, 2, 1), (2, 2, 2), (2, 1, 2), (4, 2, 1), (4, 2, 2), (4, 1, 2), (4, 2, 4), (4, 4, 2))
+
+PRESSED = ["--generator.kv-cache-tokens", "128", "--generator.page-size", "16"]
+PRESSED += ["--generator.max-num-batched-tokens", "24"]
+
+
+def assert_degrees_agree(family: str, folder: Path) -> None:
+    """In every degree that the family's tiny model has, with prompts in chunks, samples that are preempted, and on two
+    processes as graphs: no token differs, the first step's rollouts are one process's, weights have the same bits where
+    the trainer's layouts are the same, and are otherwise within 1e-5."""
+    options = run_of(family, folder)
+    options += ["--trainer.prompts-per-step", "4", "--steps", "3"]
+    two_shards = ["--parallel.batch-shards", "2"]
+    first = trained(folder / "one", 1, options + two_shards)
+    one = first["weights"]
+    config, by_degree = next(iter(FAMILIES[family].architectures.values())), {1: one}
+    for ranks, tp, generator_tp in DEGREES:
+        try:
+            require_degree(config, max(tp, generator_tp), "a degree")
+        except InputError:
+            continue
+        flags = ["--parallel.tp", str(tp), "--parallel.generator-tp", str(generator_tp), *PRESSED]
+        flags += ["--compile.capture", "step"] if ranks == 2 else []
+        two = ranks // tp <= 2
+        shards = two_shards if two else ["--parallel.batch-shards", "4"]
+        other = trained(folder / f"{ranks} {tp} {generator_tp}", ranks, options + flags + shards)
+        steps = other["metrics.jsonl"]
+        assert all(step["grad_norm"] > 0 and step["parity/tokens_different"] == 0 for step in steps) and len(steps) == 3
+        assert other["rollouts.jsonl"][:4] == first["rollouts.jsonl"][:4], flags  # a line a group
+        if not two:
+            continue  # other micro-batches
+        found = other["weights"]
+        same = by_degree.setdefault(tp, found)
+        assert all(torch.equal(found[key], same[key]) for key in one), flags
+        assert all((found[key] - one[key]).norm() <= 1e-5 * one[key].norm() for key in one), flags
 
 
 def sources() -> str:

@@ -1,8 +1,8 @@
 """What a checkpoint and an exported model cost: how long a step waits, how long writing takes, and the memory.
 
 Each number of processes trains one model, whose state they share; a process's share of what is written stands beside
-the memory that it takes at most (the peak of what is resident over what was resident before). A step waits for the copy
-of its state to the host; the floor is the host's own copy of as many bytes.
+the memory that it takes at most (the peak of what is resident over what was before, of files that are read too).
+A step waits for the copy of its state to the host; the floor is the host's own copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ def part(arch: str, device: str, folder: str, repeats: str) -> dict[str, Any]:
     found["export_peak_bytes"], found["export_s"] = _peak(lambda: save_policy(policy, path / "model", held, world))
     loaded = checkpoint.latest(path / "checkpoints")
     assert loaded is not None
-    parts = loaded.parts("trainer")
-    given: dict[str, Any] = dict(loaded.tensors("trainer")) | {name: [p[name] for p in parts] for name in parts[0]}
-    _, found["restore_s"] = _peak(lambda: trainer.load_state(given, {"weights_version": 0}))
+    given = loaded.by_rank("trainer")
+    found["read_bytes"], found["restore_s"] = _peak(lambda: trainer.load_state(given, {"weights_version": 0}))
     (path / f"{world.rank}.json").write_text(json.dumps(found))
     world.close()
     return found
@@ -86,10 +85,11 @@ def _resident(name: str) -> int:
 
 def _copy_s(size: int) -> float:
     """Of so many bytes of the host, to memory that is there."""
-    source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    part = min(size, 1 << 30)
+    source, target = torch.ones(part, dtype=torch.uint8), torch.ones(part, dtype=torch.uint8)
     began = time.perf_counter()
     target.copy_(source)
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) * size / part
 
 
 def processes(count: int, arch: str, device: str, repeats: int) -> dict[str, Any]:
@@ -110,7 +110,19 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(given: argparse.Namespace, report: Report) -> None:
     report.figures |= {"arch": given.arch, "cores": os.cpu_count(), "rows": []}
-    rows = [["processes", "state MB", "waits s", "copy, floor s", "written s", "model MB", "peak MB", "export s"]]
+    rows = [
+        [
+            "processes",
+            "state MB",
+            "waits s",
+            "copy, floor s",
+            "written s",
+            "model MB",
+            "peak MB",
+            "export s",
+            "restored, MB",
+        ]
+    ]
     for count in given.processes:
         row = processes(count, given.arch, given.device, given.repeats)
         report.figures["rows"].append(row)
@@ -118,5 +130,5 @@ def measure(given: argparse.Namespace, report: Report) -> None:
         r = SimpleNamespace(**row)
         times = [f"{one:.3f}" for one in (r.wait_s, r.floor_s, r.write_s)]
         sizes = [f"{one / 1e6:.0f}" for one in (r.state_bytes, r.share_bytes, r.export_peak_bytes)]
-        rows.append([str(count), sizes[0], *times, *sizes[1:], f"{r.export_s:.2f}"])
+        rows.append([str(count), sizes[0], *times, *sizes[1:], f"{r.export_s:.2f}", f"{r.read_bytes / 1e6:.0f}"])
     report.tables.append(rows)

@@ -127,7 +127,7 @@ class RunConfig(Section):
 
 
 # What runs did before there was a setting to name it: its default, but where that is new.
-EARLIER = RunConfig(loss=LossConfig(use_bias_correction_kl=False))
+EARLIER = RunConfig(loss=LossConfig(use_bias_correction_kl=False), parallel=ParallelConfig(cell=1 << 16))
 
 
 def validate(config: RunConfig) -> RunConfig:
@@ -199,6 +199,12 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
         raise InputError(
             f"trainer.prompts_per_step is {prompts}, which {shards} shards (parallel.batch_shards, by default one a "
             f"process) cannot share evenly; use {_multiples(prompts, shards)}"
+        )
+    cell = c.parallel.cell
+    if groups < shards > cell and cell % groups and groups % cell:
+        raise InputError(
+            f"parallel.cell is {cell}: {groups} processes would begin a cell and not end it together; use a multiple "
+            f"of {groups}, such as {shards}, which makes one cell of all shards, or a divisor"
         )
     return replace(c, parallel=replace(c.parallel, batch_shards=shards))
 

@@ -227,8 +227,9 @@ class Loop:
         count = len(self.shards)
         shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
         packed = pack_shards(shards, self.own_shards, how, check_parity)
-        for batch in packed:
+        for i, batch in enumerate(packed):  # the first of every own shard, then the second of each
             complete(batch, self.algorithm)
+            batch.ends_cell = self.run.trainer.cells.end_with(i % len(self.own_shards))
         return [batch.to(self.device) for batch in packed]
 
     def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:

@@ -22,7 +22,7 @@ from ..rl.sft_warmup import sft_warmup
 from ..session import golden
 from ..session.build import TrainingSession, save_policy
 from ..session.certificate import Certificate
-from ..session.memory import used
+from ..session.memory import holds_copy, used
 from ..session.warm_up import warm_up
 from ..timings import Span
 from . import checkpoint, closing
@@ -193,7 +193,7 @@ class Recorder:
                     "--resume-with-other-numerics"
                 )
             with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
-                loop.run.trainer.load_state(_loaded(loaded), loaded.state["trainer"])
+                loop.run.trainer.load_state(loaded.by_rank("trainer"), loaded.state["trainer"])
             loop.certificate = Certificate(**loaded.state["certificate"])
             if changed := changed + resuming.redefined(loaded.state["numerics"]):
                 resumed = loop.certificate.settings.setdefault("resumed_with_other_numerics", [])
@@ -233,10 +233,9 @@ class Recorder:
 
     def _save(self, loop: Loop, step: int) -> None:
         if self._saver is None:
-            shared = self._all_see()
-            self._saver = checkpoint.Saver(
-                self.run_dir / CHECKPOINTS, self.config.checkpoint.keep_last, self.world, shared
-            )
+            folder, keep_last = self.run_dir / CHECKPOINTS, self.config.checkpoint.keep_last
+            self._saver = checkpoint.Saver(folder, keep_last, self.world, self._all_see())
+            self._saver.copies = all(self.world.gather(holds_copy(loop.run.plan, loop.device)))
         tensors, counters = self._tensors(loop)
         self._saver.save(step, tensors, self._state(loop, counters) if self.world.first else {})
 
@@ -399,11 +398,3 @@ class Recorder:
     def _total_seconds(self) -> float:
         """Of the whole run so far: this process, and those whose steps it goes on from."""
         return self._earlier + time.perf_counter() - self.began
-
-
-def _loaded(found: checkpoint.LoadedCheckpoint) -> dict[str, Any]:
-    """The trainer's tensors in a checkpoint, by rank where each saved its part; they are read as they are copied."""
-    parts, alike = found.parts("trainer"), found.slices("trainer")
-    return {name: tensor[:] for name, tensor in alike.items() if name not in parts[0]} | {
-        name: [part[name] for part in parts] for name in parts[0]
-    }

@@ -42,7 +42,16 @@ from ..trainer.shapes import train_shapes
 from ..types import SamplingParams
 from .attention import set_attention, whole_tiles
 from .kernel_lists import kernel_list, preload_async
-from .memory import MemoryPlan, Workload, adapted, memory_at_hand, model_config, require_room, workload
+from .memory import (
+    MemoryPlan,
+    Workload,
+    adapted,
+    memory_at_hand,
+    model_config,
+    require_host_room,
+    require_room,
+    workload,
+)
 from .text.policy import Policy
 
 
@@ -151,6 +160,7 @@ class TrainingSession(Session):
             enforce_parity=config.parity == "strict",
             runtime=self.runtime,
             world=world,
+            cells=w.cells,
         )
         world.same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
@@ -166,7 +176,9 @@ def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
     require_memory(w.model, w.dtype, device, f"arch {c.arch}" if c.model is None else str(resolve_folder(c.model)))
     if not w.on_gpu or g.kv_cache_tokens:  # it must hold a sequence
         plan_cache_tokens(g, w.model.shared_by(together), w.dtype, device, w.sequences, w.sequence_tokens)
-    return require_room(w, memory)
+    found = require_room(w, memory)
+    require_host_room(found)
+    return found
 
 
 def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> TrainingSession:

@@ -52,6 +52,8 @@ def trust_cases(
         ),
         (functions["optim_step"], _optim_cases(programs)),
     ]
+    sums = [function for name, function in functions.items() if name in ("end_cell", "end_cells")]
+    work += [(function, [graph.Case("all", load=partial(_fill_cells, function.inputs))]) for function in sums]
     if "gather_weights" in functions:
         gather = functions["gather_weights"]
         work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs))]))
@@ -172,6 +174,11 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
 
     kinds = ("first", "tiny", "not finite", "mismatch", "not covered")
     return [graph.Case(name, load=partial(load, kind)) for kind, name in enumerate(kinds)]
+
+
+def _fill_cells(inputs: graph.Inputs) -> None:
+    _waves(inputs.grad["grad"], 1.0)
+    _waves(inputs.buffer["cells"], 1e3)
 
 
 def _clear(inputs: graph.Inputs) -> None:

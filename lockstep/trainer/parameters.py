@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import distributed, graph, ops
+from ..distributed.cells import Cells
 from ..distributed.mesh import ALONE, Mesh
 from ..distributed.pieces import joined, runs, whole_shape
 from ..distributed.placement import Placement
@@ -128,9 +129,13 @@ class FlatParameters:
         data, grad: [layout.size], compute dtype and float32; the gaps are zero and stay so.
         num_matrix_elements: where the vectors begin.
         counted: "counted", which blocks of `grad` this rank counts in the norm, bool; where it is empty, all.
+        cell: of ranks that have whole cells at once, how many of them make one (`Cells.of_a_round`).
+        cells: where cells take several micro-batches, the sum of those before the one that `grad` is of.
     """
 
     reads_own = True
+    cell: int = 0
+    cells: Tensor | None = None
 
     def __init__(self, model: Decoder, mesh: Mesh = ALONE, frozen: Collection[str] = ()) -> None:
         for name, parameter in model.named_parameters():
@@ -185,6 +190,25 @@ class FlatParameters:
         for total, grad in zip(totals, grads, strict=True):
             total.add_(grad)
 
+    def add_up(self, cells: Cells) -> None:
+        """Add gradients up cell by cell from now on."""
+        self.cell = cells.of_a_round
+        self.cells = torch.zeros_like(self.grad) if cells.span_rounds else None
+
+    def end_cell(self, inputs: graph.Inputs) -> dict[str, Tensor]:
+        """Add the sum of a cell, which ends, to that of the cells before it; the next begins from 0."""
+        grad = inputs.grad["grad"]
+        inputs.buffer["cells"].add_(grad)
+        grad.zero_()
+        return {}
+
+    def end_cells(self, inputs: graph.Inputs) -> dict[str, Tensor]:
+        """The same of an update's last cell, with all of the sum where the update reads it."""
+        cells = inputs.buffer["cells"]
+        inputs.grad["grad"].add_(cells)  # of two numbers the order is free
+        cells.zero_()
+        return {}
+
     def own_squares(self, squares: Tensor, buffers: Mapping[str, Tensor]) -> Tensor:
         """Of the blocks' sums of squares those that this rank counts, the others 0; `counted` is among the buffers."""
         return torch.where(buffers["counted"], squares, 0.0) if self.counted else squares
@@ -218,13 +242,14 @@ class FlatParameters:
 
     def held(self, model: Decoder) -> dict[str, Held]:
         """What this rank writes of the model's tensors: its parts, and as large ones of what all ranks have whole."""
-        parts, ranks, found = dict(zip(self.names, self.parts, strict=True)), self.layout.ranks, {}
+        shapes = dict(zip(self.names, self.layout.shapes, strict=True))
+        parts, found = dict(zip(self.names, self.parts, strict=True)), {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            size = parts[name].numel() if name in parts else -(-tensor.numel() // ranks)
+            part = parts[name] if shapes.get(name) == tuple(tensor.shape) else None
+            size = -(-tensor.numel() // self.layout.ranks) if part is None else part.numel()
             first = min(self.rank * size, tensor.numel())
-            count = min(size, tensor.numel() - first)
-            values = parts[name].flatten() if name in parts else tensor.detach().flatten()[first:]
-            found[name] = Held(values[:count], first)
+            values = tensor.detach().flatten()[first:] if part is None else part.flatten()
+            found[name] = Held(values[: min(size, tensor.numel() - first)], first)
         return found
 
     @property
@@ -323,7 +348,7 @@ class ShardedParameters(FlatParameters):
             values[i].copy_(value)
 
     def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
-        """Add whole gradients of all ranks to this rank's part of the totals, float32, rank by rank.
+        """Add whole gradients of all ranks to this rank's part of the totals, float32, by rank, or cell by cell.
 
         Of what the ranks of `tp` have alike each has the gradient of its own work, which are added up first.
         """
@@ -332,7 +357,7 @@ class ShardedParameters(FlatParameters):
             with _serving(name), graph.backward():
                 if placements[name].tp is None and self.mesh.tp.size > 1:
                     grad = sum_of_all(grad, self.mesh.tp)
-                ops.fold_rows(total, distributed.exchange(grad, total.numel(), self.axis))
+                ops.fold_rows(total, distributed.exchange(grad, total.numel(), self.axis), self.cell)
 
     def summed_words(self, words: Tensor) -> Tensor:
         for axis in self.mesh.axes:

@@ -21,6 +21,8 @@ from .graph_inputs import OPEN_SIZES, batch_of, statics_of
 from .optimizer import AdamW
 from .parameters import ShardedParameters
 
+_OF_BUFFERS = "optim_step", "gather_weights", "end_cell", "end_cells"  # programs that take no batch
+
 
 @dataclass(frozen=True)
 class UpdateState:
@@ -53,7 +55,7 @@ class TrainerPrograms:
         by_name: all of them. `forward_backward` (`step.forward`, whose gradients are added up), `check` (`step.check`)
             and `reference_logprobs` take batches (`launch`); `optim_step` updates at the rate `lr` if the statistics
             allow it, and writes what was found (`step.take`); of several ranks `gather_weights` brings the model's own
-            weights up to date.
+            weights up to date. Where cells of shards span micro-batches, `end_cell` and `end_cells` add them up.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class TrainerPrograms:
         self.by_name: dict[str, graph.Program] = {}
 
         def add(name: str, body: graph.GraphBody, inputs: graph.Inputs, writes: Collection[graph.Role]) -> None:
-            open_sizes = None if name in ("optim_step", "gather_weights") else OPEN_SIZES
+            open_sizes = None if name in _OF_BUFFERS else OPEN_SIZES
             self.by_name[name] = runtime.program(name, body, inputs, writes, open_sizes, baked.get(name))
 
         train: graph.GraphBody = self._differentiated
@@ -90,6 +92,10 @@ class TrainerPrograms:
             add("gather_weights", flat.gather, flat.gathering, {"buffer"})
         add("forward_backward", train, training, {"grad", "buffer"})
         add("check", self._check_body, scoring, {"buffer"})
+        if flat.cells is not None:
+            sums = graph.Inputs(grad={"grad": flat.grad}, buffer={"cells": flat.cells})
+            add("end_cell", flat.end_cell, sums, {"grad", "buffer"})
+            add("end_cells", flat.end_cells, sums, {"grad", "buffer"})
         add("optim_step", self._optim_body, self._updating(), {"param", "grad", "optimizer", "buffer"})
         if self.algorithm.has_critic:
             add("values", self._values_body, scoring, {"buffer"})
@@ -116,6 +122,7 @@ class TrainerPrograms:
                 "supervised": self.supervised,
                 "reference": self.reference is not None,
                 "sharding": sharding,
+                "cell": self.flat.cell,
             },
             "check": {**model, "sharding": sharding},
             "values": {**model, "sharding": sharding},
@@ -128,6 +135,8 @@ class TrainerPrograms:
                 "ranks": layout.ranks,
             },
             "gather_weights": {"sharding": sharding},
+            "end_cell": {"sharding": sharding},
+            "end_cells": {"sharding": sharding},
             "reference_logprobs": {"model": second.config, "masks": second.masks},
         }
 

@@ -17,6 +17,7 @@ from .. import ops
 from ..algorithms import algorithm_of
 from ..config import LossConfig, OptimizerConfig
 from ..distributed import ONE, World
+from ..distributed.cells import ONE_CELL, Cells
 from ..errors import InputError
 from ..graph import EAGER, Runtime
 from ..models import Decoder
@@ -46,9 +47,11 @@ class Trainer:
         runtime: what runs the trainer's programs; by default eagerly.
         world: the processes that weights, gradients and moments are sharded over. Each calls the same methods in the
             same order, on batches of its own, as many as the others.
+        cells: how gradients of a step's shards are added up; those of batches are ended by `PackedBatch.ends_cell`.
 
     Attributes:
         algorithm: that of `loss`.
+        cells: as given.
         weights_version: updates applied so far, of those whose results the host has.
 
     Raises:
@@ -66,6 +69,7 @@ class Trainer:
         enforce_parity: bool = True,
         runtime: Runtime = EAGER,
         world: World = ONE,
+        cells: Cells = ONE_CELL,
     ) -> None:
         if loss.beta > 0 and reference is None:
             raise ValueError(f"loss.beta is {loss.beta}: the KL term needs a reference model")
@@ -82,12 +86,14 @@ class Trainer:
                 "chosen with, which this model does not have; set it to 0"
             )
         self.model, self.reference, self.loss = model, reference, loss
-        self.world = world
+        self.world, self.cells = world, cells
         if algorithm_of(loss).has_critic and model.value_head is None:
             model.add_value_head()
         trained = in_trainer(model, world.mesh)
         reader = None if trained is model else model
         self.flat = flat_parameters(trained, world.mesh, frozen_parameters(model, optimizer), reader)
+        self.flat.add_up(cells)
+        self._cells_begun, self._cell_ended = False, False  # of an update's several: one has ended, and the last so far
         self.optimizer = optimizer_of(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
         self.weights_version = 0
         device = self.flat.data.device
@@ -116,6 +122,9 @@ class Trainer:
             keep_support: store the sampled support in `batch.support_C`, for later updates on the same batch; those
                 run with `batch.check_parity` off, as the weights are no longer the generator's.
         """
+        if self._cell_ended:
+            self.programs.by_name["end_cell"]()
+        self._cells_begun, self._cell_ended = self._cells_begun or self._cell_ended, batch.ends_cell
         complete(batch, self.algorithm)
         with_support = keep_support and batch.truncated and batch.support_C is None
         loss_type = loss_type or self.loss.loss_type
@@ -159,6 +168,8 @@ class Trainer:
                 self.values(batch)
             if with_checks:
                 self.check(batch)
+        for name in [name for name in ("end_cell", "end_cells") if name in self.programs.by_name]:
+            self.programs.by_name[name]()
         self.gather_weights()
         self._results.make_room()
         self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
@@ -215,6 +226,9 @@ class Trainer:
         if sampled != self._expected:
             self.programs.state.sampled.fill_(sampled)
         self._rate, self._expected = lr, sampled
+        if self._cells_begun:
+            self.programs.by_name["end_cells"]()
+        self._cells_begun = self._cell_ended = False
         self._launch_update()
         return self._launched(lr, sampled)
 

@@ -261,9 +261,16 @@ def stepped(config: RunConfig, world: World) -> list[Any]:
         found, groups = loop.step(step)
         metrics.append({k: v for k, v in found.items() if k.partition("/")[0] not in ("time", "perf", "memory")})
         metrics[-1].pop("padding_waste")
-        replaced.append([asdict(group) for group in loop.replaced])
-        sampled.append([asdict(group) for group in groups])
+        replaced.append([without_waits(group) for group in loop.replaced])
+        sampled.append([without_waits(group) for group in groups])
     return [metrics, replaced, sampled, *(p.detach().cpu() for p in loop.run.policy.model.parameters())]
+
+
+def without_waits(group: RolloutGroup) -> dict[str, Any]:
+    """All of a group but the seconds that its environment took."""
+    for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
+        segment.wait_s = 0.0
+    return asdict(group)
 
 
 @check

@@ -315,6 +315,11 @@ def test_what_ranks_cannot_share_is_refused(config: RunConfig) -> None:
         resolve(replace(config, parallel=ParallelConfig(batch_shards=3)), 2)
     with pytest.raises(InputError, match=r"trainer\.prompts_per_step is 2, which 4 shards .* evenly; use 4"):
         resolve(config, 4)
+    twelve = replace(config, trainer=replace(config.trainer, prompts_per_step=12))
+    for ranks in (1, 2, 4, 12):
+        assert resolve_parallel(replace(twelve, parallel=ParallelConfig(batch_shards=12)), ranks).parallel.cell == 8
+    with pytest.raises(InputError, match=r"parallel\.cell is 8: 3 processes .* use a multiple of 3, such as 12, which"):
+        resolve_parallel(replace(twelve, parallel=ParallelConfig(batch_shards=12)), 3)
     piecewise = CompileConfig("step", "piecewise")
     with pytest.raises(InputError, match=r"cudagraph_mode is piecewise with 2 processes"):
         resolve_parallel(replace(config, compile=piecewise), 2)

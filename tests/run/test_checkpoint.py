@@ -318,6 +318,9 @@ def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held_disk: 
     saver.wait()
     assert_whole(checkpoint.latest(tmp_path), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
+    saver.copies = False  # no memory for one
+    saver.save(3, contents(3), state(3))
+    assert_whole(checkpoint.latest(tmp_path), 3)
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep import ops
 from lockstep.cli.main import main
 from lockstep.config import (
+    CheckpointConfig,
     CompileConfig,
     GeneratorConfig,
     LossConfig,
@@ -42,9 +43,11 @@ from lockstep.session.build import build
 from lockstep.session.memory import (
     Workload,
     adapted,
+    holds_copy,
     plan,
     refusal,
     remedies,
+    require_host_room,
     running_out_named,
     terms,
     used,
@@ -244,6 +247,23 @@ def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
     crowded = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0), max_tokens_per_micro_batch=40960)
     offered = list(remedies(crowded, H200))
     assert offered[0] == "--trainer.max-tokens-per-micro-batch 20480" and "--compile.recompute full" in offered
+
+
+def test_a_state_on_the_host_is_planned_there_and_proposed() -> None:
+    w = workload("qwen3-8b", 1, max_tokens_per_micro_batch=4096)
+    refused = plan(w, H200)
+    (offered,) = (one for one in remedies(w, H200) if "offload" in one)
+    assert not refused.fits and offered == "--optimizer.offload, with 91.5 GiB of the host's memory a GPU"
+    config = replace(w.config, optimizer=OptimizerConfig(offload=True), checkpoint=CheckpointConfig(interval=5))
+    found = plan(replace(w, config=config), H200)
+    assert found.fits and found.terms["masters"] == found.terms["moments"] == 0
+    assert found.terms["chunks of the state"] == 24 << 24 and terms.state_copies(replace(w, config=config)) < 33 * GIB
+    state = 12 * w.layout.size
+    assert found.host == {"masters and moments": state, "copy for checkpoints": state}
+    assert "on the host: masters and moments 91.5" in found.table()
+    with pytest.raises(InputError, match=r"optimizer.offload needs 1024.0 GiB of the host's memory a process, and th"):
+        require_host_room(replace(found, host={terms.STATE_ON_HOST: 1 << 40}))
+    assert not holds_copy(found, torch.device("cuda")) and holds_copy(replace(found, host={}), torch.device("cuda"))
 
 
 def test_nothing_that_the_user_chose_is_changed() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lockstep import ops
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.distributed import World
+from lockstep.distributed.cells import Cells
 from lockstep.graph.capture.step import capture
 from lockstep.graph.ir.captured import op_name
 from lockstep.models import Decoder, ModelConfig
@@ -64,7 +65,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(shapes: list[tuple[int,
 def calls(ranks: int, name: str) -> Counter[str]:
     """What one of so many ranks calls in a graph, traced without the others."""
     model = initialize(Decoder(ModelConfig(64, 16, 16, 1, 2, 1, 8, family="qwen3"), torch.float32), 0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=World(0, ranks))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=World(0, ranks), cells=Cells(16, 4, ranks))
     program, sizes = trainer.programs.by_name[name], None
     inputs, statics = program.inputs, dict[str, Any]()
     if name == "forward_backward":

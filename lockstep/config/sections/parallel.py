@@ -22,5 +22,8 @@ class ParallelConfig(Section):
     batch_shards: int = between(0, 1 << 16, default=0)
     """Parts that a step's prompts are dealt into, each packed by itself; 0 is one a process, or a group of `tp`. Bits
     depend on this number and not on that of the processes, which must divide it."""
+    cell: int = between(1, 1 << 16, default=8)
+    """Consecutive shards whose gradients are added up by themselves, before their sums are. Where there are more shards
+    than that, bits depend on it."""
     timeout: float = between(1, 86400, default=300.0)
     """Seconds a process waits for the others before it ends the run."""

@@ -77,6 +77,12 @@ class LoadedCheckpoint:
         ranks = {found[1] for file in self.files if (found := re.fullmatch(rf"{name}\.(\d+)-\d+{_SUFFIX}", file))}
         return [self.slices(part_of(name, rank)) for rank in range(len(ranks))] or [self.slices(name)]
 
+    def by_rank(self, name: str) -> dict[str, Tensor | list[TensorInFile]]:
+        """The tensors of `name`; of those that each rank saved a part of, all parts, read as they are copied."""
+        parts, alike = self.parts(name), self.slices(name)
+        found: dict[str, Tensor | list[TensorInFile]] = {key: [part[key] for part in parts] for key in parts[0]}
+        return {key: tensor[:] for key, tensor in alike.items() if key not in found} | found
+
     def _read(self, shards: list[str], device: str) -> Iterator[tuple[str, Tensor]]:
         from safetensors import safe_open
 

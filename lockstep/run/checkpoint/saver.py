@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from . import files
 _LOOK = 0.02  # seconds from one look for the other ranks' lists to the next
 _LEAVE = 20.0  # seconds that a process of several, which is told to end, waits; launchers kill after 30
 _ALIGNED = 64  # bytes
+_COPIERS, _PART = 8, 1 << 24  # threads that copy what is on the host already, elements at a time
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
@@ -30,7 +32,12 @@ class Saver:
 
     Args:
         shared: whether all ranks see the folder; else the first alone writes.
+
+    Attributes:
+        copies: whether there is memory for a copy on every rank; else a save waits until it is written.
     """
+
+    copies = True
 
     def __init__(self, folder: Path, keep_last: int, world: World, shared: bool) -> None:
         self._folder, self._keep_last, self._world = folder, keep_last, world
@@ -53,8 +60,11 @@ class Saver:
 
         temporary, words = self._world.from_first(begin)
         place = _Place(target, temporary, self._world.rank, self._writers)
-        self._writing = _Writing(place, self._copies.of(tensors), words, self._keep_last)
+        written = self._copies.of(tensors) if self.copies else tensors
+        self._writing = _Writing(place, written, words, self._keep_last)
         self._writing.start()
+        if not self.copies:
+            self.wait()
 
     def look(self) -> None:
         """Raise what went wrong with the checkpoint that is being written, if one is."""
@@ -164,20 +174,35 @@ class _HostCopies:
 
     def of(self, tensors: Tensors) -> Tensors:
         """Copies, until the next call. What was launched so far is waited for, and so are the copies."""
-        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for group in tensors.values() for tensor in group.values()]
-        on_gpu = any(tensor.is_cuda for group in tensors.values() for tensor in group.values())
+        every = [tensor for group in tensors.values() for tensor in group.values()]
+        sizes, on_gpu = [_room(tensor) for tensor in every], any(tensor.is_cuda for tensor in every)
         if self._buffer.numel() < sum(sizes):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before there is another
             self._buffer = host_buffer(sum(sizes), on_gpu)
-        begins = iter(torch.tensor([0, *sizes]).cumsum(0).tolist())
+        rooms = iter(self._buffer[: sum(sizes)].split(sizes) if sizes else ())
         copies = {
-            name: {key: self._copied(tensor.detach(), next(begins)) for key, tensor in group.items()}
+            name: {
+                key: next(rooms)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for key, tensor in group.items()
+            }
             for name, group in tensors.items()
         }
+        there = [copy for group in copies.values() for copy in group.values()]
+        for copy, tensor in zip(there, every, strict=True):
+            if tensor.is_cuda:
+                copy.copy_(tensor.detach(), non_blocking=True)
+        with ThreadPoolExecutor(_COPIERS) as pool:
+            list(pool.map(lambda pair: pair[0].copy_(pair[1]), _host_parts(there, every)))
         if on_gpu:
             torch.cuda.synchronize()
         return copies
 
-    def _copied(self, tensor: Tensor, begin: int) -> Tensor:
-        copy = self._buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return copy.copy_(tensor, non_blocking=True)
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+
+
+def _host_parts(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Copies and tensors of what is on the host, in parts for several threads."""
+    for copy, tensor in zip(copies, tensors, strict=True):
+        if not tensor.is_cuda:
+            yield from zip(copy.flatten().split(_PART), tensor.detach().flatten().split(_PART), strict=True)

@@ -2,5 +2,14 @@
 
 from .plan import MemoryPlan, plan
 from .remedies import adapted, refusal, remedies
-from .usage import memory_at_hand, model_config, require_room, running_out_named, used, workload
+from .usage import (
+    holds_copy,
+    memory_at_hand,
+    model_config,
+    require_host_room,
+    require_room,
+    running_out_named,
+    used,
+    workload,
+)
 from .workload import Workload

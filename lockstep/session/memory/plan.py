@@ -19,7 +19,6 @@ STAYS: dict[str, Callable[[Workload], int]] = {
     "masters": terms.masters,
     "moments": terms.moments,
     "chunks of the state": terms.offloaded_chunks,
-    "copy for checkpoints": terms.saved_copy,
     "gradients": terms.gradients,
     "reference or teacher": terms.frozen,
     "sampled supports": terms.supports,
@@ -37,7 +36,7 @@ class MemoryPlan:
 
     Attributes:
         memory: of the device, that may be taken. terms: by name; nothing is in two of them.
-        host: bytes of the host's memory beside a GPU's, by name.
+        host: bytes of the host's memory beside those, by name.
         cache_tokens: the capacity of the KV cache. again: layers whose forward pass the backward pass computes again.
         fits: they have room, with a cache of one sequence at the least.
     """

@@ -18,6 +18,7 @@ GRADIENT_CHUNK = 256 << 20  # of logits (`ops.logprobs.triton_backward.CHUNK_BYT
 CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded kernels
 COMMUNICATOR = int(1.0 * GIB)  # NCCL's buffers
 ALLOCATOR = 1 / 64  # of what is allocated: blocks rounded up, and holes between them
+STATE_ON_HOST, SAVED_COPY = "masters and moments", "copy for checkpoints"
 HASHES = 256 << 20  # `graph.check.fingerprints` at work
 
 
@@ -51,24 +52,15 @@ def offloaded_chunks(w: Workload) -> int:
 
 
 def host(w: Workload) -> dict[str, int]:
-    """What a process takes of the host's memory beside a GPU, by name: `12 n` where masters and moments are there, and
-    `12 n` for a checkpoint's copy."""
-    state = 12 * w.layout.size
-    found = {
-        "masters and moments": state * w.offloads,
-        "copy for checkpoints": state * (w.config.checkpoint.interval > 0),
-    }
-    return {name: size for name, size in found.items() if size and w.on_gpu}
-
-
-def saved_copy(w: Workload) -> int:
-    """`12 n` of a CPU, whose memory is the host's: a checkpoint's copy."""
-    return 12 * w.layout.size if w.config.checkpoint.interval and not w.on_gpu else 0
+    """What a process takes of the host's memory beside its device's, by name: `12 n` where masters and moments are
+    there, and `12 n` for the copy that a checkpoint is written from."""
+    taken = {STATE_ON_HOST: w.offloads, SAVED_COPY: w.config.checkpoint.interval > 0}
+    return {name: 12 * w.layout.size for name, there in taken.items() if there}
 
 
 def gradients(w: Workload) -> int:
-    """`4 n`, in float32."""
-    return 4 * w.layout.size
+    """`4 n`, in float32, and as many where the sum of a cell of shards is kept apart."""
+    return 4 * w.layout.size * (1 + w.cells.span_rounds)
 
 
 def frozen(w: Workload) -> int:

@@ -21,7 +21,7 @@ from ...models.init import architecture
 from ...trainer import Trainer
 from .plan import MemoryPlan, plan
 from .remedies import refusal
-from .terms import CONTEXT, GIB
+from .terms import CONTEXT, GIB, STATE_ON_HOST
 from .workload import Workload
 
 
@@ -64,6 +64,23 @@ def require_room(w: Workload, memory: int) -> MemoryPlan:
     return found
 
 
+def require_host_room(found: MemoryPlan) -> None:
+    """`InputError` where this process's part of the host's memory does not hold the state that a plan has there."""
+    needed, there = found.host.get(STATE_ON_HOST, 0), memory_at_hand(torch.device("cpu"))
+    if needed > there:
+        raise InputError(
+            f"optimizer.offload needs {needed / GIB:.1f} GiB of the host's memory a process, and there are "
+            f"{there / GIB:.1f}; use more GPUs, over which masters and moments are sharded, or leave it off"
+        )
+
+
+def holds_copy(found: MemoryPlan, device: torch.device) -> bool:
+    """Whether four fifths of the host's memory have room for the copy that a checkpoint is written from, too; the rest
+    is for all else, the disk's cache above all."""
+    taken = sum(found.host.values()) + (found.total if device.type == "cpu" else 0)
+    return taken <= 0.8 * memory_at_hand(torch.device("cpu"))
+
+
 def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]:
     """GiB that the terms of the plan have by now, where that is known, and all that the device's driver counts."""
     optimizer, flat, device = trainer.optimizer, trainer.flat, trainer.flat.data.device
@@ -77,7 +94,7 @@ def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]
         "shard of the weights": 0 if flat.data.untyped_storage().data_ptr() in kept else flat.data.nbytes,
         "masters": 0 if optimizer.master is flat.data else on_device(optimizer.master),
         "moments": on_device(optimizer.exp_avg) + on_device(optimizer.exp_avg_sq),
-        "gradients": flat.grad.nbytes,
+        "gradients": flat.grad.nbytes + (0 if flat.cells is None else flat.cells.nbytes),
         "KV cache": sum(tensor.nbytes for tensor in cache.tensors().values()),
     }
     if device.type == "cuda":

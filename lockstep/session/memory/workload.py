@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import RunConfig
+from ...distributed.cells import Cells
 from ...distributed.mesh import Axis, Mesh
 from ...models import Decoder, ModelConfig, num_parameters
 from ...trainer import frozen_parameters
@@ -69,6 +70,12 @@ class Workload:
     def sharded(self) -> bool:
         """Whether the state is cut among several processes."""
         return self.ranks > 1
+
+    @property
+    def cells(self) -> Cells:
+        """How the gradients of a step's shards are added up."""
+        parallel = self.config.parallel
+        return Cells(parallel.batch_shards or self.groups, parallel.cell, self.groups)
 
     @property
     def offloads(self) -> bool:

@@ -1,0 +1,81 @@
+"""Training on shards in cells, to be held against one process; run on each rank of `processes.on_ranks`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from small import FAMILIES, make_model, train_groups
+
+from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
+from lockstep.distributed import ONE, World, join
+from lockstep.distributed.cells import Cells
+from lockstep.generator import Engine, SharedWeights
+from lockstep.trainer import Packing, Trainer, pack_shards
+from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
+
+SHARDS, CELL = 8, 4
+KINDS = {"dense": "qwen3", "experts": "qwen3_moe"}
+SAMPLED = SamplingParams(temperature=0.8, top_k=40, n=2, max_completion_length=7)
+
+
+def trainer_of(kind: str, world: World = ONE) -> Trainer:
+    model, cells = make_model(torch.float32, config=FAMILIES[KINDS[kind]]), Cells(SHARDS, CELL, world.size)
+    return Trainer(model, OptimizerConfig(), LossConfig(), world=world, cells=cells)
+
+
+def rollouts(trainer: Trainer, step: int) -> list[RolloutGroup]:
+    """Two groups a shard, of the trainer's weights as they are; the same on every rank."""
+    engine = Engine(SharedWeights(trainer.model), GeneratorConfig(), cache_tokens=1024)
+    prompts = [[(7 * g + i) % 97 for i in range(3 + 3 * g)] for g in range(2 * SHARDS)]
+    identities = [SampleIdentity(0, 0, step, g) for g in range(len(prompts))]
+    found = engine.generate(prompts, [SAMPLED] * len(prompts), identities)
+    return train_groups(prompts, [SAMPLED] * len(prompts), found, weight=0.02)
+
+
+def steps(trainer: Trainer, numbers: Sequence[int], order: Sequence[int] = range(SHARDS)) -> list[str]:
+    """Steps of two updates on a rollout: of each what was sampled and found, and the weights, as a hash. Shards have
+    several micro-batches, and are dealt to the ranks in this order."""
+    axis, said = trainer.world.mesh.fsdp, []
+    cells, own = Cells(SHARDS, CELL, axis.size), axis.own(order)
+    for step in numbers:
+        groups = rollouts(trainer, step)
+        seen: list[Any] = [asdict(group) for group in groups]
+        batches = pack_shards([groups[shard::SHARDS] for shard in range(SHARDS)], own, Packing(64), check_parity=True)
+        assert len(batches) >= 2 * len(own)
+        for update in range(2):
+            for i, batch in enumerate(batches):
+                batch.check_parity, batch.ends_cell = update == 0, cells.end_with(i % len(own))
+                trainer.forward_backward(batch, keep_support=update == 0)
+            seen.append(trainer.optim_step(1e-2))
+            assert seen[-1].applied and seen[-1].tokens_different == 0, seen[-1]
+            trainer.gather_weights()
+        data = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in trainer.model.parameters())
+        said.append(hashlib.sha256(repr(seen).encode() + data).hexdigest()[:16])
+    return said
+
+
+def on_a_rank(folder: Path, saved_by: int) -> dict[str, list[str]]:
+    """Two steps of each kind, between which a state is left in the folder; then the second from the state that as many
+    ranks as `saved_by` have left, if any have."""
+    torch.set_num_threads(1)
+    world, found = join(ParallelConfig(timeout=100), "cpu"), {}
+    for kind in KINDS:
+        trainer = trainer_of(kind, world)
+        found[kind] = steps(trainer, [0])
+        own, alike = trainer.local_state()
+        parts = world.gather(own)
+        if world.first:
+            state = {name: [part[name] for part in parts] for name in own} | alike
+            torch.save((state, {"weights_version": trainer.weights_version}), folder / f"{kind}.{world.size}")
+        found[kind] += steps(trainer, [1])
+        if saved_by:
+            other = trainer_of(kind, world)
+            other.load_state(*torch.load(folder / f"{kind}.{saved_by}"))
+            found[f"{kind}, resumed"] = steps(other, [1])
+    world.close()
+    return found
