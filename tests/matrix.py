@@ -132,10 +132,14 @@ def assert_same_run(one: dict[str, Any], other: dict[str, Any], steps: int) -> N
 # Processes, and of the trainer and the generator how many share products.
 DEGREES = ((2, 2, 1), (2, 2, 2), (2, 1, 2), (4, 2, 1), (4, 2, 2), (4, 1, 2), (4, 2, 4), (4, 4, 2))
 
+PRESSED = ["--generator.kv-cache-tokens", "128", "--generator.page-size", "16"]
+PRESSED += ["--generator.max-num-batched-tokens", "24"]
+
 
 def assert_degrees_agree(family: str, folder: Path) -> None:
-    """In every degree that the family's tiny model has: no token differs, the first step's rollouts are one process's,
-    weights have the same bits where the trainer's layouts are the same, and are otherwise within 1e-5."""
+    """In every degree that the family's tiny model has, with prompts in chunks, samples that are preempted, and on two
+    processes as graphs: no token differs, the first step's rollouts are one process's, weights have the same bits where
+    the trainer's layouts are the same, and are otherwise within 1e-5."""
     options = run_of(family, folder)
     options += ["--trainer.prompts-per-step", "4", "--steps", "3"]
     two_shards = ["--parallel.batch-shards", "2"]
@@ -147,7 +151,8 @@ def assert_degrees_agree(family: str, folder: Path) -> None:
             require_degree(config, max(tp, generator_tp), "a degree")
         except InputError:
             continue
-        flags = ["--parallel.tp", str(tp), "--parallel.generator-tp", str(generator_tp)]
+        flags = ["--parallel.tp", str(tp), "--parallel.generator-tp", str(generator_tp), *PRESSED]
+        flags += ["--compile.capture", "step"] if ranks == 2 else []
         two = ranks // tp <= 2
         shards = two_shards if two else ["--parallel.batch-shards", "4"]
         other = trained(folder / f"{ranks} {tp} {generator_tp}", ranks, options + flags + shards)
