@@ -96,7 +96,8 @@ class Collector:
         identity = SampleIdentity(self.seed, domain, step, 0)
         with ExitStack() as stack:
             with leading(self.world, self.sampler, samples) as sampler:
-                play = Play(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
+                kind = self.environment.plays or Play
+                play = kind(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
                 stack.callback(play.close)
                 played = play.run(asked, sampling, identity)
             return self._played(played, play.sampled_tokens, asked, sampling, identity, where)
@@ -171,7 +172,7 @@ def _score(
         [of[id(rollout)].prompt for _, rollout in rows],
         [ends[id(rollout)].completion or rollout.text for _, rollout in rows],
         [rollout.token_ids for _, rollout in rows],
-        [group.columns for group, _ in rows],
+        [{**group.columns, **ends[id(rollout)].columns} for group, rollout in rows],
         about._replace(
             origins=[origins[number] for number in numbers],
             groups=numbers,

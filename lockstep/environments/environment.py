@@ -52,12 +52,14 @@ class End:
     """The end of a trajectory. `reward` is the last turn's, added to what other turns had; None leaves it to the task's
     reward functions, and with `functions` they are asked as well, and added.
 
-    What these are given as the completion is all that was sampled as one text, or the chat messages in `completion`.
+    What these are given as the completion is all that was sampled as one text, or the chat messages in `completion`;
+    `columns` are further ones of this trajectory, beside the data's.
     """
 
     reward: Reward | None = None
     functions: bool = False
     completion: list[Message] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 def by_name(reward: Reward | None) -> dict[str, float]:
@@ -78,6 +80,7 @@ class Environment:
     instant: ClassVar[bool] = False  # `start` and `step` never wait: they are called between the generator's launches
     begin_alike: ClassVar[bool] = True  # samples of a prompt whose `start` differs are refused
     begin_together: ClassVar[bool] = True  # samples of a prompt are begun when all of them have started
+    plays: ClassVar[Any] = None  # what plays a round of them, as `episodes.Play` does; None: that
     variant: str = ""  # which of several environments in one run this is, for metrics, once `start` has returned
 
     @property

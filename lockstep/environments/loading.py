@@ -8,18 +8,19 @@ from typing import Any
 from ..config import TaskConfig
 from ..errors import InputError
 from ..user_functions import load_function, load_named
+from .adapters.rollout_func import is_rollout_func, rollout_environment
 from .adapters.trl import trl_environment
 from .adapters.verifiers import NAME as VERIFIERS
 from .adapters.verifiers import verifiers_environment
 from .environment import Environment, SingleTurn
 from .remote import remote_environment
-from .sandbox import python_tool
+from .sandbox import SandboxLimits, python_tool
 from .tasks.calculator import Calculator
 from .tools import Tool, tool_environment
 
 ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator}
 TOOLS: dict[str, Callable[[TaskConfig], Tool]] = {
-    "python": lambda config: python_tool(allow_unsandboxed=config.allow_unsandboxed)
+    "python": lambda config: python_tool(SandboxLimits.within(config.environment_timeout), config.allow_unsandboxed)
 }
 
 
@@ -37,11 +38,15 @@ def make_environment(config: TaskConfig) -> type[Environment]:
         if tools:
             raise InputError(f"task.tools has no effect beside {what}, which answers turns itself; remove it")
         return kind
+    if is_rollout_func(kind):
+        if tools:
+            raise InputError(f"task.tools has no effect beside {what}, which plays its own rollouts; remove it")
+        return rollout_environment(kind)
     if isinstance(kind, Mapping) or (callable(kind) and (not isinstance(kind, type) or hasattr(kind, "reset"))):
         return trl_environment(kind, tools, what)
     raise InputError(
-        f"{what} must be a class, a subclass of lockstep.environments.Environment, or a factory of TRL's, whose "
-        "objects have a method reset"
+        f"{what} must be a class, a subclass of lockstep.environments.Environment, a factory of TRL's, whose "
+        "objects have a method reset, or a rollout_func of its own, of prompts and trainer"
     )
 
 

@@ -17,12 +17,11 @@ from urllib.parse import urlsplit
 from ..errors import InputError, LockstepError
 from ..types import SamplingParams
 from .calls import event_loop
-from .environment import End, Environment, Turn
+from .environment import Branch, End, Environment, Turn
 
 OVER = "over"  # codes of refusals: nothing more is sampled for this rollout
 LIMIT = "limit"  # the same, by one of the run's limits
 BUSY = "busy"  # another turn of it is under way
-OTHER_TOKENS = "other_tokens"  # the tokens do not go on from those it has
 
 
 class TurnRefused(LockstepError):
@@ -76,7 +75,8 @@ class Desk:
 
 
 class Remote(Environment):
-    """One rollout. What is asked for first is its prompt; later turns must go on from the very tokens that it has."""
+    """One rollout. What is asked for first is its prompt; a turn whose tokens do not go on from those it has begins a
+    branch."""
 
     begin_alike = False
     begin_together = False  # one player may play them one after another
@@ -115,9 +115,10 @@ class Remote(Environment):
         given = await self._next()
         if isinstance(given, End):
             raise LockstepError("it was ended before its first turn")
+        assert isinstance(given, list), "nothing was before it that it could not go on from"
         return given
 
-    async def step(self, turn: Turn) -> list[int] | End:
+    async def step(self, turn: Turn) -> list[int] | Branch | End:
         asked, self._asked = self._asked, None
         assert asked is not None, "a turn is sampled when it was asked for"
         self._answered, self._tokens = (asked.token_ids, turn), asked.token_ids + turn.token_ids
@@ -144,7 +145,7 @@ class Remote(Environment):
     def close(self) -> None:
         event_loop().call_soon_threadsafe(self._leave, "the rollout is over: it was scored, or left out")
 
-    async def _next(self) -> list[int] | End:
+    async def _next(self) -> list[int] | Branch | End:
         """What is given next, or the end."""
         try:
             item = await self._inbox.get()
@@ -153,7 +154,11 @@ class Remote(Environment):
             raise
         if isinstance(item, LockstepError):
             raise item
-        return item if isinstance(item, End) else item.token_ids[len(self._tokens) :]
+        if isinstance(item, End):
+            return item
+        held = len(self._tokens)
+        goes_on = item.token_ids[:held] == self._tokens and len(item.token_ids) > held
+        return item.token_ids[held:] if goes_on else Branch(item.token_ids)
 
     def _refuse(self, code: str, why: str) -> None:
         """Nothing more is sampled; who waits is told."""
@@ -180,23 +185,11 @@ class Remote(Environment):
         if self.over:
             raise TurnRefused(self.over, "the rollout is over; nothing more is sampled for it")
         if self._asked is None:
-            self._check(token_ids)
             self._asked = _Ask(token_ids, max_tokens, stop_token_ids)
             self._inbox.put_nowait(self._asked)
         elif token_ids != self._asked.token_ids:
             raise TurnRefused(BUSY, "another turn of this rollout is under way; ask for one after another")
         return await asyncio.shield(self._asked.turn)
-
-    def _check(self, token_ids: list[int]) -> None:
-        held = self._tokens
-        if token_ids[: len(held)] != held:
-            same = next(i for i, t in enumerate(held) if i >= len(token_ids) or token_ids[i] != t)
-            message = f"the tokens differ from the rollout's own at token {same + 1} of {len(held)}"
-        elif len(token_ids) == len(held):
-            message = "nothing follows what was sampled last"
-        else:
-            return
-        raise TurnRefused(OTHER_TOKENS, f"{message}; a turn goes on from the very tokens of the turns before it")
 
     def end(self, reward: float | Mapping[str, float] | None) -> None:
         """It ended with this reward; None leaves it to reward functions. Raises `TurnRefused` when it is over."""

@@ -33,13 +33,15 @@ def plain(turn: Segment) -> Said:
 
 class Tokens(NamedTuple):
     """How given text becomes tokens, once; the text of tokens, for people; and what was sampled as a message.
-    `with_tools`: the same where the model may call these (`Environment.tools`)."""
+    `with_tools`: the same where the model may call these (`Environment.tools`). `tokenizer` is the model's own, for
+    code that works with one."""
 
     prompt: Encode
     following: Continue
     text: Callable[[list[int]], str] = str
     said: Callable[[Segment], Said] = plain
     with_tools: Callable[[Sequence[Mapping[str, Any]]], Tokens] | None = None
+    tokenizer: Any = None
 
 
 def answering(answer: Message, given: Messages) -> Messages:

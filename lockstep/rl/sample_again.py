@@ -9,7 +9,7 @@ from ..environments import Branch, End, Environment, Failures, Problem, Turn
 from ..environments.base import draw
 from ..environments.episodes import Asked, Play
 from ..errors import LockstepError
-from ..types import SampleIdentity, Trajectory
+from ..types import SampleIdentity, SamplingParams, Trajectory
 from .loop import Loop
 
 
@@ -18,9 +18,10 @@ class Recorded(Environment):
 
     instant: ClassVar[bool] = True
     given: ClassVar[list[tuple[list[int], bool]]]
+    ends: ClassVar[list[list[int]]]  # the turns as they were sampled, where an environment may have ended them
 
     def __init__(self) -> None:
-        self._left = list(self.given)
+        self._left, self._ends = list(self.given), list(self.ends)
 
     def start(self, row: dict[str, Any], seed: int) -> Any:
         return self._left.pop(0)[0]
@@ -31,10 +32,21 @@ class Recorded(Environment):
         tokens, anew = self._left.pop(0)
         return Branch(tokens) if anew else tokens
 
+    def until(self, sampling: SamplingParams) -> SamplingParams:
+        if not self._ends:
+            return sampling
+        turn = self._ends.pop(0)
+        further = turn[-1:] if turn.count(turn[-1]) == 1 else []  # else it was not what ended the turn
+        stops = (*sampling.stop_token_ids, *further)
+        return replace(sampling, max_completion_length=len(turn), stop_token_ids=stops)
 
-def sample_again(loop: Loop, identity: SampleIdentity, given: list[tuple[list[int], bool]] | None) -> Trajectory:
+
+def sample_again(
+    loop: Loop, identity: SampleIdentity, given: list[tuple[list[int], bool]] | None, turns: list[list[int]]
+) -> Trajectory:
     """Sample the trajectory of `identity` with the weights of now. `given` are the tokens of its prompt and of what is
-    given after each turn, with whether they begin a branch; None asks the task and the environment anew.
+    given after each turn, with whether they begin a branch; None asks the task and the environment anew. `turns` are
+    what was sampled then.
 
     Raises `LockstepError` when the environment fails.
     """
@@ -43,7 +55,8 @@ def sample_again(loop: Loop, identity: SampleIdentity, given: list[tuple[list[in
     if given is None:
         problem = run.task.train_problem(identity.step, identity.group)
     else:
-        kind = type("Again", (Recorded,), {"given": given})
+        ends = [] if kind.until is Environment.until else turns  # the run's own settings ended them
+        kind = type("Again", (Recorded,), {"given": given, "ends": ends})
     play = Play(kind, run.policy.tokens, lambda *_: run.engine, loop.limits, Failures(allowed=0), run.timings)
     seed = draw("environment", identity.seed, identity.domain, identity.step, identity.group)
     try:

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from scripted import scripted_folder
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import End, Environment, Turn, make_environment
 from lockstep.errors import InputError, LockstepError
+from lockstep.run.replay import replay
 from lockstep.run.train import train
 
 CUT: list[str] = []  # rollouts that were asked for too much
@@ -33,7 +35,7 @@ class InProcess(Environment):
 
     def step(self, turn: Turn) -> Any:
         self.left -= 1
-        return [FOLLOWING] if self.left else End(worth(turn.text))
+        return [FOLLOWING] if self.left and turn.finish_reason == "stop" else End(worth(turn.text))
 
 
 def worth(text: str) -> float:
@@ -48,12 +50,12 @@ def free_port() -> int:
 def config(folder: Path, environment: str, steps: int = 1, **task: Any) -> RunConfig:
     rows = [{"prompt": [{"role": "user", "content": f"Row {i}."}], "n": i} for i in range(4)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = {"environment_timeout": 20.0, "max_turns": 3, "validation_prompts": 0, **task}
+    given = {"environment_timeout": 20.0, "max_turns": 3, "max_response_length": 100, "validation_prompts": 0, **task}
     return RunConfig(
         steps=steps,
         model=str(folder / "model") if (folder / "model").exists() else str(scripted_folder(folder / "model")),
         task=TaskConfig("dataset", str(folder / "rows.jsonl"), environment=environment, **given),
-        sampling=SamplingConfig(num_generations=2, max_completion_length=12),
+        sampling=SamplingConfig(temperature=18.0, num_generations=2, max_completion_length=12),
         trainer=TrainerConfig(prompts_per_step=2, skip_zero_variance=False, max_idle_steps=4),
     )
 
@@ -61,8 +63,12 @@ def config(folder: Path, environment: str, steps: int = 1, **task: Any) -> RunCo
 def samples(folder: Path) -> list[Any]:
     lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     found = [(line["step"], line["group"], sample) for line in lines for sample in line["samples"]]
-    names = ("token_ids", "logprobs", "model_logprobs", "reward", "finish_reason")
-    return [(s, g, *(sample.get(name) for name in names)) for s, g, sample in found]
+    return [(s, g, *(sample[name] for name in ("token_ids", "reward", "finish_reason"))) for s, g, sample in found]
+
+
+@cache
+def openai() -> OpenAI:
+    return OpenAI(base_url="http://none", api_key="none", max_retries=0)
 
 
 Player = Callable[[str, dict[str, Any], httpx.Client], dict[str, Any]]
@@ -70,7 +76,7 @@ Player = Callable[[str, dict[str, Any], httpx.Client], dict[str, Any]]
 
 def chats(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
     """A chat client that sends messages alone back, as most do."""
-    client = OpenAI(base_url=told["base_url"], api_key="none", max_retries=0)
+    client = openai().with_options(base_url=told["base_url"])
     messages, text = list(told["row"]["prompt"]), ""
     for _ in range(2):
         answer = client.chat.completions.create(model=told["model"], messages=messages, logprobs=True)
@@ -139,16 +145,14 @@ def refuses(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any
     assert http.post("/rollouts/none/end", json={"reward": 1}).json()["error"]["code"] == "rollout_over"
     assert http.post(f"/rollouts/{told['id']}/end", json={"reward": "a"}).json()["error"]["param"].startswith("reward")
     with pytest.raises(APIStatusError, match="there are 2 prompts"):
-        OpenAI(base_url=base, api_key="none").completions.create(model="", prompt=["a", "b"])
+        openai().with_options(base_url=base).completions.create(model="", prompt=["a", "b"])
     asked = {"token_ids": list(b"Is it 5"), "sampling_params": {"logprobs": 1, "stop_token_ids": [258, 511]}}
     first = http.post(ask, json=asked).json()["choices"]
     again = http.post(ask, json=asked).json()["choices"]
     assert first == again and len(first[0]["token_ids"]) == len(first[0]["logprobs"]["content"])
-    refused(409, "other_tokens", None, token_ids=[5, 7, 8])
-    refused(409, "other_tokens", None, token_ids=[*asked["token_ids"], *first[0]["token_ids"]])
     if first[0]["finish_reason"] == "stop":
         CUT.append(told["id"])
-        longer = {"token_ids": [*asked["token_ids"], *first[0]["token_ids"], 9], "sampling_params": {"max_tokens": 1}}
+        longer = {"token_ids": [5, 7, 8], "sampling_params": {"max_tokens": 1}}
         cut = http.post(ask, json=longer).json()["choices"][0]
         assert cut["finish_reason"] == "length" and len(cut["token_ids"]) == 1
         following = longer["token_ids"] + cut["token_ids"] + [9]
@@ -160,9 +164,14 @@ def refuses(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any
 def test_what_a_rollout_cannot_be_asked_is_refused_and_a_turn_is_sampled_once(tmp_path: Path) -> None:
     assert trained(tmp_path, "run", refuses) == [200] * 4
     found = samples(tmp_path / "run")
-    assert len(found) == 4 and CUT and {one[6] for one in found} <= {"truncated", "length"}
+    assert len(found) == 4 and CUT and {one[4] for one in found} <= {"truncated", "length"}
     certificate = json.loads((tmp_path / "run" / "parity.json").read_text())
     assert certificate["identical"] and certificate["tokens_checked"] == sum(len(one[2]) for one in found)
+    step = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert step["environment/branches"] == len(CUT) / 4, "other tokens than before"
+    branched = next(i for i, one in enumerate(found) if one[4] == "truncated")
+    again = replay(tmp_path / "run", f"0/{branched // 2}/{branched % 2}")
+    assert again.turns == 2 and not again.difference and again.logprobs_compared
 
 
 def fails(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:

@@ -57,8 +57,8 @@ class TaskConfig(Section):
     """Seconds a call may take (needs reward_workers); 0 is no limit."""
     environment: str | None = None
     """What answers the model, turn by turn: calculator; one of your own as module:Class or path.py:Class, which may be
-    an environment_factory of TRL's; verifiers, which plays the tasks of its data; or http://HOST:PORT, where other
-    processes play. Left out: nothing does, a prompt is completed once."""
+    an environment_factory or a rollout_func of TRL's; verifiers, which plays the tasks of its data; or
+    http://HOST:PORT, where other processes play. Left out: nothing does, a prompt is completed once."""
     tools: tuple[str, ...] = ()
     """Functions that the model may call, as module:function or path.py:function, whose docstrings describe them, or the
     ready one python."""

@@ -12,6 +12,7 @@ from ...errors import refuse
 from ...rl.loop import Loop
 from ...rl.sample_again import sample_again
 from ...rl.sft_warmup import sft_warmup
+from ...serve.rollouts import serving
 from ...session.build import build, resolve
 from ...session.signals import ended_by_signals, raise_received
 from ...session.warm_up import warm_up
@@ -20,7 +21,7 @@ from .. import checkpoint
 from .. import resume as resuming
 from ..recorder import Recorder
 from ..resume import CHECKPOINTS
-from .record import difference, given_tokens, numbers, recorded_sample
+from .record import difference, given_tokens, numbers, recorded_sample, sampled_turns
 
 Note = Callable[[str], None]
 
@@ -75,7 +76,9 @@ def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note 
     )
     loop, redone = _with_weights(config, run_dir, step, note)
     identity = SampleIdentity(config.seed, TRAIN_DOMAIN, step, group, sample)
-    found = sample_again(loop, identity, None if call_tools else given_tokens(loop, record, recorded))
+    given = None if call_tools else given_tokens(loop, record, recorded)
+    with serving(loop.run):
+        found = sample_again(loop, identity, given, sampled_turns(recorded))
     return Replayed(
         trajectory,
         len(found.turns),
@@ -98,8 +101,9 @@ def _with_weights(config: RunConfig, run_dir: Path, step: int, note: Note) -> tu
         note("no checkpoint is that old: supervised steps are done again")
         sft_warmup(loop, note)
     warm_up(loop.run)
-    for redone in range(start, step):
-        raise_received()
-        note(f"step {redone + 1} is done again, of {step} before the trajectory's")
-        loop.step(redone)
+    with serving(loop.run):
+        for redone in range(start, step):
+            raise_received()
+            note(f"step {redone + 1} is done again, of {step} before the trajectory's")
+            loop.step(redone)
     return loop, step - start

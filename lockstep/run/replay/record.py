@@ -44,6 +44,13 @@ def given_tokens(loop: Loop, record: dict[str, Any], recorded: dict[str, Any]) -
     return [(prompt, False), *((one["token_ids"], bool(one.get("anew"))) for one in given)]
 
 
+def sampled_turns(recorded: dict[str, Any]) -> list[list[int]]:
+    """The tokens of each turn."""
+    counts = [segment["tokens"] for segment in recorded["segments"] if segment["kind"] == "sampled"]
+    tokens = iter(recorded["token_ids"])
+    return [[next(tokens) for _ in range(count)] for count in counts]
+
+
 def difference(recorded: dict[str, Any], found: Trajectory) -> str:
     """The first token that is another, in words; without one, whether log-probabilities are."""
     tokens, turn = list(recorded["token_ids"]), 0

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from ...environments.environment import Turn
-from ...environments.remote import LIMIT, OVER, Remote, TurnRefused
+from ...environments.remote import BUSY, LIMIT, OVER, Remote, TurnRefused
 from ...errors import InputError
 from ...session.build import TrainingSession
 from ...types import SampleIdentity, Segment, Trajectory
@@ -31,7 +31,7 @@ from ..ticket import Ticket
 
 UNDER = "/rollouts/{rollout}"  # what a rollout's own routes begin with
 WAIT = 10.0  # seconds that a request for a rollout waits where it does not say
-_STATUS = {OVER: 410, LIMIT: 400}  # of refusals; others 409
+_STATUS = {OVER: 410, LIMIT: 400, BUSY: 409}  # of refusals
 _CODES = {OVER: "rollout_over", LIMIT: "context_length_exceeded"}
 
 
@@ -116,7 +116,7 @@ class RolloutService(Service):
         except ApiError as error:
             item = error
         except TurnRefused as error:
-            item = ApiError(_STATUS.get(error.code, 409), str(error), code=_CODES.get(error.code, error.code))
+            item = ApiError(_STATUS[error.code], str(error), code=_CODES.get(error.code, error.code))
         ticket.news.put_nowait((job, item))
 
 

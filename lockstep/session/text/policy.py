@@ -62,7 +62,8 @@ class Policy:
     def tokens(self) -> Tokens:
         """How the environments' text becomes tokens."""
         said = self._said if self.tool_format is not None and self.tool_format.special else plain
-        return Tokens(self.encode, self.encode_following, self.tokenizer.decode, said, self.tokens_with)
+        decode = self.tokenizer.decode
+        return Tokens(self.encode, self.encode_following, decode, said, self.tokens_with, self.tokenizer)
 
     def _said(self, turn: Segment, tools: Sequence[Tool] = ()) -> Said:
         """What was sampled as a chat message of the model's tool format."""
@@ -89,7 +90,8 @@ class Policy:
                 "cannot call tools; use another model, or an environment that reads calls itself"
             )
         encode, following = partial(self.encode, tools=tools), partial(self.encode_following, tools=tools)
-        return Tokens(encode, following, self.tokenizer.decode, partial(self._said, tools=tools), self.tokens_with)
+        decode, said = self.tokenizer.decode, partial(self._said, tools=tools)
+        return Tokens(encode, following, decode, said, self.tokens_with, self.tokenizer)
 
     def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> int:
         """Tokens of the longest prompt among the first step's and the validation problems, with its tools."""

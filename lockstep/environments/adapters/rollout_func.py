@@ -1,0 +1,353 @@
+"""TRL's `rollout_func` (TRL 1.16, experimental there): a function of all prompts and the trainer, which gives their
+completions: `prompt_ids`, `completion_ids`, `logprobs`, perhaps `env_mask`, and further fields for reward functions.
+
+What it asks of the trainer to generate, this run's engine samples. What it returns is taken apart again into what was
+sampled, which is compared and trained on, and what was given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from ...errors import InputError, LockstepError
+from ...timings import Timings
+from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
+from ...user_functions import one_line
+from ..environment import End, Environment
+from ..episodes import Asked, Episode, Failures, Limits, Sampler
+from ..tokens import Tokens
+
+RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
+_NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+
+
+@dataclass
+class _Drawn:
+    """A turn that the engine sampled."""
+
+    prompt_ids: list[int]
+    turn: Segment
+    trajectory: Trajectory
+    used: bool = False
+
+
+class Generation:
+    """What a function's trainer generates with: the methods of TRL's `vllm_generation` and its `vllm_client`.
+
+    The random numbers of a call for all prompts are keyed as those of their samples; of others, and of tokens that are
+    drawn again, by the order of the calls.
+    """
+
+    def __init__(self, play: RolloutPlay, sampling: SamplingParams, identities: list[SampleIdentity]) -> None:
+        self._play, self._sampling, self._identities = play, sampling, identities
+        self._reached = dict.fromkeys(identities, -1)  # the last place that was drawn with this key
+        self._further = max(i.sample for i in identities) + 1
+        self.drawn: list[_Drawn] = []
+        self.vllm_client = SimpleNamespace(generate=self._client_generate, chat=self._client_chat)
+
+    def generate(
+        self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
+    ) -> tuple[Any, ...]:
+        """As `VLLMGeneration.generate`: `prompts` has each prompt's token ids once a completion."""
+        if images:
+            raise InputError("rollout_func asked for images; prompts are text here")
+        turns = self._complete(prompts, self._sampling.max_completion_length)
+        logprobs = [[[value] for value in turn.logprobs or ()] for turn in turns]
+        ids = [[[token] for token in turn.token_ids] for turn in turns]
+        return prompts, [list(turn.token_ids) for turn in turns], logprobs, ids
+
+    def single_turn(
+        self, prompt_ids: list[list[int]], images: Any = None, multimodal_fields: Any = None, num_generations: int = 1
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """As `GRPOTrainer._generate_single_turn`: completions and the log-probabilities of their tokens."""
+        _, completion_ids, logprobs, _ = self.generate(prompt_ids, images, num_generations)
+        return completion_ids, [[value for (value,) in of_one] for of_one in logprobs]
+
+    def sync_weights(self) -> None:
+        """There is nothing to do: the engine reads the trainer's own."""
+
+    def _client_generate(
+        self, prompts: list[Any], features: Any = None, n: int = 1, max_tokens: int = 16, **sampling: Any
+    ) -> dict[str, Any]:
+        tokens = self._play.tokens
+        ids = [tokens.prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        return self._client(ids, n, max_tokens, {**sampling, "features": features})
+
+    def _client_chat(
+        self, messages: list[Any], n: int = 1, max_tokens: int = 16, tools: Any = None, **sampling: Any
+    ) -> dict[str, Any]:
+        tokens = self._play.tokens
+        if tools and tokens.with_tools is not None:
+            tokens = tokens.with_tools(tools)
+        return self._client([tokens.prompt(chat) for chat in messages], n, max_tokens, sampling)
+
+    def _client(self, ids: list[list[int]], n: int, max_tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
+        own = {name: getattr(self._sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        sampling.pop("max_concurrent_requests", None)
+        for name, value in own.items():
+            given = sampling.pop(name, usual[name])
+            if name == "top_k":
+                given = max(given, 0)
+            if given != value:
+                raise InputError(
+                    f"rollout_func asked for {name} {given}; the run samples with {value}: pass trainer.{name}"
+                )
+        neutral = {"repetition_penalty": (1, 1.0), "logprobs": (0, 1, None)}
+        for name, value in sampling.items():
+            if value and value not in neutral.get(name, ()):
+                raise InputError(f"rollout_func asked for {name} {one_line(value, repr)}, which is not supported")
+        turns = self._complete([one for one in ids for _ in range(n)], max_tokens)
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [list(turn.token_ids) for turn in turns],
+            "logprobs": [[[value] for value in turn.logprobs or ()] for turn in turns],
+            "logprob_token_ids": [[[token] for token in turn.token_ids] for turn in turns],
+        }
+
+    def _complete(self, prompts: list[list[int]], max_tokens: int) -> list[Segment]:
+        """One turn after each of these, in order."""
+        most = min(max_tokens, self._sampling.max_completion_length)
+        sampling = replace(self._sampling, n=1, max_completion_length=most)
+        keys = [self._key(place, len(prompts), len(ids)) for place, ids in enumerate(prompts)]
+        made = self._play.complete(prompts, sampling, keys)
+        drawn = [_Drawn(list(ids), one.segments[-1], one) for ids, one in zip(prompts, made, strict=True)]
+        for key, one in zip(keys, drawn, strict=True):
+            self._reached[key] = len(one.prompt_ids) + len(one.turn.token_ids) - 1
+        self.drawn += drawn
+        return [one.turn for one in drawn]
+
+    def _key(self, place: int, count: int, before: int) -> SampleIdentity:
+        if count == len(self._identities) and self._reached[identity := self._identities[place]] < before:
+            return identity
+        self._further += 1
+        return replace(self._identities[0], sample=self._further - 1)
+
+
+class RolloutPlay:
+    """One round in place of `Play`: the function is called once, in the caller's thread."""
+
+    def __init__(
+        self,
+        environment: type[Environment],
+        tokens: Tokens,
+        sampler: Callable[[list[list[int]], list[SamplingParams]], Sampler],
+        limits: Limits,
+        failures: Failures,
+        timings: Timings,
+    ) -> None:
+        self._environment, self.tokens, self._sampler_of = environment, tokens, sampler
+        self._function: RolloutFunc = environment.function  # type: ignore[attr-defined]
+        self._limits, self._timings = limits, timings
+        self._sampler: Sampler | None = None
+        self.sampled_tokens = 0
+
+    def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
+        """As `Play.run`; of the first prompt there are further episodes without an end: what was drawn and not given
+        back, which is compared alone.
+
+        Raises `LockstepError` when the function fails, and `InputError` for what it may not ask or return.
+        """
+        samples = range(identity.sample, identity.sample + sampling.n)
+        keys = [replace(identity, group=a.group, sample=s) for a in asked for s in samples]
+        generation = Generation(self, sampling, keys)
+        prompts = [a.problem.prompt for a in asked for _ in samples]
+        found = self._called(prompts, _trainer(generation, self.tokens, sampling, identity))
+        columns = {name: values for name, values in found.items() if name not in (*_NEEDED, "env_mask")}
+        episodes = []
+        for i, key in enumerate(keys):
+            a = asked[i // sampling.n]
+            where = f"{a.where} sample {key.sample}"
+            trajectory = self._trajectory(found, i, generation.drawn, where)
+            trajectory.identity, trajectory.name = key, f"group {key.group} sample {key.sample}"
+            own = {n: v[i] if isinstance(v, list) else v for n, v in columns.items() if _has(v, i, len(keys), n)}
+            episode = Episode(self._environment(), key.group, key.sample, self.tokens, trajectory, a.problem.prompt)
+            episode.end = End(columns=own)
+            episodes.append(episode)
+        groups = [episodes[i * sampling.n : (i + 1) * sampling.n] for i in range(len(asked))]
+        for one in generation.drawn:
+            if not one.used:
+                groups[0].append(Episode(self._environment(), asked[0].group, -1, self.tokens, one.trajectory))
+        return groups
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def complete(
+        self, prompts: list[list[int]], sampling: SamplingParams, keys: list[SampleIdentity]
+    ) -> list[Trajectory]:
+        """Sample a turn after each prompt, all at once."""
+        most = self._limits.prompt_tokens
+        longest = (most or 0) + (self._limits.response_tokens or 0)
+        for ids in prompts:
+            if not ids or (most is not None and len(ids) > longest):
+                raise InputError(
+                    f"rollout_func asked for a turn after {len(ids)} tokens; the run allows 1 to {longest}"
+                )
+        if self._sampler is None:
+            self._sampler = self._sampler_of(prompts, [sampling] * len(prompts))
+        requests = [
+            self._sampler.add_request(*one) for one in zip(prompts, [sampling] * len(prompts), keys, strict=True)
+        ]
+        found: dict[int, Trajectory] = {}
+        while len(found) < len(requests):
+            for grown in self._sampler.advance():
+                if grown.completion is not None:
+                    found[grown.request_id] = grown.completion
+                    self.sampled_tokens += len(grown.completion.token_ids)
+        return [found[request] for request in requests]
+
+    def _called(self, prompts: list[Any], trainer: Any) -> Mapping[str, Any]:
+        name = getattr(self._function, "__name__", "rollout_func")
+        try:
+            with self._timings.measured("environment"):
+                found = self._function(prompts, trainer)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise LockstepError(f"{name} raised {type(error).__name__}: {one_line(error)}") from error
+        missing = [field for field in _NEEDED if not isinstance(found, Mapping) or field not in found]
+        if missing:
+            raise InputError(f"{name} must return a dict with {', '.join(_NEEDED)}; there is no {missing[0]}")
+        for field in (*_NEEDED, "env_mask"):
+            if field in found and found[field] is not None and len(found[field]) != len(prompts):
+                raise InputError(
+                    f"{name} returned {len(found[field])} {field} for {len(prompts)} prompts; give one each"
+                )
+        return found
+
+    def _branches(self, turns: list[_Drawn], where: str) -> Trajectory:
+        """Turns with prompts of their own, each a branch."""
+        segments: list[Segment] = []
+        for one in turns:
+            one.used = True
+            segments += [Segment(one.prompt_ids, anew=bool(segments)), one.turn]
+        rows, most = sum(len(s.token_ids) for s in segments) - len(turns), self._limits.packed_tokens
+        if most is not None and rows > most:
+            raise InputError(
+                f"{where}: the turns that rollout_func joined take {rows} tokens; {most} fit a micro-batch"
+            )
+        return Trajectory(segments, turns[-1].trajectory.finish_reason)
+
+    def _trajectory(self, found: Mapping[str, Any], i: int, drawn: list[_Drawn], where: str) -> Trajectory:
+        """Completion `i`, as what was given and what was drawn."""
+        prompt, rest = list(found["prompt_ids"][i]), list(found["completion_ids"][i])
+        mask = (found.get("env_mask") or {}) and list(found["env_mask"][i])
+        logprobs = found["logprobs"]
+        for name, values in (("env_mask", mask), ("logprobs", logprobs and logprobs[i])):
+            if values and len(values) != len(rest):
+                raise InputError(f"{where}: rollout_func returned {len(values)} {name} for {len(rest)} tokens")
+        if turns := _joined(drawn, prompt, rest):
+            return self._branches(turns, where)
+        segments, place, last = [Segment(prompt)], 0, None
+        while place < len(rest):
+            one = _next_drawn(drawn, prompt + rest[:place], rest[place:]) if not mask or mask[place] else None
+            if one is not None:
+                one.used, last = True, one
+                segments.append(one.turn)
+                place += len(one.turn.token_ids)
+                continue
+            if not mask or mask[place]:
+                raise InputError(
+                    f"{where}: token {place + 1} of the completion that rollout_func returned was not sampled by this "
+                    "run after the tokens before it; return each turn with the very tokens that it was sampled after, "
+                    "and mark what was given between turns as 0 in env_mask"
+                )
+            end = next((p for p in range(place, len(rest)) if mask[p]), len(rest))
+            segments.append(Segment(rest[place:end], text=self.tokens.text(rest[place:end])))
+            place = end
+        if last is None:
+            raise InputError(f"{where}: rollout_func returned nothing that was sampled")
+        if self._limits.response_tokens is not None and len(rest) > self._limits.response_tokens:
+            raise InputError(
+                f"{where}: rollout_func returned {len(rest)} tokens; {self._limits.response_tokens} are allowed"
+            )
+        return Trajectory(segments, last.trajectory.finish_reason)
+
+
+def _joined(drawn: list[_Drawn], prompt: list[int], rest: list[int]) -> list[_Drawn]:
+    """Turns with prompts of their own, of which these are the prompts and the completions one after another; none where
+    there are not several."""
+    found: list[_Drawn] = []
+    read = said = 0
+    while read < len(prompt) or said < len(rest):
+        one = next(
+            (
+                d
+                for d in drawn
+                if not d.used
+                and not any(d is other for other in found)
+                and prompt[read : read + len(d.prompt_ids)] == d.prompt_ids
+                and rest[said : said + len(d.turn.token_ids)] == d.turn.token_ids
+            ),
+            None,
+        )
+        if one is None:
+            return []
+        found.append(one)
+        read, said = read + len(one.prompt_ids), said + len(one.turn.token_ids)
+    return found if len(found) > 1 else []
+
+
+def _next_drawn(drawn: list[_Drawn], before: list[int], rest: list[int]) -> _Drawn | None:
+    """A turn that was drawn after these tokens, is what follows, and was not returned yet."""
+    return next(
+        (
+            one
+            for one in drawn
+            if not one.used and one.prompt_ids == before and rest[: len(one.turn.token_ids)] == one.turn.token_ids
+        ),
+        None,
+    )
+
+
+def _has(values: Any, i: int, count: int, name: str) -> bool:
+    """Whether further field `name` says something of completion `i`."""
+    if isinstance(values, list) and len(values) != count:
+        raise InputError(f"rollout_func returned {len(values)} values of {name} for {count} prompts; give one each")
+    return True
+
+
+def _trainer(generation: Generation, tokens: Tokens, sampling: SamplingParams, identity: SampleIdentity) -> Any:
+    """What a function is given as its trainer: what it samples by, and its tokenizer."""
+    same = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    how = {**same, "repetition_penalty": 1.0, "max_completion_length": sampling.max_completion_length}
+    args = SimpleNamespace(**how, num_generations=sampling.n, generation_kwargs=None, report_to=[])
+    alone = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True, device="cpu")
+    more: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "tools": None, "chat_template": None}
+    more |= {"chat_template_kwargs": {}, "num_generations": sampling.n, "num_generations_eval": sampling.n}
+    more |= {"processing_class": tokens.tokenizer, "_tokenizer": tokens.tokenizer}
+    more |= {"_tokenize_prompts": lambda prompts: ([tokens.prompt(prompt) for prompt in prompts], None, {})}
+    more |= {"_generate_single_turn": generation.single_turn, "vllm_generation": generation}
+    state = SimpleNamespace(global_step=identity.step)
+    return SimpleNamespace(**how, **more, args=args, state=state, accelerator=alone)
+
+
+class RolloutEnvironment(Environment):
+    """One of the completions that `function` gives."""
+
+    plays = RolloutPlay
+    function: ClassVar[RolloutFunc]
+
+
+def is_rollout_func(kind: Any) -> bool:
+    """Whether this is called with two arguments, the prompts and the trainer; a factory is called with none."""
+    if isinstance(kind, type) or not callable(kind):
+        return False
+    try:
+        inspect.signature(kind).bind([], None)
+    except (TypeError, ValueError):
+        return False
+    needed = [
+        p for p in inspect.signature(kind).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
+    return len(needed) == 2
+
+
+def rollout_environment(function: RolloutFunc) -> type[RolloutEnvironment]:
+    """An environment whose completions `function` gives."""
+    return type("Rollouts", (RolloutEnvironment,), {"function": staticmethod(function)})

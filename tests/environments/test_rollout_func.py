@@ -1,0 +1,193 @@
+"""TRL's `rollout_func`: what its docs do with one trains unchanged, and tokens that this run did not sample do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import scripted_folder
+
+from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from lockstep.environments import make_environment
+from lockstep.errors import InputError, LockstepError
+from lockstep.run.train import train
+
+
+def generate_rollout_completions(trainer: Any, prompts: list[Any]) -> list[dict[str, Any]]:
+    """As TRL had it until the function's users were to write it: vLLM in server mode."""
+    how = {"n": 1, "temperature": trainer.temperature, "top_k": trainer.top_k, "top_p": trainer.top_p}
+    how |= {"min_p": 0.0 if trainer.min_p is None else trainer.min_p, "max_tokens": trainer.max_completion_length}
+    output = trainer.vllm_generation.vllm_client.chat(
+        messages=prompts,
+        **how,
+        chat_template_kwargs=trainer.chat_template_kwargs,
+        tools=trainer.tools or None,
+        chat_template=trainer.chat_template,
+    )
+    names = ("prompt_ids", "completion_ids", "logprobs")
+    return [{name: list(output[name][i]) for name in names} for i in range(len(prompts))]
+
+
+def echo(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+    """TRL's guide to OpenEnv: complete all prompts, and have an environment reward them."""
+    outputs = generate_rollout_completions(trainer, prompts)
+    tokenizer = trainer.processing_class
+    texts = [tokenizer.decode(output["completion_ids"], skip_special_tokens=True) for output in outputs]
+    rewards = [len(text) / 10 for text in texts]
+    return {name: [output[name] for output in outputs] for name in outputs[0]} | {"env_reward": rewards}
+
+
+def turns(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+    """An episode a prompt, one after another, with what the environment says masked out."""
+    given = trainer.processing_class.encode("<|im_end|>\n2", add_special_tokens=False)
+    found: dict[str, list[Any]] = {
+        name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "env_reward")
+    }
+    for prompt in prompts:
+        (ids,), *_ = trainer._tokenize_prompts([prompt])
+        (first,), (values,) = trainer._generate_single_turn([ids], None, {}, trainer.num_generations)
+        (second,), (more,) = trainer._generate_single_turn([ids + first + given], None, {}, trainer.num_generations)
+        found["prompt_ids"].append(ids)
+        found["completion_ids"].append(first + given + second)
+        found["logprobs"].append(values + [0.0] * len(given) + more)
+        found["env_mask"].append([1] * len(first) + [0] * len(given) + [1] * len(second))
+        found["env_reward"].append(float(len(found["env_reward"])))
+    return found
+
+
+def best_of_two(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    tries = [generate_rollout_completions(trainer, prompts) for _ in range(2)]
+    assert tries[0] != tries[1], "what is asked for again has other random numbers"
+    best = [max(two, key=lambda one: len(one["completion_ids"])) for two in zip(*tries, strict=True)]
+    names, drawn = (
+        ("prompt_ids", "completion_ids", "logprobs"),
+        [float(sum(len(one["completion_ids"]) for one in two)) for two in zip(*tries, strict=True)],
+    )
+    return {name: [one[name] for one in best] for name in names} | {"env_reward": drawn, "note": "of all"}
+
+
+def reward_from_env(completions: list[Any], **kwargs: Any) -> list[float]:
+    """TRL's guide."""
+    env_rewards = kwargs.get("env_reward", [])
+    return [float(reward) for reward in env_rewards] if env_rewards else [0.0] * len(completions)
+
+
+def changed(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    found = echo(prompts, trainer)
+    found["completion_ids"][1] = [*found["completion_ids"][1][:-1], 7]
+    return found
+
+
+def joined(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """TRL's guide to OpenEnv, its games: an episode a prompt, whose turns have prompts of their own and are joined."""
+    names = ("prompt_ids", "completion_ids", "logprobs")
+    found: dict[str, list[Any]] = {name: [] for name in (*names, "env_reward")}
+    for prompt in prompts:
+        episode: dict[str, list[Any]] = {name: [] for name in names}
+        for turn in range(2):
+            observed = [{**prompt[0], "content": f"{prompt[0]['content']} ({turn})"}]
+            (output,) = generate_rollout_completions(trainer, [observed])
+            for name in names:
+                episode[name].extend(output[name])
+        for name in names:
+            found[name].append(episode[name])
+        found["env_reward"].append(float(len(episode["completion_ids"])))
+    return found
+
+
+def hotter(prompts: list[Any], trainer: Any) -> Any:
+    return trainer.vllm_generation.vllm_client.chat(prompts, temperature=1.5)
+
+
+def short(prompts: list[Any], trainer: Any) -> Any:
+    return {name: values[:-1] for name, values in echo(prompts, trainer).items()}
+
+
+def nothing(prompts: list[Any], trainer: Any) -> Any:
+    return {"prompt_ids": [], "completion_ids": []}
+
+
+def broken(prompts: list[Any], trainer: Any) -> Any:
+    return trainer.accelerator.gather(prompts)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("rollouts")
+    rows = [{"prompt": [{"role": "user", "content": f"Row {i}, is it 5"}]} for i in range(4)]
+    (made / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    scripted_folder(made / "model")
+    return made
+
+
+def trained(folder: Path, name: str | None) -> tuple[dict[str, Any], list[Any]]:
+    """Its certificate, and its samples."""
+    environment = {} if name is None else {"environment": f"{__file__}:{name}", "max_turns": 3}
+    config = RunConfig(
+        steps=1,
+        model=str(folder / "model"),
+        task=TaskConfig(
+            "dataset",
+            str(folder / "rows.jsonl"),
+            reward=(f"{__file__}:reward_from_env",),
+            validation_prompts=0,
+            **environment,  # type: ignore[arg-type]
+        ),
+        sampling=SamplingConfig(temperature=18.0, num_generations=2, max_completion_length=10),
+        trainer=TrainerConfig(prompts_per_step=2, skip_zero_variance=False),
+    )
+    run = folder / str(name)
+    train(config, run, resume=False)
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    return json.loads((run / "parity.json").read_text()), [sample for line in lines for sample in line["samples"]]
+
+
+def test_the_guides_function_has_the_bits_of_no_function_and_forwards_its_fields(folder: Path) -> None:
+    _, plain = trained(folder, None)
+    certificate, samples = trained(folder, "echo")
+    assert certificate["identical"] and certificate["tokens_checked"] == sum(len(s["token_ids"]) for s in samples)
+    assert [s["token_ids"] for s in samples] == [s["token_ids"] for s in plain] and len(samples) == 4
+    assert [s["rewards"] for s in samples] == [{"reward_from_env": len(s["text"]) / 10} for s in samples]
+
+
+def test_turns_are_trained_and_what_is_masked_is_given(folder: Path) -> None:
+    certificate, samples = trained(folder, "turns")
+    assert certificate["identical"] and certificate["tokens_checked"] == sum(len(s["token_ids"]) for s in samples) > 0
+    assert [len(s["segments"]) for s in samples] == [4] * 4
+    assert {s["reward"] for s in samples} == {0.0, 1.0, 2.0, 3.0}
+
+
+def test_turns_that_are_joined_are_branches(folder: Path) -> None:
+    certificate, samples = trained(folder, "joined")
+    assert certificate["identical"] and certificate["tokens_checked"] == sum(s["reward"] for s in samples) > 0
+    assert [len(s["segments"]) for s in samples] == [4] * 4
+
+
+def test_what_was_drawn_and_not_returned_is_compared_too(folder: Path) -> None:
+    certificate, samples = trained(folder, "best_of_two")
+    drawn = sum(s["reward"] for s in samples)
+    assert certificate["identical"] and certificate["tokens_checked"] == drawn > sum(
+        len(s["token_ids"]) for s in samples
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("changed", r"step 1 group 0 .* sample 1: token 1 of the completion .* was not sampled by this run"),
+        ("hotter", "rollout_func asked for temperature 1.5; the run samples with 18.0: pass trainer.temperature"),
+        ("short", "short returned 3 prompt_ids for 4 prompts; give one each"),
+        ("nothing", "nothing must return a dict with prompt_ids, completion_ids, logprobs; there is no logprobs"),
+        ("broken", "broken raised AttributeError: .*gather"),
+    ],
+)
+def test_what_it_may_not_do_is_refused(folder: Path, name: str, told: str) -> None:
+    with pytest.raises(LockstepError, match=told):
+        trained(folder, name)
+
+
+def test_tools_beside_it_are_refused() -> None:
+    with pytest.raises(InputError, match="task.tools has no effect beside .* plays its own rollouts"):
+        make_environment(TaskConfig(environment=f"{__file__}:echo", tools=(f"{__file__}:reward_from_env",)))
