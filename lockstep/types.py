@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import is_
 from typing import Any, Literal
 
@@ -173,10 +173,9 @@ class Trajectory:
     def branches(self) -> list[list[Segment]]:
         """The segments that are each other's context: a prompt with what follows it, up to the last that was sampled,
         as given tokens after it predict nothing. The first is the only one, but for what is given anew."""
-        starts = [i for i, segment in enumerate(self.segments) if segment.anew or not i]
-        parts = [self.segments[i:j] for i, j in zip(starts, [*starts[1:], len(self.segments)], strict=True)]
-        ends = [max((i for i, segment in enumerate(part) if segment.sampled), default=0) for part in parts]
-        return [part[: end + 1] for part, end in zip(parts, ends, strict=True) if end or part is parts[0]]
+        starts = [0, *(i for i, segment in enumerate(self.segments) if segment.anew), len(self.segments)]
+        parts = [_to_the_last_sampled(self.segments[i:j]) for i, j in pairwise(starts)]
+        return [part for part in parts if len(part) > 1 or part is parts[0]]
 
     @property
     def context(self) -> list[int]:
@@ -186,6 +185,13 @@ class Trajectory:
 
 
 Completion = Trajectory  # the name that `LLM.generate` has for one of a single turn
+
+
+def _to_the_last_sampled(segments: list[Segment]) -> list[Segment]:
+    last = len(segments)
+    while last > 1 and not segments[last - 1].sampled:
+        last -= 1
+    return segments[:last]
 
 
 def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:

@@ -4,10 +4,11 @@
 
 A case is a family, a way and a seed: `same` (logits, greedy tokens and folders beside `transformers`), `float32` and
 `bfloat16` (generator and trainer over three updates, eager and captured), `processes` (`lockstep train` on two
-processes and on one, of the family's tiny random model), `cells` (the same on one, two and four, of eight shards in
-two cells, with two updates a rollout, and gone on with on another number). OUTCOME.json says of each what came of it,
-the seconds and the commit; what it has of the same sources is not done again, so that an interrupted run is gone on
-with. Exits with 1 unless all hold.
+processes and on one, of the family's tiny random model), `tp` (the same where processes share products, of the trainer
+and of the generator, in several degrees), `cells` (on one, two and four, of eight shards in two cells, with two updates
+a rollout, and gone on with on another number). OUTCOME.json says of each what came of it, the seconds and the commit;
+what it has of the same sources is not done again, so that an interrupted run is gone on with. Exits with 1 unless all
+hold.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from processes import finished
 from safetensors.torch import load_file
 
 from lockstep.cache import fingerprint
+from lockstep.errors import InputError
+from lockstep.models.checks import require_degree
 from lockstep.models.families import FAMILIES
 from lockstep.models.init import init_folder
 
@@ -45,7 +48,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def cases() -> Iterator[tuple[str, str, int]]:
     """Family, way and seed; the quickest ways first."""
-    for way, seeds in {"same": SEEDS, "processes": 1, "cells": 1, **dict.fromkeys(DTYPES, SEEDS)}.items():
+    for way, seeds in {"same": SEEDS, "processes": 1, "tp": 1, "cells": 1, **dict.fromkeys(DTYPES, SEEDS)}.items():
         yield from ((family, way, seed) for seed in range(seeds) for family in MAKERS)
 
 
@@ -57,6 +60,8 @@ def run(family: str, way: str, seed: int, folder: Path) -> None:
         assert_processes_agree(family, folder)
     elif way == "cells":
         assert_cells_agree(family, folder)
+    elif way == "tp":
+        assert_degrees_agree(family, folder)
     else:
         assert_roles_agree(family, seed, folder, DTYPES[way])
 
@@ -122,6 +127,39 @@ def assert_same_run(one: dict[str, Any], other: dict[str, Any], steps: int) -> N
     assert found == other["metrics.jsonl"] and one["rollouts.jsonl"] == other["rollouts.jsonl"] != []
     a, b = one["weights"], other["weights"]
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+# Processes, and of the trainer and the generator how many share products.
+DEGREES = ((2, 2, 1), (2, 2, 2), (2, 1, 2), (4, 2, 1), (4, 2, 2), (4, 1, 2), (4, 2, 4), (4, 4, 2))
+
+
+def assert_degrees_agree(family: str, folder: Path) -> None:
+    """In every degree that the family's tiny model has: no token differs, the first step's rollouts are one process's,
+    weights have the same bits where the trainer's layouts are the same, and are otherwise within 1e-5."""
+    options = run_of(family, folder)
+    options += ["--trainer.prompts-per-step", "4", "--steps", "3"]
+    two_shards = ["--parallel.batch-shards", "2"]
+    first = trained(folder / "one", 1, options + two_shards)
+    one = first["weights"]
+    config, by_degree = next(iter(FAMILIES[family].architectures.values())), {1: one}
+    for ranks, tp, generator_tp in DEGREES:
+        try:
+            require_degree(config, max(tp, generator_tp), "a degree")
+        except InputError:
+            continue
+        flags = ["--parallel.tp", str(tp), "--parallel.generator-tp", str(generator_tp)]
+        two = ranks // tp <= 2
+        shards = two_shards if two else ["--parallel.batch-shards", "4"]
+        other = trained(folder / f"{ranks} {tp} {generator_tp}", ranks, options + flags + shards)
+        steps = other["metrics.jsonl"]
+        assert all(step["grad_norm"] > 0 and step["parity/tokens_different"] == 0 for step in steps) and len(steps) == 3
+        assert other["rollouts.jsonl"][:4] == first["rollouts.jsonl"][:4], flags  # a line a group
+        if not two:
+            continue  # other micro-batches
+        found = other["weights"]
+        same = by_degree.setdefault(tp, found)
+        assert all(torch.equal(found[key], same[key]) for key in one), flags
+        assert all((found[key] - one[key]).norm() <= 1e-5 * one[key].norm() for key in one), flags
 
 
 def sources() -> str:

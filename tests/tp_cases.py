@@ -29,10 +29,14 @@ def rollouts(trainer: Trainer, step: int) -> list[RolloutGroup]:
 
 
 def trained(
-    family: str, world: World = ONE, steps: int = 3, graphs: bool = False, reversed_gathers: bool = False, **loss: Any
+    family: str, world: World = ONE, steps: int = 3, graphs: bool = False, mutant: str = "", **loss: Any
 ) -> dict[str, Any]:
     """Updates on two shards: the log-probabilities of the first one's micro-batches of this rank, what each found, then
-    the weights and what a checkpoint holds. `reversed_gathers` is the mutant."""
+    the weights and what a checkpoint holds.
+
+    Args:
+        mutant: `reversed`, ranks are gathered last first; `flipped`, one rank alone has a bit of the generator's wrong.
+    """
     runtime = EAGER
     if graphs:
         runtime = Runtime(CompileConfig("step"), torch.device("cpu"), mesh=world.mesh.sizes, peers=world)
@@ -41,11 +45,14 @@ def trained(
     seen, results = [], []
     for step in range(steps):
         groups = rollouts(trainer, step)
-        with _Reversed(reversed_gathers):
+        with _Reversed(mutant == "reversed"):
             for batch in pack_shards([groups[::2], groups[1::2]], world.mesh.fsdp.own(range(2)), Packing(44), True):
                 if trainer.algorithm.has_critic:
                     trainer.values(batch)
                     batch.return_C.copy_(batch.old_value_C + batch.advantage_C)
+                if mutant == "flipped" and world.rank == 1:
+                    batch.old_logprob_C.view(torch.int32)[0] ^= 1
+                    mutant = ""
                 trainer.forward_backward(batch)
         seen += trainer.checked if step == 0 else []
         found = trainer.optim_step(1e-3)

@@ -37,17 +37,14 @@ RISE = 0.2  # of the share of held-out problems that are solved
 CALLED, DIGITS = 0.25, 0.5  # at most, beside 1 for what is solved
 SOLVED = "validation/rewards/solved/mean"
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>"
+SHOWN = "multiply: First. Second."
 TEMPLATE = """\
 {% for t in tools or [] %}{{ t.function.name }}:\
-{% for p in t.function.parameters.properties.values() %} {{ p.description }}{% endfor %}
-{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}{% for call in m.tool_calls or [] %}\
+{% for p in t.function.parameters.properties.values() %} {{ p.description }}{% endfor %}{% endfor %}\
+{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}\
 <tool_call>{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}</tool_call>{% endfor %}\
-<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-BETWEEN = re.compile(r"(<\|im_end\|>)?\n<\|im_start\|>tool\n[^<]*<\|im_end\|>\n<\|im_start\|>assistant\n")
-
+<|im_end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+BETWEEN = re.compile(r"(<\|im_end\|>)?<tool>[^<]*<\|im_end\|><assistant>")
 
 FACTORS = {name: {"type": "integer", "description": text} for name, text in (("a", "First."), ("b", "Second."))}
 MULTIPLY = {"name": "multiply", "description": "", "parameters": {"type": "object", "properties": FACTORS}}
@@ -70,7 +67,8 @@ class Products(ToolEnvironment):
         return super().start(row, seed)
 
     def step(self, turn: Turn) -> Any:
-        self.answer, followed = turn.text, super().step(turn)
+        self.answer = turn.text
+        followed = super().step(turn)
         if isinstance(followed, End) or turn.last:
             return followed
         a, b = self.numbers
@@ -102,8 +100,7 @@ def numbers(row: dict[str, Any]) -> tuple[int, int]:
 def untrained(folder: Path, seed: int) -> str:
     """A model folder with random weights, and with a token for each byte and for what stands in every conversation."""
     tokenizer = byte_tokenizer()
-    roles = [f"<|im_start|>{role}\n" for role in ("user", "assistant", "tool")]
-    tokenizer.add_tokens([*CALL, *roles, "multiply: First. Second.\n"])
+    tokenizer.add_tokens([*CALL, SHOWN, "<user>", "<assistant>", "<tool>"])
     tokenizer.chat_template = TEMPLATE
     end = tokenizer.convert_tokens_to_ids(IM_END)
     config = ModelConfig(320, 128, 384, 2, 4, 4, 32, 512, eos_token_ids=(end,), family="qwen3")
@@ -121,7 +118,7 @@ def supervised(model: str, seed: int, tiny: bool) -> RunConfig:
         seed=seed,
         device="cpu",
         model=model,
-        task=TaskConfig(easy=True, max_turns=2, max_response_length=40, validation_prompts=4 if tiny else 200),
+        task=TaskConfig(easy=True, max_turns=2, max_response_length=28, validation_prompts=4 if tiny else 200),
         sampling=SamplingConfig(num_generations=2 if tiny else 12, temperature=0.8, max_completion_length=12),
         trainer=TrainerConfig(
             prompts_per_step=batch // 2,
@@ -129,7 +126,7 @@ def supervised(model: str, seed: int, tiny: bool) -> RunConfig:
             warmup_batch_size=batch,
             warmup_learning_rate=2e-3,
             warmup_reward=0.9,
-            warmup_interval=25,
+            warmup_interval=5,
             skip_zero_variance=False,
         ),
         loss=LossConfig(scale_rewards="group"),

@@ -14,13 +14,13 @@ from .adapters.verifiers import NAME as VERIFIERS
 from .adapters.verifiers import verifiers_environment
 from .environment import Environment, SingleTurn
 from .remote import remote_environment
-from .sandbox import python_tool
+from .sandbox import SandboxLimits, python_tool
 from .tasks.calculator import Calculator
 from .tools import Tool, tool_environment
 
 ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator}
 TOOLS: dict[str, Callable[[TaskConfig], Tool]] = {
-    "python": lambda config: python_tool(allow_unsandboxed=config.allow_unsandboxed)
+    "python": lambda config: python_tool(SandboxLimits.within(config.environment_timeout), config.allow_unsandboxed)
 }
 
 

@@ -68,7 +68,7 @@ class ToolEnvironment(Environment):
             return self.ended()
         if turn.last:
             return ""  # nobody would read an answer: the trajectory is cut
-        answers = [("", _MALFORMED)] if not calls else self._results([call["function"] for call in calls])
+        answers = self._results([call["function"] for call in calls]) + [("", _MALFORMED)] * turn.malformed
         said = [{"role": "tool", "name": name, "content": _content(result)} for name, result in answers]
         self.said += said
         return [{**message, "content": _text(message["content"])} for message in said]

@@ -88,7 +88,7 @@ def pack_shards(
 def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
     drafts: list[_Draft] = []
     limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
-    branched = any(len(trajectory.branches) > 1 for group in groups for trajectory in group.rollouts)
+    branched = any(segment.anew for group in groups for t in group.rollouts for segment in t.segments)
     most = how.shapes[0].segments if how.shapes and branched else None  # without branches none has more
     for group in groups:
         needed = [_tokens_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
@@ -170,11 +170,13 @@ def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
     name, first = trajectory.name or "a trajectory", trajectory.prompt
     if first.sampled:
         raise ValueError(f"{name}: it begins with a sampled segment; the first is the prompt, which is given")
-    sizes = [(len(b[0].token_ids), sum(len(s.token_ids) for s in b[1:])) for b in trajectory.branches]
-    if not all(prompt for prompt, _ in sizes) or not any(s.sampled and s.token_ids for s in trajectory.segments):
-        empty = "completion" if all(prompt for prompt, _ in sizes) else "prompt"
+    branches = trajectory.branches
+    prompts = all(branch[0].token_ids for branch in branches)
+    if not prompts or not any(s.sampled and s.token_ids for s in trajectory.segments):
+        empty = "completion" if prompts else "prompt"
         raise InputError(f"{name}: its {empty} is empty; training needs at least one token of each")
-    if (needed := sum(prompt + response - 1 for prompt, response in sizes)) > max_tokens:
+    if (needed := sum(len(s.token_ids) for b in branches for s in b) - len(branches)) > max_tokens:
+        sizes = [(len(b[0].token_ids), sum(len(s.token_ids) for s in b[1:])) for b in branches]
         tokens = " and ".join(f"a prompt of {prompt} and a completion of {response}" for prompt, response in sizes)
         raise InputError(
             f"{name}: {tokens} tokens do not fit in trainer.max_tokens_per_micro_batch {max_tokens}; it must be at "
@@ -218,8 +220,8 @@ class _Draft:
         if share_prefix:
             self.add_prompt(prompt)
         for trajectory in group.rollouts:
-            for number, branch in enumerate(trajectory.branches):
-                shared = start if share_prefix and not number else None
+            for branch in trajectory.branches:
+                shared = start if share_prefix and branch[0] is trajectory.prompt else None
                 self._add_branch(branch, shared)
             self.sequences.append(trajectory)
             self.sampling.append(group.sampling)

@@ -178,7 +178,12 @@ class Asks(Environment):
     @classmethod
     def worked_turns(cls, row: dict[str, Any], worked_example: str) -> list[str]:
         called = '<tool_call>\n{"name": "python", "arguments": {"code": "%s"}}\n</tool_call>'
-        return ["<think>" + called % "1" + "</think>" + called % "6 * 7" + called % "1 / 0", "<tool_call>6", "42"]
+        return [
+            "<think>" + called % "1" + "</think>" + called % "6 * 7" + called % "1 / 0",
+            "<tool_call>6",
+            called % "2" + "<tool_call>",
+            "42",
+        ]
 
 
 def test_a_model_calls_it_in_the_form_of_its_chat_template() -> None:
@@ -192,11 +197,10 @@ def test_a_model_calls_it_in_the_form_of_its_chat_template() -> None:
     (made,) = worked_trajectories(kind, [problem], policy.tokens, policy.encode_completion, limits)
     prompt, *after = [segment.text or tokenizer.decode(segment.token_ids) for segment in made.segments]
     assert "tools: Run a Python program" in prompt
-    assert [text.split("\n")[0] for text in after[1::2]] == [
-        "tool: 42",
-        "tool: {'error': 'the call is malformed: it is not in the form that was asked for'}",
-    ]
-    assert "ZeroDivisionError" in after[1] and after[4] == "42" and len(after) == 5
+    malformed = "tool: {'error': 'the call is malformed: it is not in the form that was asked for'}"
+    assert [text.split("\n")[0] for text in after[1::2]] == ["tool: 42", malformed, "tool: 2"]
+    assert after[5].split("\n")[1] == malformed, "beside a call that is one"
+    assert "ZeroDivisionError" in after[1] and after[6] == "42" and len(after) == 7
 
 
 def call(code: Any) -> dict[str, Any]:
@@ -226,7 +230,11 @@ def test_a_sandbox_that_cannot_start_is_told_early(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "can_cut_off", lambda: "unshare: Operation not permitted")
     with pytest.raises(InputError, match=r"task.tools python: .*unshare: Operation not permitted.* task.allow_unsand"):
         make_environment(config)
-    allowed = make_environment(TaskConfig(tools=("python",), allow_unsandboxed=True))
+    allowed = make_environment(TaskConfig(tools=("python",), allow_unsandboxed=True, environment_timeout=20.0))
+    assert (SandboxLimits.within(20.0), SandboxLimits.within(0.0)) == (
+        SandboxLimits(5.0, patience=10.0),
+        SandboxLimits(),
+    )
     (answer,) = allowed().step(
         Turn("", [0], "stop", {"role": "assistant", "content": "", "tool_calls": [call("7 * 6")]})
     )

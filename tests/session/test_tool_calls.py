@@ -114,6 +114,7 @@ CALL = '<tool_call>{"name":"f"}</tool_call>'
         (THINKING, f"Perhaps {CALL}</think>", f"Perhaps {CALL}</think>", 0, False),
         (THINKING, f"Hm.</think>{CALL}", "Hm.</think>", 1, False),
         (HERMES, "<think>x</think><tool_call>{bad}", "<think>x</think><tool_call>{bad}", 0, True),
+        (HERMES, f"{CALL}<tool_call>{{bad}}</tool_call>", "<tool_call>{bad}</tool_call>", 1, True),
         (LLAMA, '<think>x</think>{"name": "f", "parameters": {}}', "<think>x</think>", 1, False),
         (HARMONY, "to=functions.f<|channel|>commentary<|message|>", "to=functions.f<|channel|>commentary<|message|>", 0,
          True),

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +40,14 @@ class SandboxLimits:
     processes: int = 8
     output_bytes: int = 8192
     patience: float = 30.0
+
+    @classmethod
+    def within(cls, timeout: float) -> SandboxLimits:
+        """Those by which a call is answered in fewer than `timeout` seconds (0: any)."""
+        most = cls()
+        if not timeout:
+            return most
+        return replace(most, seconds=min(most.seconds, timeout / 4), patience=min(most.patience, timeout / 2))
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

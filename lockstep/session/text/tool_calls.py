@@ -58,14 +58,14 @@ class ToolFormat:
         return len(text) if end < 0 else end + len(_THOUGHT)
 
     def message(self, text: str) -> tuple[dict[str, Any], bool]:
-        """The chat message that a whole completion is, and whether it began a call that is none."""
+        """The chat message that a whole completion is, and whether a call that it began is none."""
         said, calls = self.parse(text)
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if calls:
             message["tool_calls"] = [self._shown(i, call.name, call) for i, call in enumerate(calls)]
         answer = said[self.thought(said) :]
         starts = answer.lstrip().startswith if self.only_first else answer.__contains__
-        return message, not calls and any(map(starts, self.starts))
+        return message, any(map(starts, self.starts))
 
     def _shown(self, number: int, name: str, call: ToolCall | None = None) -> dict[str, Any]:
         """A call as chat templates take them."""
@@ -78,7 +78,8 @@ class ToolFormat:
         call that is none is shown as one of a tool without a name, for there is an answer to it."""
         if not self.special:
             return {"role": "assistant", "content": text}
-        shown = {**message, "tool_calls": [self._shown(0, NAMELESS)]} if malformed else message
+        calls = message.get("tool_calls", [])
+        shown = {**message, "tool_calls": [*calls, self._shown(len(calls), NAMELESS)]} if malformed else message
         if self.thinking is None or not (thought := self.thinking(text)):
             return shown
         return {**shown, "thinking": thought} | ({"content": ""} if "tool_calls" in shown else {})
