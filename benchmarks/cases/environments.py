@@ -214,7 +214,8 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
     report.figures |= {"runs": found, "not_run": NOT_RUN}
     report.path = report.path and report.path.resolve()
     if args.add and report.path is not None and report.path.exists():
-        found.update(json.loads(report.path.read_text())["runs"])
+        kept = json.loads(report.path.read_text())
+        found.update({name: {"commit": kept["commit"], **one} for name, one in kept["runs"].items()})
     given, here = args.trl and args.trl.resolve(), Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

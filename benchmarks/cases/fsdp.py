@@ -1,6 +1,7 @@
 """Steps of reinforcement learning on several processes, beside one process that trains on the same micro-batches.
 
-One model, one seed, several ways to arrange the collectives; all must write the same rollouts and weights in every bit.
+One model, one seed, several ways to arrange the collectives; all must write the same rollouts and weights in every bit,
+those that share products the same as each other, and in the first step the rollouts of all.
 Each way is `lockstep train` in processes of its own (`torchrun`), with captured graphs, on CUDA graphs where there are
 GPUs. Times are medians over the steps but the first, of the slowest process; memory is that of the fullest GPU.
 """
@@ -30,7 +31,10 @@ WAYS: dict[str, tuple[bool, tuple[str, ...]]] = {  # whether on several processe
     "unbucketed": (True, ("--compile.no-bucket-collectives",)),
     "in the order of the trace": (True, ("--compile.no-bucket-collectives", "--compile.no-reorder-collectives")),
     "weights kept": (True, ("--compile.no-reshard-after-forward",)),
+    "products shared": (True, ("--parallel.tp", "2")),
+    "products shared in both roles": (True, ("--parallel.tp", "2", "--parallel.generator-tp", "2")),
 }
+SHARED = "products shared"  # their sums in gradients have another order: weights are each other's
 
 
 def run_way(name: str, folder: Path, processes: int, flags: list[str]) -> dict[str, Any]:
@@ -53,6 +57,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     certificate = json.loads((run_dir / "parity.json").read_text())
     later = steps[1:] or steps
     model = sorted((run_dir / "model").glob("*.safetensors"))
+    rollouts = (run_dir / "rollouts.jsonl").read_text().splitlines(keepends=True)
     return {
         "steps": len(steps),
         "startup_s": summary["startup_s"],
@@ -64,9 +69,14 @@ def outcome(run_dir: Path) -> dict[str, Any]:
         "passes": summary["compile"]["passes"],
         "tokens_checked": certificate["tokens_checked"],
         "tokens_different": certificate["tokens_different"],
-        "rollouts_sha256": hashlib.sha256((run_dir / "rollouts.jsonl").read_bytes()).hexdigest(),
+        "rollouts_sha256": _digest(rollouts),
+        "first_rollouts_sha256": _digest([line for line in rollouts if json.loads(line)["step"] == 0]),
         "weights_sha256": hashlib.sha256(b"".join(file.read_bytes() for file in model)).hexdigest(),
     }
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -98,15 +108,18 @@ def measure(given: argparse.Namespace, report: Report) -> None:
         ]
         for name in given.only:
             figures["ways"][name] = way = run_way(name, folder, given.processes, shared)
+            alike = [found for other, found in figures["ways"].items() if (SHARED in other) == (SHARED in name)]
             first = next(iter(figures["ways"].values()))
             for what in ("rollouts", "weights"):
-                way[f"same_{what}"] = way[f"{what}_sha256"] == first[f"{what}_sha256"]
+                way[f"same_{what}"] = way[f"{what}_sha256"] == alike[0][f"{what}_sha256"]
+            way["same_first_rollouts"] = way["first_rollouts_sha256"] == first["first_rollouts_sha256"]
             report.save()
-    heads = ["way", *(f"{part} ms" for part in TIMES), "GiB", "different", "same rollouts", "same weights"]
+    same = ("rollouts", "weights", "first_rollouts")
+    heads = ["way", *(f"{part} ms" for part in TIMES), "GiB", "different", *(f"same {what}" for what in same)]
     rows = [heads]
     for name, way in figures["ways"].items():
         times = [f"{way[f'{part}_s'] * 1e3:.1f}" for part in TIMES]
         counts = f"{way['tokens_different']} of {way['tokens_checked']:,}"
-        same = [str(way[f"same_{what}"]) for what in ("rollouts", "weights")]
-        rows.append([name, *times, f"{way['peak_gib']:.2f}", counts, *same])
+        told = [str(way[f"same_{what}"]) for what in same]
+        rows.append([name, *times, f"{way['peak_gib']:.2f}", counts, *told])
     report.tables.append(rows)

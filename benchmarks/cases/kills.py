@@ -58,7 +58,7 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
         settings = {name: value for name, value in vars(given).items() if name != "json"}
         report.figures |= {**settings, "whole": whole, "tries": []}
         for number in range(given.tries):
-            found = tried(given, folder, folder / f"killed-{number}", chance, seconds)
+            found = tried(given, folder, number, chance, seconds)
             found["same"] = not any(found["exit_codes"]) and left(folder / f"killed-{number}") == whole
             if not found["same"]:
                 found["said"] = (folder / f"killed-{number}.log").read_text()[-4000:]
@@ -72,16 +72,18 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
     return same < len(tries)
 
 
-def tried(given: argparse.Namespace, folder: Path, run: Path, chance: random.Random, seconds: float) -> dict[str, Any]:
+def tried(
+    given: argparse.Namespace, folder: Path, number: int, chance: random.Random, seconds: float
+) -> dict[str, Any]:
     """One run, killed so many times and gone on with."""
-    kills = []
+    kills, run = [], folder / f"killed-{number}"
     for kill in range(given.kills):
         ranks = _start(given, folder, run)
-        victim, moment = chance.randrange(given.processes), chance.uniform(0.2, 1.0) * seconds
-        while_writing = kill % 2 == 0
-        until = time.perf_counter() + moment
+        victim, step = chance.randrange(given.processes), chance.randrange(1, given.steps)
+        while_writing = (number + kill) % 2 == 0
+        until = time.perf_counter() + (LIMIT_S if while_writing else chance.uniform(0.2, 1.0) * seconds)
         while time.perf_counter() < until and all(rank.poll() is None for rank in ranks):
-            if while_writing and any(_step(path) > 0 for path in (run / "checkpoints").glob(".tmp-step_*")):
+            if while_writing and any(_step(path) >= step for path in (run / "checkpoints").glob(".tmp-step_*")):
                 break
             time.sleep(0.001)
         with suppress(ProcessLookupError):

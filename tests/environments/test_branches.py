@@ -75,7 +75,7 @@ def test_bits_do_not_depend_on_who_answers_first_and_a_record_repeats_them() -> 
     class Replayed(Recorded):
         def __init__(self) -> None:
             segments = next(played).segments
-            self._left = [(s.token_ids, s.anew) for s in segments if not s.sampled]
+            self._left, self._ends = [(s.token_ids, s.anew) for s in segments if not s.sampled], []
 
     found = collect(engine_of(model), Replayed, problems=PROBLEMS[:1]).groups
     assert [[(s.token_ids, s.logprobs, s.anew) for s in t.segments] for t in all_of(found)] == [

@@ -107,6 +107,10 @@ def limited_processes() -> bool:
     return run_python("import os\nprint(os.getuid())", LIMITS, True).output != "0\n"
 
 
+def test_where_the_system_has_namespaces_they_cut_off() -> None:
+    assert not module.can_cut_off().startswith("a program"), "only the system may say no"
+
+
 @needs_namespaces
 def test_what_is_cut_off_is_not_there(listening: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "of the run")

@@ -65,4 +65,5 @@ def test_ten_steps_of_reinforcement_learning(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "figures.json").read_text())
     for name, way in figures["ways"].items():
         assert way["tokens_different"] == 0 < way["tokens_checked"] and way["steps"] == 10, name
-        assert way["same_rollouts"] and way["same_weights"] and way["recompiles"] == 0 < way["replays"], name
+        assert way["same_rollouts"] and way["same_weights"] and way["same_first_rollouts"], name
+        assert way["recompiles"] == 0 < way["replays"], name

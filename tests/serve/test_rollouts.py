@@ -50,7 +50,7 @@ def free_port() -> int:
 def config(folder: Path, environment: str, steps: int = 1, **task: Any) -> RunConfig:
     rows = [{"prompt": [{"role": "user", "content": f"Row {i}."}], "n": i} for i in range(4)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = {"environment_timeout": 20.0, "max_turns": 3, "max_response_length": 100, "validation_prompts": 0, **task}
+    given = {"environment_timeout": 120.0, "max_turns": 3, "max_response_length": 100, "validation_prompts": 0, **task}
     return RunConfig(
         steps=steps,
         model=str(folder / "model") if (folder / "model").exists() else str(scripted_folder(folder / "model")),

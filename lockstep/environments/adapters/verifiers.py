@@ -130,6 +130,7 @@ class VerifiersEnvironment(Remote):
     package: ClassVar[Any]  # its environment
     tasks: ClassVar[list[Any]]
     renderer: ClassVar[str]  # its name; empty: as the package knows the model
+    _episode: asyncio.Task[None] | None = None
 
     @classmethod
     @asynccontextmanager
@@ -172,12 +173,13 @@ class VerifiersEnvironment(Remote):
 
     def _leave(self, why: str) -> None:
         super()._leave(why)
-        self._episode.cancel()
+        if self._episode is not None:
+            self._episode.cancel()
 
 
 def _renderer(name: str, model: str) -> dict[str, str]:
     """What turns messages into tokens: where it can, a later turn goes on from the tokens before, thinking included."""
-    from renderers.base import MODEL_RENDERER_MAP  # type: ignore[import-not-found]
+    from renderers.base import MODEL_RENDERER_MAP
 
     name = name or ("auto" if model in MODEL_RENDERER_MAP else "default")
     return {"name": name} if name == "default" else {"name": name, "thinking_retention": "all"}
