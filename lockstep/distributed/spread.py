@@ -36,7 +36,7 @@ class Spread(nn.Module):
 
     def columns(self, x_TW: Tensor) -> Tensor:
         """All ranks' columns, by rank, [T, ranks * W]."""
-        return self.together(x_TW)[0]
+        return x_TW if self.index is None else gather_columns((x_TW,), self.axis)[0]
 
     def together(self, *pieces: Tensor) -> Sequence[Tensor]:
         """`columns` of several tensors, in one collective."""

@@ -68,6 +68,7 @@ class Decoder(nn.Module):
         family.check(config)
         weight = _Weights(dtype, device, mesh)
         self.spread = weight.spread
+        self.heads = tuple(map(self.spread.part, (config.num_heads, config.num_kv_heads)))
 
         table = config.vocab_size, config.hidden_size
         self.embed = weight(*table)
@@ -106,8 +107,7 @@ class Decoder(nn.Module):
         if self.rope_factor != 1.0:
             rope_TH = rope_TH * self.rope_factor
         local_TH = rope_TH if self.local_inv_freq is None else ops.rope_table(positions_T, self.local_inv_freq)
-        heads = self.config.num_heads, self.config.num_kv_heads
-        attend.prepare(ops.FlexSizes(tokens_T.shape[0], *map(self.spread.part, heads)))
+        attend.prepare(ops.FlexSizes(tokens_T.shape[0], *self.heads))
         x_TD = ops.gather_rows(self.embed, tokens_T)
         if self.embed_factor != 1.0:
             x_TD = x_TD * self.embed_factor

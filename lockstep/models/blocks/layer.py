@@ -21,6 +21,7 @@ class Layer(nn.Module):
     """Grouped-query attention and a feed-forward, each behind a norm and added to the residual stream.
 
     Attributes:
+        num_heads, num_kv_heads: this rank's.
         qk_norm: whether queries and keys are normalized a head.
         norm_offset: added to the weights of norms.
         activation: of the gated feed-forward.
@@ -33,6 +34,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, weight: Weight) -> None:
         super().__init__()
         self.config, self.spread = config, weight.spread
+        self.num_heads, self.num_kv_heads = map(self.spread.part, (config.num_heads, config.num_kv_heads))
         self.attention_norm = self.norm(config.hidden_size, weight)
         values = self.make_projections(config, weight)
         self.scores = ops.AttentionScores(window=config.windows[index], scale=config.attention_scale)
@@ -92,8 +94,7 @@ class Layer(nn.Module):
     def attend(self, index: int, qkv_TE: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """Attention of queries, keys and values, which are normalized a head where `qk_norm` says so, and rotated."""
         c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm) if self.qk_norm else (None, None)
-        heads, kv_heads = self.spread.part(c.num_heads), self.spread.part(c.num_kv_heads)
-        by = ops.Rotation(q_norm, k_norm, rope_TH, heads, kv_heads, c.rms_norm_eps)
+        by = ops.Rotation(q_norm, k_norm, rope_TH, self.num_heads, self.num_kv_heads, c.rms_norm_eps)
         scores = self.scores._replace(sinks_N=self.sinks)
         return attend(index, qkv_TE, by, scores, self.norm_offset).flatten(1)
 
