@@ -84,7 +84,7 @@ class Segment:
     weight_versions: list[int] | None = None
     route_digests: list[int] | None = None
     text: str = ""
-    wait_s: float = 0.0
+    wait_s: float = field(default=0.0, compare=False)
     last_route: int = -1
     rewards: Mapping[str, float] | None = None
     anew: bool = False

@@ -30,6 +30,7 @@ from lockstep.models.init import init_folder
 from lockstep.ops.native import library
 from lockstep.run import checkpoint, resume
 from lockstep.run.timeline import read_timeline
+from lockstep.session.golden import GRADIENT_NORM
 
 DATA = Path(__file__).parents[1] / "data"
 SMALL = [
@@ -243,7 +244,7 @@ def test_chat_templates_that_an_earlier_version_did_not_record(
         models_folder, "fingerprints", lambda folder, names: {name: {"size": 1, "sha256": "0"} for name in names}
     )
     now = resume.inputs(replace(yaml_file.load(small_run / "config.yaml"), model=str(tmp_path / "model")))
-    numerics = {"words": {}}
+    numerics = {"words": {GRADIENT_NORM: []}}
 
     def going_on(recorded: dict[str, Any]) -> list[str]:
         state = {"inputs": {**now, "model": recorded}, "numerics": numerics}

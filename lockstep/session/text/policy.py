@@ -13,7 +13,7 @@ from ...models import Decoder
 from ...models.tokenizer import check_size, encode_following, encode_prompt, encode_text, longest_token
 from ...types import Segment
 from .tool_calls import Tool, ToolFormat
-from .tool_formats import FORMATS, tool_format
+from .tool_formats import FORMATS, may_be_special, tool_format
 
 PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
 
@@ -61,7 +61,8 @@ class Policy:
     @property
     def tokens(self) -> Tokens:
         """How the environments' text becomes tokens."""
-        said = self._said if self.tool_format is not None and self.tool_format.special else plain
+        form = self.tool_format if may_be_special(self.tokenizer) else None
+        said = self._said if form is not None and form.special else plain
         decode = self.tokenizer.decode
         return Tokens(self.encode, self.encode_following, decode, said, self.tokens_with, self.tokenizer)
 

@@ -171,8 +171,8 @@ HERMES = ToolFormat((_OPENING,), False, _hermes)
 CODER = ToolFormat((_OPENING,), False, _coder)
 GLM = ToolFormat((_OPENING,), False, _glm)
 LLAMA = ToolFormat(("{", _PYTHON_TAG), True, _llama)
-HARMONY = ToolFormat(("to=functions.",), False, _harmony, special=True, thinking=_analysis)
-MISTRAL = ToolFormat((_CALLS,), False, _mistral, special=True)
+HARMONY = ToolFormat(("to=functions.",), False, _harmony, special="<|channel|>", thinking=_analysis)
+MISTRAL = ToolFormat((_CALLS,), False, _mistral, special=_CALLS)
 
 FORMATS = {
     "Hermes and Qwen": HERMES,
@@ -192,6 +192,13 @@ _PROBE: Tool = {
     },
 }
 _ASKED, _CALLED = "What is the question?", {"name": "probe", "arguments": {"x": 1}}
+
+
+def may_be_special(tokenizer: Any) -> bool:
+    """Whether the chat template names a special token of a format. Nothing is rendered: that imports a library, which
+    a run without tools has no need of."""
+    template = str(tokenizer.chat_template or "")
+    return any(form.special in template for form in FORMATS.values() if form.special)
 
 
 def tool_format(tokenizer: Any, variables: dict[str, Any] | None = None) -> ToolFormat | None:

@@ -194,7 +194,7 @@ def test_every_field_of_the_loss_and_the_optimizer() -> None:
     assert compare(base, traced(enforce_parity=False), "enforce_parity")
     assert seen == {
         *("loss.loss_type", "loss.epsilon", "loss.epsilon_high", "loss.beta", "optimizer.beta1", "optimizer.beta2"),
-        *("optimizer.epsilon", "optimizer.weight_decay", "optimizer.max_grad_norm"),
+        *("optimizer.epsilon", "optimizer.weight_decay", "optimizer.max_grad_norm", "optimizer.offload"),
         *(f"optimizer.{name}" for name in PATTERNS),
         *(
             "loss.use_bias_correction_kl",
