@@ -40,10 +40,10 @@ from lockstep.types import SampleIdentity, SamplingParams
 # Of the cases together: prompts in chunks, samples that are preempted, prefixes found again, new weights, and each kind
 # of sampling.
 CASES = [
-    ("tiny", torch.float32, "step", 112),
+    ("tiny", torch.float32, "step", 80),
     ("tiny-qwen3-moe", torch.bfloat16, "none", 400),
-    ("tiny-deepseek-v3", torch.float32, "none", 112),
-    ("tiny-gpt-oss", torch.bfloat16, "none", 112),
+    ("tiny-deepseek-v3", torch.float32, "none", 80),
+    ("tiny-gpt-oss", torch.bfloat16, "none", 80),
     ("tiny-olmo2", torch.float32, "none", 256),
 ]
 SMALL = GeneratorConfig(max_num_seqs=5, page_size=16, max_num_batched_tokens=24, steps_per_sync=4)
@@ -67,7 +67,7 @@ def generated(
     engine = Engine(weights(lambda: version[0]), SMALL, tokens, runtime=runtime)
     prompts = [[(7 * g + i) % 97 for i in range(3 + 17 * g)] for g in range(3)]
     prompts.append(prompts[-1])  # found again
-    kinds = [SamplingParams(n=2, max_completion_length=21 + g, ignore_eos=True) for g in range(4)]
+    kinds = [SamplingParams(n=2, max_completion_length=11 + g, ignore_eos=True) for g in range(4)]
     kinds[1] = replace(kinds[1], temperature=0.0)
     kinds[2] = replace(kinds[2], temperature=0.8, top_p=0.9, top_k=20)
     found: list[Any] = []
