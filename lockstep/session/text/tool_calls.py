@@ -30,9 +30,9 @@ class ToolFormat:
     Attributes:
         starts: how a call may begin, anywhere in a text or, where `only_first`, at its beginning.
         parser: the text and the calls of a whole completion, where these tools may be called.
-        special: a special token that its chat templates name; empty where its marks are text. What is parsed is the text
-            with special tokens, and the chat template is given calls as calls; other templates show a text that has
-            calls in it as it is.
+        special: a special token that its chat templates name; empty where its marks are text. What is parsed is the
+            text with special tokens, and the chat template is given calls as calls; other templates show a text that
+            has calls in it as it is.
         thinks: the generation prompt begins a thought, which the text goes on with.
         thinking: the thoughts in a completion, where its chat template takes them as a message's `thinking`.
     """
