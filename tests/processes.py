@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import multiprocessing
 import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import pickle
 import resource
@@ -103,7 +104,7 @@ def run_interpreted(file: str) -> None:
     arguments = ["-q", "-o", "addopts=", "-o", "python_classes=Interpreted", "-p", "no:cacheprovider"]
     arguments += ["-W", "ignore::RuntimeWarning", f"{file}::Interpreted"]
     with tempfile.NamedTemporaryFile() as said, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")  # which the server keeps from its start
+        patch.setenv("TRITON_INTERPRET", "1")
         process = _interpreters().Process(target=_pytest, args=(arguments, said.name, dict(os.environ)))
         process.start()
         process.join(DEADLINE)
@@ -114,9 +115,13 @@ def run_interpreted(file: str) -> None:
 
 @functools.cache
 def _interpreters() -> multiprocessing.context.ForkServerContext:
-    """Processes that have imported what takes two seconds: each is forked from one that did."""
+    """Processes that have imported what takes two seconds: each is forked from one that did, and that has Triton's
+    interpreter, whoever asks first."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "hypothesis", "torch", "triton", "processes"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        multiprocessing.forkserver.ensure_running()
     return context
 
 
