@@ -28,7 +28,7 @@ from common import Report, random_model, seconds
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.environments import End, Environment, Failures, Limits, Problem, Tokens, Turn
-from lockstep.environments.episodes import Asked, Episode, Play
+from lockstep.environments.episodes import Asked, Episode, Play, Round
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.graph import Runtime
 from lockstep.timings import Timings, totals
@@ -143,7 +143,7 @@ class Rounds:
         asked = [Asked(g, Problem(prompt), g, f"group {g}") for g, prompt in enumerate(prompts)]
         sampler, limits = WholeTurns(self.engine), Limits(turns=self.case.turns)
         tokens = Tokens(list, lambda messages, given: list(given))
-        play = Play(made, tokens, lambda *_: sampler, limits, Failures(), self.timings)
+        play = Play(Round(made, tokens, lambda *_: sampler, limits, Failures(), self.timings))
         found = play.run(asked, self.sampling(self.case.new), SampleIdentity(0, TRAIN_DOMAIN, number, 0))
         return [episode for episodes in found for episode in episodes]
 

@@ -1,4 +1,4 @@
-"""Group-relative advantages, and the penalty for overlong completions."""
+"""Group-relative advantages."""
 
 from __future__ import annotations
 
@@ -79,15 +79,3 @@ def group_advantages(rewards: Rewards, scale_rewards: str) -> list[list[float]]:
     all equal has advantages of exactly zero.
     """
     return _ESTIMATORS[scale_rewards](rewards)
-
-
-def overlong_penalty(length: int, max_length: int, buffer: int, penalty: float) -> float:
-    """What to add to the reward of a completion of `length` tokens: DAPO's soft overlong punishment.
-
-    0 up to `max_length - buffer`, from there falling linearly to `-penalty` at `max_length` and staying there; 0
-    everywhere when `buffer` is 0 (Yu et al. 2025, equation 13).
-    """
-    excess = length - (max_length - buffer)
-    if buffer == 0 or excess <= 0:
-        return 0.0
-    return -penalty * min(excess / buffer, 1.0)

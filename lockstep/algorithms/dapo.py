@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import LossConfig
-from .advantage import overlong_penalty
 from .algorithm import mean_over_tokens
 from .grpo import GRPO
 
@@ -23,3 +22,15 @@ class DAPO(GRPO):
 
     def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
         return mean_over_tokens(lengths)
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, penalty: float) -> float:
+    """What to add to the reward of a completion of `length` tokens: DAPO's soft overlong punishment.
+
+    0 up to `max_length - buffer`, from there falling linearly to `-penalty` at `max_length` and staying there; 0
+    everywhere when `buffer` is 0 (Yu et al. 2025, equation 13).
+    """
+    excess = length - (max_length - buffer)
+    if buffer == 0 or excess <= 0:
+        return 0.0
+    return -penalty * min(excess / buffer, 1.0)

@@ -15,7 +15,7 @@ from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
 from .base import Problem, draw
 from .environment import Environment, SingleTurn
-from .episodes import Asked, Episode, Failures, Limits, Play, Sampler
+from .episodes import Asked, Episode, Failures, Limits, Play, Round, Sampler
 from .led import follow, leading
 from .rewards.calls import Logged
 from .rewards.reward_set import RewardSet, Scoring
@@ -96,8 +96,8 @@ class Collector:
         identity = SampleIdentity(self.seed, domain, step, 0)
         with ExitStack() as stack:
             with leading(self.world, self.sampler, samples) as sampler:
-                kind = self.environment.plays or Play
-                play = kind(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
+                by = Round(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
+                play = (self.environment.plays or Play)(by)
                 stack.callback(play.close)
                 played = play.run(asked, sampling, identity)
             return self._played(played, play.sampled_tokens, asked, sampling, identity, where)

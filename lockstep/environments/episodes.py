@@ -128,25 +128,27 @@ class Asked(NamedTuple):
         return {**self.problem.columns, "prompt": self.problem.prompt}
 
 
-class Play:
-    """One round: the samples of some prompts, from their start to their end.
+class Round(NamedTuple):
+    """What the samples of some prompts are played with.
 
-    Args:
+    Attributes:
         sampler: makes the generator for the first prompts, of which each is sampled as the parameters say.
     """
 
-    def __init__(
-        self,
-        environment: type[Environment],
-        tokens: Tokens,
-        sampler: Callable[[list[list[int]], list[SamplingParams]], Sampler],
-        limits: Limits,
-        failures: Failures,
-        timings: Timings,
-    ) -> None:
-        self._environment, self._tokens, self._sampler_of = environment, tokens, sampler
-        self._limits, self._failures, self._timings = limits, failures, timings
-        self._calls = Calls(limits.timeout, environment.instant)
+    environment: type[Environment]
+    tokens: Tokens
+    sampler: Callable[[list[list[int]], list[SamplingParams]], Sampler]
+    limits: Limits
+    failures: Failures
+    timings: Timings
+
+
+class Play:
+    """One round: the samples of some prompts, from their start to their end."""
+
+    def __init__(self, by: Round) -> None:
+        self._environment, self._tokens, self._sampler_of, self._limits, self._failures, self._timings = by
+        self._calls = Calls(by.limits.timeout, by.environment.instant)
         self._sampler: Sampler | None = None
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
         self.sampled_tokens = 0  # by the generator, of all turns

@@ -10,7 +10,7 @@ from ..timings import Timings
 from ..types import WARMUP_DOMAIN, SampleIdentity, SamplingParams, Segment, Trajectory
 from .base import Problem
 from .environment import Environment
-from .episodes import Asked, Episode, Failures, Limits, Play
+from .episodes import Asked, Episode, Failures, Limits, Play, Round
 from .tokens import Tokens
 
 
@@ -65,7 +65,7 @@ def worked_trajectories(
         texts = environment.worked_turns(a.row, a.problem.worked_example or "")
         turns[a.group] = [Segment(encode_completion(text), sampled=True, text=text) for text in texts]
     script, failures = _Script(turns), Failures(allowed=0)
-    play = Play(environment, tokens, lambda *_: script, limits, failures, Timings())
+    play = Play(Round(environment, tokens, lambda *_: script, limits, failures, Timings()))
     sampling = SamplingParams(max_completion_length=max(len(t.token_ids) for of in turns.values() for t in of))
     found = play.run(asked, sampling, SampleIdentity(0, WARMUP_DOMAIN, 0, 0))
     for (episode,) in found:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ..environments import Branch, End, Environment, Failures, Problem, Turn
 from ..environments.base import draw
-from ..environments.episodes import Asked, Play
+from ..environments.episodes import Asked, Play, Round
 from ..errors import LockstepError
 from ..types import SampleIdentity, SamplingParams, Trajectory
 from .loop import Loop
@@ -57,7 +57,7 @@ def sample_again(
     else:
         ends = [] if kind.until is Environment.until else turns  # the run's own settings ended them
         kind = type("Again", (Recorded,), {"given": given, "ends": ends})
-    play = Play(kind, run.policy.tokens, lambda *_: run.engine, loop.limits, Failures(allowed=0), run.timings)
+    play = Play(Round(kind, run.policy.tokens, lambda *_: run.engine, loop.limits, Failures(allowed=0), run.timings))
     seed = draw("environment", identity.seed, identity.domain, identity.step, identity.group)
     try:
         asked = [Asked(identity.group, problem, seed, where)]

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.algorithms.advantage import group_advantages, overlong_penalty
+from lockstep.algorithms.advantage import group_advantages
+from lockstep.algorithms.dapo import overlong_penalty
 
 GROUPS = [[1.3, 0.3, 0.0, 0.3], [0.0, 1.0, 1.0, 1.0]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.algorithms.advantage import overlong_penalty
+from lockstep.algorithms.dapo import overlong_penalty
 from lockstep.config.recipes import RECIPES
 from lockstep.environments import make_task
 from lockstep.models.tokenizer import byte_tokenizer

@@ -14,11 +14,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from ...errors import InputError, LockstepError
-from ...timings import Timings
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ...user_functions import one_line
 from ..environment import End, Environment
-from ..episodes import Asked, Episode, Failures, Limits, Sampler
+from ..episodes import Asked, Episode, Round, Sampler
 from ..tokens import Tokens
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
@@ -131,18 +130,9 @@ class Generation:
 class RolloutPlay:
     """One round in place of `Play`: the function is called once, in the caller's thread."""
 
-    def __init__(
-        self,
-        environment: type[Environment],
-        tokens: Tokens,
-        sampler: Callable[[list[list[int]], list[SamplingParams]], Sampler],
-        limits: Limits,
-        failures: Failures,
-        timings: Timings,
-    ) -> None:
-        self._environment, self.tokens, self._sampler_of = environment, tokens, sampler
-        self._function: RolloutFunc = environment.function  # type: ignore[attr-defined]
-        self._limits, self._timings = limits, timings
+    def __init__(self, by: Round) -> None:
+        self._environment, self.tokens, self._sampler_of, self._limits, _, self._timings = by
+        self._function: RolloutFunc = by.environment.function  # type: ignore[attr-defined]
         self._sampler: Sampler | None = None
         self.sampled_tokens = 0
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,11 +95,13 @@ class Saver:
             raise
 
 
-class _Place:
+class _Place(NamedTuple):
     """Where a rank writes its part, of so many, of a checkpoint that will be `target`."""
 
-    def __init__(self, target: Path, temporary: Path, rank: int, writers: int) -> None:
-        self.target, self.temporary, self.rank, self.writers = target, temporary, rank, writers
+    target: Path
+    temporary: Path
+    rank: int
+    writers: int
 
 
 class _Writing(threading.Thread):
