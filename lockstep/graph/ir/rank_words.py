@@ -8,20 +8,19 @@ the number of ranks says. What is not known to keep them apart counts as a sum.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from ..torch_private import trace as torch_trace
 from ..torch_private.collectives import GATHER, GATHER_MANY, WAIT
 from .captured import Captured, op_name, origins, written
 from .values import TensorValue, tensors_in
 
-_COLLECTIVES = "_c10d_functional."
-REDUCES = frozenset(
-    _COLLECTIVES + name
+COLLECTIVES = "_c10d_functional."
+_REDUCES = frozenset(
+    COLLECTIVES + name
     for name in (
         *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
         *("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
@@ -70,12 +69,11 @@ class RankWords:
 
     def adds(self, node: fx.Node) -> bool:
         """Follow the next node; whether it adds floats of several ranks."""
-        if node.op != "call_function":
-            return False
+        if node.op != "call_function" or not tensors_in(self._captured.value(node)):
+            return False  # sizes are no words
         name = op_name(node)
-        if name not in _FILLED and any(map(self._is_computed, node.all_input_nodes)):
-            self._computed.add(node)
-        elif name not in _LAID_OUT and node.all_input_nodes and name not in _FILLED:
+        read = node.all_input_nodes[: 1 if name in _TAKES else None]
+        if name not in _FILLED and (any(map(self._is_computed, read)) or (read and name not in _LAID_OUT)):
             self._computed.add(node)
         found, adds = self._followed(node, name)
         if found is not None and found.groups:
@@ -88,14 +86,14 @@ class RankWords:
 
     def _followed(self, node: fx.Node, name: str) -> tuple[_Words | None, bool]:
         """What a call's result has, and whether it adds words of several ranks."""
-        if name in REDUCES:
+        if name in _REDUCES:
             return None, True
-        if name.startswith(_COLLECTIVES) and name != WAIT:
+        if name.startswith(COLLECTIVES) and name != WAIT:
             return self._communicated(node, name), False
         given = [n for n in node.all_input_nodes if self._of(n)]
         if node.target is operator.getitem:
             return self._item(node), False
-        if not given or name in _SPLITS:  # of these each item is looked at
+        if not given or name in _FILLED | _SPLITS:  # of what was split each item is looked at
             return None, False
         first, old, new = self._of(given[0]), self._shape(given[0]), self._shape(node)
         assert first is not None
@@ -117,7 +115,7 @@ class RankWords:
             return _Words(kept, first.parts), kind in _SUMS and any(first.dims[i] for i in over)
         if not name.startswith("aten."):
             return self._own(node, given, new), self._mixes(node)
-        if kind in _ADDS or kind in _COPIES or torch_trace.is_pointwise(node.target):
+        if kind in _ADDS or kind in _COPIES or torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
             return self._aligned(given, len(new)), kind in _ADDS and (self._mixes(node) or self._broadcasts(node))
         return self._spread(given, len(new), node), True
 
@@ -126,19 +124,19 @@ class RankWords:
         group, sources = str(node.args[-1]), node.all_input_nodes
         if name == GATHER_MANY or not any(map(self._is_computed, sources)):
             return None
-        own = self._of(sources[0]) or _Words((frozenset(),) * len(self._shape(sources[0])))
+        own = self._of(sources[0]) or _nothing(self._shape(sources[0]))
         dims = (own.dims[0] | {group}, *own.dims[1:]) if own.dims else ()
         return _Words(dims, own.parts if name == GATHER else own.parts | {(group, node.name)})
 
     def _item(self, node: fx.Node) -> _Words | None:
         source, number = node.args
-        assert isinstance(source, fx.Node)
+        assert isinstance(source, fx.Node) and isinstance(number, int)
         name = op_name(source)
         if name == GATHER_MANY:
-            (shards, _, group), new = source.args, self._shape(node)
+            shards: Any = source.args[0]
+            group, own = source.args[2], self._of(shards[number]) or _nothing(self._shape(node))
             if not self._is_computed(shards[number]):
                 return None
-            own = self._of(shards[number]) or _Words((frozenset(),) * len(new))
             return _Words((own.dims[0] | {str(group)}, *own.dims[1:]), own.parts)
         given = [n for n in source.all_input_nodes if self._of(n)]
         if not given:
@@ -146,38 +144,39 @@ class RankWords:
         if name in _SPLITS:
             whole = self._of(given[0])
             assert whole is not None
-            return _part(whole, _dimension(source, 0 if name == "aten.unbind" else 1, whole), number, name == "aten.unbind")
+            dim = _argument(source, "dim", 1 if name == "aten.unbind" else 2, 0)
+            return _part(whole, dim % len(whole.dims), number, name == "aten.unbind")
         return self._own(source, given, self._shape(node))
 
     def _taken(self, node: fx.Node, name: str, whole: _Words) -> _Words:
         """A part of what lies along a dimension. A rank's own part, chosen by its place, is no other rank's."""
-        dim = node.args[1] if len(node.args) > 1 else 0
-        assert isinstance(dim, int)
-        index = node.args[2:4]
-        if name == "aten.index_select" and isinstance(index[0], fx.Node):
-            groups = whole.dims[dim]
-            if index[0].op == "placeholder":
-                kept = tuple(d - groups for d in whole.dims)
-                return _Words(kept, frozenset(p for p in whole.parts if p[0] not in groups))
-            index = (index[0].name,)
-        if name == "aten.slice" and self._shape(node) == self._shape(node.all_input_nodes[0]):
+        dim = _argument(node, "dim", 1, 0) % len(whole.dims)
+        place: Any = node.args[2:]
+        if name == "aten.index_select" and isinstance(index := place[0], fx.Node):
+            if index.op == "placeholder":
+                groups = whole.dims[dim]
+                kept = tuple(along - groups for along in whole.dims)
+                return _Words(kept, frozenset(part for part in whole.parts if part[0] not in groups))
+            return _part(whole, dim, index.name, False)
+        if self._shape(node) == self._shape(node.all_input_nodes[0]):
             return whole
-        key = index[0] if name == "aten.select" else tuple(str(i) for i in index)
-        return _part(whole, dim % len(whole.dims), key, name == "aten.select")
+        return _part(whole, dim, place[0] if name == "aten.select" else str(place), name == "aten.select")
 
     def _joined(self, node: fx.Node, name: str) -> _Words:
         """Parts in their order are the whole again."""
-        pieces, new = node.args[0], self._shape(node)
-        dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(new)  # type: ignore[operator]
-        found = [self._of(piece) or _Words((frozenset(),) * len(self._shape(piece))) for piece in pieces]  # type: ignore
+        pieces, new, none = node.args[0], self._shape(node), frozenset[str]()
+        assert isinstance(pieces, (list, tuple))
+        dim = _argument(node, "dim", 1, 0) % len(new)
+        found = [self._of(piece) or _nothing(self._shape(piece)) for piece in pieces]  # type: ignore[arg-type]
         if name == "aten.stack":
-            found = [_Words((*w.dims[:dim], frozenset(), *w.dims[dim:]), w.parts) for w in found]
-        common = frozenset.intersection(*(w.parts for w in found))
-        others = [sorted(w.parts - common, key=str) for w in found]
-        dims = [frozenset().union(*(w.dims[i] for w in found)) for i in range(len(new))]
-        dims[dim] |= {group for parts in others for group, _ in parts}
-        in_order = others == sorted(others, key=str)
-        again = () if in_order else ((group, str(others)) for parts in others for group, _ in parts)
+            found = [_Words((*words.dims[:dim], none, *words.dims[dim:]), words.parts) for words in found]
+        common = frozenset[Part].intersection(*(words.parts for words in found))
+        apart = [sorted(words.parts - common, key=_place) for words in found]
+        dims = [none.union(*(words.dims[i] for words in found)) for i in range(len(new))]
+        groups = {group for parts in apart for group, _ in parts}
+        dims[dim] |= groups
+        places = [[_place(part) for part in parts] for parts in apart]
+        again = () if places == sorted(places) else ((group, str(places)) for group in groups)
         return _Words(tuple(dims), common | frozenset(again))
 
     def _own(self, node: fx.Node, given: Sequence[fx.Node], new: Sequence[Any]) -> _Words | None:
@@ -186,7 +185,7 @@ class RankWords:
         parts = frozenset().union(*(w.parts for n in given if (w := self._of(n))))
         along, old = self._of(rows), self._shape(rows)
         kept = along.dims[0] if along and old and new and old[0] == new[0] else frozenset()
-        return _Words((kept, *[frozenset[str]()] * (len(new) - 1)) if new else (), parts)
+        return _Words((kept, *_nothing(new[1:]).dims) if new else (), parts)
 
     def _aligned(self, given: Sequence[fx.Node], count: int) -> _Words:
         """Element by element, with dimensions counted from the last."""
@@ -225,7 +224,7 @@ class RankWords:
         stored = frozenset().union(*(self._memory.get(o, ()) for o in self._lies_in[node]))
         if not stored:
             return found
-        dims = found.dims if found else (frozenset(),) * len(shape)
+        dims = found.dims if found else _nothing(shape).dims
         return _Words(tuple(d | stored for d in dims), found.parts if found else frozenset())
 
     def _is_computed(self, node: fx.Node) -> bool:
@@ -237,3 +236,52 @@ class RankWords:
     def _shape(self, node: fx.Node) -> tuple[int | str, ...]:
         value = self._captured.value(node)
         return value.shape if isinstance(value, TensorValue) else ()
+
+
+def _nothing(shape: Sequence[Any]) -> _Words:
+    return _Words((frozenset(),) * len(shape))
+
+
+def _part(whole: _Words, dim: int, key: Hashable, drops: bool) -> _Words:
+    """Of what lies along a dimension, without it where it `drops`."""
+    dims = (*whole.dims[:dim], *whole.dims[dim + 1 :]) if drops else whole.dims
+    return _Words(dims, whole.parts | {(group, key) for group in whole.dims[dim]})
+
+
+def _place(part: Part) -> tuple[str, int, str]:
+    group, key = part
+    return group, key if isinstance(key, int) else -1, str(key)
+
+
+def _reshaped(
+    dims: Sequence[frozenset[str]], old: Sequence[int | str], new: Sequence[int | str]
+) -> tuple[frozenset[str], ...]:
+    """Dimensions of the same size at the beginning and the end stay; those in between may have what any of them has."""
+    most = min(len(old), len(new))
+    first = next((i for i in range(most) if old[i] != new[i]), most)
+    last = next((i for i in range(most - first) if old[-1 - i] != new[-1 - i]), most - first)
+    between = frozenset[str]().union(*dims[first : len(old) - last])
+    return (*dims[:first], *(between,) * (len(new) - first - last), *dims[len(old) - last :])
+
+
+def _turned(node: fx.Node, count: int) -> list[int]:
+    """Which dimension each one of the result was."""
+    order = list(range(count))
+    if op_name(node) == "aten.permute":
+        return [dim % count for dim in _argument(node, "dims", 1, order)]
+    a, b = (_argument(node, name, i, i - 1) % count for i, name in enumerate(("dim0", "dim1"), 1))
+    order[a], order[b] = b, a
+    return order
+
+
+def _reduced(node: fx.Node, count: int) -> set[int]:
+    """The dimensions that a call goes over."""
+    given = _argument(node, "dim", 1, None)
+    given = [given] if isinstance(given, int) and not isinstance(given, bool) else given
+    dims = given if isinstance(given, (list, tuple)) and given else range(count)
+    return {dim % count for dim in dims}
+
+
+def _argument(node: fx.Node, name: str, place: int, default: Any) -> Any:
+    """A call's argument, by name or place."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
