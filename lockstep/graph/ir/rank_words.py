@@ -37,6 +37,7 @@ _FILLED = {f"aten.{name}_like" for name in ("zeros", "ones", "empty", "full")} |
 _ADDS = {"add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "logaddexp", "logaddexp2", "hypot"}  # element by element
 _SUMS = {"sum", "nansum", "mean", "prod", "cumsum", "cumprod", "logsumexp", "logcumsumexp", "_softmax", "_log_softmax"}
 _CHOOSES = {"amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "sort", "topk"}
+_MOVES = {"index", "gather", "flip", "roll", "repeat", "repeat_interleave", "diagonal", "embedding"}  # to any place
 _COPIES = {"copy", "fill", "zero", "index_copy", "where", "masked_fill"}
 
 Part = tuple[str, Hashable]
@@ -117,7 +118,7 @@ class RankWords:
             return self._own(node, given, new), self._mixes(node)
         if kind in _ADDS or kind in _COPIES or torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
             return self._aligned(given, len(new)), kind in _ADDS and (self._mixes(node) or self._broadcasts(node))
-        return self._spread(given, len(new), node), True
+        return self._spread(given, len(new), node), kind not in _MOVES
 
     def _communicated(self, node: fx.Node, name: str) -> _Words | None:
         """What comes from other ranks; weights and other inputs, which nothing computed, are no part of a sum."""
@@ -195,7 +196,7 @@ class RankWords:
         return _Words(dims, frozenset().union(*(w.parts for w in found)))
 
     def _spread(self, given: Sequence[fx.Node], count: int, node: fx.Node) -> _Words:
-        """Of a call that nothing is known of."""
+        """Of a call that may have put any words anywhere."""
         groups = frozenset().union(*(w.groups for n in given if (w := self._of(n))))
         return _Words((groups,) * count, frozenset((group, node.name) for group in groups))
 

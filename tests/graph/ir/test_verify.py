@@ -127,6 +127,7 @@ WORDS = {
     "added to the stream": lambda x: columns(x) + columns(x) * 2 + x,
     "by rows": lambda x: gathered(x).flatten(0, 1)[:4],
     "to their owners": lambda x: torch.cat(exchanged(x).view(2, 4, 2).unbind(), dim=1),
+    "in another order": lambda x: gathered(x).flip(0).flatten(0, 1)[:4],
     "the largest": lambda x: gathered(x).amax(0),
     "whole numbers": lambda x: gathered(x.int()).sum(0).float(),
     "weights": lambda x: COLLECTIVES.wait_tensor(COLLECTIVES.all_gather_into_tensor(x, 2, "@tp")).view(2, 4, 4).sum(0),
