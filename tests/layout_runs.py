@@ -32,6 +32,7 @@ TIMED = ("time/", "perf/", "memory/")
 
 # Processes, and how many of them share products of the trainer and of the generator; the rest is data parallel.
 DEGREES = ("2.1.1", "2.1.2", "2.2.1", "2.2.2", "4.2.1", "4.2.2", "4.2.4", "4.1.2", "4.1.4", "4.4.2")
+CAPTURED = "4.2.2"  # as graphs
 CELLS = ("1.4", "2.1", "4.2")  # processes that do two steps, and those that do the third
 
 PRESSED = ["--generator.kv-cache-tokens", "128", "--generator.page-size", "16"]
@@ -39,15 +40,15 @@ PRESSED += ["--generator.max-num-batched-tokens", "24"]
 
 
 def assert_degrees_agree(family: str, layout: str, folder: Path) -> None:
-    """With prompts in chunks, samples that are preempted and prefixes found again, on two processes as graphs: no token
-    differs; all is one process's in every bit but, where the trainer's products are shared, what follows from
-    gradients. Weights then have the bits of the same degree on other processes, and are within 1e-5 of one's."""
+    """With prompts in chunks, samples that are preempted and prefixes found again: no token differs; all is one
+    process's in every bit but, where the trainer's products are shared, what follows from gradients. Weights then have
+    the bits of the same degree on other processes, and are within 1e-5 of one's."""
     ranks, tp, generator_tp = map(int, layout.split("."))
     options = [*run_of(family, folder.parent), "--trainer.prompts-per-step", "4", "--steps", "3"]
     options += ["--parallel.batch-shards", str(max(ranks // tp, 2))]
     one = once(folder.parent / f"one {options[-1]}", 1, *options)
     flags = ["--parallel.generator-tp", str(generator_tp), *PRESSED]
-    flags += ["--compile.capture", "step"] if ranks == 2 else []
+    flags += ["--compile.capture", "step"] if layout == CAPTURED else []
     shared = ["--parallel.tp", str(tp)]
     other = trained(folder / "run", ranks, [*options, *shared, *flags])
     assert min(other["pressed"]) > 0, f"preempted, and found again: {other['pressed']}"
