@@ -100,8 +100,6 @@ class Loop:
                         trainer.check(batch)
                 results = self._updates(batches, learning_rate(config.optimizer, step, config.steps), sampled)
                 result = results[0] if results else trainer.finish_check(sampled)
-                if any(r.applied for r in results):
-                    trainer.gather_weights()
             self._latest = (generated, result)
             verify(config.parity, self.certificate, step, result, sampled)
             for i, later in enumerate(results[1:]):
@@ -252,8 +250,7 @@ class Loop:
                     trainer.reference_logprobs(batch)
                 trainer.forward_backward(batch, keep_support=first and not last)
                 batch.check_parity = False
-        with self.run.timings.measured("optim_step", on_device=True):
-            return trainer.launch_optim_step(lr, sampled)
+        return trainer.launch_optim_step(lr, sampled)
 
     def evidence(self) -> dict[str, Any]:
         """What the latest step computed and on which rollouts, for looking into a failure."""
@@ -289,7 +286,6 @@ class Loop:
             for batch in self._packed(range(len(groups)), groups, Packing(t.max_tokens_per_micro_batch), False):
                 trainer.forward_backward(batch, loss_type=SUPERVISED)
             result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps), sampled=0)
-            trainer.gather_weights()
         self._latest = (self._latest[0], result)
         require_finite(f"warm-up step {step + 1}", result)
         return result

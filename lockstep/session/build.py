@@ -161,6 +161,7 @@ class TrainingSession(Session):
             runtime=self.runtime,
             world=world,
             cells=w.cells,
+            zero_stage=self.plan.zero_stage or None,
         )
         world.same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)

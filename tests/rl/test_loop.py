@@ -127,7 +127,7 @@ class HostEvent:
 
 def test_what_is_launched_is_measured_by_the_device(config: RunConfig) -> None:
     run = build(config)
-    run.timings = run.engine.timings = Timings(keep_spans=True, event=HostEvent)
+    run.timings = run.runtime.timings = run.engine.timings = Timings(keep_spans=True, event=HostEvent)
     loop = Loop(config, run)
     metrics, _ = loop.step(0)
     device = [s for s in loop.spans if s.on_device]

@@ -1,7 +1,9 @@
 """Section `parallel`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+from ...errors import refuse
 from .section import Section, between
 
 
@@ -19,6 +21,10 @@ class ParallelConfig(Section):
     """Neighbouring processes that generate the same samples together, each with its part of the heads and of every
     product's output columns: a decode step takes less time, and the KV cache less of each one's memory. No bit depends
     on it."""
+    zero_stage: Literal[2, 3] | None = None
+    """What several processes shard of a micro-batch's work. 2: gradients and the optimizer's state; weights are read
+    where they lie whole, as they do for the generator. 3: weights too, which are gathered layer by layer. Left out: 2
+    with `tp` 1, and 3 otherwise. No bit depends on it."""
     batch_shards: int = between(0, 1 << 16, default=0)
     """Parts that a step's prompts are dealt into, each packed by itself; 0 is one a process, or a group of `tp`. Bits
     depend on this number and not on that of the processes, which must divide it."""
@@ -27,3 +33,10 @@ class ParallelConfig(Section):
     than that, bits depend on it."""
     timeout: float = between(1, 86400, default=300.0)
     """Seconds a process waits for the others before it ends the run."""
+
+    def check(self) -> None:
+        refuse(
+            self.zero_stage == 2 and self.tp > 1,
+            f"parallel.zero_stage is 2 and parallel.tp {self.tp}: processes that share products train on parts of the "
+            "weights, which lie whole nowhere; leave parallel.zero_stage out, or set it to 3",
+        )
