@@ -1,5 +1,6 @@
 """Section `parallel`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,9 @@ class ParallelConfig(Section):
     """What several processes shard of a micro-batch's work. 2: gradients and the optimizer's state; weights are read
     where they lie whole, as they do for the generator. 3: weights too, which are gathered layer by layer. Left out: 2
     with `tp` 1, and 3 otherwise. No bit depends on it."""
+    symmetric_memory: bool = False
+    """Whether processes that generate together, on GPUs of one host, store their words straight into one another's
+    memory, which takes less time than NCCL where there are few. No bit depends on it."""
     batch_shards: int = between(0, 1 << 16, default=0)
     """Parts that a step's prompts are dealt into, each packed by itself; 0 is one a process, or a group of `tp`. Bits
     depend on this number and not on that of the processes, which must divide it."""
@@ -40,3 +44,7 @@ class ParallelConfig(Section):
             f"parallel.zero_stage is 2 and parallel.tp {self.tp}: processes that share products train on parts of the "
             "weights, which lie whole nowhere; leave parallel.zero_stage out, or set it to 3",
         )
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.generator_tp == 1:
+            yield "symmetric_memory", "with parallel.generator_tp 1: no process generates together with another"
