@@ -368,7 +368,7 @@ class GatheredParameters(ShardedParameters):
     def inputs(self, model: Decoder) -> graph.Inputs:
         found, parts = super().inputs(model), self.gathering.param
         frozen = {name: tensor for name, tensor in found.param.items() if name not in parts}
-        return replace(found, param=parts | frozen, module=None)
+        return replace(found, param={**parts, **frozen}, module=None)
 
     @contextmanager
     def micro_batch(
