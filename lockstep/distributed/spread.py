@@ -8,7 +8,7 @@ Shape suffixes: T tokens, W a rank's columns, R rows, V all columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,15 @@ class Spread(nn.Module):
     def own(self, x_TV: Tensor) -> Tensor:
         """This rank's columns of a tensor that all have whole, [T, W]."""
         return x_TV if self.index is None else own_columns(x_TV, self.index, self.axis)
+
+    def added(
+        self, product: Callable[..., Tensor], x_TW: Tensor, weight: Tensor, stream_TV: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`product(x, weight, stream, bias)` of what the ranks have columns of and a stream that all have whole; whole,
+        [T, V]."""
+        if self.index is None:
+            return product(x_TW, weight, stream_TV, bias)
+        return self.columns(product(self.columns(x_TW), weight, self.own(stream_TV), bias))
 
     def own_rows(self, *tensors: Tensor) -> Sequence[Tensor]:
         """This rank's share of the rows of tensors that all have whole, [ceil(R / ranks), ...]; those beyond the last
