@@ -23,7 +23,7 @@ from ..distributed.cells import Cells
 from ..distributed.mesh import ALONE, Mesh
 from ..distributed.pieces import joined, runs, whole_shape
 from ..distributed.placement import Placement
-from ..distributed.sums import sum_of_all
+from ..distributed.collectives import sum_of_all
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 
