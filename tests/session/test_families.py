@@ -22,7 +22,7 @@ from small import (
 )
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
-from lockstep.generator import Engine, SharedWeights, SnapshotWeights
+from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MLAConfig, MoEConfig
