@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import is_
 from typing import Any, Literal
@@ -44,7 +43,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
-    @cached_property
+    @property
     def truncated(self) -> bool:
         """Whether a filter removes tokens from the support (greedy aside)."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
