@@ -258,11 +258,12 @@ class Play:
     def _prompt(self, episodes: list[Episode], given: Any) -> list[int]:
         """The tokens of what these episodes begin with."""
         asked, tokens = self._asked[episodes[0].group], self._tokens
+        tokenized, chat = is_tokens(given), is_chat(given)
         try:
-            if tokens.with_tools is not None:
-                tokens = tokens.with_tools(episodes[0].environment.tools)
-            ids = given if is_tokens(given) else tokens.prompt(given)
-            text = tokens.text(given) if is_tokens(given) else given
+            if tokens.with_tools is not None and (tools := episodes[0].environment.tools):
+                tokens = tokens.with_tools(tools)
+            ids = given if tokenized else tokens.prompt(given)
+            text = tokens.text(given) if tokenized else given
         except InputError as error:
             raise InputError(f"{asked.where}: {error}") from error
         if not ids:
@@ -273,7 +274,7 @@ class Play:
             raise InputError(f"{asked.where}: the prompt has {len(ids)} tokens; at most {most} are allowed{why}")
         for episode in episodes:
             episode.tokens, episode.prompt = tokens, text
-            episode.messages = list(given) if is_chat(given) else None
+            episode.messages = list(given) if chat else None
         return ids
 
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:

@@ -24,7 +24,7 @@ from .runner import Block, Runner
 from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
 from .sizes import least_rows, row_buckets
-from .weights import SharedWeights, SnapshotWeights
+from .weights import SharedWeights
 
 AGREED = 64  # launches
 AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
@@ -51,7 +51,7 @@ class Engine:
 
     def __init__(
         self,
-        weights: SharedWeights | SnapshotWeights,
+        weights: SharedWeights,
         config: GeneratorConfig,
         cache_tokens: int,
         detokenize: Callable[[list[int]], str] | None = None,

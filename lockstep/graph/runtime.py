@@ -154,6 +154,12 @@ class Runtime:
         """Those of them that replayed a CUDA graph."""
         return self._count("replays")
 
+    def metrics(self) -> dict[str, int]:
+        """`recompiles`, `graph_replays` and the replays of each function, since the start."""
+        replays = self.replays
+        by_function = {f"graph_replays/{name}": count for name, count in sorted(replays.items()) if count}
+        return {"recompiles": self.warm_up.late, "graph_replays": replays.total(), **by_function}
+
     def _count(self, what: str) -> Counter[str]:
         total: Counter[str] = Counter()
         for program in self.programs:

@@ -18,7 +18,7 @@ from ..algorithms import SUPERVISED, supervised
 from ..algorithms.policy_terms import KL_ESTIMATORS
 from ..config import RunConfig
 from ..environments import Collector, Failures, Limits, worked_trajectories
-from ..environments.collect import Collected, Problems
+from ..environments.collect import Collected
 from ..errors import LockstepError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate
@@ -61,6 +61,10 @@ class Loop:
         packed = config.trainer.max_tokens_per_micro_batch
         self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason, packed)
         self.failures = Failures()
+        how = run.policy.tokens, lambda *_: run.engine, run.task.rewards, config.seed, run.environment, self.limits
+        self._collect_from = Collector(
+            *how, self.failures, run.timings, run.world, needs_rewards=config.loss.needs_rewards
+        ).collect
         self._most_sampled = min(task.turns * config.sampling.max_completion_length, config.max_response_length)
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 
@@ -121,12 +125,13 @@ class Loop:
         if not self.config.loss.dynamic_sampling:
             self.prompts_used = (step + 1) * prompts
             problems = [(g, self.run.task.train_problem(step, g)) for g in range(prompts)]
-            return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step)
+            return self._collect_from(problems, self.run.sampling, TRAIN_DOMAIN, step)
 
         def sample(wanted: list[tuple[int, int]]) -> Collected:
             places = [(number, divmod(self.prompts_used + i, prompts)) for number, i in wanted]
             problems = [(number, self.run.task.train_problem(*place)) for number, place in places]
-            return self._rollouts(problems, self.run.sampling, TRAIN_DOMAIN, step, required=len(problems) == prompts)
+            sampling, whole = self.run.sampling, len(problems) == prompts
+            return self._collect_from(problems, sampling, TRAIN_DOMAIN, step, required=whole)
 
         most = self.config.loss.max_num_gen_batches * prompts
         found, used = collect_with_signal(prompts, most, sample, self._has_signal)
@@ -141,20 +146,6 @@ class Loop:
         """Whether a sample is trained on."""
         masks = self.config.loss.mask_truncated_completions
         return not (masks and rollout.cut_off)
-
-    def _rollouts(
-        self,
-        problems: Problems,
-        sampling: SamplingParams,
-        domain: int,
-        step: int,
-        required: bool = True,
-    ) -> Collected:
-        run = self.run
-        how = run.policy.tokens, lambda *_: run.engine, run.task.rewards, self.config.seed
-        needed = self.config.loss.needs_rewards
-        collector = Collector(*how, run.environment, self.limits, self.failures, run.timings, self.world, needed)
-        return collector.collect(problems, sampling, domain, step, required)
 
     def _advantages(self, groups: list[RolloutGroup], kl: dict[str, list[float]]) -> None:
         """The algorithm's advantages of the rewards, its penalties included, less `beta` times the sum of the KL
@@ -299,7 +290,7 @@ class Loop:
         problems = list(enumerate(task.selection_problems() if selection else task.validation_problems()))
         if not problems:
             return {}
-        groups, _, counts = self._rollouts(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
+        groups, _, counts = self._collect_from(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
         metrics = {k: v for k, v in counts.items() if v} | reward_metrics(groups)
         del metrics["reward/std"]  # one sample a prompt
         return {f"validation/{name}": value for name, value in metrics.items()}

@@ -26,7 +26,7 @@ from ..distributed import ONE, World
 from ..environments import PromptLimit, make_environment, make_task
 from ..errors import InputError, refuse
 from ..generator import Engine, PartWeights, SharedWeights, plan_cache_tokens
-from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
+from ..graph import Runtime, Store, Verdict, compile_report, require_plugins
 from ..machine import bound_threads
 from ..models import Decoder, Held, ModelConfig, ModelPart, load_model, load_value_head, resolve_folder
 from ..models.checks import require_degree, require_memory
@@ -100,10 +100,6 @@ class Session:
         """Where the kernels of what depends on these, and on the model, are listed; None on a CPU, which has none."""
         model = self.policy.model
         return kernel_list(model.config, model.embed.dtype, *about) if model.embed.is_cuda else None
-
-    def graph_metrics(self) -> dict[str, int]:
-        """Graphs made late, and replays so far."""
-        return replay_metrics(self.runtime)
 
     def compile_report(self) -> dict[str, Any]:
         """For the summary: every function's graphs, and what the check of them found; empty when there are none."""

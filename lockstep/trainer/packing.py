@@ -167,10 +167,9 @@ def _parts(
 
 def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
     """The rows that it takes by itself; raises when it cannot be trained on."""
-    name, first = trajectory.name or "a trajectory", trajectory.prompt
-    if first.sampled:
+    name, branches = trajectory.name or "a trajectory", trajectory.branches
+    if branches[0][0].sampled:
         raise ValueError(f"{name}: it begins with a sampled segment; the first is the prompt, which is given")
-    branches = trajectory.branches
     prompts = all(branch[0].token_ids for branch in branches)
     if not prompts or not any(s.sampled and s.token_ids for s in trajectory.segments):
         empty = "completion" if prompts else "prompt"
@@ -220,9 +219,10 @@ class _Draft:
         if share_prefix:
             self.add_prompt(prompt)
         for trajectory in group.rollouts:
-            for branch in trajectory.branches:
-                shared = start if share_prefix and branch[0] is trajectory.prompt else None
-                self._add_branch(branch, shared)
+            first, *others = trajectory.branches
+            self._add_branch(first, start if share_prefix else None)
+            for branch in others:
+                self._add_branch(branch, None)
             self.sequences.append(trajectory)
             self.sampling.append(group.sampling)
 
